@@ -1,0 +1,73 @@
+"""Preble schedules LLM requests over inference engines: prompts reuse cached prefixes, no worker is overloaded.
+
+Owns the public names and nothing else. Each is imported when first asked for, so `import preble` costs next to
+nothing and loads no third-party package. Errors are in `preble.errors`, all derived from `preble.errors.PrebleError`.
+
+    import preble
+    scheduler = preble.GlobalScheduler(["a", "b"])
+    decision = scheduler.schedule(token_ids)      # -> decision.worker, decision.matched_tokens
+    scheduler.finish(decision.request_id, output_tokens=64)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from ._cost import CostModel as CostModel
+    from ._e2 import Decision as Decision
+    from .clock import ManualClock as ManualClock
+    from .local import LocalConfig as LocalConfig
+    from .local import LocalRequest as LocalRequest
+    from .local import LocalScheduler as LocalScheduler
+    from .policy import Policy as Policy
+    from .router import Router as Router
+    from .scheduler import GlobalScheduler as GlobalScheduler
+    from .scheduler import SchedulerConfig as SchedulerConfig
+    from .types import AllBlocksCleared as AllBlocksCleared
+    from .types import BlockRemoved as BlockRemoved
+    from .types import BlockStored as BlockStored
+    from .types import PrefixEvicted as PrefixEvicted
+    from .types import SamplingParams as SamplingParams
+    from .types import WorkerSpec as WorkerSpec
+
+__version__ = "0.1.0"
+
+# Public name -> the module that owns it.
+_HOMES = {
+    "AllBlocksCleared": "types",
+    "BlockRemoved": "types",
+    "BlockStored": "types",
+    "CostModel": "_cost",
+    "Decision": "_e2",
+    "GlobalScheduler": "scheduler",
+    "LocalConfig": "local",
+    "LocalRequest": "local",
+    "LocalScheduler": "local",
+    "ManualClock": "clock",
+    "Policy": "policy",
+    "PrefixEvicted": "types",
+    "Router": "router",
+    "SamplingParams": "types",
+    "SchedulerConfig": "scheduler",
+    "WorkerSpec": "types",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module(".errors", __name__)
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'preble' has no attribute {name!r}")
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value  # the next access is a plain attribute
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES, "errors"])

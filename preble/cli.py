@@ -1,0 +1,60 @@
+"""The `preble` command. Owns top-level argument parsing and exit codes; what a sub-command does is its module's.
+
+A sub-command is a module with `add_arguments(parser)` and `run(args) -> int | None`. Only the one asked for is
+imported, so `preble --version` and `preble --help` answer at once and work in the base install.
+
+Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from . import __version__
+from .errors import InvalidInput, PrebleError
+
+COMMANDS = {
+    "demo": ("preble.demo", "serve real prompts with two workers: round robin against E2"),
+    "worker": ("preble.worker", "serve one engine to routers, as a process"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `preble ARGV...` and return the exit code. `argv` None means the process's own arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser(arguments)
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return import_module(COMMANDS[args.command][0]).run(args) or 0
+    except KeyboardInterrupt:
+        return 130
+    except PrebleError as error:
+        sys.stderr.write(f"preble {args.command}: {error}\n")
+        return 2 if isinstance(error, InvalidInput) else 1
+
+
+def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser for these arguments: every sub-command by name, and the options of the one that they name."""
+    parser = argparse.ArgumentParser(
+        prog="preble",
+        description="Schedules LLM requests over a fleet of inference engines so that prompts reuse cached prefixes.",
+        epilog="`preble COMMAND --help` lists a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"preble {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    named = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == named:
+            import_module(module).add_arguments(command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

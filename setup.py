@@ -1,0 +1,66 @@
+"""Builds the compiled core: every `preble/*.pyx` is one extension. Owns build modes; metadata is in pyproject.toml.
+
+PREBLE_DEBUG=1 turns on bounds checks, C asserts and debug symbols. PREBLE_SANITIZE=address,undefined adds those
+sanitizers (run Python with their runtime preloaded). A build in another mode than the last one rebuilds everything.
+"""
+
+from __future__ import annotations
+
+import os
+from glob import glob
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+DEBUG = os.environ.get("PREBLE_DEBUG", "") not in ("", "0")
+SANITIZE = os.environ.get("PREBLE_SANITIZE", "")
+BUILD_DIR = Path("build", "cython")
+
+
+def compile_flags() -> tuple[list[str], list[str]]:
+    """Flags for compiler and linker. No -march=native: a wheel must run on machines other than its builder's."""
+    if os.name == "nt":
+        return (["/O2"], [])
+    flags = ["-O1", "-g", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3"]
+    sanitizers = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
+    return ([*flags, "-Wno-unused-function", *sanitizers], sanitizers)
+
+
+def mode_changed() -> bool:
+    """True if the previous build used another mode, so that nothing of it may be kept. Records this build's mode."""
+    mode, record = f"debug={DEBUG} sanitize={SANITIZE}\n", BUILD_DIR / "mode"
+    changed = record.exists() and record.read_text() != mode
+    BUILD_DIR.mkdir(parents=True, exist_ok=True)
+    record.write_text(mode)
+    return changed
+
+
+def extensions(force: bool) -> list[Extension]:
+    """The extensions, cythonized into build/ so that no generated C lies beside the sources."""
+    compile_args, link_args = compile_flags()
+    modules = [
+        Extension(
+            f"preble.{Path(source).stem}",
+            [source],
+            include_dirs=["preble"],
+            depends=sorted(glob("preble/*.pxd") + glob("preble/*.h")),
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+        )
+        for source in sorted(glob("preble/*.pyx"))
+    ]
+    directives = {
+        "language_level": 3,
+        "boundscheck": DEBUG,
+        "wraparound": False,
+        "cdivision": not DEBUG,
+        "initializedcheck": DEBUG,
+        "embedsignature": True,
+    }
+    return cythonize(modules, build_dir=str(BUILD_DIR), compiler_directives=directives, force=force)
+
+
+if __name__ == "__main__":
+    FORCE = mode_changed()
+    setup(ext_modules=extensions(FORCE), options={"build_ext": {"force": FORCE}})
