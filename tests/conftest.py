@@ -1,0 +1,45 @@
+"""What every test shares: deterministic hypothesis, the repository's place, and running Python in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run and machine. PREBLE_HYPOTHESIS=long looks for new ones, ten times as many.
+settings.register_profile(
+    "preble", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("long", settings.get_profile("preble"), derandomize=False, max_examples=1000)
+settings.load_profile("long" if os.environ.get("PREBLE_HYPOTHESIS") == "long" else "preble")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python ARGS...` in a fresh process that sees this checkout's `preble`; its output is text."""
+
+    def run(*args: str, cwd: Path = ROOT, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+        return subprocess.run(
+            [sys.executable, *args],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+        )
+
+    return run
