@@ -1,4 +1,4 @@
-"""The `preble` command's top level: versions, help, wrong usage, exit codes, and that sub-commands load only when named."""
+"""The `preble` command's top level: version, help, wrong usage, exit codes, sub-commands loaded only when named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public face: its names, its stubs, and what `import preble` costs. Behaviour behind the names is tested elsewhere."""
+"""The public face: its names, its stubs, what `import preble` costs. Behaviour behind the names is tested elsewhere."""
 
 from __future__ import annotations
 
