@@ -1,0 +1,190 @@
+"""`check` and `show` for radix trees: asserts every invariant of `_layout.pxd`, and draws a tree. Owns nothing, changes nothing."""
+
+from libc.stdint cimport uint32_t
+
+from preble._layout cimport LIVE, Entry, List, Node, Tree, entries_of, entry_count, mark_at, node_at
+from preble._layout_parts cimport block_bytes, find_child, run_bytes, run_slots
+from preble._memory cimport CHUNK, CHUNK_BITS, NONE, charged
+from preble._radix cimport RadixTree
+from preble._tree cimport find_entry
+
+
+def check_tree(RadixTree tree) -> None:
+    """Assert every invariant; the message names the invariant and the node. O(everything)."""
+    cdef Tree* t = &tree.t
+    nodes = [i for i in range(t.nodes.chunk_count << CHUNK_BITS) if node_at(t, i).state & LIVE]
+    assert len(nodes) == t.nodes.live, f"slab counts {t.nodes.live} nodes, {len(nodes)} are live"
+    for i in nodes:
+        check_node(tree, i)
+    check_roots(tree, nodes)
+    check_workers(tree, nodes)
+    check_aging(tree, nodes)
+    check_table(tree, nodes)
+    check_bytes(tree, nodes)
+
+
+cdef check_node(RadixTree tree, uint32_t i):
+    """R1 and M1 for one node."""
+    cdef Tree* t = &tree.t
+    cdef Node* node = node_at(t, i)
+    cdef Entry* entries = entries_of(node)
+    cdef Node* above
+    cdef uint32_t at
+    if node.parent == NONE:
+        assert node.run.length == 0 and node.run.start == 0 and entry_count(node) == 0, f"R1: root {i} has tokens or marks"
+        return
+    above = node_at(t, node.parent)
+    assert above.state & LIVE, f"R1: node {i} hangs below a freed node"
+    assert node.run.length > 0, f"R1: node {i} is empty"
+    assert node.run.start == above.run.start + above.run.length, f"R1: node {i} does not start where its parent ends"
+    assert find_child(t, node.parent, node.run.tokens[0]) == i, f"R2: the table does not lead to node {i}"
+    assert all(node.run.tokens[at] >= 0 for at in range(node.run.length)), f"R1: node {i} holds a negative token"
+    for at in range(entry_count(node)):
+        assert 1 <= entries[at].tokens <= node.run.length, f"M1: mark of worker {entries[at].worker} on node {i} is too long"
+        assert at == 0 or entries[at - 1].worker < entries[at].worker, f"M1: entries of node {i} are not sorted"
+        assert mark_at(t, entries[at].mark).node == i, f"M1: a mark of node {i} points elsewhere"
+        assert mark_at(t, entries[at].mark).worker == entries[at].worker, f"M1: a mark of node {i} names another worker"
+        check_closure(t, i, entries[at].worker)
+        if t.with_slots:
+            assert entries[at].tokens == node.run.length, f"M1: node {i} of a slot tree is cached in part"
+
+
+cdef check_closure(Tree* t, uint32_t i, uint32_t worker):
+    cdef Node* above = node_at(t, node_at(t, i).parent)
+    cdef Entry* entry
+    if above.parent == NONE:
+        return
+    entry = find_entry(above, worker)
+    assert entry != NULL and entry.tokens == above.run.length, f"M1: worker {worker} marks node {i} but not all of its parent"
+
+
+cdef check_roots(RadixTree tree, list nodes):
+    cdef Tree* t = &tree.t
+    roots = sorted(i for i in nodes if node_at(t, i).parent == NONE)
+    assert roots == sorted(tree._names) == sorted(tree._roots.values()), "R1: roots and namespaces differ"
+    assert sorted(tree._root_queue) == roots, "R1: a root is not queued for removal checks"
+
+
+cdef children_of(Tree* t, uint32_t i):
+    children = []
+    child = node_at(t, i).first_child
+    while child != NONE:
+        assert node_at(t, child).parent == i, f"R1: node {child} is in the child list of {i}, its parent is another"
+        children.append(child)
+        child = node_at(t, child).next_sibling
+    return children
+
+
+cdef check_table(RadixTree tree, list nodes):
+    """R2: each child is reachable from its parent's list, and the table has no other entries."""
+    cdef Tree* t = &tree.t
+    cdef uint32_t i
+    used = sum(1 for i in range(t.table_size) if t.table[i].tag > 1)
+    deleted = sum(1 for i in range(t.table_size) if t.table[i].tag == 1)
+    assert used == t.table_used == len(nodes) - len(tree._names), f"R2: {used} table entries for {len(nodes)} nodes"
+    assert deleted == t.table_deleted, "R2: deleted slots are miscounted"
+    listed = sum(len(children_of(t, i)) for i in nodes)
+    assert listed == used, f"R2: child lists hold {listed} nodes, the table {used}"
+
+
+cdef check_workers(RadixTree tree, list nodes):
+    """M2, L1 and P1."""
+    cdef Tree* t = &tree.t
+    cdef Entry* entries
+    cdef uint32_t at, worker
+    tokens, marks, pinned, unpinned = {}, {}, {}, {}
+    for i in nodes:
+        entries = entries_of(node_at(t, i))
+        for at in range(entry_count(node_at(t, i))):
+            worker = entries[at].worker
+            tokens[worker] = tokens.get(worker, 0) + entries[at].tokens
+            marks[worker] = marks.get(worker, 0) + 1
+            if mark_at(t, entries[at].mark).pins:
+                pinned[worker] = pinned.get(worker, 0) + entries[at].tokens
+            else:
+                unpinned.setdefault(worker, set()).add(entries[at].mark)
+    assert sum(marks.values()) == t.marks.live, f"M2: {t.marks.live} marks live, {sum(marks.values())} on nodes"
+    for worker in range(t.worker_end):
+        assert t.workers[worker].tokens == tokens.get(worker, 0), f"M2: tokens of worker {worker}"
+        assert t.workers[worker].marks == marks.get(worker, 0), f"M2: marks of worker {worker}"
+        assert t.workers[worker].pinned == pinned.get(worker, 0), f"P1: pinned tokens of worker {worker}"
+        assert t.workers[worker].tokens <= t.workers[worker].capacity, f"M2: worker {worker} is over its capacity"
+        check_recency(t, worker, unpinned.get(worker, set()))
+
+
+cdef check_recency(Tree* t, uint32_t worker, set expected):
+    """L1: the list is exactly the unpinned marks, and each node is met before its parent. P1: a pin covers the whole path."""
+    cdef uint32_t i = t.workers[worker].recency.oldest, before = NONE, parent
+    cdef Entry* above
+    seen = set()
+    while i != NONE:
+        assert mark_at(t, i).older == before, f"L1: broken link in the recency list of worker {worker}"
+        assert i in expected and i not in seen, f"L1: mark {i} does not belong in the recency list of worker {worker}"
+        seen.add(i)
+        parent = node_at(t, mark_at(t, i).node).parent
+        above = find_entry(node_at(t, parent), worker)
+        assert above == NULL or above.mark not in seen, f"L1: worker {worker} has a parent older than its child"
+        before = i
+        i = mark_at(t, i).newer
+    assert t.workers[worker].recency.newest == before, f"L1: wrong newest mark of worker {worker}"
+    assert seen == expected, f"L1: marks are missing from the recency list of worker {worker}"
+
+
+cdef check_aging(RadixTree tree, list nodes):
+    """L2."""
+    cdef Tree* t = &tree.t
+    marked = {i for i in nodes if entry_count(node_at(t, i))}
+    unmarked = {i for i in nodes if not entry_count(node_at(t, i)) and node_at(t, i).parent != NONE}
+    assert listed(t, &t.marked) == marked, "L2: the list of marked nodes"
+    assert listed(t, &t.unmarked) == unmarked, "L2: the list of unmarked nodes"
+
+
+cdef set listed(Tree* t, List* ages):
+    cdef uint32_t i = ages.oldest, before = NONE
+    seen = set()
+    while i != NONE:
+        assert node_at(t, i).older == before and i not in seen, f"L2: broken aging link at node {i}"
+        seen.add(i)
+        before = i
+        i = node_at(t, i).newer
+    assert ages.newest == before, "L2: wrong newest node"
+    return seen
+
+
+cdef check_bytes(RadixTree tree, list nodes):
+    """B1."""
+    cdef Tree* t = &tree.t
+    cdef Node* node
+    total = charged(t.table_size * 8) + t.worker_room * sizeof(t.workers[0])
+    total += t.nodes.chunk_count * (CHUNK * t.nodes.item_bytes + 64) + t.marks.chunk_count * (CHUNK * t.marks.item_bytes + 64)
+    for i in nodes:
+        node = node_at(t, i)
+        total += charged(run_bytes(t, node.run.length))
+        total += charged(block_bytes(node.block.room)) if node.block != NULL else 0
+    assert total == t.budget.used, f"B1: {t.budget.used} bytes counted, {total} in use"
+
+
+def show_tree(RadixTree tree, int max_tokens=6) -> str:
+    """The tree as text: tokens of each run (at most `max_tokens`), then worker:tokens, `!` where pinned, and KV slots if it has them."""
+    cdef Tree* t = &tree.t
+    lines = []
+    for namespace, root in sorted(tree._roots.items(), key=lambda item: item[1]):
+        lines.append(f"({'root' if namespace is None else namespace!r})")
+        stack = [(child, 1) for child in children_of(t, root)]
+        while stack:
+            i, depth = stack.pop(0)
+            lines.append("  " * depth + describe(t, i, max_tokens))
+            stack = [(child, depth + 1) for child in children_of(t, i)] + stack
+    return "\n".join(lines)
+
+
+cdef str describe(Tree* t, uint32_t i, int max_tokens):
+    cdef Node* node = node_at(t, i)
+    cdef Entry* entries = entries_of(node)
+    cdef uint32_t at, shown = min(node.run.length, <uint32_t> max(max_tokens, 1))
+    text = " ".join(str(node.run.tokens[at]) for at in range(shown))
+    more = f" ...{node.run.length}" if shown < node.run.length else ""
+    marks = " ".join(f"{entries[at].worker}:{entries[at].tokens}" + ("!" if mark_at(t, entries[at].mark).pins else "")
+                     for at in range(entry_count(node)))
+    slots = " @" + " ".join(str(run_slots(node.run)[at]) for at in range(shown)) if t.with_slots else ""
+    return f"[{text}{more}]{'  ' + marks if marks else ''}{slots}"

@@ -1,0 +1,169 @@
+"""Token ids at the door. Owns the conversion of what callers pass into a C array of int32; keeps nothing.
+
+int32 and uint32 buffers are borrowed without a copy, int64 buffers and lists or tuples of ints are converted by one C loop.
+"""
+
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS,
+    PyBUF_FORMAT,
+    PyBUF_ND,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.bool cimport PyBool_Check
+from cpython.list cimport PyList_Check, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check
+from cpython.ref cimport PyObject
+from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdlib cimport free, malloc
+
+from .errors import InvalidTokens
+
+cdef enum:
+    COUNT_MAX = 1 << 28          # tokens in one prompt
+
+cdef int64_t ID_MAX = 2147483647
+
+
+cdef int view_tokens(object token_ids, TokenView* view, bint allow_empty=False) except -1:
+    """Fill `view` from `token_ids`; the caller calls release_tokens. Borrowed ids are not yet known to be >= 0."""
+    view.data = NULL
+    view.owned = NULL
+    view.count = 0
+    view.borrowed = False
+    view.checked = False
+    try:
+        if PyList_Check(token_ids) or PyTuple_Check(token_ids):
+            convert_sequence(token_ids, view)
+        else:
+            borrow_buffer(token_ids, view)
+        if view.count == 0 and not allow_empty:
+            raise InvalidTokens("token_ids is empty; a prompt needs at least one token")
+    except BaseException:
+        release_tokens(view)
+        raise
+    return 0
+
+
+cdef int check_tokens(TokenView* view, uint32_t first) except -1:
+    """Raise InvalidTokens if an id from position `first` on is negative. Matched ids need no check: they equal stored ones."""
+    cdef uint32_t i
+    cdef int32_t signs = 0
+    if view.checked:
+        return 0
+    for i in range(first, view.count):
+        signs |= view.data[i]
+    if signs >= 0:
+        return 0
+    for i in range(first, view.count):
+        if view.data[i] < 0:
+            raise InvalidTokens(f"token_ids[{i}] is outside [0, {ID_MAX}]")
+    return 0
+
+
+cdef void release_tokens(TokenView* view) noexcept:
+    if view.borrowed:
+        PyBuffer_Release(&view.buffer)
+        view.borrowed = False
+    free(view.owned)
+    view.owned = NULL
+
+
+cdef int allocate(TokenView* view, Py_ssize_t count) except -1:
+    if count > COUNT_MAX:
+        raise InvalidTokens(f"token_ids has {count} tokens; at most {COUNT_MAX} are allowed")
+    view.owned = <int32_t*> malloc(max(count, 1) * sizeof(int32_t))
+    if view.owned == NULL:
+        raise MemoryError("token_ids could not be converted")
+    view.data = view.owned
+    view.count = <uint32_t> count
+    return 0
+
+
+cdef int convert_sequence(object token_ids, TokenView* view) except -1:
+    cdef bint is_list = PyList_Check(token_ids)
+    cdef Py_ssize_t i, count = PyList_GET_SIZE(token_ids) if is_list else PyTuple_GET_SIZE(token_ids)
+    cdef PyObject* item
+    cdef int overflow = 0
+    cdef int64_t value
+    allocate(view, count)
+    for i in range(count):
+        item = PyList_GET_ITEM(token_ids, i) if is_list else PyTuple_GET_ITEM(token_ids, i)
+        if not PyLong_Check(<object> item) or PyBool_Check(<object> item):
+            view.owned[i] = whole_number(<object> item, i)
+            continue
+        value = PyLong_AsLongLongAndOverflow(<object> item, &overflow)
+        if overflow != 0 or value < 0 or value > ID_MAX:
+            raise InvalidTokens(f"token_ids[{i}] is {<object> item!r}, outside [0, {ID_MAX}]")
+        view.owned[i] = <int32_t> value
+    view.checked = True
+    return 0
+
+
+cdef int32_t whole_number(object item, Py_ssize_t i) except? -1:
+    """An element that is no plain int: numpy integers pass, floats, bools and anything else do not."""
+    if not PyBool_Check(item) and hasattr(item, "__index__"):
+        number = item.__index__()
+        if 0 <= number <= ID_MAX:
+            return <int32_t> number
+        raise InvalidTokens(f"token_ids[{i}] is {number}, outside [0, {ID_MAX}]")
+    raise InvalidTokens(f"token_ids[{i}] is a {type(item).__name__}, not an int")
+
+
+cdef int borrow_buffer(object token_ids, TokenView* view) except -1:
+    cdef char kind
+    if not PyObject_CheckBuffer(token_ids) and hasattr(token_ids, "__array__"):
+        token_ids = token_ids.__array__()          # torch CPU tensors offer no buffer, but this
+    if not PyObject_CheckBuffer(token_ids):
+        raise InvalidTokens(f"token_ids is a {type(token_ids).__name__}; pass a 1-D int32, uint32 or int64 buffer, or a list of ints")
+    try:
+        PyObject_GetBuffer(token_ids, &view.buffer, PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS)
+    except (BufferError, ValueError) as error:
+        raise InvalidTokens(f"token_ids is not a C-contiguous buffer: {error}") from None
+    view.borrowed = True
+    if view.buffer.ndim != 1:
+        raise InvalidTokens(f"token_ids has {view.buffer.ndim} dimensions, not 1")
+    kind = kind_of(view.buffer.format, view.buffer.itemsize)
+    if kind == b"4":
+        if view.buffer.shape[0] > COUNT_MAX:
+            raise InvalidTokens(f"token_ids has {view.buffer.shape[0]} tokens; at most {COUNT_MAX} are allowed")
+        view.data = <const int32_t*> view.buffer.buf
+        view.count = <uint32_t> view.buffer.shape[0]
+    elif kind == b"8":
+        narrow(<const int64_t*> view.buffer.buf, view)
+    else:
+        name = (<bytes> view.buffer.format).decode() if view.buffer.format != NULL else "B"
+        raise InvalidTokens(f"token_ids has element format {name!r}; int32, uint32 or int64 is needed")
+    return 0
+
+
+cdef char kind_of(const char* form, Py_ssize_t itemsize) noexcept:
+    """b'4' for native 32-bit integers, b'8' for signed 64-bit ones, b'?' for anything else."""
+    if form == NULL:
+        return b"?"
+    if form[0] == b"@" or form[0] == b"=" or form[0] == b"<":
+        form += 1
+    if form[0] == 0 or form[1] != 0:
+        return b"?"
+    if itemsize == 4 and (form[0] == b"i" or form[0] == b"I" or form[0] == b"l" or form[0] == b"L"):
+        return b"4"
+    if itemsize == 8 and (form[0] == b"q" or form[0] == b"l"):
+        return b"8"
+    return b"?"
+
+
+cdef int narrow(const int64_t* wide, TokenView* view) except -1:
+    cdef Py_ssize_t i, count = view.buffer.shape[0]
+    cdef int64_t bad = 0
+    allocate(view, count)
+    for i in range(count):
+        bad |= wide[i]
+        view.owned[i] = <int32_t> wide[i]
+    if bad < 0 or bad > ID_MAX:
+        for i in range(count):
+            if wide[i] < 0 or wide[i] > ID_MAX:
+                raise InvalidTokens(f"token_ids[{i}] is {wide[i]}, outside [0, {ID_MAX}]")
+    view.checked = True
+    return 0

@@ -1,0 +1,103 @@
+"""The engine protocol: what a worker process asks of anything that generates tokens. Owns the protocol and its data, no engine.
+
+Life of a request: `submit` -> any number of `step` calls, each returning chunks for the requests that moved -> a chunk with
+`finish_reason` set, which is the last. `abort` ends it early, with finish_reason "abort".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types import CacheEvent, SamplingParams
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt to continue. `token_ids` is 1-D int32, `output_offset` the number of its last tokens that are output already.
+
+    A request resumed after its worker died arrives with the emitted tokens appended to the prompt and `output_offset` set, so
+    that chunk indices and random draws go on where they stopped; `sampling.max_new_tokens` still counts from the first output.
+    """
+
+    request_id: str
+    token_ids: npt.NDArray[np.int32]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    namespace: Hashable = None
+    output_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChunk:
+    """New tokens of one request. `index` is the output position of `token_ids[0]`, counted from the original prompt.
+
+    `cached_tokens` (prompt tokens whose KV was reused, set on the first chunk) is the engine's truth about the hit.
+    `finish_reason` is None until the last chunk. `error` says what went wrong where the reason is "error".
+    """
+
+    request_id: str
+    index: int
+    token_ids: Sequence[int]
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine tells in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds prompt + output."""
+
+    engine: str
+    model: str
+    kv_capacity_tokens: int
+    block_size: int = 1
+    max_running: int | None = None
+    max_model_tokens: int = 2**31 - 1
+    tokenizer_fingerprint: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load right now: requests running and waiting, KV tokens in use (by running requests and by the cache), uncached tokens waiting."""
+
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    kv_cached_tokens: int
+    waiting_uncached_tokens: int = 0
+
+
+class Engine(Protocol):
+    """One model instance, driven step by step from a single thread (none of the methods is thread-safe)."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Constant facts about this engine."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed."""
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; its last chunk (finish_reason "abort") comes from the next `step`. False if it is not live."""
+
+    def step(self) -> list[OutputChunk]:
+        """Run one iteration and return what it produced; [] when there is nothing to do."""
+
+    def has_work(self) -> bool:
+        """True while a request is live or a chunk waits to be returned."""
+
+    def take_events(self) -> list[CacheEvent]:
+        """Cache events since the last call, oldest first."""
+
+    def load(self) -> EngineLoad:
+        """Load at this moment."""
+
+    def close(self) -> None:
+        """Free the device. Idempotent."""

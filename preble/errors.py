@@ -1,0 +1,112 @@
+"""The exception tree. Owns every class Preble raises on purpose; contains no logic.
+
+    PrebleError
+    ├── InvalidInput (ValueError)        a caller's argument is wrong; nothing was changed
+    │   ├── InvalidTokens                token_ids: empty, negative, too large, 2-D, floats
+    │   ├── InvalidTime                  a clock or `now` that is NaN or infinite
+    │   └── InvalidConfig                a configuration field out of range
+    ├── UnknownWorker (KeyError)         no worker of that id
+    ├── DuplicateWorker (InvalidInput)   a worker of that id exists
+    ├── NoWorkers                        no worker may take a request
+    ├── DuplicateRequest (InvalidInput)  the request id is live
+    ├── UnknownRequest (KeyError)        the request id is not live
+    ├── CapacityExceeded                 a stated bound was reached (queue, tree, frame)
+    │   ├── QueueFull
+    │   └── TreeFull
+    ├── TransportError                   between router and worker
+    │   ├── ProtocolError                a frame that does not decode, or breaks the protocol
+    │   ├── HandshakeRefused             the two sides do not fit; names both
+    │   ├── WorkerLost                   the worker died and the request could not be resumed
+    │   └── InsecureBind                 binding beyond loopback without keys
+    ├── EngineError                      the engine refused or failed a request
+    └── MissingExtra (ImportError)       an optional dependency is not installed
+"""
+
+from __future__ import annotations
+
+
+class PrebleError(Exception):
+    """Base of every error Preble raises on purpose."""
+
+
+class InvalidInput(PrebleError, ValueError):
+    """An argument is wrong; the message names it and no state has changed."""
+
+
+class InvalidTokens(InvalidInput):
+    """`token_ids` is not a non-empty 1-D sequence of integers in [0, 2**31 - 1]."""
+
+
+class InvalidTime(InvalidInput):
+    """A time is NaN or infinite."""
+
+
+class InvalidConfig(InvalidInput):
+    """A configuration field is out of its range."""
+
+
+class DuplicateWorker(InvalidInput):
+    """A worker of that id already exists."""
+
+
+class DuplicateRequest(InvalidInput):
+    """The request id is live: scheduled and neither finished nor cancelled."""
+
+
+class _Lookup(PrebleError, KeyError):
+    """A KeyError whose text is the message itself, not its repr."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class UnknownWorker(_Lookup):
+    """No worker of that id."""
+
+
+class UnknownRequest(_Lookup):
+    """The request id is not live."""
+
+
+class NoWorkers(PrebleError):
+    """No worker may take a request (none exists, or all are draining or excluded)."""
+
+
+class CapacityExceeded(PrebleError):
+    """A stated bound was reached; the message names the bound."""
+
+
+class QueueFull(CapacityExceeded):
+    """A bounded queue has no room for one more request."""
+
+
+class TreeFull(CapacityExceeded):
+    """The prefix tree cannot hold more within its byte budget."""
+
+
+class TransportError(PrebleError):
+    """Something went wrong between router and worker."""
+
+
+class ProtocolError(TransportError):
+    """A frame does not decode or breaks the protocol."""
+
+
+class HandshakeRefused(TransportError):
+    """Router and worker do not fit; the message names both sides."""
+
+
+class WorkerLost(TransportError):
+    """The worker died and the request could not be resumed elsewhere."""
+
+
+class InsecureBind(TransportError):
+    """Binding a non-loopback address without keys was refused."""
+
+
+class EngineError(PrebleError):
+    """The engine refused or failed a request."""
+
+
+class MissingExtra(PrebleError, ImportError):
+    """An optional dependency is missing; the message gives the command that installs it."""

@@ -1,0 +1,170 @@
+"""Plain data that crosses module borders: workers, requests, cache events, decisions' parts. No behaviour beyond validation.
+
+Everything here is frozen and may be shared between threads. `Decision` lives in `_e2` (it is built in compiled code) and
+is re-exported by the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import InvalidConfig, InvalidInput
+
+BlockHash = int | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One inference engine as the scheduler sees it.
+
+    `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size` its cache granularity in tokens
+    (vLLM: block size, SGLang: page size); `cost_model` a `CostModel` or preset name, None for the scheduler's own;
+    `max_running` the requests it runs at once, None when unknown; `labels` free text for filters and metrics.
+    Raises `InvalidConfig` naming the field.
+    """
+
+    id: str
+    kv_capacity_tokens: int = 200_000
+    block_size: int = 1
+    cost_model: Any = None
+    max_running: int | None = None
+    labels: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise InvalidConfig(f"WorkerSpec.id must be a non-empty str, got {self.id!r}")
+        check_int("WorkerSpec.kv_capacity_tokens", self.kv_capacity_tokens, 1, 2**31 - 1)
+        check_int("WorkerSpec.block_size", self.block_size, 1, 65_536)
+        if self.max_running is not None:
+            check_int("WorkerSpec.max_running", self.max_running, 1, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose output tokens. `temperature` 0 is greedy; `top_p` in (0, 1]; `seed` makes sampling repeatable.
+
+    The draw for output position k depends only on (seed, k), so a request resumed on another worker continues alike.
+    Raises `InvalidInput` naming the field.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("SamplingParams.max_new_tokens", self.max_new_tokens, 1, 2**31 - 1, InvalidInput)
+        check_int("SamplingParams.seed", self.seed, 0, 2**63 - 1, InvalidInput)
+        if not 0.0 <= self.temperature < 1e3:
+            raise InvalidInput(f"SamplingParams.temperature must be in [0, 1000), got {self.temperature!r}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidInput(f"SamplingParams.top_p must be in (0, 1], got {self.top_p!r}")
+
+
+# --- cache events (engine -> scheduler) -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks entered a worker's cache: `token_ids` are those of `block_hashes` in order, `block_size` tokens each.
+
+    `parent_block_hash` None means the first block starts the prompt. Hashes are opaque keys, int or bytes.
+    """
+
+    block_hashes: Sequence[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: Sequence[int]
+    block_size: int
+    namespace: Hashable = None
+    medium: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks left a worker's cache. A removed block takes every longer prefix through it along."""
+
+    block_hashes: Sequence[BlockHash]
+    medium: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """A worker's cache was emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEvicted:
+    """A worker dropped every cached prefix that starts with `token_ids` and is longer than `kept_tokens`.
+
+    This is what `LocalScheduler` reports: no hashes, the tokens themselves.
+    """
+
+    token_ids: Sequence[int]
+    kept_tokens: int
+    namespace: Hashable = None
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | PrefixEvicted
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is believed cached of a prompt. `matched_tokens` maps worker id to tokens (0 left out), capped at prompt - 1.
+
+    `known_tokens` is the longest prefix in the tree, cached anywhere or not.
+    """
+
+    prompt_tokens: int
+    known_tokens: int
+    matched_tokens: Mapping[str, int]
+
+    @property
+    def best_tokens(self) -> int:
+        """The longest believed-cached prefix over all workers, in tokens."""
+        return max(self.matched_tokens.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCost:
+    """One worker's terms in one decision, in seconds: L (load), M (eviction), P (own prefill), and their sum.
+
+    `score` is what the policy compared (equal to `total_seconds` for E2). Paper section 4.2, Algorithm 2.
+    """
+
+    worker: str
+    matched_tokens: int
+    missed_tokens: int
+    load_seconds: float
+    eviction_seconds: float
+    prefill_seconds: float
+    total_seconds: float
+    score: float
+    candidate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a worker would be chosen now. `margin` is the runner-up's score minus the winner's (0 with one candidate)."""
+
+    worker: str
+    runner_up: str | None
+    margin: float
+    reason: str
+    policy: str
+    prompt_tokens: int
+    matched_tokens: int
+    workers: Sequence[WorkerCost] = field(default_factory=tuple)
+
+
+def check_int(name: str, value: Any, low: int, high: int, error: type[InvalidInput] = InvalidConfig) -> int:
+    """Return `value` if it is an int in [low, high]; raise `error` naming `name` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise error(f"{name} must be an int in [{low}, {high}], got {value!r}")
+    return value
