@@ -1,0 +1,128 @@
+"""The demo's worker processes. Owns starting, watching and stopping them, and their logs; sends no requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ..errors import PrebleError
+
+LOG_LINES_SHOWN = 25
+STOP_SECONDS = 10.0
+
+
+class WorkerFailed(PrebleError):
+    """A worker process ended or never got ready; the message ends with the tail of its log."""
+
+
+class Fleet:
+    """`preble worker` processes on loopback, each pinned to a core where there are enough. A context manager.
+
+    `arguments` follow `preble worker` for every process; the fleet adds each one's id, address and core. A new fleet
+    has empty caches.
+    """
+
+    def __init__(self, count: int, arguments: Sequence[str], log_directory: Path, label: str) -> None:
+        self.worker_ids = [f"worker-{number}" for number in range(count)]
+        self.endpoints = [f"tcp://127.0.0.1:{port}" for port in free_ports(count)]
+        self._arguments = list(arguments)
+        self._logs = [log_directory / f"{label}-{worker}.log" for worker in self.worker_ids]
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Fleet:
+        try:
+            for number in range(len(self.worker_ids)):
+                self._processes.append(self._start(number))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def command(self, number: int) -> list[str]:
+        """What a user would type to start this worker."""
+        command = [sys.executable, "-m", "preble.cli", "worker", "--id", self.worker_ids[number]]
+        command += ["--bind", self.endpoints[number], *self._arguments]
+        cores = available_cores()
+        return [*command, "--cpu", str(cores[number])] if len(cores) >= len(self.worker_ids) else command
+
+    def check(self) -> None:
+        """Raise `WorkerFailed` if a process has ended."""
+        for number, process in enumerate(self._processes):
+            if process.poll() is not None:
+                raise self.failure(number, f"ended with exit code {process.returncode}")
+
+    def failure(self, number: int, what: str) -> WorkerFailed:
+        """The error that says what happened to a worker, with the tail of its log."""
+        log = self._logs[number]
+        return WorkerFailed(f"{self.worker_ids[number]} {what}. The end of its log, {log}:\n{tail(log)}")
+
+    def log_tails(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(f"--- {log}\n{tail(log)}" for log in self._logs)
+
+    def stop(self) -> None:
+        """Ask every process to end, then make it. Idempotent."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        log = self._logs[number]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as output:
+            return subprocess.Popen(
+                self.command(number),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+            )
+
+
+def environment() -> dict[str, str]:
+    """The workers' environment: this one's, with this very `preble` first on the path, and output not held back."""
+    here = str(Path(__file__).resolve().parent.parent.parent)
+    path = os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH")) if part)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def available_cores() -> list[int]:
+    """Cores this process may run on; [] where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that are free now, all different."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def tail(log: Path, lines: int = LOG_LINES_SHOWN) -> str:
+    """The last lines of a log, indented."""
+    try:
+        text = log.read_text(errors="replace").rstrip().split("\n")
+    except OSError as error:
+        return f"    (not readable: {error})"
+    return "\n".join(f"    {line}" for line in text[-lines:])
