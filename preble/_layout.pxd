@@ -76,7 +76,7 @@ cdef struct Mark:                # a worker's recency and hits at one node, 32 b
     uint32_t older               # the worker's recency list
     uint32_t newer
     uint32_t pins                # holds at or below; pinned marks are in no list
-    uint32_t unused
+    uint32_t confirmed           # an engine has reported, or finished computing, this prefix
 
 cdef struct List:                # a doubly linked list over slab indices
     uint32_t oldest

@@ -195,6 +195,7 @@ cdef Entry* add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t tokens) noe
     mark.node = i
     mark.worker = worker
     mark.pins = 0
+    mark.confirmed = 0
     recency_push_after(t, &t.workers[worker].recency, t.workers[worker].recency.newest, index)
     t.workers[worker].tokens += tokens
     t.workers[worker].marks += 1
@@ -382,6 +383,7 @@ cdef uint32_t copy_mark_newer(Tree* t, uint32_t index, uint32_t i) noexcept nogi
     mark.node = i
     mark.worker = source.worker
     mark.pins = source.pins
+    mark.confirmed = source.confirmed
     if mark.pins == 0:
         recency_push_after(t, &t.workers[mark.worker].recency, index, copied)
     t.workers[mark.worker].marks += 1
@@ -612,6 +614,29 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
         i = node.parent
         node = node_at(t, i)
     return dropped
+
+
+cdef uint32_t confirmed_tokens(Tree* t, Walk walk, uint32_t worker) noexcept nogil:
+    """How much of the walked prefix the worker is known, not only predicted, to cache. Changes nothing; O(path)."""
+    cdef Node* node = node_at(t, walk.node)
+    cdef Entry* entry
+    while node.parent != NONE:
+        entry = find_entry(node, worker)
+        if entry != NULL and mark_at(t, entry.mark).confirmed:
+            return min(node.run.start + entry.tokens, walk.matched)
+        node = node_at(t, node.parent)
+    return 0
+
+
+cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil:
+    """The worker has this path in its cache for certain now. O(path)."""
+    cdef Node* node = node_at(t, leaf)
+    cdef Entry* entry
+    while node.parent != NONE:
+        entry = find_entry(node, worker)
+        if entry != NULL:
+            mark_at(t, entry.mark).confirmed = True
+        node = node_at(t, node.parent)
 
 
 # --- forgetting -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+# Cost model and load accounting: contents of `_cost.pyx`.
+
+from libc.stdint cimport int64_t, uint32_t
+
+from preble._memory cimport Slab, Budget
+
+cdef enum:
+    KNOTS_MAX = 16
+    BUCKETS = 36                 # the window is this many ring buckets
+
+cdef struct Cost:                # coefficients of one engine, in seconds and tokens
+    uint32_t knots               # points of the monotone piecewise-linear part over tokens in the batch
+    double at[KNOTS_MAX]
+    double seconds[KNOTS_MAX]
+    double context_from          # attention over the context: `context_flat` up to here, else base + slope * context
+    double context_flat
+    double context_base
+    double context_slope
+    double pair_from             # attention of a chunk of q tokens ending at context s: only where q * s > pair_from
+    double pair_base
+    double pair_q
+    double pair_s
+    double pair_qs
+
+cdef double prefill_seconds(const Cost* cost, double missed, double context) noexcept nogil
+cdef double token_seconds(const Cost* cost, double context, double batch) noexcept nogil
+
+cdef class CostModel:
+    cdef Cost cost
+    cdef readonly str name
+
+cdef struct Bucket:              # what one worker was assigned in one slice of the window
+    int64_t prefill_ns
+    int64_t requests
+    int64_t prompt_tokens
+    int64_t output_tokens        # expected at booking, corrected at the end
+    int64_t finished
+    int64_t finished_tokens
+
+cdef struct Lease:               # one live request
+    uint32_t worker
+    uint32_t worker_generation   # tells whether the worker is still the same one
+    uint32_t leaf                # the prompt's last node
+    uint32_t leaf_generation
+    uint32_t prompt_tokens
+    uint32_t matched_tokens      # what the decision counted as cached
+    uint32_t held_tokens         # what the worker's marks covered before this request
+    uint32_t confirmed_tokens    # of these, known and not only predicted
+    uint32_t expected_output
+    int64_t prefill_ns           # booked now
+    int64_t bucket               # slice of the window it was booked in
+    double booked_at
+    bint prefilled               # its first token has come
+
+cdef struct WorkerBook:
+    bint used
+    uint32_t generation
+    Cost cost
+    double joined_at
+    double output_token_seconds  # seconds of worker time one output token takes, at the fleet's usual batch
+    Bucket window                # sums over the ring
+    int64_t live_requests        # leases
+    int64_t waiting_requests     # of these, before their first token
+    int64_t waiting_prefill_ns   # prefill work booked and not yet seen done
+    int64_t live_output_tokens   # expected output of live requests
+    Bucket ring[BUCKETS]
+
+cdef class LoadBook:
+    cdef WorkerBook* workers
+    cdef uint32_t room
+    cdef readonly uint32_t end   # one past the highest index in use
+    cdef uint32_t generations
+    cdef Slab leases
+    cdef Budget budget
+    cdef Bucket fleet            # sums over all workers
+    cdef int64_t now_bucket
+    cdef double bucket_seconds
+    cdef readonly double window_seconds
+    cdef readonly double join_seconds
+
+    cdef Lease* lease_at(self, uint32_t index) noexcept nogil
+    cdef void advance(self, double now) noexcept nogil
+    cdef double scale(self, uint32_t worker, double now, double longest) noexcept nogil
+    cdef double longest_observed(self, double now) noexcept nogil
+    cdef double load_seconds(self, uint32_t worker) noexcept nogil
+    cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil
+    cdef uint32_t book(self, uint32_t worker, Lease lease, double now) except? 0xFFFFFFFF
+    cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil
+    cdef void prefilled(self, Lease* lease) noexcept nogil
+    cdef void end_lease(self, uint32_t index, int64_t output_tokens) noexcept nogil
+    cdef void void_lease(self, uint32_t index) noexcept nogil
+    cdef bint is_current(self, Lease* lease) noexcept nogil
+    cdef void retune(self) noexcept nogil
+    cdef void enter(self, Lease* lease, const Bucket* change, int64_t sign) noexcept nogil
+    cdef tuple ring_sums(self, uint32_t worker)

@@ -1,0 +1,544 @@
+"""What work costs, and who has how much of it. Owns `CostModel` (seconds as a function of tokens) and `LoadBook` (per worker: the
+work assigned in the history window, the work outstanding, and the leases of live requests).
+
+Neither knows prompts, policies or clocks; times are arguments. Sums are integers of nanoseconds and tokens, so they never
+drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLTIME and DECODETIME).
+"""
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from libc.math cimport isfinite
+from libc.stdint cimport int64_t, uint32_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memset
+
+from preble._memory cimport (
+    CHUNK_BITS,
+    CHUNK_MASK,
+    NONE,
+    slab_close,
+    slab_give,
+    slab_init,
+    slab_reserve,
+    slab_take,
+)
+
+from .errors import InvalidConfig, InvalidInput, UnknownWorker
+
+cdef enum:
+    BATCH_LEAST = 8              # usual decode batch assumed while fewer requests run
+    BATCH_MOST = 64
+    OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+# Published regressions (ms, tokens) of the paper's authors, sglang on one A6000 or A100 and vLLM on one A6000, with two defects
+# repaired: the quadratic middle branch of the first (it falls below zero) is a straight line between its neighbours, and the
+# per-request intercept of the 70B fits is charged once a batch. The H100 model is fitted to their raw points (RMS 5 %).
+
+_PRESETS = {
+    "mistral-7b/a6000": {
+        "knots": [(0, 22.0), (192, 22.0), (384, 45.845), (8192, 892.433)], "scale": 1 / 0.9,
+        "context": (1024, 0.32, 0.159, 1.86e-4), "pair": (1048576, 0.0, 1.13e-3, 1.75e-3, 2.19e-6),
+    },
+    "mistral-7b/a100": {
+        "knots": [(0, 8.96), (63, 8.96), (64, 10.5), (255, 10.5), (256, 18.386), (8192, 417.673)], "scale": 1 / 0.85,
+        "context": (1024, 0.32, 0.159, 1.86e-4), "pair": (1048576, 0.0, -7.45358651e-4, 1.53422673e-3, 1.36265841e-6),
+    },
+    "llama-2-7b/a6000-vllm": {
+        "knots": [(0, 26.07), (127, 26.07), (384, 55.974), (8192, 1078.822)], "scale": 1.0,
+        "context": (0, 0.0, 0.0, 1.6637 / 2048), "pair": (0, 0.0, 0.0, 0.0, 0.0),
+    },
+    "llama-3-70b/a100-tp4": {
+        "knots": [(0, 28.931389), (8192, 1521.787656)], "scale": 1.0,
+        "context": (0, 0.0, 0.0, 4.00365142e-3), "pair": (0, 0.0, 0.0, 0.0, 2.55050069e-6),
+    },
+    "llama-3-70b/h100-tp4": {
+        "knots": [(0, 36.0), (350, 36.0), (8192, 663.36)], "scale": 1.0,
+        "context": (0, 0.0, 0.0, 3.148e-3), "pair": (0, 0.0, 0.0, 0.0, 7.15e-7),
+    },
+}
+
+_FIT_KNOTS = (64, 128, 256, 512, 1024, 2048)
+
+
+# --- cost functions ---------------------------------------------------------------------------------------------------
+
+cdef double linear_part(const Cost* cost, double tokens) noexcept nogil:
+    """Time of the layers that see tokens only: linear between knots, beyond the last as between the last two."""
+    cdef uint32_t i = 1
+    if tokens <= cost.at[0] or cost.knots == 1:
+        return cost.seconds[0]
+    while i + 1 < cost.knots and tokens > cost.at[i]:
+        i += 1
+    return cost.seconds[i - 1] + (tokens - cost.at[i - 1]) * (
+        (cost.seconds[i] - cost.seconds[i - 1]) / (cost.at[i] - cost.at[i - 1]))
+
+
+cdef double context_part(const Cost* cost, double context) noexcept nogil:
+    if context <= cost.context_from:
+        return cost.context_flat
+    return cost.context_base + cost.context_slope * context
+
+
+cdef double pair_part(const Cost* cost, double chunk, double context) noexcept nogil:
+    if chunk * context <= cost.pair_from:
+        return 0.0
+    return cost.pair_base + cost.pair_q * chunk + cost.pair_s * context + cost.pair_qs * chunk * context
+
+
+cdef double prefill_seconds(const Cost* cost, double missed, double context) noexcept nogil:
+    """Seconds to prefill `missed` tokens that end a context of `context` tokens, alone in the batch."""
+    if missed <= 0:
+        return 0.0
+    return linear_part(cost, missed) + context_part(cost, context) + pair_part(cost, missed, context)
+
+
+cdef double token_seconds(const Cost* cost, double context, double batch) noexcept nogil:
+    """Seconds of one decode iteration of `batch` requests with `context` tokens each."""
+    return linear_part(cost, batch) + context_part(cost, context * batch) + batch * pair_part(cost, 1, context)
+
+
+def _amount(str name, value, double low=0.0) -> float:
+    cdef double number
+    try:
+        number = value
+    except (TypeError, ValueError):
+        raise InvalidInput(f"{name} must be a number, got {value!r}") from None
+    if not isfinite(number) or number < low:
+        raise InvalidInput(f"{name} must be finite and at least {low:g}, got {value!r}")
+    return number
+
+
+cdef class CostModel:
+    """Seconds an engine needs, as a function of tokens; never decreasing in any of them. Immutable, so thread-safe.
+
+    `knots` are (tokens in the batch, seconds) points, ascending in both; `context` is (from, flat, base, slope): flat seconds up
+    to `from` context tokens, base + slope * context beyond; `pair` is (from, base, q, s, qs): attention of a chunk of q tokens
+    ending at context s where q * s > from. Raises InvalidConfig when the result would not be monotone.
+    """
+
+    def __init__(self, knots, *, context=(0.0, 0.0, 0.0, 0.0), pair=(0.0, 0.0, 0.0, 0.0, 0.0), str name="custom"):
+        points = [(float(tokens), float(seconds)) for tokens, seconds in knots]
+        if not 1 <= len(points) <= KNOTS_MAX:
+            raise InvalidConfig(f"CostModel.knots: 1 to {KNOTS_MAX} points are allowed, got {len(points)}")
+        if not all(isfinite(x) for x in (*[x for point in points for x in point], *context, *pair)):
+            raise InvalidConfig("CostModel: all coefficients must be finite")
+        if points[0][1] < 0 or any(b[0] <= a[0] or b[1] < a[1] for a, b in zip(points, points[1:])):
+            raise InvalidConfig("CostModel.knots must ascend in tokens and not fall in seconds")
+        self.name = name
+        memset(&self.cost, 0, sizeof(Cost))
+        self.cost.knots = len(points)
+        for i, (tokens, seconds) in enumerate(points):
+            self.cost.at[i] = tokens
+            self.cost.seconds[i] = seconds
+        self.cost.context_from, self.cost.context_flat, self.cost.context_base, self.cost.context_slope = context
+        self.cost.pair_from, self.cost.pair_base, self.cost.pair_q, self.cost.pair_s, self.cost.pair_qs = pair
+        self.assert_monotone()
+
+    def assert_monotone(self) -> None:
+        """Raise InvalidConfig if more tokens could cost less anywhere on a wide grid."""
+        steps = [1, 16, 64, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072]
+        for small, large in zip(steps, steps[1:]):
+            for other in steps:
+                if self.prefill_time(large, max(other, large)) < self.prefill_time(small, max(other, large)):
+                    raise InvalidConfig(f"CostModel {self.name}: {large} tokens cost less than {small}")
+                if self.prefill_time(min(other, small), large) < self.prefill_time(min(other, small), small):
+                    raise InvalidConfig(f"CostModel {self.name}: context {large} costs less than {small}")
+
+    @staticmethod
+    def preset(str name) -> CostModel:
+        """A published model by name, such as "mistral-7b/a6000". Raises InvalidConfig listing the names."""
+        if name not in _PRESETS:
+            raise InvalidConfig(f"no cost model preset {name!r}; there are {', '.join(sorted(_PRESETS))}")
+        entry = _PRESETS[name]
+        unit = entry["scale"] / 1000.0
+        first, flat, base, slope = entry["context"]
+        return CostModel(
+            [(tokens, ms * unit) for tokens, ms in entry["knots"]],
+            context=(first, flat * unit, base * unit, slope * unit),
+            pair=(entry["pair"][0], *[x * unit for x in entry["pair"][1:]]),
+            name=name,
+        )
+
+    @staticmethod
+    def presets() -> list[str]:
+        """Names that `preset` knows."""
+        return sorted(_PRESETS)
+
+    @staticmethod
+    def fit(samples: Iterable[tuple[int, int, float]], *, decode=(), str name="fitted") -> CostModel:
+        """Least relative squares over measured iterations, with every coefficient >= 0, so that the result is monotone.
+
+        `samples`: (missed tokens, context tokens, seconds) of single prefills; `decode`: (batch, context tokens of each, seconds)
+        of decode iterations. At least 3 samples in total; InvalidInput otherwise. Needs numpy.
+        """
+        rows, seconds = [], []
+        for missed, context, measured in samples:
+            rows.append((1.0, float(missed), float(context), float(missed) * float(context)))
+            seconds.append(_amount("samples: seconds", measured, 1e-9))
+        for batch, context, measured in decode:
+            rows.append((1.0, float(batch), float(batch) * float(context), float(batch) * float(context)))
+            seconds.append(_amount("decode: seconds", measured, 1e-9))
+        if len(rows) < 3:
+            raise InvalidInput(f"CostModel.fit needs at least 3 samples, got {len(rows)}")
+        return _fitted(rows, seconds, name)
+
+    def prefill_time(self, missed_tokens, context_tokens=None) -> float:
+        """Seconds to prefill `missed_tokens` that end a context of `context_tokens` (default: nothing before them)."""
+        missed = _amount("missed_tokens", missed_tokens)
+        context = missed if context_tokens is None else _amount("context_tokens", context_tokens)
+        return prefill_seconds(&self.cost, missed, max(missed, context))
+
+    def decode_time(self, output_tokens, context_tokens=0, batch=1) -> float:
+        """Seconds one request takes to decode `output_tokens` in a batch of `batch` alike, from `context_tokens` on."""
+        tokens = _amount("output_tokens", output_tokens)
+        middle = _amount("context_tokens", context_tokens) + tokens / 2
+        return tokens * token_seconds(&self.cost, middle, _amount("batch", batch, 1.0))
+
+    def iteration_time(self, prefill_chunks=(), decode_contexts=()) -> float:
+        """Seconds of one mixed iteration: chunks of (new tokens, context tokens after them), and the context of each decode."""
+        cdef double tokens = 0, context = 0, pairs = 0, q, s
+        for chunk, after in prefill_chunks:
+            q, s = chunk, after
+            tokens += q
+            context += s
+            pairs += pair_part(&self.cost, q, s)
+        for after in decode_contexts:
+            s = after
+            tokens += 1
+            context += s
+            pairs += pair_part(&self.cost, 1, s)
+        if tokens == 0:
+            return 0.0
+        return linear_part(&self.cost, tokens) + context_part(&self.cost, context) + pairs
+
+    def coefficients(self) -> dict[str, object]:
+        """The arguments that make this model again."""
+        cdef uint32_t i
+        return {
+            "name": self.name,
+            "knots": [(self.cost.at[i], self.cost.seconds[i]) for i in range(self.cost.knots)],
+            "context": (self.cost.context_from, self.cost.context_flat, self.cost.context_base, self.cost.context_slope),
+            "pair": (self.cost.pair_from, self.cost.pair_base, self.cost.pair_q, self.cost.pair_s, self.cost.pair_qs),
+        }
+
+    def __reduce__(self):
+        return _rebuilt, (self.coefficients(),)
+
+    def __repr__(self) -> str:
+        return f"CostModel({self.name!r}, prefill 2048 tokens in {self.prefill_time(2048) * 1000:.0f} ms)"
+
+
+def _rebuilt(coefficients: dict) -> CostModel:
+    knots = coefficients.pop("knots")
+    return CostModel(knots, **coefficients)
+
+
+def _fitted(rows, seconds, str name) -> CostModel:
+    """Non-negative least squares by trying every subset of features: exact, and small enough (2**10 tiny problems)."""
+    import numpy as np
+
+    base = np.asarray(rows)
+    hinges = [np.maximum(base[:, 1] - knot, 0.0) for knot in _FIT_KNOTS]
+    features = np.column_stack([base, *hinges])
+    weights = 1.0 / np.asarray(seconds)
+    scaled, target = features * weights[:, None], np.ones(len(seconds))
+    norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
+    best, best_error = np.zeros(features.shape[1]), float("inf")
+    for size in range(1, min(len(rows), features.shape[1]) + 1):
+        for subset in combinations(range(features.shape[1]), size):
+            columns = list(subset)
+            solution = np.linalg.lstsq(scaled[:, columns] / norms[columns], target, rcond=None)[0] / norms[columns]
+            error = float(np.sum((scaled[:, columns] @ solution - target) ** 2))
+            if error < best_error * (1 - 1e-9) and (solution >= 0).all():
+                best, best_error = np.zeros(features.shape[1]), error
+                best[columns] = solution
+    return _from_features(best.tolist(), name)
+
+
+def _from_features(list weight, str name) -> CostModel:
+    """Turn feature weights (1, n, context, pairs, hinges) into knots and slopes."""
+    at = [0.0, *map(float, _FIT_KNOTS), 8192.0]
+    seconds = [weight[0] + weight[1] * n + sum(w * max(n - k, 0.0) for w, k in zip(weight[4:], _FIT_KNOTS)) for n in at]
+    return CostModel(list(zip(at, seconds)), context=(0.0, 0.0, 0.0, weight[2]), pair=(0.0, 0.0, 0.0, 0.0, weight[3]), name=name)
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+# The window of H seconds is a ring of BUCKETS slices with running sums, so booking and expiry are O(1) a request. Corrections go
+# to the slice the request was booked in, as long as it is still in the window.
+
+cdef inline void bucket_add(Bucket* total, const Bucket* part, int64_t sign) noexcept nogil:
+    total.prefill_ns += sign * part.prefill_ns
+    total.requests += sign * part.requests
+    total.prompt_tokens += sign * part.prompt_tokens
+    total.output_tokens += sign * part.output_tokens
+    total.finished += sign * part.finished
+    total.finished_tokens += sign * part.finished_tokens
+
+
+cdef class LoadBook:
+    """Work per worker: assigned within the window, and outstanding. Not thread-safe by itself: its scheduler calls it in single steps.
+
+    `window_seconds` is the paper's H; a worker seen for less than that is scaled up to it, from at least `join_seconds` on.
+    """
+
+    def __cinit__(self, double window_seconds=180.0, double join_seconds=10.0):
+        self.window_seconds = window_seconds
+        self.join_seconds = min(join_seconds, window_seconds)
+        self.bucket_seconds = window_seconds / BUCKETS
+        self.now_bucket = -1
+        memset(&self.fleet, 0, sizeof(Bucket))
+        memset(&self.budget, 0, sizeof(Budget))
+        if slab_init(&self.leases, sizeof(Lease)):
+            raise MemoryError("LoadBook")
+
+    def __dealloc__(self):
+        if self.leases.chunks != NULL:
+            slab_close(&self.leases, &self.budget)
+        free(self.workers)
+
+    def open_worker(self, uint32_t worker, CostModel cost not None, double now) -> None:
+        """Start an empty account for a worker index."""
+        cdef uint32_t room = max(16, self.room)
+        cdef WorkerBook* grown
+        while worker >= room:
+            room *= 2
+        if room > self.room:
+            grown = <WorkerBook*> realloc(self.workers, room * sizeof(WorkerBook))
+            if grown == NULL:
+                raise MemoryError("LoadBook.open_worker")
+            memset(grown + self.room, 0, (room - self.room) * sizeof(WorkerBook))
+            self.workers = grown
+            self.room = room
+        self.advance(now)
+        memset(&self.workers[worker], 0, sizeof(WorkerBook))
+        self.generations += 1
+        self.workers[worker].used = True
+        self.workers[worker].generation = self.generations
+        self.workers[worker].cost = cost.cost
+        self.workers[worker].joined_at = now
+        self.end = max(self.end, worker + 1)
+        self.retune()
+
+    def close_worker(self, uint32_t worker) -> None:
+        """Forget a worker's account; its leases stay until they end, and then touch nothing of it."""
+        if worker >= self.end or not self.workers[worker].used:
+            raise UnknownWorker(f"no worker with index {worker}")
+        bucket_add(&self.fleet, &self.workers[worker].window, -1)
+        memset(&self.workers[worker], 0, sizeof(WorkerBook))
+        while self.end and not self.workers[self.end - 1].used:
+            self.end -= 1
+
+    cdef Lease* lease_at(self, uint32_t index) noexcept nogil:
+        return (<Lease*> self.leases.chunks[index >> CHUNK_BITS]) + (index & CHUNK_MASK)
+
+    cdef bint is_current(self, Lease* lease) noexcept nogil:
+        """Whether the lease's worker is still the one it was booked on."""
+        return lease.worker < self.end and self.workers[lease.worker].generation == lease.worker_generation
+
+    cdef void advance(self, double now) noexcept nogil:
+        """Let slices older than the window expire. O(workers) once a slice; a clock that jumps back changes nothing."""
+        cdef int64_t bucket = <int64_t> (now / self.bucket_seconds) if now > 0 else 0
+        cdef int64_t first
+        cdef uint32_t i
+        if bucket <= self.now_bucket:
+            return
+        first = max(self.now_bucket + 1, bucket - BUCKETS + 1)
+        self.now_bucket = bucket
+        while first <= bucket:
+            for i in range(self.end):
+                bucket_add(&self.workers[i].window, &self.workers[i].ring[first % BUCKETS], -1)
+                bucket_add(&self.fleet, &self.workers[i].ring[first % BUCKETS], -1)
+                memset(&self.workers[i].ring[first % BUCKETS], 0, sizeof(Bucket))
+            first += 1
+        self.retune()
+
+    cdef void retune(self) noexcept nogil:
+        """Seconds of worker time per output token, at the fleet's usual batch and each worker's usual context."""
+        cdef int64_t live = 0, workers = 0
+        cdef double batch, context
+        cdef uint32_t i
+        for i in range(self.end):
+            workers += self.workers[i].used
+            live += self.workers[i].live_requests
+        batch = min(<double> BATCH_MOST, max(<double> BATCH_LEAST, live / <double> max(workers, 1)))
+        for i in range(self.end):
+            context = self.workers[i].window.prompt_tokens / <double> max(self.workers[i].window.requests, 1)
+            self.workers[i].output_token_seconds = token_seconds(&self.workers[i].cost, context, batch) / batch
+
+    cdef double longest_observed(self, double now) noexcept nogil:
+        """How long the oldest worker has been observed, at most the window."""
+        cdef double longest = self.join_seconds
+        cdef uint32_t i
+        for i in range(self.end):
+            if self.workers[i].used:
+                longest = max(longest, now - self.workers[i].joined_at)
+        return min(longest, self.window_seconds)
+
+    cdef double scale(self, uint32_t worker, double now, double longest) noexcept nogil:
+        """Factor that makes a newcomer's history comparable with that of workers observed for `longest` seconds."""
+        cdef double observed = max(self.join_seconds, now - self.workers[worker].joined_at)
+        return longest / observed if observed < longest else 1.0
+
+    cdef double load_seconds(self, uint32_t worker) noexcept nogil:
+        """L: seconds of prefill and decode assigned within the window (paper, Algorithm 2), unscaled."""
+        cdef WorkerBook* book = &self.workers[worker]
+        return book.window.prefill_ns * 1e-9 + book.window.output_tokens * book.output_token_seconds
+
+    cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil:
+        """Output tokens to expect: mean seen on the worker, else in the fleet, else 128; never above `max_new_tokens` (0: none given)."""
+        cdef Bucket* seen = &self.workers[worker].window
+        cdef int64_t expected = OUTPUT_UNKNOWN
+        if seen.finished == 0:
+            seen = &self.fleet
+        if seen.finished:
+            expected = (seen.finished_tokens + seen.finished // 2) // seen.finished
+        return <uint32_t> (min(expected, max_new_tokens) if max_new_tokens > 0 else expected)
+
+    cdef uint32_t book(self, uint32_t worker, Lease lease, double now) except? 0xFFFFFFFF:
+        """Assign a request: returns the index of its lease. MemoryError changes nothing."""
+        cdef WorkerBook* book = &self.workers[worker]
+        cdef Bucket change
+        cdef uint32_t index
+        if slab_reserve(&self.leases, &self.budget, 1):
+            raise MemoryError("LoadBook.book")
+        self.advance(now)
+        index = slab_take(&self.leases)
+        lease.worker = worker
+        lease.worker_generation = book.generation
+        lease.bucket = self.now_bucket
+        lease.booked_at = now
+        lease.prefilled = False
+        self.lease_at(index)[0] = lease
+        memset(&change, 0, sizeof(Bucket))
+        change.prefill_ns = lease.prefill_ns
+        change.requests = 1
+        change.prompt_tokens = lease.prompt_tokens
+        change.output_tokens = lease.expected_output
+        self.enter(&lease, &change, 1)
+        book.live_requests += 1
+        book.waiting_requests += 1
+        book.waiting_prefill_ns += lease.prefill_ns
+        book.live_output_tokens += lease.expected_output
+        return index
+
+    cdef void enter(self, Lease* lease, const Bucket* change, int64_t sign) noexcept nogil:
+        """Add to the slice a lease was booked in, while that slice is within the window."""
+        cdef WorkerBook* book = &self.workers[lease.worker]
+        if self.now_bucket - lease.bucket >= BUCKETS:
+            return
+        bucket_add(&book.ring[lease.bucket % BUCKETS], change, sign)
+        bucket_add(&book.window, change, sign)
+        bucket_add(&self.fleet, change, sign)
+
+    cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil:
+        """The engine told how much it really had to prefill."""
+        cdef Bucket change
+        memset(&change, 0, sizeof(Bucket))
+        change.prefill_ns = prefill_ns - lease.prefill_ns
+        if not lease.prefilled:
+            self.workers[lease.worker].waiting_prefill_ns += change.prefill_ns
+        lease.prefill_ns = prefill_ns
+        self.enter(lease, &change, 1)
+
+    cdef void prefilled(self, Lease* lease) noexcept nogil:
+        """The first token came: the prefill is no longer outstanding."""
+        if not lease.prefilled:
+            lease.prefilled = True
+            self.workers[lease.worker].waiting_requests -= 1
+            self.workers[lease.worker].waiting_prefill_ns -= lease.prefill_ns
+
+    cdef void end_lease(self, uint32_t index, int64_t output_tokens) noexcept nogil:
+        """A request finished with `output_tokens` (-1: not told)."""
+        cdef Lease* lease = self.lease_at(index)
+        cdef Bucket change
+        if self.is_current(lease):
+            self.prefilled(lease)
+            self.workers[lease.worker].live_requests -= 1
+            self.workers[lease.worker].live_output_tokens -= lease.expected_output
+            if output_tokens >= 0:
+                memset(&change, 0, sizeof(Bucket))
+                change.output_tokens = output_tokens - lease.expected_output
+                change.finished = 1
+                change.finished_tokens = output_tokens
+                self.enter(lease, &change, 1)
+        slab_give(&self.leases, index)
+
+    cdef void void_lease(self, uint32_t index) noexcept nogil:
+        """A request ended without result: what it booked is given back."""
+        cdef Lease* lease = self.lease_at(index)
+        cdef Bucket change
+        if self.is_current(lease):
+            memset(&change, 0, sizeof(Bucket))
+            change.prefill_ns = 0 if lease.prefilled else lease.prefill_ns     # a prefill that was done stays work done
+            change.requests = 1
+            change.prompt_tokens = lease.prompt_tokens
+            change.output_tokens = lease.expected_output
+            self.enter(lease, &change, -1)
+            self.prefilled(lease)
+            self.workers[lease.worker].live_requests -= 1
+            self.workers[lease.worker].live_output_tokens -= lease.expected_output
+        slab_give(&self.leases, index)
+
+    def account(self, uint32_t worker) -> dict[str, float]:
+        """One worker's books: what is outstanding, what the window holds."""
+        cdef WorkerBook* book
+        if worker >= self.end or not self.workers[worker].used:
+            raise UnknownWorker(f"no worker with index {worker}")
+        book = &self.workers[worker]
+        return {
+            "live_requests": book.live_requests,
+            "waiting_requests": book.waiting_requests,
+            "waiting_prefill_seconds": book.waiting_prefill_ns * 1e-9,
+            "live_output_tokens": book.live_output_tokens,
+            "window_requests": book.window.requests,
+            "window_prefill_seconds": book.window.prefill_ns * 1e-9,
+            "window_output_tokens": book.window.output_tokens,
+            "load_seconds": self.load_seconds(worker),
+            "mean_output_tokens": book.window.finished_tokens / max(book.window.finished, 1),
+        }
+
+    @property
+    def live(self) -> int:
+        """Leases open now."""
+        return self.leases.live
+
+    def check(self, leases) -> None:
+        """Assert that sums equal their parts, given the indices of all open leases. O(workers x slices + leases)."""
+        cdef uint32_t i, index
+        cdef Lease* lease
+        assert len(leases) == self.leases.live, f"{len(leases)} leases known, {self.leases.live} open"
+        live, waiting, waiting_ns, output = {}, {}, {}, {}
+        for index in leases:
+            lease = self.lease_at(index)
+            if self.is_current(lease):
+                i = lease.worker
+                live[i] = live.get(i, 0) + 1
+                output[i] = output.get(i, 0) + lease.expected_output
+                if not lease.prefilled:
+                    waiting[i] = waiting.get(i, 0) + 1
+                    waiting_ns[i] = waiting_ns.get(i, 0) + lease.prefill_ns
+        totals = [0] * 6
+        for i in range(self.end):
+            assert self.workers[i].live_requests == live.get(i, 0), f"live requests of worker {i}"
+            assert self.workers[i].waiting_requests == waiting.get(i, 0), f"waiting requests of worker {i}"
+            assert self.workers[i].waiting_prefill_ns == waiting_ns.get(i, 0), f"waiting prefill of worker {i}"
+            assert self.workers[i].live_output_tokens == output.get(i, 0), f"expected output of worker {i}"
+            sums = self.ring_sums(i)
+            assert sums == bucket_tuple(&self.workers[i].window), f"window sums of worker {i}"
+            assert min(sums) >= 0, f"negative window sum of worker {i}: {sums}"
+            totals = [a + b for a, b in zip(totals, sums)]
+        assert tuple(totals) == bucket_tuple(&self.fleet), "fleet sums"
+
+    cdef tuple ring_sums(self, uint32_t worker):
+        cdef Bucket total
+        cdef uint32_t slot
+        memset(&total, 0, sizeof(Bucket))
+        for slot in range(BUCKETS):
+            bucket_add(&total, &self.workers[worker].ring[slot], 1)
+        return bucket_tuple(&total)
+
+
+cdef tuple bucket_tuple(const Bucket* b):
+    return (b.prefill_ns, b.requests, b.prompt_tokens, b.output_tokens, b.finished, b.finished_tokens)

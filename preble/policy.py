@@ -1,0 +1,143 @@
+"""Placement rules. Owns the `Policy` interface, the simple built-in policies and the table of names; decides, never books.
+
+A policy sees one request and the eligible workers as columns, scores each (lower is better) and picks one. It keeps no state:
+what it needs (a running number, chance) comes with the request, so that explaining a decision and making it agree. "e2", the
+default, is compiled (`_e2.pyx`) and appears here by name only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InvalidConfig, InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """The request as a policy sees it.
+
+    `sequence` counts the decisions booked so far; `draw` is in [0, 1) and depends only on the scheduler's seed and `sequence`.
+    """
+
+    token_ids: Any
+    namespace: Hashable
+    max_new_tokens: int | None
+    sequence: int
+    draw: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersView:
+    """The eligible workers, one entry a worker in every column, in a fixed order.
+
+    `load_seconds`, `eviction_seconds`, `prefill_seconds` are the L, M and P of the paper for this request; `waiting_*` is work
+    that was booked and has not produced a first token yet.
+    """
+
+    ids: Sequence[str]
+    matched_tokens: Sequence[int]
+    load_seconds: Sequence[float]
+    eviction_seconds: Sequence[float]
+    prefill_seconds: Sequence[float]
+    live_requests: Sequence[int]
+    waiting_requests: Sequence[int]
+    waiting_prefill_seconds: Sequence[float]
+    live_output_tokens: Sequence[int]
+    cached_tokens: Sequence[int]
+    kv_capacity_tokens: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Policy:
+    """Base of all policies. Override `score`, or `pick` for rules that are not a minimum. Must not keep or change state.
+
+    `reason` is what decisions carry as their reason. Errors raised here reach the caller of `schedule`; nothing is booked then.
+    """
+
+    name = "custom"
+    reason = "custom"
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        """One number a worker, lower is better."""
+        raise NotImplementedError(f"policy {self.name!r} has no score()")
+
+    def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
+        """The position of the chosen worker: the lowest score, then fewer live requests, then order."""
+        return min(range(len(scores)), key=lambda i: (scores[i], workers.live_requests[i], i))
+
+    def decide(self, request: RequestView, workers: WorkersView) -> int:
+        """Score, pick and check. Raises InvalidInput if the policy answers nonsense."""
+        scores = self.score(request, workers)
+        if len(scores) != len(workers):
+            raise InvalidInput(f"policy {self.name!r} scored {len(scores)} of {len(workers)} workers")
+        if any(math.isnan(score) for score in scores):
+            raise InvalidInput(f"policy {self.name!r} gave a score that is not a number: {list(scores)}")
+        choice = self.pick(scores, request, workers)
+        if isinstance(choice, bool) or not isinstance(choice, int) or not 0 <= choice < len(workers):
+            raise InvalidInput(f"policy {self.name!r} picked {choice!r}, not a position in 0..{len(workers) - 1}")
+        return choice
+
+
+class RoundRobin(Policy):
+    """Each worker in turn."""
+
+    name = reason = "round_robin"
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        turn = request.sequence % len(workers)
+        return [0.0 if i == turn else 1.0 for i in range(len(workers))]
+
+
+class Random(Policy):
+    """Any worker, all alike."""
+
+    name = reason = "random"
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        chosen = int(request.draw * len(workers))
+        return [0.0 if i == chosen else 1.0 for i in range(len(workers))]
+
+
+class LeastLoaded(Policy):
+    """The fewest live requests; among equals the least prefill outstanding."""
+
+    name = reason = "least_loaded"
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        return [float(live) for live in workers.live_requests]
+
+    def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
+        waiting = workers.waiting_prefill_seconds
+        return min(range(len(scores)), key=lambda i: (scores[i], waiting[i], i))
+
+
+class LongestPrefix(Policy):
+    """The longest cached prefix; among equals the fewest live requests."""
+
+    name = reason = "longest_prefix"
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        return [-float(matched) for matched in workers.matched_tokens]
+
+
+_BUILT_IN: Mapping[str, type[Policy]] = {kind.name: kind for kind in (RoundRobin, Random, LeastLoaded, LongestPrefix)}
+
+POLICIES = ("e2", *_BUILT_IN)
+
+
+def resolve(policy: str | Policy | type[Policy]) -> Policy | None:
+    """The policy object for a name, class or object; None stands for the compiled "e2". Raises InvalidConfig."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        return policy()
+    if policy == "e2":
+        return None
+    if isinstance(policy, str) and policy in _BUILT_IN:
+        return _BUILT_IN[policy]()
+    raise InvalidConfig(f"policy must be one of {', '.join(POLICIES)} or a preble.Policy, got {policy!r}")

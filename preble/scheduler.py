@@ -1,0 +1,488 @@
+"""The global scheduler. Owns the tree, the books, the workers and their caches' events; the only place where they are changed.
+
+Each public method is one step under one lock: it reads the clock, lets the compiled core (`_e2.pyx`) look, decide and book, and
+returns. Policies compute, only this module books. Nothing here opens a socket or blocks on I/O, so all of it may be called from
+any thread and from asyncio. Paper sections 4.1 and 4.2.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ._cost import CostModel, LoadBook
+from ._e2 import Decision, DecisionCore, unit_draw
+from ._radix import RadixTree
+from .clock import Clock, monotonic
+from .errors import (
+    DuplicateWorker,
+    InvalidConfig,
+    InvalidInput,
+    InvalidTime,
+    NoWorkers,
+    UnknownWorker,
+)
+from .kv_index import KvIndex
+from .policy import Policy, RequestView, resolve
+from .types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    Explanation,
+    Match,
+    PrefixEvicted,
+    WorkerCost,
+    WorkerSpec,
+    check_int,
+)
+
+TokenIds = Any
+DEFAULT_COST_MODEL = "mistral-7b/a6000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Knobs of a scheduler. Raises InvalidConfig naming the field.
+
+    history_seconds: the paper's window H, 3 minutes in its conference text.
+    exploit_ratio: exploit when more than this share of the prompt is cached on one worker (paper: more cached than missed).
+    join_seconds: a newcomer's history is scaled up to H from at least this much observation.
+    victims_max: nodes looked at for the eviction cost of one worker.
+    max_bytes: bound of the prefix tree, enforced at each insert.
+    live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.
+    lease_seconds: a request neither finished nor cancelled for so long is cancelled by `tick`, and counted.
+    tick_seconds: how often the background thread of `start` ticks.
+    """
+
+    history_seconds: float = 180.0
+    exploit_ratio: float = 0.5
+    join_seconds: float = 10.0
+    victims_max: int = 64
+    max_bytes: int = 1 << 30
+    live_requests_max: int = 1 << 20
+    lease_seconds: float = 3600.0
+    tick_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise InvalidConfig(f"SchedulerConfig.{name} must be positive and finite, got {getattr(self, name)!r}")
+        if not 0.0 <= self.exploit_ratio <= 1.0:
+            raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
+        check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
+        check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
+        check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What the scheduler keeps of a worker beside its row in the core."""
+
+    spec: WorkerSpec
+    index: int
+    blocks: KvIndex
+    draining: bool = False
+
+
+class GlobalScheduler:
+    """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
+
+    `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel` or preset name
+    for workers that bring none. `clock`: any callable returning seconds. `seed`: makes random choices repeatable.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[WorkerSpec | str] = (),
+        *,
+        policy: str | Policy | type[Policy] = "e2",
+        cost_model: CostModel | str | None = None,
+        config: SchedulerConfig | None = None,
+        clock: Clock | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.config = config if config is not None else SchedulerConfig()
+        if not isinstance(self.config, SchedulerConfig):
+            raise InvalidConfig(f"config must be a SchedulerConfig, got {config!r}")
+        self._clock = clock if clock is not None else monotonic
+        if not callable(self._clock):
+            raise InvalidConfig(f"clock must be callable, got {clock!r}")
+        self._seed = check_int("seed", seed, 0, 2**63 - 1)
+        self._cost_model = _cost_model(cost_model, "cost_model") or CostModel.preset(DEFAULT_COST_MODEL)
+        self._policy = resolve(policy)
+        self._core = DecisionCore(
+            RadixTree(max_bytes=self.config.max_bytes, window_seconds=self.config.history_seconds),
+            LoadBook(self.config.history_seconds, self.config.join_seconds),
+            exploit_ratio=self.config.exploit_ratio,
+            victims_max=self.config.victims_max,
+            live_max=self.config.live_requests_max,
+        )
+        self._workers: dict[str, _Worker] = {}
+        self._lock = threading.RLock()
+        self._sequence = 0
+        self._counts = dict.fromkeys(
+            ("scheduled", "finished", "cancelled", "late_calls", "expired_leases", "expired_nodes", "events"), 0
+        )
+        self._reasons: dict[str, int] = {}
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        for worker in workers:
+            self.add_worker(worker)
+
+    # --- a request's life ---------------------------------------------------------------------------------------------
+
+    def schedule(
+        self,
+        token_ids: TokenIds,
+        *,
+        request_id: Hashable = None,
+        namespace: Hashable = None,
+        max_new_tokens: int | None = None,
+        exclude: Iterable[str] = (),
+        explain: bool = False,
+    ) -> Decision:
+        """Choose a worker and book the request on it, until `finish` or `cancel`.
+
+        `token_ids`: see the package. `request_id`: made up when None. `exclude`: worker ids that may not take it (they failed it
+        before). `explain`: fill `Decision.costs`. Raises InvalidTokens, InvalidInput, DuplicateRequest, UnknownWorker, NoWorkers,
+        QueueFull; then nothing has changed. O(tokens + workers).
+        """
+        limit = _output_limit(max_new_tokens)
+        _hashable("namespace", namespace)
+        _hashable("request_id", request_id)
+        with self._lock:
+            now = self._now()
+            if request_id is None:
+                request_id = self._new_id()
+            asked = self._asked(token_ids, namespace, max_new_tokens)
+            with _Excluding(self, exclude):
+                decision = self._core.schedule(token_ids, request_id, namespace, limit, now, self._policy, asked, explain)
+            self._sequence += 1
+            self._counts["scheduled"] += 1
+            self._reasons[decision.reason] = self._reasons.get(decision.reason, 0) + 1
+            return decision
+
+    def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
+        """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and beliefs.
+
+        Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
+        """
+        cached = _tokens_or_none("cached_tokens", cached_tokens)
+        with self._lock:
+            return self._counted(self._core.first_token(request_id, cached, self._now()))
+
+    def finish(
+        self, request_id: Hashable, *, output_tokens: int | None = None, cached_tokens: int | None = None
+    ) -> bool:
+        """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not live."""
+        output = _tokens_or_none("output_tokens", output_tokens)
+        cached = _tokens_or_none("cached_tokens", cached_tokens)
+        with self._lock:
+            done = self._counted(self._core.finish(request_id, output, cached, self._now()))
+            self._counts["finished"] += done
+            return done
+
+    def cancel(self, request_id: Hashable) -> bool:
+        """The request will not be served here: give its booking back. False if it is not live."""
+        with self._lock:
+            done = self._counted(self._core.cancel(request_id, self._now()))
+            self._counts["cancelled"] += done
+            return done
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def match(self, token_ids: TokenIds, *, namespace: Hashable = None) -> Match:
+        """How much of a prompt each worker is believed to cache. Changes nothing."""
+        _hashable("namespace", namespace)
+        with self._lock:
+            prompt, known, matched = self._core.match(token_ids, namespace)
+        return Match(prompt_tokens=prompt, known_tokens=known, matched_tokens=matched)
+
+    def explain(
+        self, token_ids: TokenIds, *, namespace: Hashable = None, max_new_tokens: int | None = None
+    ) -> Explanation:
+        """The decision `schedule` would make now, with every worker's terms. Books nothing."""
+        limit = _output_limit(max_new_tokens)
+        _hashable("namespace", namespace)
+        with self._lock:
+            now = self._now()
+            asked = self._asked(token_ids, namespace, max_new_tokens)
+            chosen, reason, prompt, rows = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
+            names = self._core.names
+            scores = self._scores(asked, rows)
+        costs = tuple(
+            WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, total, score, candidate)
+            for (i, usable, load, eviction, prefill, total, candidate), score in zip(rows, scores)
+        )
+        winner = next(cost for cost in costs if cost.worker == names[chosen])
+        others = sorted((c.score, c.worker) for c in costs if c.candidate and c.worker != winner.worker)
+        return Explanation(
+            worker=winner.worker,
+            runner_up=others[0][1] if others else None,
+            margin=others[0][0] - winner.score if others else 0.0,
+            reason=reason,
+            policy=self.policy,
+            prompt_tokens=prompt,
+            matched_tokens=winner.matched_tokens,
+            workers=costs,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, sizes now, and per worker its books and cache. A plain dict, safe to keep."""
+        with self._lock:
+            return {
+                "policy": self.policy,
+                **self._counts,
+                "live_requests": len(self._core.leases),
+                "reasons": dict(self._reasons),
+                "tree": self._core.tree.stats(),
+                "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
+            }
+
+    def check(self) -> None:
+        """Assert every invariant of tree, books and workers. O(everything); for tests and doubt."""
+        with self._lock:
+            self._core.check()
+            known = {name: worker.index for name, worker in self._workers.items()}
+            rows = {name: i for i, name in enumerate(self._core.names) if name is not None}
+            assert known == rows, f"workers {known} and core rows {rows} differ"
+            for worker in self._workers.values():
+                assert len(worker.blocks) <= worker.blocks.blocks_max, f"worker {worker.spec.id}: too many blocks"
+
+    @property
+    def policy(self) -> str:
+        """The policy's name."""
+        return "e2" if self._policy is None else self._policy.name
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> Mapping[str, WorkerSpec]:
+        """Specs by id, draining ones included; a copy."""
+        with self._lock:
+            return {name: worker.spec for name, worker in self._workers.items()}
+
+    def add_worker(self, spec: WorkerSpec | str) -> WorkerSpec:
+        """Let a worker take requests. Raises DuplicateWorker, InvalidConfig."""
+        if isinstance(spec, str):
+            spec = WorkerSpec(spec)
+        if not isinstance(spec, WorkerSpec):
+            raise InvalidConfig(f"workers must be WorkerSpec or str, got {spec!r}")
+        cost = _cost_model(spec.cost_model, f"cost_model of worker {spec.id!r}") or self._cost_model
+        with self._lock:
+            if spec.id in self._workers:
+                raise DuplicateWorker(f"worker {spec.id!r} exists already")
+            index = self._core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self._now())
+            blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
+            self._workers[spec.id] = _Worker(spec, index, KvIndex(blocks_max))
+        return spec
+
+    def drain_worker(self, worker_id: str) -> None:
+        """Give a worker no more requests; those it has go on. Idempotent."""
+        with self._lock:
+            worker = self._worker(worker_id)
+            worker.draining = True
+            self._core.set_eligible(worker.index, False)
+
+    def remove_worker(self, worker_id: str) -> list[Hashable]:
+        """Forget a worker and what it cached; returns its live requests' ids, which stay live until finished or cancelled."""
+        with self._lock:
+            worker = self._worker(worker_id)
+            orphans = [rid for rid in self._core.leases if self._core.lease(rid)["worker"] == worker_id]
+            self._core.close_worker(worker.index)
+            del self._workers[worker_id]
+            return orphans
+
+    def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
+        """Take an engine's word on its cache; returns how many events changed a belief.
+
+        Unknown hashes and parents are ignored and counted. Raises UnknownWorker, InvalidInput (an event that is none, or does not fit
+        together; the events before it have been applied).
+        """
+        with self._lock:
+            worker = self._worker(worker_id)
+            now = self._now()
+            changed = 0
+            for event in events:
+                self._counts["events"] += 1
+                changed += self._apply_one(worker, event, now)
+            return changed
+
+    # --- background ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float | None = None) -> None:
+        """Background work: forget dead prefixes, cancel leases that were never ended. Call about once a second."""
+        with self._lock:
+            at = self._now() if now is None else _finite_time(now)
+            self._counts["expired_nodes"] += self._core.tree.expire(at)
+            for request_id in self._expired_leases(at):
+                self._core.cancel(request_id, at)
+                self._counts["expired_leases"] += 1
+
+    def start(self) -> None:
+        """Tick in a background thread until `close`. Idempotent."""
+        with self._lock:
+            if self._thread is None:
+                self._stop.clear()
+                self._thread = threading.Thread(target=self._tick_until_stopped, name="preble-tick", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Stop the background thread. Idempotent; the scheduler stays usable."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        self._stop.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def __enter__(self) -> GlobalScheduler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return _finite_time(self._clock())
+
+    def _new_id(self) -> str:
+        number = self._sequence
+        while f"request-{number}" in self._core.leases:
+            number += 1
+        return f"request-{number}"
+
+    def _asked(self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None) -> RequestView | None:
+        """The request as a Python policy sees it; E2 needs none."""
+        if self._policy is None:
+            return None
+        draw = unit_draw(self._seed, self._sequence)
+        return RequestView(token_ids, namespace, max_new_tokens, self._sequence, draw)
+
+    def _scores(self, asked: RequestView | None, rows: Sequence[tuple[Any, ...]]) -> Sequence[float]:
+        if self._policy is None or asked is None:
+            return [row[5] for row in rows]
+        return self._policy.score(asked, self._core.view([row[0] for row in rows]))
+
+    def _counted(self, live: bool) -> bool:
+        self._counts["late_calls"] += not live
+        return live
+
+    def _worker(self, worker_id: str) -> _Worker:
+        try:
+            return self._workers[worker_id]
+        except (KeyError, TypeError):
+            raise UnknownWorker(f"no worker {worker_id!r}; there are {', '.join(self._workers) or 'none'}") from None
+
+    def _worker_stats(self, worker: _Worker) -> dict[str, Any]:
+        return {
+            **self._core.book.account(worker.index),
+            "cached_tokens": self._core.tree.worker_tokens(worker.index),
+            "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
+            "draining": worker.draining,
+            "known_blocks": len(worker.blocks),
+            "orphan_blocks": worker.blocks.orphans,
+            "block_overflows": worker.blocks.overflows,
+        }
+
+    def _expired_leases(self, now: float) -> list[Hashable]:
+        """Leases are in booking order, so the old ones come first."""
+        expired: list[Hashable] = []
+        for request_id in self._core.leases:
+            if now - self._core.lease(request_id)["booked_at"] <= self.config.lease_seconds:
+                break
+            expired.append(request_id)
+        return expired
+
+    def _tick_until_stopped(self) -> None:
+        while not self._stop.wait(self.config.tick_seconds):
+            self.tick()
+
+    def _apply_one(self, worker: _Worker, event: CacheEvent, now: float) -> bool:
+        tree = self._core.tree
+        if isinstance(event, BlockStored):
+            _hashable("BlockStored.namespace", event.namespace)
+            overflows = worker.blocks.overflows
+            prefix = worker.blocks.store(event)
+            if worker.blocks.overflows > overflows:
+                tree.clear_worker(worker.index)
+            if prefix:
+                tree.insert(prefix, now, worker=worker.index, namespace=event.namespace, is_hit=False)
+            return prefix is not None
+        if isinstance(event, BlockRemoved):
+            cuts = worker.blocks.remove(event.block_hashes)
+            return any([tree.unmark(prefix, worker.index, kept, namespace=space) for prefix, kept, space in cuts])
+        if isinstance(event, AllBlocksCleared):
+            worker.blocks.clear()
+            return tree.clear_worker(worker.index) > 0
+        if isinstance(event, PrefixEvicted):
+            kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
+            return tree.unmark(event.token_ids, worker.index, kept, namespace=event.namespace) > 0
+        raise InvalidInput(f"apply: {event!r} is not a cache event")
+
+
+class _Excluding:
+    """Takes workers out of one decision. Raises UnknownWorker, and NoWorkers when nobody is left."""
+
+    __slots__ = ("_scheduler", "_taken")
+
+    def __init__(self, scheduler: GlobalScheduler, exclude: Iterable[str]) -> None:
+        self._scheduler = scheduler
+        self._taken = [scheduler._worker(worker_id) for worker_id in exclude]
+
+    def __enter__(self) -> None:
+        if not self._scheduler._workers:
+            raise NoWorkers("the scheduler has no workers; add_worker first")
+        for worker in self._taken:
+            self._scheduler._core.set_eligible(worker.index, False)
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._taken:
+            self._scheduler._core.set_eligible(worker.index, not worker.draining)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _finite_time(now: float) -> float:
+    try:
+        value = float(now)
+    except (TypeError, ValueError):
+        raise InvalidTime(f"the time must be a number of seconds, got {now!r}") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise InvalidTime(f"the time must be finite, got {now!r}")
+    return value
+
+
+def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
+    if isinstance(model, str):
+        return CostModel.preset(model)
+    if model is not None and not isinstance(model, CostModel):
+        raise InvalidConfig(f"{name} must be a CostModel or a preset name, got {model!r}")
+    return model
+
+
+def _output_limit(max_new_tokens: int | None) -> int:
+    """0 when none is given, which is how the core says it."""
+    if max_new_tokens is None:
+        return 0
+    return check_int("max_new_tokens", max_new_tokens, 1, 2**31 - 1, InvalidInput)
+
+
+def _tokens_or_none(name: str, tokens: int | None) -> int:
+    """-1 when none is given, which is how the core says it."""
+    return -1 if tokens is None else check_int(name, tokens, 0, 2**31 - 1, InvalidInput)
+
+
+def _hashable(name: str, value: Hashable) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidInput(f"{name} must be hashable, got a {type(value).__name__}") from None
