@@ -1,0 +1,459 @@
+"""The local scheduler: what one worker computes in each iteration. Paper section 4.3, Sarathi's chunked prefill.
+
+Owns the state of one worker's requests, from `add` to the last token, and conducts the waiting queue (`local_queue`)
+and the KV cache (`local_cache`). Knows no model, no engine, no socket and no clock but the one it is given.
+
+Life of a request
+  1. `add` puts it into the waiting queue, in the priority group of the share of its prompt that is cached now.
+  2. `next_batch` admits it: its cached prefix is held against eviction, all but the last token, whose logits are
+     needed.
+  3. The rest of the prompt is computed in chunks. After each, `complete` publishes the computed tokens in the prefix
+     tree, so that other requests share them at once.
+  4. The last chunk samples the first output token; from then on it decodes, one token in each iteration, into slots of
+     its own.
+  5. When memory runs out, the newest running request is preempted: what it computed becomes cache, which may be
+     evicted, and it goes to the head of the queue with its output. Resumed, it computes what is no longer cached and
+     continues as if nothing had happened: the tokens decide the output, not where their KV came from.
+  6. At a stop token, at its length, or when cancelled, all it computed stays in the tree as cache until evicted.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .clock import Clock, monotonic
+from .errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
+from .local_cache import KvCache
+from .local_queue import WaitingQueue
+from .local_types import (
+    NO_TOKENS,
+    TOKEN_ID_MAX,
+    Batch,
+    BatchItem,
+    Int32Array,
+    LiveRequest,
+    LocalConfig,
+    LocalLoad,
+    LocalRequest,
+    StepOutput,
+)
+from .types import AllBlocksCleared, PrefixEvicted, check_int
+
+__all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "LocalScheduler", "StepOutput"]
+
+DEFERRALS_PER_ROUND = 64
+COUNTERS = (
+    "admitted", "finished", "cancelled", "preempted", "deferred", "prompt_tokens", "cached_tokens", "computed_tokens",
+)
+
+
+class LocalScheduler:
+    """Forms batches for one engine: `add` requests, then in turn `next_batch`, run it, `complete` it.
+
+    `clock` is any callable that gives seconds (default: the monotonic clock); it is asked only where `now` is left out.
+    Not thread-safe: one thread drives it. A request over the bound of the queue is refused with `QueueFull`.
+    """
+
+    def __init__(self, config: LocalConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self._clock = monotonic if clock is None else clock
+        self._cache = KvCache(config.kv_capacity_tokens)
+        self._waiting = WaitingQueue(config, self._cache)
+        self._running: list[LiveRequest] = []             # oldest first
+        self._live: dict[str, LiveRequest] = {}           # request id -> every request, waiting or running
+        self._batch: Batch | None = None                  # in flight
+        self._in_flight: list[LiveRequest] = []           # of its items, in order
+        self._arrived = 0
+        self._step = 0
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def add(self, request: LocalRequest, now: float | None = None) -> None:
+        """Queue a request. Cost: its cached prefix.
+
+        Raises `DuplicateRequest`, `QueueFull`, or `InvalidInput` where prompt and output together could never fit the
+        KV capacity; then nothing has changed.
+        """
+        now = self._time(now)
+        if request.request_id in self._live:
+            raise DuplicateRequest(f"request {request.request_id!r} is live")
+        needed = len(request.token_ids) + request.max_new_tokens - 1  # the last output token is never computed
+        if needed > self.config.kv_capacity_tokens:
+            raise InvalidInput(
+                f"request {request.request_id!r} needs {needed} KV tokens (prompt {len(request.token_ids)}, "
+                f"max_new_tokens {request.max_new_tokens}), kv_capacity_tokens is {self.config.kv_capacity_tokens}"
+            )
+        if len(self._waiting) >= self.config.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait, max_waiting is {self.config.max_waiting}")
+        live = LiveRequest(request, self._arrived, now)
+        self._arrived += 1
+        self._live[request.request_id] = live
+        self._waiting.add(live)
+
+    def cancel(self, request_id: str, now: float | None = None) -> bool:
+        """End a request in any state; False if it is not live. What it computed stays cached.
+
+        If it is part of a batch in flight, that part of the batch counts for nothing.
+        """
+        now = self._time(now)
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        if live.hold is None:
+            self._waiting.remove(live)
+        else:
+            self._drop_in_flight(live)
+            self._stop_running(live, now)
+        del self._live[request_id]
+        self._counts["cancelled"] += 1
+        return True
+
+    # --- the next batch -----------------------------------------------------------------------------------------------
+
+    def next_batch(self, now: float | None = None) -> Batch:
+        """Choose what the engine computes next; empty if nothing is live.
+
+          1. Make room for the decodes: evict cached tokens that nobody holds; where that is not enough, preempt the
+             newest.
+          2. Every decoding request gets one token, oldest first.
+          3. Requests in the middle of their prefill get chunks of what is left of the token budget, oldest first.
+          4. Waiting requests are admitted in the queue's order while budget, places and memory last, each with its
+             first chunk.
+
+        Raises `InvalidInput` while an earlier batch is neither completed nor discarded.
+        """
+        now = self._time(now)
+        if self._batch is not None:
+            raise InvalidInput(f"batch {self._batch.step} is in flight: complete or discard it first")
+        batch = Batch([], self._step)
+        preempted = self._counts["preempted"]
+        self._make_room_for_decodes(now)
+        self._schedule_decodes(batch)
+        budget = self._schedule_prefills(batch, self.config.token_budget - len(batch.items), now)
+        if self._counts["preempted"] == preempted:  # the preempted one would come straight back, and go again
+            self._admit(batch, budget, now)
+        if batch.items:
+            self._batch = batch
+            self._step += 1
+        return batch
+
+    def _make_room_for_decodes(self, now: float) -> None:
+        while min(self._decode_count(), self.config.token_budget) > self._cache.available_tokens:
+            self._preempt(self._running[-1], now)
+
+    def _decode_count(self) -> int:
+        return sum(live.decoding for live in self._running)
+
+    def _schedule_decodes(self, batch: Batch) -> None:
+        decoding = [live for live in self._running if live.decoding][: self.config.token_budget]
+        if not decoding:
+            return
+        slots = self._cache.take(len(decoding))
+        for i, live in enumerate(decoding):
+            self._schedule(batch, live, slots[i : i + 1])
+
+    def _schedule_prefills(self, batch: Batch, budget: int, now: float) -> int:
+        """Give chunks to requests in mid-prefill; returns the budget left.
+
+        A chunk shrinks to the memory there is, down to nothing: the decodes ahead of it will end and leave theirs. Only
+        if nothing else could run at all does it preempt others.
+        """
+        for live in [live for live in self._running if not live.decoding]:
+            if live.hold is None:
+                break  # preempted for one before it, as are all after it
+            while not batch.items and not self._cache.available_tokens:
+                self._preempt(self._running[-1], now)
+            count = min(budget, live.prefill_left, self._cache.available_tokens)
+            if count == 0:
+                break
+            self._schedule(batch, live, self._cache.take(count))
+            budget -= count
+        return budget
+
+    def _admit(self, batch: Batch, budget: int, now: float) -> None:
+        """Admit waiting requests. The first that does not fit ends the round, so that smaller ones do not starve it."""
+        if budget <= 0 or len(self._running) >= self.config.max_running or not self._waiting:
+            return
+        self._waiting.begin_round()
+        deferrals = 0
+        while budget > 0 and len(self._running) < self.config.max_running and deferrals < DEFERRALS_PER_ROUND:
+            live = self._waiting.peek(now)
+            if live is None:
+                break
+            if self._is_being_computed(live):
+                self._waiting.defer(live)
+                deferrals += 1
+                continue
+            if not self._start_running(live, now):
+                break
+            count = min(budget, live.prefill_left)
+            self._schedule(batch, live, self._cache.take(count))
+            budget -= count
+        self._waiting.end_round()
+        self._counts["deferred"] += deferrals
+
+    def _is_being_computed(self, live: LiveRequest) -> bool:
+        """True if a running request is prefilling tokens that this one shares and would otherwise compute as well.
+
+        They must be at least `min_shared_tokens` beyond what is cached now. Such a request is admitted once they are.
+        It cannot be delayed for ever: whatever shares more with it than what is cached is itself delayed by the same
+        running request.
+        """
+        extra = self.config.min_shared_tokens
+        end = live.cached_now + extra
+        if extra == 0 or end >= live.known_tokens:
+            return False
+        prefilling = (other for other in self._running if not other.decoding)
+        return any(other.prefill_end >= end and _share(other, live, end, extra) for other in prefilling)
+
+    def _start_running(self, live: LiveRequest, now: float) -> bool:
+        """Move a waiting request to the running ones, holding its cached prefix, if memory allows; False otherwise.
+
+        Memory allows it if the rest of all prefills under way, its own, and the next token of every running request fit
+        into what is free or evictable. Outputs are not reserved: most end early, and preemption covers the rest.
+        """
+        reserved = len(self._running) + sum(other.prefill_left for other in self._running)
+        if live.uncached_now + reserved > self._cache.available_tokens:
+            return False  # holding its prefix could only leave less
+        hold = self._cache.hold(live.known, live.request.namespace, live.known_tokens - 1, now)
+        if live.known_tokens - hold.matched_tokens + reserved > self._cache.available_tokens:
+            self._cache.release(hold, now)
+            return False
+        self._waiting.take(live)
+        live.hold = hold
+        live.computed = hold.matched_tokens
+        live.prefill_end = live.known_tokens
+        live.make_buffers()
+        live.slots[: live.computed] = self._cache.slots_of(hold)
+        insort(self._running, live, key=_by_arrival)
+        if live.cached_tokens is None:
+            live.cached_tokens = live.computed
+            self._counts["prompt_tokens"] += live.known_tokens
+            self._counts["cached_tokens"] += live.computed
+        self._counts["admitted"] += 1
+        return True
+
+    def _schedule(self, batch: Batch, live: LiveRequest, slots: Int32Array) -> None:
+        """Put a running request's next tokens into the batch, one for each of `slots`."""
+        start, end = live.computed, live.computed + len(slots)
+        live.slots[start:end] = slots
+        live.scheduled = len(slots)
+        batch.items.append(
+            BatchItem(
+                request_id=live.request.request_id,
+                start=start,
+                token_ids=live.tokens[start:end],
+                write_slots=live.slots[start:end],
+                context_slots=live.slots[:end],
+                samples=end == live.known_tokens,
+                is_decode=live.decoding,
+            )
+        )
+        self._in_flight.append(live)
+
+    # --- the batch is done --------------------------------------------------------------------------------------------
+
+    def complete(self, batch: Batch, tokens: Mapping[str, int], now: float | None = None) -> list[StepOutput]:
+        """Book a computed batch; `tokens` maps the request id of every item that samples to its token.
+
+        Returns the output tokens in the order of the items. Tokens of requests cancelled meanwhile are ignored. Raises
+        `InvalidInput` if `batch` is not the one in flight or a token is missing or out of range; then nothing has
+        changed.
+        """
+        now = self._time(now)
+        if not batch.items:
+            return []
+        sampled = self._check_completion(batch, tokens)
+        outputs = []
+        for live, token in sampled:
+            self._book_computed(live, now)
+            if token is not None:
+                outputs.append(self._book_output(live, token, now))
+        self._batch = None
+        self._in_flight.clear()
+        return outputs
+
+    def discard(self, batch: Batch) -> None:
+        """Give up a batch that the engine failed to compute: nothing of it counts, its requests run on.
+
+        Raises `InvalidInput` if `batch` is not the one in flight.
+        """
+        if not batch.items:
+            return
+        self._check_in_flight(batch)
+        for live in self._in_flight:
+            self._drop_in_flight(live)
+        self._batch = None
+        self._in_flight.clear()
+
+    def _check_in_flight(self, batch: Batch) -> None:
+        if batch is not self._batch:
+            raise InvalidInput(f"batch {batch.step} is not the one in flight")
+
+    def _check_completion(self, batch: Batch, tokens: Mapping[str, int]) -> list[tuple[LiveRequest, int | None]]:
+        """Pair the requests of the batch that are still live with their sampled tokens."""
+        self._check_in_flight(batch)
+        pairs: list[tuple[LiveRequest, int | None]] = []
+        for live, item in zip(self._in_flight, batch.items, strict=True):
+            if not live.scheduled:
+                continue  # cancelled in flight
+            token = None
+            if item.samples:
+                token = _sampled_token(tokens, item.request_id)
+            pairs.append((live, token))
+        return pairs
+
+    def _book_computed(self, live: LiveRequest, now: float) -> None:
+        """The scheduled tokens are computed. Those of a prompt are published; a decode's stay private until it ends."""
+        assert live.hold is not None
+        was_decoding = live.decoding
+        self._counts["computed_tokens"] += live.scheduled
+        live.computed += live.scheduled
+        live.scheduled = 0
+        if not was_decoding:
+            self._publish(live, now)
+
+    def _book_output(self, live: LiveRequest, token: int, now: float) -> StepOutput:
+        """Append an output token and end the request if it was the last."""
+        assert live.cached_tokens is not None
+        index = live.output_count
+        live.append(token)
+        reason = None
+        if token in live.request.stop_token_ids:
+            reason = "stop"
+        elif live.output_count == live.request.max_new_tokens:
+            reason = "length"
+        if reason is not None:
+            self._stop_running(live, now)
+            del self._live[live.request.request_id]
+            self._counts["finished"] += 1
+        return StepOutput(live.request.request_id, token, index, live.cached_tokens, reason)
+
+    # --- leaving the running ones -------------------------------------------------------------------------------------
+
+    def _preempt(self, live: LiveRequest, now: float) -> None:
+        """Send a running request back to the head of the queue; its output is kept, its KV becomes evictable cache."""
+        self._stop_running(live, now)
+        self._waiting.put_back(live)
+        self._counts["preempted"] += 1
+
+    def _stop_running(self, live: LiveRequest, now: float) -> None:
+        """Leave all that the request computed in the tree as cache and hold nothing any more."""
+        assert live.hold is not None
+        self._publish(live, now)
+        self._cache.release(live.hold, now)
+        live.hold = None
+        live.slots = NO_TOKENS
+        live.computed = 0
+        self._running.remove(live)
+
+    def _publish(self, live: LiveRequest, now: float) -> None:
+        assert live.hold is not None
+        self._cache.publish(live.hold, live.tokens[: live.computed], live.slots[: live.computed], now)
+
+    def _drop_in_flight(self, live: LiveRequest) -> None:
+        """Free the slots of tokens that are scheduled and will not count."""
+        if live.scheduled:
+            self._cache.give(live.slots[live.computed : live.computed + live.scheduled])
+            live.scheduled = 0
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[PrefixEvicted | AllBlocksCleared]:
+        """Evictions since the last call, oldest first. See `KvCache` for what happens if nobody calls."""
+        return self._cache.take_events()
+
+    def load(self) -> LocalLoad:
+        """Load at this moment. Changes nothing."""
+        return LocalLoad(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_used_tokens=self.config.kv_capacity_tokens - self._cache.available_tokens,
+            kv_cached_tokens=self._cache.cached_total,
+            waiting_uncached_tokens=self._waiting.uncached_tokens,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and sizes now. Changes nothing.
+
+        `prompt_tokens` and `cached_tokens` count each request once, at its first admission; `deferred` the times a
+        request was delayed because a running one was computing its prefix.
+        """
+        return {
+            **self._counts,
+            **self.load()._asdict(),
+            "steps": self._step,
+            "arrived": self._arrived,
+            "overdue_picks": self._waiting.overdue_picks,
+            "cache_looks": self._waiting.cache_looks,
+            "group_sizes": self._waiting.group_sizes(),
+            "oldest_arrival_seconds": self._waiting.oldest_arrival_seconds(),
+            "free_tokens": self._cache.free_tokens,
+            "evictions": self._cache.evictions,
+            "evicted_tokens": self._cache.evicted_tokens,
+            "collapsed_events": self._cache.collapsed_events,
+        }
+
+    def check(self) -> None:
+        """Assert every invariant, among them that each KV slot has exactly one owner. Cost: the capacity."""
+        self._waiting.check()
+        assert len(self._live) == len(self._running) + len(self._waiting), "a live request neither runs nor waits"
+        assert len(self._running) <= self.config.max_running, "more requests run than max_running"
+        assert self._running == sorted(self._running, key=_by_arrival), "running requests are out of order"
+        for live in self._running:
+            hold = live.hold
+            assert hold is not None and not hold.released, f"{live.request.request_id} runs without a hold"
+            assert hold.matched_tokens <= live.computed < live.known_tokens <= live.max_tokens
+            assert live.decoding or hold.matched_tokens == live.computed, "computed prompt tokens are not published"
+            assert live.scheduled == 0 or self._batch is not None, "tokens are scheduled in no batch"
+            self._cache.check_hold(hold, live.slots, live.tokens, live.request.namespace)
+        self._cache.check(list(self._private_slots()))
+
+    def _private_slots(self) -> Iterator[Int32Array]:
+        """Slots that running requests own outside the tree."""
+        for live in self._running:
+            if live.hold is not None:
+                yield live.slots[live.hold.matched_tokens : live.computed + live.scheduled]
+
+    def show(self) -> str:
+        """The running requests, the waiting ones by group, and the tree, as text for people."""
+        lines = [f"running {len(self._running)}, waiting {len(self._waiting)} in groups {self._waiting.group_sizes()}"]
+        for live in self._running:
+            phase = "decode" if live.decoding else "prefill"
+            progress = f"{live.computed}/{live.known_tokens} computed, {live.output_count} output"
+            lines.append(f"  {live.request.request_id}: {phase} {progress}")
+        return "\n".join([*lines, self._cache.show()])
+
+    def _time(self, now: float | None) -> float:
+        seconds = self._clock() if now is None else now
+        if not math.isfinite(seconds):
+            raise InvalidTime(f"now must be finite, got {seconds!r}")
+        return seconds
+
+
+def _by_arrival(live: LiveRequest) -> int:
+    return live.number
+
+
+def _sampled_token(tokens: Mapping[str, int], request_id: str) -> int:
+    """The token an engine sampled for a request, as a plain int."""
+    if request_id not in tokens:
+        raise InvalidInput(f"tokens has none for request {request_id!r}")
+    try:
+        token = operator.index(tokens[request_id])  # numpy and torch integers are welcome, floats are not
+    except TypeError:
+        raise InvalidInput(f"tokens[{request_id!r}] must be an int, got {tokens[request_id]!r}") from None
+    return check_int(f"tokens[{request_id!r}]", token, 0, TOKEN_ID_MAX, InvalidInput)
+
+
+def _share(other: LiveRequest, live: LiveRequest, end: int, extra: int) -> bool:
+    """True if both start with the same `end` tokens. Compares the last `extra` first: there most pairs differ."""
+    if other.request.namespace != live.request.namespace:
+        return False
+    mine, theirs = live.tokens[:end], other.tokens[:end]
+    return bool((mine[-extra:] == theirs[-extra:]).all() and (mine == theirs).all())
