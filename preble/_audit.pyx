@@ -1,4 +1,5 @@
-"""`check` and `show` for radix trees: asserts every invariant of `_layout.pxd`, and draws a tree. Owns nothing, changes nothing."""
+"""`check` and `show` for radix trees: asserts every invariant of `_layout.pxd`, and draws a tree. Owns nothing,
+changes nothing."""
 
 from libc.stdint cimport uint32_t
 
@@ -31,7 +32,8 @@ cdef check_node(RadixTree tree, uint32_t i):
     cdef Node* above
     cdef uint32_t at
     if node.parent == NONE:
-        assert node.run.length == 0 and node.run.start == 0 and entry_count(node) == 0, f"R1: root {i} has tokens or marks"
+        assert node.run.length == 0 and node.run.start == 0, f"R1: root {i} has tokens"
+        assert entry_count(node) == 0, f"R1: root {i} has marks"
         return
     above = node_at(t, node.parent)
     assert above.state & LIVE, f"R1: node {i} hangs below a freed node"
@@ -40,7 +42,7 @@ cdef check_node(RadixTree tree, uint32_t i):
     assert find_child(t, node.parent, node.run.tokens[0]) == i, f"R2: the table does not lead to node {i}"
     assert all(node.run.tokens[at] >= 0 for at in range(node.run.length)), f"R1: node {i} holds a negative token"
     for at in range(entry_count(node)):
-        assert 1 <= entries[at].tokens <= node.run.length, f"M1: mark of worker {entries[at].worker} on node {i} is too long"
+        assert 1 <= entries[at].tokens <= node.run.length, f"M1: mark of {entries[at].worker} on node {i}"
         assert at == 0 or entries[at - 1].worker < entries[at].worker, f"M1: entries of node {i} are not sorted"
         assert mark_at(t, entries[at].mark).node == i, f"M1: a mark of node {i} points elsewhere"
         assert mark_at(t, entries[at].mark).worker == entries[at].worker, f"M1: a mark of node {i} names another worker"
@@ -55,7 +57,7 @@ cdef check_closure(Tree* t, uint32_t i, uint32_t worker):
     if above.parent == NONE:
         return
     entry = find_entry(above, worker)
-    assert entry != NULL and entry.tokens == above.run.length, f"M1: worker {worker} marks node {i} but not all of its parent"
+    assert entry != NULL and entry.tokens == above.run.length, f"M1: worker {worker} marks node {i}, not its parent"
 
 
 cdef check_roots(RadixTree tree, list nodes):
@@ -113,7 +115,8 @@ cdef check_workers(RadixTree tree, list nodes):
 
 
 cdef check_recency(Tree* t, uint32_t worker, set expected):
-    """L1: the list is exactly the unpinned marks, and each node is met before its parent. P1: a pin covers the whole path."""
+    """L1: the list is exactly the unpinned marks, and each node is met before its parent. P1: a pin covers the whole
+    path."""
     cdef uint32_t i = t.workers[worker].recency.oldest, before = NONE, parent
     cdef Entry* above
     seen = set()
@@ -156,7 +159,8 @@ cdef check_bytes(RadixTree tree, list nodes):
     cdef Tree* t = &tree.t
     cdef Node* node
     total = charged(t.table_size * 8) + t.worker_room * sizeof(t.workers[0])
-    total += t.nodes.chunk_count * (CHUNK * t.nodes.item_bytes + 64) + t.marks.chunk_count * (CHUNK * t.marks.item_bytes + 64)
+    total += t.nodes.chunk_count * (CHUNK * t.nodes.item_bytes + 64)
+    total += t.marks.chunk_count * (CHUNK * t.marks.item_bytes + 64)
     for i in nodes:
         node = node_at(t, i)
         total += charged(run_bytes(t, node.run.length))
@@ -165,7 +169,8 @@ cdef check_bytes(RadixTree tree, list nodes):
 
 
 def show_tree(RadixTree tree, int max_tokens=6) -> str:
-    """The tree as text: tokens of each run (at most `max_tokens`), then worker:tokens, `!` where pinned, and KV slots if it has them."""
+    """The tree as text: tokens of each run (at most `max_tokens`), then worker:tokens, `!` where pinned, and KV slots
+    if it has them."""
     cdef Tree* t = &tree.t
     lines = []
     for namespace, root in sorted(tree._roots.items(), key=lambda item: item[1]):

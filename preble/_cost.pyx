@@ -1,8 +1,8 @@
-"""What work costs, and who has how much of it. Owns `CostModel` (seconds as a function of tokens) and `LoadBook` (per worker: the
-work assigned in the history window, the work outstanding, and the leases of live requests).
+"""What work costs, and who has how much of it. Owns `CostModel` (seconds as a function of tokens) and `LoadBook` (per
+worker: the work assigned in the history window, the work outstanding, and the leases of live requests).
 
-Neither knows prompts, policies or clocks; times are arguments. Sums are integers of nanoseconds and tokens, so they never
-drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLTIME and DECODETIME).
+Neither knows prompts, policies or clocks; times are arguments. Sums are integers of nanoseconds and tokens, so they
+never drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLTIME and DECODETIME).
 """
 
 from collections.abc import Iterable
@@ -32,9 +32,11 @@ cdef enum:
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
 
 # --- presets ----------------------------------------------------------------------------------------------------------
-# Published regressions (ms, tokens) of the paper's authors, sglang on one A6000 or A100 and vLLM on one A6000, with two defects
-# repaired: the quadratic middle branch of the first (it falls below zero) is a straight line between its neighbours, and the
-# per-request intercept of the 70B fits is charged once a batch. The H100 model is fitted to their raw points (RMS 5 %).
+# Published regressions (ms, tokens) of the paper's authors, sglang on one A6000 or A100 and vLLM on one A6000, with
+# two defects
+# repaired: the quadratic middle branch of the first (it falls below zero) is a straight line between its neighbours,
+# and the per-request intercept of the 70B fits is charged once a batch. The H100 model is fitted to their raw points
+# (RMS 5 %).
 
 _PRESETS = {
     "mistral-7b/a6000": {
@@ -113,8 +115,9 @@ def _amount(str name, value, double low=0.0) -> float:
 cdef class CostModel:
     """Seconds an engine needs, as a function of tokens; never decreasing in any of them. Immutable, so thread-safe.
 
-    `knots` are (tokens in the batch, seconds) points, ascending in both; `context` is (from, flat, base, slope): flat seconds up
-    to `from` context tokens, base + slope * context beyond; `pair` is (from, base, q, s, qs): attention of a chunk of q tokens
+    `knots` are (tokens in the batch, seconds) points, ascending in both; `context` is (from, flat, base, slope): flat
+    seconds up to `from` context tokens, base + slope * context beyond; `pair` is (from, base, q, s, qs): attention of a
+    chunk of q tokens
     ending at context s where q * s > from. Raises InvalidConfig when the result would not be monotone.
     """
 
@@ -170,7 +173,8 @@ cdef class CostModel:
     def fit(samples: Iterable[tuple[int, int, float]], *, decode=(), str name="fitted") -> CostModel:
         """Least relative squares over measured iterations, with every coefficient >= 0, so that the result is monotone.
 
-        `samples`: (missed tokens, context tokens, seconds) of single prefills; `decode`: (batch, context tokens of each, seconds)
+        `samples`: (missed tokens, context tokens, seconds) of single prefills; `decode`: (batch, context tokens of
+        each, seconds)
         of decode iterations. At least 3 samples in total; InvalidInput otherwise. Needs numpy.
         """
         rows, seconds = [], []
@@ -197,7 +201,8 @@ cdef class CostModel:
         return tokens * token_seconds(&self.cost, middle, _amount("batch", batch, 1.0))
 
     def iteration_time(self, prefill_chunks=(), decode_contexts=()) -> float:
-        """Seconds of one mixed iteration: chunks of (new tokens, context tokens after them), and the context of each decode."""
+        """Seconds of one mixed iteration: chunks of (new tokens, context tokens after them), and the context of each
+        decode."""
         cdef double tokens = 0, context = 0, pairs = 0, q, s
         for chunk, after in prefill_chunks:
             q, s = chunk, after
@@ -216,11 +221,12 @@ cdef class CostModel:
     def coefficients(self) -> dict[str, object]:
         """The arguments that make this model again."""
         cdef uint32_t i
+        cdef Cost* c = &self.cost
         return {
             "name": self.name,
-            "knots": [(self.cost.at[i], self.cost.seconds[i]) for i in range(self.cost.knots)],
-            "context": (self.cost.context_from, self.cost.context_flat, self.cost.context_base, self.cost.context_slope),
-            "pair": (self.cost.pair_from, self.cost.pair_base, self.cost.pair_q, self.cost.pair_s, self.cost.pair_qs),
+            "knots": [(c.at[i], c.seconds[i]) for i in range(c.knots)],
+            "context": (c.context_from, c.context_flat, c.context_base, c.context_slope),
+            "pair": (c.pair_from, c.pair_base, c.pair_q, c.pair_s, c.pair_qs),
         }
 
     def __reduce__(self):
@@ -261,12 +267,13 @@ def _from_features(list weight, str name) -> CostModel:
     """Turn feature weights (1, n, context, pairs, hinges) into knots and slopes."""
     at = [0.0, *map(float, _FIT_KNOTS), 8192.0]
     seconds = [weight[0] + weight[1] * n + sum(w * max(n - k, 0.0) for w, k in zip(weight[4:], _FIT_KNOTS)) for n in at]
-    return CostModel(list(zip(at, seconds)), context=(0.0, 0.0, 0.0, weight[2]), pair=(0.0, 0.0, 0.0, 0.0, weight[3]), name=name)
+    context, pair = (0.0, 0.0, 0.0, weight[2]), (0.0, 0.0, 0.0, 0.0, weight[3])
+    return CostModel(list(zip(at, seconds)), context=context, pair=pair, name=name)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
-# The window of H seconds is a ring of BUCKETS slices with running sums, so booking and expiry are O(1) a request. Corrections go
-# to the slice the request was booked in, as long as it is still in the window.
+# The window of H seconds is a ring of BUCKETS slices with running sums, so booking and expiry are O(1) a request.
+# Corrections go to the slice the request was booked in, as long as it is still in the window.
 
 cdef inline void bucket_add(Bucket* total, const Bucket* part, int64_t sign) noexcept nogil:
     total.prefill_ns += sign * part.prefill_ns
@@ -278,9 +285,11 @@ cdef inline void bucket_add(Bucket* total, const Bucket* part, int64_t sign) noe
 
 
 cdef class LoadBook:
-    """Work per worker: assigned within the window, and outstanding. Not thread-safe by itself: its scheduler calls it in single steps.
+    """Work per worker: assigned within the window, and outstanding. Not thread-safe by itself: its scheduler calls it
+    in single steps.
 
-    `window_seconds` is the paper's H; a worker seen for less than that is scaled up to it, from at least `join_seconds` on.
+    `window_seconds` is the paper's H; a worker seen for less than that is scaled up to it, from at least
+    `join_seconds` on.
     """
 
     def __cinit__(self, double window_seconds=180.0, double join_seconds=10.0):
@@ -387,7 +396,8 @@ cdef class LoadBook:
         return book.window.prefill_ns * 1e-9 + book.window.output_tokens * book.output_token_seconds
 
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil:
-        """Output tokens to expect: mean seen on the worker, else in the fleet, else 128; never above `max_new_tokens` (0: none given)."""
+        """Output tokens to expect: mean seen on the worker, else in the fleet, else 128; never above `max_new_tokens`
+        (0: none given)."""
         cdef Bucket* seen = &self.workers[worker].window
         cdef int64_t expected = OUTPUT_UNKNOWN
         if seen.finished == 0:

@@ -51,7 +51,8 @@ cdef class DecisionCore:
     cdef double eviction_seconds(self, uint32_t worker, Walk walk, int64_t need, double now) noexcept nogil
     cdef void weigh(self, uint32_t worker, Walk walk, uint32_t count, int64_t max_new_tokens, double now,
                     double longest) noexcept nogil
-    cdef Choice choose_e2(self, Walk walk, uint32_t count, int64_t max_new_tokens, double now, bint everyone) noexcept nogil
+    cdef Choice choose_e2(self, Walk walk, uint32_t count, int64_t max_new_tokens, double now,
+                          bint everyone) noexcept nogil
     cdef bint better(self, uint32_t a, uint32_t b) noexcept nogil
     cdef Choice choose_with(self, object policy, object asked, Walk walk, uint32_t count, int64_t max_new_tokens,
                             double now) except *

@@ -1,8 +1,9 @@
-"""The decision step in compiled code. Owns the E2 rule (exploit or explore, paper Algorithms 1 and 2) and the one function that books
-a decision; the tree and the load book it works on belong to its scheduler.
+"""The decision step in compiled code. Owns the E2 rule (exploit or explore, paper Algorithms 1 and 2) and the one
+function that books a decision; the tree and the load book it works on belong to its scheduler.
 
-A decision has three parts, each a function here: `look` (what of the prompt does each worker hold), `choose_e2` (or a Python
-policy) and `commit` (lease, marks, hits). Only `commit` changes anything. Callers serialise calls; `scheduler.py` holds the lock.
+A decision has three parts, each a function here: `look` (what of the prompt does each worker hold), `choose_e2` (or a
+Python policy) and `commit` (lease, marks, hits). Only `commit` changes anything. Callers serialise calls;
+`scheduler.py` holds the lock.
 
     exploit, if the longest usable prefix m is more than the rest of the prompt:
         among the workers that hold the key portion of it, the one with the lowest L + M + P
@@ -18,8 +19,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
-from preble._cost cimport CostModel, Lease, LoadBook, WorkerBook, prefill_seconds
-from preble._layout cimport LIVE, Entry, Node, Walk, generation, mark_at, node_at
+from preble._cost cimport Cost, CostModel, Lease, LoadBook, WorkerBook, prefill_seconds
+from preble._layout cimport LIVE, Entry, Node, Walk, WorkerMarks, generation, mark_at, node_at
 from preble._layout_parts cimport hits_estimate
 from preble._memory cimport NONE
 from preble._radix cimport RadixTree
@@ -46,7 +47,8 @@ _REASONS = ("exploit", "explore")
 
 
 cdef class Decision:
-    """Where a request goes. `matched_tokens` are believed cached on `worker`; `costs` maps workers to seconds when asked for.
+    """Where a request goes. `matched_tokens` are believed cached on `worker`; `costs` maps workers to seconds when
+    asked for.
 
     `reason` is "exploit" or "explore" for E2, else the policy's own word. Immutable, so thread-safe.
     """
@@ -71,7 +73,8 @@ cdef Decision new_decision(object request_id, str worker, uint32_t matched, uint
 
 
 def unit_draw(uint64_t seed, uint64_t sequence) -> float:
-    """A number in [0, 1) that depends on (seed, sequence) only (splitmix64), so that explaining a decision does not use up chance."""
+    """A number in [0, 1) that depends on (seed, sequence) only (splitmix64), so that explaining a decision does not
+    use up chance."""
     cdef uint64_t z = seed * <uint64_t> 0x9E3779B97F4A7C15 + (sequence + 1) * <uint64_t> 0xD1B54A32D192ED03
     z = (z ^ (z >> 30)) * <uint64_t> 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * <uint64_t> 0x94D049BB133111EB
@@ -79,7 +82,8 @@ def unit_draw(uint64_t seed, uint64_t sequence) -> float:
 
 
 cdef class DecisionCore:
-    """One scheduler's compiled state: tree, book, leases and a scratch row per worker. Not thread-safe: its scheduler holds a lock."""
+    """One scheduler's compiled state: tree, book, leases and a scratch row per worker. Not thread-safe: its scheduler
+    holds a lock."""
 
     def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, uint32_t victims_max,
                  uint32_t live_max):
@@ -132,7 +136,8 @@ cdef class DecisionCore:
     # --- looking ---
 
     cdef int prepare(self, TokenView* view, object token_ids, object namespace, Walk* walk) except -1:
-        """Borrow the tokens and walk them; a new namespace is made only for valid tokens. The caller releases `view`."""
+        """Borrow the tokens and walk them; a new namespace is made only for valid tokens. The caller releases
+        `view`."""
         cdef uint32_t root
         view_tokens(token_ids, view)
         try:
@@ -160,14 +165,17 @@ cdef class DecisionCore:
     # --- E2 ---
 
     cdef double eviction_seconds(self, uint32_t worker, Walk walk, int64_t need, double now) noexcept nogil:
-        """M: seconds to compute again the `need` least recently used tokens, each times its hits in the window (Algorithm 2).
+        """M: seconds to compute again the `need` least recently used tokens, each times its hits in the window
+        (Algorithm 2).
 
-        Looks at `victims_max` nodes at most and extrapolates the rest; the prompt's own path is spared, as the engine would.
+        Looks at `victims_max` nodes at most and extrapolates the rest; the prompt's own path is spared, as the engine
+        would.
         """
         cdef uint32_t path[PATH_MAX]
         cdef uint32_t depth = 0, at, looked = 0, i = self.tree.t.workers[worker].recency.oldest
         cdef int64_t covered = 0, taken
-        cdef double seconds = 0.0
+        cdef double seconds = 0.0, uses
+        cdef const Cost* cost = &self.book.workers[worker].cost
         cdef Node* node = node_at(&self.tree.t, walk.node)
         cdef Entry* entry
         cdef bint spared
@@ -185,8 +193,8 @@ cdef class DecisionCore:
                 node = node_at(&self.tree.t, mark_at(&self.tree.t, i).node)
                 entry = find_entry(node, worker)
                 taken = min(need - covered, <int64_t> entry.tokens)
-                seconds += prefill_seconds(&self.book.workers[worker].cost, taken, node.run.start + entry.tokens) * hits_estimate(
-                    mark_at(&self.tree.t, i).hits, now, self.tree.t.window_seconds)
+                uses = hits_estimate(mark_at(&self.tree.t, i).hits, now, self.tree.t.window_seconds)
+                seconds += uses * prefill_seconds(cost, taken, node.run.start + entry.tokens)
                 covered += taken
             i = mark_at(&self.tree.t, i).newer
         if covered and covered < need and i != NONE:
@@ -198,7 +206,8 @@ cdef class DecisionCore:
         """Fill L, M and P of one worker."""
         cdef Terms* terms = &self.terms[worker]
         cdef WorkerBook* account = &self.book.workers[worker]
-        cdef int64_t room = self.tree.t.workers[worker].capacity - self.tree.t.workers[worker].tokens - account.live_output_tokens
+        cdef WorkerMarks* marks = &self.tree.t.workers[worker]
+        cdef int64_t room = marks.capacity - marks.tokens - account.live_output_tokens
         cdef int64_t need = count - terms.usable + self.book.expected_output(worker, max_new_tokens) - max(room, 0)
         terms.load = self.book.load_seconds(worker) * self.book.scale(worker, now, longest)
         terms.eviction = self.eviction_seconds(worker, walk, need, now) if need > 0 else 0.0
@@ -206,7 +215,8 @@ cdef class DecisionCore:
         terms.total = terms.load + terms.eviction + terms.prefill
 
     cdef bint better(self, uint32_t a, uint32_t b) noexcept nogil:
-        """Whether worker `a` beats `b`: lower total, then more cached, then fewer live requests, then less cached, then order."""
+        """Whether worker `a` beats `b`: lower total, then more cached, then fewer live requests, then less cached,
+        then order."""
         cdef Terms* one = &self.terms[a]
         cdef Terms* two = &self.terms[b]
         if one.total != two.total:
@@ -219,7 +229,8 @@ cdef class DecisionCore:
             return self.tree.t.workers[a].tokens < self.tree.t.workers[b].tokens
         return a < b
 
-    cdef Choice choose_e2(self, Walk walk, uint32_t count, int64_t max_new_tokens, double now, bint everyone) noexcept nogil:
+    cdef Choice choose_e2(self, Walk walk, uint32_t count, int64_t max_new_tokens, double now,
+                          bint everyone) noexcept nogil:
         """The E2 rule. `everyone` fills the terms of all eligible workers, for an explanation. O(workers)."""
         cdef uint32_t i, best_usable = 0, best_held = 0, key_end = 0, workers = self.tree.t.worker_end
         cdef double longest = self.book.longest_observed(now)
@@ -281,9 +292,10 @@ cdef class DecisionCore:
 
     # --- whole decisions ---
 
-    def schedule(self, token_ids, object request_id, object namespace, int64_t max_new_tokens, double now, object policy,
-                 object asked, bint with_costs) -> Decision:
-        """Decide and book. `policy` None is E2; else a `Policy`, given `asked` (its RequestView). Errors change nothing."""
+    def schedule(self, token_ids, object request_id, object namespace, int64_t max_new_tokens, double now,
+                 object policy, object asked, bint with_costs) -> Decision:
+        """Decide and book. `policy` None is E2; else a `Policy`, given `asked` (its RequestView). Errors change
+        nothing."""
         cdef TokenView view
         cdef Walk walk
         cdef Choice choice
@@ -328,7 +340,8 @@ cdef class DecisionCore:
         """Book the decision: a lease, the load, the prompt's marks and hits. On MemoryError nothing stays booked."""
         cdef Lease lease
         cdef uint32_t index, leaf
-        cdef double seconds = prefill_seconds(&self.book.workers[worker].cost, view.count - self.terms[worker].usable, view.count)
+        cdef uint32_t missed = view.count - self.terms[worker].usable
+        cdef double seconds = prefill_seconds(&self.book.workers[worker].cost, missed, view.count)
         memset(&lease, 0, sizeof(Lease))
         lease.prompt_tokens = view.count
         lease.matched_tokens = self.terms[worker].usable
@@ -345,8 +358,10 @@ cdef class DecisionCore:
         self.leases[request_id] = index
         return 0
 
-    def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy, object asked) -> tuple:
-        """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, total, candidate))."""
+    def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy,
+                object asked) -> tuple:
+        """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, total,
+        candidate))."""
         cdef TokenView view
         cdef Walk walk
         cdef Choice choice
@@ -359,7 +374,8 @@ cdef class DecisionCore:
         else:
             choice = self.choose_with(policy, asked, walk, view.count, max_new_tokens, now)
         rows = [
-            (i, self.terms[i].usable, self.terms[i].load, self.terms[i].eviction, self.terms[i].prefill, self.terms[i].total,
+            (i, self.terms[i].usable, self.terms[i].load, self.terms[i].eviction, self.terms[i].prefill,
+            self.terms[i].total,
              bool(self.terms[i].candidate))
             for i in range(self.tree.t.worker_end) if self.terms[i].eligible
         ]
@@ -393,7 +409,8 @@ cdef class DecisionCore:
     # --- the rest of a request's life ---
 
     def first_token(self, object request_id, int64_t cached_tokens, double now) -> bool:
-        """Prefill is done; `cached_tokens` is the engine's word on the hit, -1 if it said nothing. False if the id is not live."""
+        """Prefill is done; `cached_tokens` is the engine's word on the hit, -1 if it said nothing. False if the id is
+        not live."""
         cdef Lease* lease
         found = self.leases.get(request_id)
         if found is None:
@@ -408,8 +425,8 @@ cdef class DecisionCore:
         return True
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens) noexcept:
-        """Bring load and marks in line with what the engine told. What it was known to hold and no longer held took along
-        everything that hung below."""
+        """Bring load and marks in line with what the engine told. What it was known to hold and no longer held took
+        along everything that hung below."""
         cdef Node* leaf = node_at(&self.tree.t, lease.leaf)
         cdef bint alive = leaf.state & LIVE and generation(leaf) == lease.leaf_generation
         cdef double seconds
@@ -437,7 +454,8 @@ cdef class DecisionCore:
         return True
 
     def cancel(self, object request_id, double now) -> bool:
-        """Give a booking back; before the first token also the belief that the prompt is cached. False if the id is not live."""
+        """Give a booking back; before the first token also the belief that the prompt is cached. False if the id is
+        not live."""
         cdef Lease* lease
         cdef Node* leaf
         found = self.leases.pop(request_id, None)
@@ -471,7 +489,7 @@ cdef class DecisionCore:
         self.tree.check()
         self.book.check(list(self.leases.values()))
         for i in range(len(self.names)):
-            assert (self.names[i] is not None) == (i < self.book.end and bool(self.book.workers[i].used)), f"worker {i} in book"
-            assert (self.names[i] is not None) == (
-                i < self.tree.t.worker_end and self.tree.t.workers[i].capacity > 0), f"worker {i} in tree"
+            booked = i < self.book.end and bool(self.book.workers[i].used)
+            marked = i < self.tree.t.worker_end and self.tree.t.workers[i].capacity > 0
+            assert (self.names[i] is not None) == booked == marked, f"worker {i}: book {booked}, tree {marked}"
             assert self.names[i] is not None or not self.terms[i].eligible, f"free worker {i} is eligible"

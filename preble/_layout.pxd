@@ -1,14 +1,14 @@
 # The token radix tree: layout, pictures and invariants. `_layout_parts.pxd` has its small parts, `_tree.pyx` its
 # operations, `_radix.pyx` its Python face.
 #
-# One forest of path-compressed trees over token ids, one root per namespace. A node owns a run of tokens; every path from a
-# root spells a prompt. Marks say which worker is believed to cache how much of a node.
+# One forest of path-compressed trees over token ids, one root per namespace. A node owns a run of tokens; every path
+# from a root spells a prompt. Marks say which worker is believed to cache how much of a node.
 #
 #     before                          after inserting  1 2 3 9 9  for worker b
 #
 #     (root)                          (root)
 #       └─ [1 2 3 4 5]  a:5             └─ [1 2 3]  a:3 b:3       U, a new node, takes the upper part
-#            ├─ [6 7]   a:2                  ├─ [4 5]  a:2        L keeps its index, so children and holders stay valid
+#            ├─ [6 7]   a:2                  ├─ [4 5]  a:2        L keeps its index: children stay valid
 #            └─ [8]     a:1                  │   ├─ [6 7]  a:2
 #                                            │   └─ [8]    a:1
 #                                            └─ [9 9]  b:2        the new leaf
@@ -20,18 +20,20 @@
 #       └─ [8]    a:1                    └─ [8]  a:1
 #
 # Invariants (`RadixTree.check` asserts each)
-#   R1  children of a node start with different tokens; only roots have empty runs; a run starts where its parent's run ends
+#   R1  children of a node start with different tokens; only roots have empty runs; a run starts where its parent's
+# run ends
 #   R2  the child table holds exactly the (parent, first token) -> child pairs
 #   M1  a mark covers 1..length tokens; a worker marks a node only if it marks the whole of the parent (prefix closure)
 #   M2  a worker's tokens are the sum over its marks, and at most its capacity
-#   L1  a worker's recency list holds exactly its unpinned marks, a node always older than its parent: the oldest is a leaf
+#   L1  a worker's recency list holds exactly its unpinned marks, a node always older than its parent: the oldest is a
+# leaf
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
 #   B1  budget.used is the sum of all live allocations
 #
-# Memory: nodes and marks live in slabs of fixed chunks that never move, addressed by 32-bit index; token runs are separate
-# blocks that are never changed after they are linked (a split makes two new ones), so a reader sees a whole run or another
-# whole run. All walks are loops. Every function that allocates does so before it changes anything.
+# Memory: nodes and marks live in slabs of fixed chunks that never move, addressed by 32-bit index; token runs are
+# separate blocks that are never changed after they are linked (a split makes two new ones), so a reader sees a whole
+# run or another whole run. All walks are loops. Every function that allocates does so before it changes anything.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 

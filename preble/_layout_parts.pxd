@@ -1,5 +1,5 @@
-# Small parts of the tree as inline C: window counters, linked lists, the child table, token runs. They own no state; each takes
-# the Tree or the counter it works on. `_tree.pyx` builds the tree's operations from them.
+# Small parts of the tree as inline C: window counters, linked lists, the child table, token runs. They own no state;
+# each takes the Tree or the counter it works on. `_tree.pyx` builds the tree's operations from them.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
@@ -15,8 +15,8 @@ cdef enum:
 
 
 # --- window counters --------------------------------------------------------------------------------------------------
-# A counter is (window number: 24 bits | hits in it: 20 | hits in the window before: 20). The estimate weighs the older window
-# by how much of it still lies within the last `window_seconds`.
+# A counter is (window number: 24 bits | hits in it: 20 | hits in the window before: 20). The estimate weighs the
+# older window by how much of it still lies within the last `window_seconds`.
 
 cdef inline uint64_t window_of(double now, double window_seconds) noexcept nogil:
     return (<uint64_t> (now / window_seconds)) & 0xFFFFFF if now > 0 else 0
@@ -138,7 +138,8 @@ cdef inline uint32_t find_child(Tree* t, uint32_t parent, int32_t token) noexcep
     cdef ChildSlot* slot = find_slot(t, parent, token)
     return slot.child if slot != NULL else NONE
 
-cdef inline void add_slot(Tree* t, ChildSlot* table, uint32_t size, uint32_t parent, int32_t token, uint32_t child) noexcept nogil:
+cdef inline void add_slot(Tree* t, ChildSlot* table, uint32_t size, uint32_t parent, int32_t token,
+                          uint32_t child) noexcept nogil:
     cdef uint32_t hashed = child_hash(parent, token)
     cdef uint32_t at = hashed & (size - 1)
     while table[at].tag > DELETED_TAG:
@@ -188,7 +189,8 @@ cdef inline int table_reserve(Tree* t, uint32_t more) noexcept nogil:
     t.table_deleted = 0
     return 0
 
-# --- runs and entry blocks -------------------------------------------------------------------------------------------------------------
+# --- runs and entry blocks
+# -------------------------------------------------------------------------------------------------------------
 
 cdef inline int64_t run_bytes(Tree* t, uint32_t length) noexcept nogil:
     return 8 + <int64_t> (length if length else 1) * (8 if t.with_slots else 4)
@@ -196,7 +198,8 @@ cdef inline int64_t run_bytes(Tree* t, uint32_t length) noexcept nogil:
 cdef inline int32_t* run_slots(TokenRun* run) noexcept nogil:
     return &run.tokens[0] + run.length
 
-cdef inline TokenRun* new_run(Tree* t, uint32_t start, const int32_t* tokens, const int32_t* slots, uint32_t length) noexcept nogil:
+cdef inline TokenRun* new_run(Tree* t, uint32_t start, const int32_t* tokens, const int32_t* slots,
+                              uint32_t length) noexcept nogil:
     cdef TokenRun* run = <TokenRun*> budget_alloc(&t.budget, run_bytes(t, length))
     if run == NULL:
         return NULL

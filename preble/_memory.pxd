@@ -1,8 +1,9 @@
 # Byte accounting and slabs, as inline C. Owns no state: the structs live in the tree that uses them.
 #
-# A Budget counts every allocated byte the way glibc's malloc rounds it (16-byte steps, 8 bytes of header), so that the sum
-# follows the process's real growth. A Slab hands out fixed-size items addressed by a 32-bit index; its chunks never move
-# and are freed only with the slab. Allocation can be made to fail on purpose (`fail_after`) to test every error path.
+# A Budget counts every allocated byte the way glibc's malloc rounds it (16-byte steps, 8 bytes of header), so that
+# the sum follows the process's real growth. A Slab hands out fixed-size items addressed by a 32-bit index; its chunks
+# never move and are freed only with the slab. Allocation can be made to fail on purpose (`fail_after`) to test every
+# error path.
 
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc

@@ -1,9 +1,10 @@
-"""The Python face of the token radix tree. Owns which prefixes exist, which worker is believed to cache how much of each, how often
-each was hit within the window, and each worker's recency order. Knows no sockets, no clock (times are arguments), no policy.
+"""The Python face of the token radix tree. Owns which prefixes exist, which worker is believed to cache how much of
+each, how often each was hit within the window, and each worker's recency order. Knows no sockets, no clock (times are
+arguments), no policy.
 
-The algorithms are in `_tree.pyx`, layout, pictures and invariants in `_layout.pxd`, `check` and `show` in `_audit.pyx`. Every
-public method is one uninterrupted step under the GIL, so threads may share a tree. Workers are dense indices here; their
-names belong to the scheduler. Paper section 4.2.
+The algorithms are in `_tree.pyx`, layout, pictures and invariants in `_layout.pxd`, `check` and `show` in
+`_audit.pyx`. Every public method is one uninterrupted step under the GIL, so threads may share a tree. Workers are
+dense indices here; their names belong to the scheduler. Paper section 4.2.
 """
 
 from collections import deque
@@ -70,8 +71,9 @@ cdef double finite(object now) except? -1.0:
 cdef class RadixTree:
     """Prefix trees over token ids, one per namespace, with marks of who caches what. All methods are thread-safe.
 
-    `max_bytes` bounds everything the tree allocates, enforced at each insert: old, unhit prefixes go first, and a prompt that
-    still does not fit is not remembered (counted in `stats`). `window_seconds` is the paper's history window H.
+    `max_bytes` bounds everything the tree allocates, enforced at each insert: old, unhit prefixes go first, and a
+    prompt that still does not fit is not remembered (counted in `stats`). `window_seconds` is the paper's history
+    window H.
     """
 
     def __cinit__(self, *, int64_t max_bytes=1 << 30, double window_seconds=180.0, bint with_slots=False):
@@ -108,7 +110,8 @@ cdef class RadixTree:
         free(self.t.workers)
 
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE:
-        """The namespace's root, NONE if it has none and `create` is false. Raises TypeError for unhashable namespaces."""
+        """The namespace's root, NONE if it has none and `create` is false. Raises TypeError for unhashable
+        namespaces."""
         cdef TokenRun* run
         cdef uint32_t i
         found = self._roots.get(namespace)
@@ -189,7 +192,8 @@ cdef class RadixTree:
     # --- reads ---
 
     def match(self, token_ids, *, namespace=None) -> tuple[int, dict[int, int]]:
-        """(tokens known, {worker: tokens believed cached, zeros left out}). Changes nothing; O(tokens + marks on the path)."""
+        """(tokens known, {worker: tokens believed cached, zeros left out}). Changes nothing; O(tokens + marks on the
+        path)."""
         cdef Walk walk
         cdef uint32_t i, workers = self.t.worker_end
         cdef uint32_t* matched
@@ -242,7 +246,8 @@ cdef class RadixTree:
         return hits_estimate(mark_at(&self.t, entry.mark).hits, at, self.t.window_seconds) if entry != NULL else 0.0
 
     def victims(self, uint32_t worker, int64_t need_tokens, now) -> list[tuple[int, int, float]]:
-        """What eviction of `need_tokens` would take, in order: (tokens, tokens before them, hits of the worker in the window)."""
+        """What eviction of `need_tokens` would take, in order: (tokens, tokens before them, hits of the worker in the
+        window)."""
         cdef double at = finite(now)
         cdef uint32_t i
         cdef Entry* entry
@@ -263,7 +268,8 @@ cdef class RadixTree:
     # --- writes ---
 
     def insert(self, token_ids, now, *, worker=None, namespace=None, bint is_hit=True) -> int:
-        """Remember a prompt, on `worker` if given; returns the tokens that were known. Evicts the worker's oldest beyond capacity."""
+        """Remember a prompt, on `worker` if given; returns the tokens that were known. Evicts the worker's oldest
+        beyond capacity."""
         cdef TokenView view
         cdef Walk walk
         cdef uint32_t leaf, index = NONE
@@ -292,7 +298,8 @@ cdef class RadixTree:
         return drop_below(&self.t, walk.node, worker, kept_tokens)
 
     def expire(self, now, uint32_t max_nodes=1 << 30) -> int:
-        """Forget nodes cached nowhere and unhit for a window, at most `max_nodes` looked at, and empty namespaces; returns nodes."""
+        """Forget nodes cached nowhere and unhit for a window, at most `max_nodes` looked at, and empty namespaces;
+        returns nodes."""
         cdef uint32_t removed
         cdef double at = finite(now)
         with nogil:

@@ -1,8 +1,9 @@
-"""The radix tree of one engine's KV cache: every cached token has a KV slot, prefixes in use are pinned, leaves are evicted LRU.
+"""The radix tree of one engine's KV cache: every cached token has a KV slot, prefixes in use are pinned, leaves are
+evicted LRU.
 
-Owns the slots of cached tokens; free slots belong to the caller. Worker 0 is the engine itself, so marks, recency and pins are
-those of `_tree.pyx`. Unlike in the global tree each node is cached as a whole: evicting part of a node splits it and removes
-the tail, and nothing uncached is remembered. Paper section 4.3.
+Owns the slots of cached tokens; free slots belong to the caller. Worker 0 is the engine itself, so marks, recency and
+pins are those of `_tree.pyx`. Unlike in the global tree each node is cached as a whole: evicting part of a node
+splits it and removes the tail, and nothing uncached is remembered. Paper section 4.3.
 """
 
 from array import array
@@ -113,10 +114,12 @@ cdef class SlotTree(RadixTree):
         return answer
 
     def extend(self, Hold hold, token_ids, slots, now) -> array[int]:
-        """Cache tokens behind the hold and pin them too: `token_ids` is the whole prefix, `slots` those of its new tokens only.
+        """Cache tokens behind the hold and pin them too: `token_ids` is the whole prefix, `slots` those of its new
+        tokens only.
 
-        Where another request has cached the same tokens meanwhile, its slots stay; the caller's redundant ones are returned.
-        Raises InvalidInput when the lengths do not fit, MemoryError when memory is out; then nothing has changed.
+        Where another request has cached the same tokens meanwhile, its slots stay; the caller's redundant ones are
+        returned. Raises InvalidInput when the lengths do not fit, MemoryError when memory is out; then nothing has
+        changed.
         """
         cdef TokenView view, slot_view
         self.need_hold(hold)
@@ -128,7 +131,7 @@ cdef class SlotTree(RadixTree):
             try:
                 if view.count != hold.matched_tokens + slot_view.count:
                     raise InvalidInput(
-                        f"slots: {slot_view.count} given for {view.count} tokens of which {hold.matched_tokens} are held")
+                        f"slots: {slot_view.count} given, {view.count} tokens less {hold.matched_tokens} held are new")
                 return self.grow(hold, view.data, slot_view.data, view.count)
             finally:
                 release_tokens(&slot_view)
@@ -201,7 +204,8 @@ cdef class SlotTree(RadixTree):
         return 0
 
     def release(self, Hold hold, now) -> None:
-        """Unpin; what no other hold pins becomes evictable and most recently used. A second release raises InvalidInput."""
+        """Unpin; what no other hold pins becomes evictable and most recently used. A second release raises
+        InvalidInput."""
         cdef uint32_t i, index
         cdef Node* node
         self.need_hold(hold)
@@ -221,7 +225,8 @@ cdef class SlotTree(RadixTree):
         self.forget_empty_roots()
 
     def evict(self, int64_t need_tokens) -> tuple[array[int], list[tuple[array[int], int, object]]]:
-        """Free at least `need_tokens` slots from the least recently used leaves, the last one in part; fewer if the rest is pinned.
+        """Free at least `need_tokens` slots from the least recently used leaves, the last one in part; fewer if the
+        rest is pinned.
 
         Returns the freed slots and, for each cut, (tokens of the whole path, how many of them stay cached, namespace).
         """

@@ -1,6 +1,7 @@
 """Token ids at the door. Owns the conversion of what callers pass into a C array of int32; keeps nothing.
 
-int32 and uint32 buffers are borrowed without a copy, int64 buffers and lists or tuples of ints are converted by one C loop.
+int32 and uint32 buffers are borrowed without a copy, int64 buffers and lists or tuples of ints are converted by one C
+loop.
 """
 
 from cpython.buffer cimport (
@@ -48,7 +49,8 @@ cdef int view_tokens(object token_ids, TokenView* view, bint allow_empty=False) 
 
 
 cdef int check_tokens(TokenView* view, uint32_t first) except -1:
-    """Raise InvalidTokens if an id from position `first` on is negative. Matched ids need no check: they equal stored ones."""
+    """Raise InvalidTokens if an id from position `first` on is negative. Matched ids need no check: they equal stored
+    ones."""
     cdef uint32_t i
     cdef int32_t signs = 0
     if view.checked:
@@ -117,7 +119,8 @@ cdef int borrow_buffer(object token_ids, TokenView* view) except -1:
     if not PyObject_CheckBuffer(token_ids) and hasattr(token_ids, "__array__"):
         token_ids = token_ids.__array__()          # torch CPU tensors offer no buffer, but this
     if not PyObject_CheckBuffer(token_ids):
-        raise InvalidTokens(f"token_ids is a {type(token_ids).__name__}; pass a 1-D int32, uint32 or int64 buffer, or a list of ints")
+        raise InvalidTokens(f"token_ids is a {type(token_ids).__name__}; pass a 1-D int32, uint32 or int64 buffer, "
+                            "or a list of ints")
     try:
         PyObject_GetBuffer(token_ids, &view.buffer, PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS)
     except (BufferError, ValueError) as error:

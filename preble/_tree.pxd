@@ -13,8 +13,8 @@ cdef uint32_t key_portion_end(Tree* t, Walk walk, uint32_t limit) noexcept nogil
 cdef uint32_t confirmed_tokens(Tree* t, Walk walk, uint32_t worker) noexcept nogil
 
 # writes: whole operations
-cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit, double now,
-                     uint32_t* leaf) noexcept nogil
+cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit,
+                     double now, uint32_t* leaf) noexcept nogil
 cdef int split_node(Tree* t, uint32_t lower, uint32_t upper) noexcept nogil
 cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
 cdef int64_t drop_below(Tree* t, uint32_t node, uint32_t worker, uint32_t kept_tokens) noexcept nogil

@@ -1,8 +1,8 @@
-"""The operations on a token radix tree, as C functions without Python objects. Owns the algorithms, no state: each function takes
-the `Tree` it works on. The Python face is `_radix.pyx`; KV slots are in `_slots.pyx`.
+"""The operations on a token radix tree, as C functions without Python objects. Owns the algorithms, no state: each
+function takes the `Tree` it works on. The Python face is `_radix.pyx`; KV slots are in `_slots.pyx`.
 
-Layout, pictures and invariants are in `_layout.pxd`, the small parts in `_layout_parts.pxd`. Nothing here is recursive; whatever
-allocates does so before it changes content. Paper section 4.2.
+Layout, pictures and invariants are in `_layout.pxd`, the small parts in `_layout_parts.pxd`. Nothing here is
+recursive; whatever allocates does so before it changes content. Paper section 4.2.
 
 Sections: nodes, entries and marks, reads, split, insert, eviction, forgetting.
 """
@@ -112,7 +112,8 @@ cdef void unlink_child(Tree* t, uint32_t i) noexcept nogil:
 
 
 cdef void free_node(Tree* t, uint32_t i) noexcept nogil:
-    """Give back a node that nothing links to any more. Its generation moves on, so that old references are recognised."""
+    """Give back a node that nothing links to any more. Its generation moves on, so that old references are
+    recognised."""
     cdef Node* node = node_at(t, i)
     free_run(t, node.run)
     if node.block != NULL:
@@ -279,7 +280,8 @@ cdef Walk tree_walk(Tree* t, Walk walk, const int32_t* tokens, uint32_t count) n
 
 
 cdef void tree_matches(Tree* t, Walk walk, uint32_t* matched, uint32_t workers) noexcept nogil:
-    """For each worker the tokens of the walked prefix it is believed to cache. Changes nothing; O(workers + marks on the path).
+    """For each worker the tokens of the walked prefix it is believed to cache. Changes nothing; O(workers + marks on
+    the path).
 
     Climbs from the deepest node: by prefix closure the first mark met of a worker is its deepest.
     """
@@ -298,7 +300,8 @@ cdef void tree_matches(Tree* t, Walk walk, uint32_t* matched, uint32_t workers) 
 
 
 cdef uint32_t key_portion_end(Tree* t, Walk walk, uint32_t limit) noexcept nogil:
-    """Where the key portion of the first `limit` walked tokens ends: the deepest node longer than all before it (paper section 3)."""
+    """Where the key portion of the first `limit` walked tokens ends: the deepest node longer than all before it
+    (paper section 3)."""
     cdef Node* node = node_at(t, walk.node)
     cdef uint32_t start, end
     while node.parent != NONE:
@@ -314,11 +317,13 @@ cdef uint32_t key_portion_end(Tree* t, Walk walk, uint32_t limit) noexcept nogil
 # Splitting L at `upper` tokens (see the picture in the .pxd):
 #   1  allocate the two new runs, the new node U, its entries and one mark for each entry that reaches below the split
 #   2  U takes L's place under the parent; L becomes U's only child and keeps its index
-#   3  each entry of L: wholly above the split -> it moves to U with its mark; else U gets a copy of `upper` tokens whose mark
+#   3  each entry of L: wholly above the split -> it moves to U with its mark; else U gets a copy of `upper` tokens
+# whose mark
 #      is linked just newer than L's (leaf-first order holds) or pinned like L's
 
 cdef int split_node(Tree* t, uint32_t lower, uint32_t upper) noexcept nogil:
-    """Split node `lower` after its first `upper` tokens. Content is unchanged; -1 when memory is out, nothing changed."""
+    """Split node `lower` after its first `upper` tokens. Content is unchanged; -1 when memory is out, nothing
+    changed."""
     cdef Node* low = node_at(t, lower)
     cdef TokenRun* old = low.run
     cdef uint32_t count = entry_count(low), i
@@ -348,7 +353,8 @@ cdef int split_node(Tree* t, uint32_t lower, uint32_t upper) noexcept nogil:
     return 0
 
 
-cdef void divide_entries(Tree* t, uint32_t lower, uint32_t i, uint32_t upper, EntryBlock* block, uint32_t count) noexcept nogil:
+cdef void divide_entries(Tree* t, uint32_t lower, uint32_t i, uint32_t upper, EntryBlock* block,
+                         uint32_t count) noexcept nogil:
     """Step 3 of the split: node `i` is the new upper node, `block` holds its entries when there are two or more."""
     cdef Node* low = node_at(t, lower)
     cdef Node* top = node_at(t, i)
@@ -414,11 +420,13 @@ cdef void shrink_entries(Tree* t, uint32_t i, uint32_t kept) noexcept nogil:
 #   4  link the leaf; mark, count and touch the path from leaf to root
 #   5  evict the worker's oldest leaves until it is within its capacity
 
-cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit, double now,
-                     uint32_t* leaf) noexcept nogil:
-    """Remember a prompt, mark it cached on `worker` (NONE: on none), count a hit if `is_hit`. 0, or -1 when memory is out.
+cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit,
+                     double now, uint32_t* leaf) noexcept nogil:
+    """Remember a prompt, mark it cached on `worker` (NONE: on none), count a hit if `is_hit`. 0, or -1 when memory is
+    out.
 
-    `walk` is where `tree_walk` ended for these tokens. `leaf` receives the prompt's last node. O(path + missing tokens).
+    `walk` is where `tree_walk` ended for these tokens. `leaf` receives the prompt's last node. O(path + missing
+    tokens).
     """
     cdef TokenRun* run = NULL
     leaf[0] = NONE
@@ -505,7 +513,8 @@ cdef void mark_path(Tree* t, uint32_t i, uint32_t worker, bint is_hit, double no
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
 cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil:
-    """Unmark the worker's oldest tokens, leaves first, the last node in part; returns how many (fewer if all is pinned)."""
+    """Unmark the worker's oldest tokens, leaves first, the last node in part; returns how many (fewer if all is
+    pinned)."""
     cdef int64_t freed = 0
     cdef uint32_t oldest
     cdef Entry* entry
@@ -520,7 +529,8 @@ cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
 
 
 cdef int64_t drop_subtree(Tree* t, uint32_t top, uint32_t worker) noexcept nogil:
-    """Drop the worker's marks on `top` and below; returns the tokens. Visits only nodes the worker marks, and their children."""
+    """Drop the worker's marks on `top` and below; returns the tokens. Visits only nodes the worker marks, and their
+    children."""
     cdef uint32_t i = top
     cdef Entry* entry
     cdef int64_t dropped = 0
@@ -552,7 +562,8 @@ cdef int64_t drop_children(Tree* t, uint32_t i, uint32_t worker, uint32_t but) n
 
 
 cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_tokens) noexcept nogil:
-    """The worker keeps only `kept_tokens` of the path to node `i`, which holds that position, and nothing below; returns tokens."""
+    """The worker keeps only `kept_tokens` of the path to node `i`, which holds that position, and nothing below;
+    returns tokens."""
     cdef Node* node = node_at(t, i)
     cdef Entry* entry = find_entry(node, worker)
     cdef int64_t dropped
@@ -567,7 +578,8 @@ cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_toke
 
 
 cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens) noexcept nogil:
-    """The worker held only `kept_tokens` of this path before computing it again: what hangs off the rest is gone; returns tokens."""
+    """The worker held only `kept_tokens` of this path before computing it again: what hangs off the rest is gone;
+    returns tokens."""
     cdef uint32_t i = leaf, below = NONE
     cdef Node* node = node_at(t, i)
     cdef int64_t dropped = 0
@@ -592,8 +604,8 @@ cdef bint marks_a_child(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
 
 
 cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double now) noexcept nogil:
-    """A request ended before it was computed: take its hit off the path, and its marks beyond `kept_tokens` where no other
-    request of the worker has passed since. Returns the tokens unmarked."""
+    """A request ended before it was computed: take its hit off the path, and its marks beyond `kept_tokens` where no
+    other request of the worker has passed since. Returns the tokens unmarked."""
     cdef uint64_t window = window_of(now, t.window_seconds)
     cdef uint32_t i = leaf
     cdef Node* node = node_at(t, i)
@@ -640,8 +652,9 @@ cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil:
 
 
 # --- forgetting -------------------------------------------------------------------------------------------------------
-# max_bytes is kept by a second-chance queue: nodes are looked at in the order they entered the aging lists, uncached ones first;
-# one that was hit since, or still has children, goes to the end instead. The search is bounded, so a request is never held up.
+# max_bytes is kept by a second-chance queue: nodes are looked at in the order they entered the aging lists, uncached
+# ones first; one that was hit since, or still has children, goes to the end instead. The search is bounded, so a
+# request is never held up.
 
 cdef int64_t insert_bytes(Tree* t, Walk walk, uint32_t count, uint32_t worker) noexcept nogil:
     """What tree_insert would allocate, exactly, but for blocks it replaces."""
@@ -681,7 +694,8 @@ cdef bint make_room(Tree* t, Walk walk, uint32_t count, uint32_t worker) noexcep
 
 
 cdef bint shed_oldest(Tree* t, List* ages, uint32_t spared) noexcept nogil:
-    """Forget the node that entered the list first, or move it to the end if it was hit since, has children or is in use."""
+    """Forget the node that entered the list first, or move it to the end if it was hit since, has children or is in
+    use."""
     cdef uint32_t i = ages.oldest
     cdef Node* node = node_at(t, i)
     if node.first_child == NONE and i != spared and not node.state & TOUCHED and not is_pinned(t, node):
@@ -699,7 +713,8 @@ cdef bint is_pinned(Tree* t, Node* node) noexcept nogil:
 
 
 cdef uint32_t forget_dead(Tree* t, double now, uint32_t nodes_max) noexcept nogil:
-    """Remove nodes cached nowhere and unhit for a window, in the order they lost their last mark; returns how many (paper 4.2).
+    """Remove nodes cached nowhere and unhit for a window, in the order they lost their last mark; returns how many
+    (paper 4.2).
 
     Stops at the first that was hit lately, so a node goes between one and two windows after its last hit.
     """

@@ -1,8 +1,8 @@
 """Block hashes to prefixes. Owns, for one worker, what its engine's cache events have said; marks belong to the tree.
 
-Engines name cached blocks by hash; the tree knows tokens. Each stored block is kept with its parent, so that a later event that
-names it only by hash can be turned into the tokens of its whole prefix. Bounded: at the bound everything is forgotten and the
-worker's cache counts as unknown, which is counted and safe, since beliefs only ever cost a miss.
+Engines name cached blocks by hash; the tree knows tokens. Each stored block is kept with its parent, so that a later
+event that names it only by hash can be turned into the tokens of its whole prefix. Bounded: at the bound everything
+is forgotten and the worker's cache counts as unknown, which is counted and safe, since beliefs only ever cost a miss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .types import BlockHash, BlockStored
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One cached block: its tokens, where it starts, and the hash of the block before it (None: it starts the prompt)."""
+    """One cached block: its tokens, where it starts, and the hash of the block before it (None: it starts the
+    prompt)."""
 
     tokens: array[int]
     start: int
@@ -40,9 +41,11 @@ class KvIndex:
         return len(self._blocks)
 
     def store(self, event: BlockStored) -> array[int] | None:
-        """Add the event's blocks; returns the tokens from the prompt's start to their end, None if their parent is unknown.
+        """Add the event's blocks; returns the tokens from the prompt's start to their end, None if their parent is
+        unknown.
 
-        Storing a known block again changes nothing. Raises InvalidInput if tokens and hashes do not fit; nothing is added then.
+        Storing a known block again changes nothing. Raises InvalidInput if tokens and hashes do not fit; nothing is
+        added then.
         """
         tokens, size = array("i", event.token_ids), event.block_size
         if size < 1 or len(tokens) != size * len(event.block_hashes):

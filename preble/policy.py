@@ -1,8 +1,10 @@
-"""Placement rules. Owns the `Policy` interface, the simple built-in policies and the table of names; decides, never books.
+"""Placement rules. Owns the `Policy` interface, the simple built-in policies and the table of names; decides, never
+books.
 
-A policy sees one request and the eligible workers as columns, scores each (lower is better) and picks one. It keeps no state:
-what it needs (a running number, chance) comes with the request, so that explaining a decision and making it agree. "e2", the
-default, is compiled (`_e2.pyx`) and appears here by name only.
+A policy sees one request and the eligible workers as columns, scores each (lower is better) and picks one. It keeps no
+state: what it needs (a running number, chance) comes with the request, so that explaining and making a decision
+agree.
+"e2", the default, is compiled (`_e2.pyx`) and appears here by name only.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .errors import InvalidConfig, InvalidInput
 class RequestView:
     """The request as a policy sees it.
 
-    `sequence` counts the decisions booked so far; `draw` is in [0, 1) and depends only on the scheduler's seed and `sequence`.
+    `sequence` counts the decisions booked so far; `draw` is in [0, 1) and depends only on the scheduler's seed and
+    `sequence`.
     """
 
     token_ids: Any
@@ -33,8 +36,8 @@ class RequestView:
 class WorkersView:
     """The eligible workers, one entry a worker in every column, in a fixed order.
 
-    `load_seconds`, `eviction_seconds`, `prefill_seconds` are the L, M and P of the paper for this request; `waiting_*` is work
-    that was booked and has not produced a first token yet.
+    `load_seconds`, `eviction_seconds`, `prefill_seconds` are the L, M and P of the paper for this request; `waiting_*`
+    is work     that was booked and has not produced a first token yet.
     """
 
     ids: Sequence[str]
@@ -54,9 +57,11 @@ class WorkersView:
 
 
 class Policy:
-    """Base of all policies. Override `score`, or `pick` for rules that are not a minimum. Must not keep or change state.
+    """Base of all policies. Override `score`, or `pick` for rules that are not a minimum. Must not keep or change
+    state.
 
-    `reason` is what decisions carry as their reason. Errors raised here reach the caller of `schedule`; nothing is booked then.
+    `reason` is what decisions carry as their reason. Errors raised here reach the caller of `schedule`; nothing is
+    booked then.
     """
 
     name = "custom"

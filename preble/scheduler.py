@@ -1,8 +1,9 @@
-"""The global scheduler. Owns the tree, the books, the workers and their caches' events; the only place where they are changed.
+"""The global scheduler. Owns the tree, the books, the workers and their caches' events; the only place where they are
+changed.
 
-Each public method is one step under one lock: it reads the clock, lets the compiled core (`_e2.pyx`) look, decide and book, and
-returns. Policies compute, only this module books. Nothing here opens a socket or blocks on I/O, so all of it may be called from
-any thread and from asyncio. Paper sections 4.1 and 4.2.
+Each public method is one step under one lock: it reads the clock, lets the compiled core (`_e2.pyx`) look, decide and
+book, and returns. Policies compute, only this module books. Nothing here opens a socket or blocks on I/O, so all of
+it may be called from any thread and from asyncio. Paper sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class SchedulerConfig:
     """Knobs of a scheduler. Raises InvalidConfig naming the field.
 
     history_seconds: the paper's window H, 3 minutes in its conference text.
-    exploit_ratio: exploit when more than this share of the prompt is cached on one worker (paper: more cached than missed).
+    exploit_ratio: exploit when more than this share of the prompt is cached on one worker (paper: more cached than
+    missed).
     join_seconds: a newcomer's history is scaled up to H from at least this much observation.
     victims_max: nodes looked at for the eviction cost of one worker.
     max_bytes: bound of the prefix tree, enforced at each insert.
@@ -91,8 +93,9 @@ class _Worker:
 class GlobalScheduler:
     """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
 
-    `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel` or preset name
-    for workers that bring none. `clock`: any callable returning seconds. `seed`: makes random choices repeatable.
+    `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
+    or preset name for workers that bring none. `clock`: any callable returning seconds. `seed`: makes random choices
+    repeatable.
     """
 
     def __init__(
@@ -147,9 +150,9 @@ class GlobalScheduler:
     ) -> Decision:
         """Choose a worker and book the request on it, until `finish` or `cancel`.
 
-        `token_ids`: see the package. `request_id`: made up when None. `exclude`: worker ids that may not take it (they failed it
-        before). `explain`: fill `Decision.costs`. Raises InvalidTokens, InvalidInput, DuplicateRequest, UnknownWorker, NoWorkers,
-        QueueFull; then nothing has changed. O(tokens + workers).
+        `token_ids`: see the package. `request_id`: made up when None. `exclude`: worker ids that may not take it
+        (they failed it before). `explain`: fill `Decision.costs`. Raises InvalidTokens, InvalidInput,
+        DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers).
         """
         limit = _output_limit(max_new_tokens)
         _hashable("namespace", namespace)
@@ -160,7 +163,9 @@ class GlobalScheduler:
                 request_id = self._new_id()
             asked = self._asked(token_ids, namespace, max_new_tokens)
             with _Excluding(self, exclude):
-                decision = self._core.schedule(token_ids, request_id, namespace, limit, now, self._policy, asked, explain)
+                decision = self._core.schedule(
+                    token_ids, request_id, namespace, limit, now, self._policy, asked, explain
+                )
             self._sequence += 1
             self._counts["scheduled"] += 1
             self._reasons[decision.reason] = self._reasons.get(decision.reason, 0) + 1
@@ -178,7 +183,8 @@ class GlobalScheduler:
     def finish(
         self, request_id: Hashable, *, output_tokens: int | None = None, cached_tokens: int | None = None
     ) -> bool:
-        """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not live."""
+        """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
+        live."""
         output = _tokens_or_none("output_tokens", output_tokens)
         cached = _tokens_or_none("cached_tokens", cached_tokens)
         with self._lock:
@@ -216,7 +222,7 @@ class GlobalScheduler:
             scores = self._scores(asked, rows)
         costs = tuple(
             WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, total, score, candidate)
-            for (i, usable, load, eviction, prefill, total, candidate), score in zip(rows, scores)
+            for (i, usable, load, eviction, prefill, total, candidate), score in zip(rows, scores, strict=True)
         )
         winner = next(cost for cost in costs if cost.worker == names[chosen])
         others = sorted((c.score, c.worker) for c in costs if c.candidate and c.worker != winner.worker)
@@ -289,7 +295,8 @@ class GlobalScheduler:
             self._core.set_eligible(worker.index, False)
 
     def remove_worker(self, worker_id: str) -> list[Hashable]:
-        """Forget a worker and what it cached; returns its live requests' ids, which stay live until finished or cancelled."""
+        """Forget a worker and what it cached; returns its live requests' ids, which stay live until finished or
+        cancelled."""
         with self._lock:
             worker = self._worker(worker_id)
             orphans = [rid for rid in self._core.leases if self._core.lease(rid)["worker"] == worker_id]
@@ -300,8 +307,8 @@ class GlobalScheduler:
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
         """Take an engine's word on its cache; returns how many events changed a belief.
 
-        Unknown hashes and parents are ignored and counted. Raises UnknownWorker, InvalidInput (an event that is none, or does not fit
-        together; the events before it have been applied).
+        Unknown hashes and parents are ignored and counted. Raises UnknownWorker, InvalidInput (an event that is none,
+        or does not fit together; the events before it have been applied).
         """
         with self._lock:
             worker = self._worker(worker_id)
@@ -418,7 +425,7 @@ class GlobalScheduler:
             return prefix is not None
         if isinstance(event, BlockRemoved):
             cuts = worker.blocks.remove(event.block_hashes)
-            return any([tree.unmark(prefix, worker.index, kept, namespace=space) for prefix, kept, space in cuts])
+            return sum(tree.unmark(prefix, worker.index, kept, namespace=space) for prefix, kept, space in cuts) > 0
         if isinstance(event, AllBlocksCleared):
             worker.blocks.clear()
             return tree.clear_worker(worker.index) > 0

@@ -1,7 +1,8 @@
-"""Plain data that crosses module borders: workers, requests, cache events, decisions' parts. No behaviour beyond validation.
+"""Plain data that crosses module borders: workers, requests, cache events, decisions' parts. No behaviour beyond
+validation.
 
-Everything here is frozen and may be shared between threads. `Decision` lives in `_e2` (it is built in compiled code) and
-is re-exported by the package.
+Everything here is frozen and may be shared between threads. `Decision` lives in `_e2` (it is built in compiled code)
+and is re-exported by the package.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ BlockHash = int | bytes
 class WorkerSpec:
     """One inference engine as the scheduler sees it.
 
-    `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size` its cache granularity in tokens
-    (vLLM: block size, SGLang: page size); `cost_model` a `CostModel` or preset name, None for the scheduler's own;
+    `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size` its cache granularity in
+    tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel` or preset name, None for the scheduler's
+    own;
     `max_running` the requests it runs at once, None when unknown; `labels` free text for filters and metrics.
     Raises `InvalidConfig` naming the field.
     """
@@ -116,7 +118,8 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | PrefixEvicted
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What is believed cached of a prompt. `matched_tokens` maps worker id to tokens (0 left out), capped at prompt - 1.
+    """What is believed cached of a prompt. `matched_tokens` maps worker id to tokens (0 left out), capped at prompt -
+    1.
 
     `known_tokens` is the longest prefix in the tree, cached anywhere or not.
     """
