@@ -214,6 +214,14 @@ def test_a_request_resumed_after_its_last_token_only_learns_its_end(make_engine:
     assert (answer.token_ids, answer.first_index, answer.finish_reason) == ([], 4, "length")
 
 
+def test_a_request_resumed_at_the_context_limit_only_learns_its_end(make_engine: MakeEngine) -> None:
+    driver = Driver(make_engine(kv_capacity_tokens=40))
+    whole = driver.ask("whole", prompt(1, 30), greedy(100))
+    full = joined(prompt(1, 30), np.array(whole.token_ids, np.int32))
+    answer = driver.ask("resumed", full, greedy(100), output_offset=10)
+    assert (len(full), answer.token_ids, answer.first_index, answer.finish_reason) == (40, [], 10, "length")
+
+
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -416,12 +424,23 @@ def test_info_and_load_tell_the_handshake_the_truth(make_engine: MakeEngine, tin
     assert engine.load().kv_cached_tokens == 34 + 104 and engine.load().kv_used_tokens == 0
 
 
-def test_the_default_kv_capacity_fits_into_a_share_of_memory(tiny_model_dir: Path) -> None:
-    from preble.engines.torch.engine import KV_DEFAULT_TOKENS_MAX
-
+@pytest.mark.parametrize("available", [True, False])
+def test_the_default_kv_capacity_is_a_share_of_memory(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, available: bool
+) -> None:
+    kv_bytes = 2 * 3 * 2 * 32 * 4  # keys and values, layers, heads, dimensions, float32
+    pages = "SC_AVPHYS_PAGES" if available else "SC_PHYS_PAGES"
+    memory = {pages: kv_bytes, "SC_PAGE_SIZE": 4000}
+    monkeypatch.setattr("os.sysconf_names", dict.fromkeys(memory, 0))
+    monkeypatch.setattr("os.sysconf", memory.__getitem__)
     engine = TorchEngine(tiny_model_dir, dtype="float32", device="cpu")
-    assert 2 <= engine.info.kv_capacity_tokens <= KV_DEFAULT_TOKENS_MAX
-    assert engine.info.max_model_tokens == min(8192, engine.info.kv_capacity_tokens)
+    assert engine.info.kv_capacity_tokens == engine.info.max_model_tokens == 1000
+    memory["SC_PAGE_SIZE"] = 10**9
+    bounded = TorchEngine(tiny_model_dir, dtype="float32", device="cpu")
+    assert (bounded.info.kv_capacity_tokens, bounded.info.max_model_tokens) == (1 << 18, 8192)
+    memory["SC_PAGE_SIZE"] = 1
+    with pytest.raises(EngineError, match="no memory for a KV cache on cpu"):
+        TorchEngine(tiny_model_dir, dtype="float32", device="cpu")
 
 
 def test_bfloat16_runs_and_stays_near_float32(make_engine: MakeEngine, reference: Reference) -> None:

@@ -76,6 +76,7 @@ class TorchEngine:
         config = local or LocalConfig(kv_capacity_tokens=default_kv_capacity(model))
         self._info = _info(model, config)
         self._vocab_size = model.vocab_size
+        self._dtype = model.dtype
         self._runner: Runner | None = _make_runner(model, config.kv_capacity_tokens)
         self._scheduler = LocalScheduler(config, clock=clock)
         self._live: dict[str, _Live] = {}
@@ -85,6 +86,11 @@ class TorchEngine:
     def info(self) -> EngineInfo:
         """Constant facts about this engine."""
         return self._info
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in: the outcome of "auto"."""
+        return self._dtype
 
     @property
     def scheduler(self) -> LocalScheduler:
@@ -224,7 +230,9 @@ def default_kv_capacity(model: Model) -> int:
     if model.device.type == "cuda":
         free_bytes = int(torch.cuda.mem_get_info(model.device)[0] * KV_MEMORY_SHARE_CUDA)
     else:
-        free_bytes = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * KV_MEMORY_SHARE_CPU)
+        # Not every system tells how much memory is free; all tell how much there is.
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        free_bytes = int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * KV_MEMORY_SHARE_CPU)
     tokens = min(free_bytes // model.kv_bytes_per_token, KV_DEFAULT_TOKENS_MAX)
     if tokens < 2:
         raise EngineError(
