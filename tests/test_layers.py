@@ -17,10 +17,10 @@ PREBLE = Path(__file__).resolve().parent.parent / "preble"
 
 # A package's modules stand where the package does, and `local_queue` stands where `local` does.
 FLOORS = [
-    {"errors", "types", "clock"},
+    {"errors", "types", "clock", "content"},
     {"_memory", "_tokens", "_layout", "_tree", "_slots", "_audit", "_radix", "_cost"},
     {"policy", "policies", "metrics", "_e2"},
-    {"scheduler", "local"},
+    {"scheduler", "kv_index", "local"},
     {"transport", "engines", "sim", "workloads", "integrations"},
     {"router", "worker", "gateway", "cli", "demo"},
 ]
