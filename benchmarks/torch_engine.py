@@ -79,7 +79,7 @@ def transformers_rates(path: Path, dtype: str, prompt: np.ndarray) -> tuple[floa
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     token_ids = torch.tensor(prompt[None].astype(np.int64))
     seconds = []
-    for count in (1, OUTPUT_TOKENS):
+    for count in (1, 1, OUTPUT_TOKENS):  # the first warms up
         start = time.perf_counter()
         model.generate(
             token_ids,
@@ -89,7 +89,7 @@ def transformers_rates(path: Path, dtype: str, prompt: np.ndarray) -> tuple[floa
             do_sample=False,
         )
         seconds.append(time.perf_counter() - start)
-    return seconds[0], (OUTPUT_TOKENS - 1) / (seconds[1] - seconds[0])
+    return seconds[1], (OUTPUT_TOKENS - 1) / (seconds[2] - seconds[1])
 
 
 def median(measure: Callable[[], float], repeats: int) -> float:
@@ -114,9 +114,8 @@ def measure(args: argparse.Namespace, path: Path) -> None:
     """Print every figure for the model in `path`."""
     engine = TorchEngine(path, local=LocalConfig(40_000), dtype=args.dtype, device="cpu", threads=args.threads)
     dtype = str(engine.dtype).removeprefix("torch.")
-    print(
-        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {args.threads} thread(s), torch {torch.__version__}"
-    )
+    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    print(f"{machine}, {args.threads} thread(s), torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"model {engine.info.model}, {dtype}, seed {args.seed}, median of {args.repeats}")
     vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
     bench = Bench(engine, vocab_size, args.seed)
