@@ -6,27 +6,24 @@ from libc.stdint cimport uint32_t
 from preble._layout cimport LIVE, Entry, List, Node, Tree, entries_of, entry_count, mark_at, node_at
 from preble._layout_parts cimport block_bytes, find_child, run_bytes, run_slots
 from preble._memory cimport CHUNK, CHUNK_BITS, NONE, charged
-from preble._radix cimport RadixTree
 from preble._tree cimport find_entry
 
 
-def check_tree(RadixTree tree) -> None:
+cdef int check_tree(Tree* t, dict roots, dict names, root_queue) except -1:
     """Assert every invariant; the message names the invariant and the node. O(everything)."""
-    cdef Tree* t = &tree.t
     nodes = [i for i in range(t.nodes.chunk_count << CHUNK_BITS) if node_at(t, i).state & LIVE]
     assert len(nodes) == t.nodes.live, f"slab counts {t.nodes.live} nodes, {len(nodes)} are live"
     for i in nodes:
-        check_node(tree, i)
-    check_roots(tree, nodes)
-    check_workers(tree, nodes)
-    check_aging(tree, nodes)
-    check_table(tree, nodes)
-    check_bytes(tree, nodes)
+        check_node(t, i)
+    check_roots(t, nodes, roots, names, root_queue)
+    check_workers(t, nodes)
+    check_aging(t, nodes)
+    check_table(t, nodes)
+    check_bytes(t, nodes)
 
 
-cdef check_node(RadixTree tree, uint32_t i):
+cdef check_node(Tree* t, uint32_t i):
     """R1 and M1 for one node."""
-    cdef Tree* t = &tree.t
     cdef Node* node = node_at(t, i)
     cdef Entry* entries = entries_of(node)
     cdef Node* above
@@ -60,11 +57,10 @@ cdef check_closure(Tree* t, uint32_t i, uint32_t worker):
     assert entry != NULL and entry.tokens == above.run.length, f"M1: worker {worker} marks node {i}, not its parent"
 
 
-cdef check_roots(RadixTree tree, list nodes):
-    cdef Tree* t = &tree.t
-    roots = sorted(i for i in nodes if node_at(t, i).parent == NONE)
-    assert roots == sorted(tree._names) == sorted(tree._roots.values()), "R1: roots and namespaces differ"
-    assert sorted(tree._root_queue) == roots, "R1: a root is not queued for removal checks"
+cdef check_roots(Tree* t, list nodes, dict roots, dict names, root_queue):
+    found = sorted(i for i in nodes if node_at(t, i).parent == NONE)
+    assert found == sorted(names) == sorted(roots.values()), "R1: roots and namespaces differ"
+    assert sorted(root_queue) == found, "R1: a root is not queued for removal checks"
 
 
 cdef children_of(Tree* t, uint32_t i):
@@ -77,21 +73,19 @@ cdef children_of(Tree* t, uint32_t i):
     return children
 
 
-cdef check_table(RadixTree tree, list nodes):
+cdef check_table(Tree* t, list nodes):
     """R2: each child is reachable from its parent's list, and the table has no other entries."""
-    cdef Tree* t = &tree.t
     cdef uint32_t i
     used = sum(1 for i in range(t.table_size) if t.table[i].tag > 1)
     deleted = sum(1 for i in range(t.table_size) if t.table[i].tag == 1)
-    assert used == t.table_used == len(nodes) - len(tree._names), f"R2: {used} table entries for {len(nodes)} nodes"
+    assert used == t.table_used == sum(1 for i in nodes if node_at(t, i).parent != NONE), f"R2: {used} table entries for {len(nodes)} nodes"
     assert deleted == t.table_deleted, "R2: deleted slots are miscounted"
     listed = sum(len(children_of(t, i)) for i in nodes)
     assert listed == used, f"R2: child lists hold {listed} nodes, the table {used}"
 
 
-cdef check_workers(RadixTree tree, list nodes):
+cdef check_workers(Tree* t, list nodes):
     """M2, L1 and P1."""
-    cdef Tree* t = &tree.t
     cdef Entry* entries
     cdef uint32_t at, worker
     tokens, marks, pinned, unpinned = {}, {}, {}, {}
@@ -133,9 +127,8 @@ cdef check_recency(Tree* t, uint32_t worker, set expected):
     assert seen == expected, f"L1: marks are missing from the recency list of worker {worker}"
 
 
-cdef check_aging(RadixTree tree, list nodes):
+cdef check_aging(Tree* t, list nodes):
     """L2."""
-    cdef Tree* t = &tree.t
     marked = {i for i in nodes if entry_count(node_at(t, i))}
     unmarked = {i for i in nodes if not entry_count(node_at(t, i)) and node_at(t, i).parent != NONE}
     assert listed(t, &t.marked) == marked, "L2: the list of marked nodes"
@@ -154,9 +147,8 @@ cdef set listed(Tree* t, List* ages):
     return seen
 
 
-cdef check_bytes(RadixTree tree, list nodes):
+cdef check_bytes(Tree* t, list nodes):
     """B1."""
-    cdef Tree* t = &tree.t
     cdef Node* node
     total = charged(t.table_size * 8) + t.worker_room * sizeof(t.workers[0])
     total += t.nodes.chunk_count * (CHUNK * t.nodes.item_bytes + 64)
@@ -168,12 +160,11 @@ cdef check_bytes(RadixTree tree, list nodes):
     assert total == t.budget.used, f"B1: {t.budget.used} bytes counted, {total} in use"
 
 
-def show_tree(RadixTree tree, int max_tokens=6) -> str:
+cdef str show_tree(Tree* t, dict roots, int max_tokens):
     """The tree as text: tokens of each run (at most `max_tokens`), then worker:tokens, `!` where pinned, and KV slots
     if it has them."""
-    cdef Tree* t = &tree.t
     lines = []
-    for namespace, root in sorted(tree._roots.items(), key=lambda item: item[1]):
+    for namespace, root in sorted(roots.items(), key=lambda item: item[1]):
         lines.append(f"({'root' if namespace is None else namespace!r})")
         stack = [(child, 1) for child in children_of(t, root)]
         while stack:

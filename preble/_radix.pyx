@@ -14,6 +14,7 @@ from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
+from preble._audit cimport check_tree, show_tree
 from preble._layout cimport (
     ChildSlot,
     Entry,
@@ -342,12 +343,8 @@ cdef class RadixTree:
 
     def check(self) -> None:
         """Assert every invariant of `_tree.pxd`. O(everything)."""
-        from ._audit import check_tree
-
-        check_tree(self)
+        check_tree(&self.t, self._roots, self._names, self._root_queue)
 
     def show(self, int max_tokens=6) -> str:
         """The tree as text, one node a line."""
-        from ._audit import show_tree
-
-        return show_tree(self, max_tokens)
+        return show_tree(&self.t, self._roots, max_tokens)
