@@ -78,7 +78,8 @@ cdef check_table(Tree* t, list nodes):
     cdef uint32_t i
     used = sum(1 for i in range(t.table_size) if t.table[i].tag > 1)
     deleted = sum(1 for i in range(t.table_size) if t.table[i].tag == 1)
-    assert used == t.table_used == sum(1 for i in nodes if node_at(t, i).parent != NONE), f"R2: {used} table entries for {len(nodes)} nodes"
+    children = sum(1 for i in nodes if node_at(t, i).parent != NONE)
+    assert used == t.table_used == children, f"R2: {used} table entries, {t.table_used} counted, {children} children"
     assert deleted == t.table_deleted, "R2: deleted slots are miscounted"
     listed = sum(len(children_of(t, i)) for i in nodes)
     assert listed == used, f"R2: child lists hold {listed} nodes, the table {used}"
