@@ -26,10 +26,11 @@ from preble.engines.torch.attention import (  # noqa: E402
     CUDA_GATHER_TOKENS_MAX,
     KvPool,
     group_by_length,
+    plan_last_rows,
 )
 from preble.engines.torch.loading import choose_device, choose_dtype, load_model  # noqa: E402
 from preble.errors import EngineError, InvalidConfig  # noqa: E402
-from preble.local import LocalConfig  # noqa: E402
+from preble.local import BatchItem, LocalConfig  # noqa: E402
 
 VOCAB_SIZE = 96
 SHAPE = {
@@ -335,3 +336,21 @@ def test_the_pool_gives_back_what_was_written_in_the_order_asked() -> None:
     assert not pool.keys[0].any(), "another layer was written"
     longer, _ = pool.gather(1, torch.tensor([0] * 9))
     assert torch.equal(longer, keys[1].expand(9, -1, -1))
+
+
+def test_padding_never_reads_another_requests_kv() -> None:
+    """A request whose numbers overflowed must not spoil its neighbours: zero times NaN is NaN."""
+    pool = KvPool(1, 20, 1, 4, torch.float32, torch.device("cpu"))
+    pool.keys.fill_(float("nan"))
+    pool.values.fill_(float("nan"))
+    own = {"long": np.arange(1, 9, dtype=np.int32), "short": np.arange(10, 15, dtype=np.int32)}
+    slots = torch.tensor(np.concatenate(list(own.values())), dtype=torch.int64)
+    pool.write(0, slots, torch.randn(13, 1, 4), slots[:, None, None].expand(-1, 1, 4).float())
+    items = [
+        BatchItem(name, len(context) - 1, context[-1:], context[-1:], context, samples=True, is_decode=True)
+        for name, context in own.items()
+    ]
+    plan = plan_last_rows(items, torch.float32, torch.device("cpu"))
+    attended = plan.attend(pool, 0, torch.zeros(2, 3, 4))  # no preference: the mean of the context's values
+    for row, context in enumerate(own.values()):
+        assert torch.allclose(attended[row], torch.full((3, 4), float(context.mean())))
