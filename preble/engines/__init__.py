@@ -1,0 +1,1 @@
+"""Inference engines behind one small protocol: torch, simulated; SGLang and vLLM join later. Owns nothing itself."""

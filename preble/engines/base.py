@@ -1,6 +1,8 @@
-"""The engine protocol: what a worker process asks of anything that generates tokens. Owns the protocol and its data, no engine.
+"""The engine protocol: what a worker process asks of anything that generates tokens. Owns the protocol and its data,
+no engine.
 
-Life of a request: `submit` -> any number of `step` calls, each returning chunks for the requests that moved -> a chunk with
+Life of a request: `submit` -> any number of `step` calls, each returning chunks for the requests that moved -> a
+chunk with
 `finish_reason` set, which is the last. `abort` ends it early, with finish_reason "abort".
 """
 
@@ -20,10 +22,12 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt to continue. `token_ids` is 1-D int32, `output_offset` the number of its last tokens that are output already.
+    """A prompt to continue. `token_ids` is 1-D int32, `output_offset` the number of its last tokens that are output
+    already.
 
-    A request resumed after its worker died arrives with the emitted tokens appended to the prompt and `output_offset` set, so
-    that chunk indices and random draws go on where they stopped; `sampling.max_new_tokens` still counts from the first output.
+    A request resumed after its worker died arrives with the emitted tokens appended to the prompt and `output_offset`
+    set, so that chunk indices and random draws go on where they stopped; `sampling.max_new_tokens` still counts from
+    the first output.
     """
 
     request_id: str
@@ -51,7 +55,8 @@ class OutputChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine tells in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds prompt + output."""
+    """What an engine tells in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds
+    prompt + output."""
 
     engine: str
     model: str
@@ -65,7 +70,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load right now: requests running and waiting, KV tokens in use (by running requests and by the cache), uncached tokens waiting."""
+    """Load right now: requests running and waiting, KV tokens in use (by running requests and by the cache), uncached
+    tokens waiting."""
 
     running: int
     waiting: int
