@@ -58,7 +58,8 @@ def extensions(force: bool) -> list[Extension]:
         "initializedcheck": DEBUG,
         "embedsignature": True,
     }
-    return cythonize(modules, build_dir=str(BUILD_DIR), compiler_directives=directives, force=force)
+    built: list[Extension] = cythonize(modules, build_dir=str(BUILD_DIR), compiler_directives=directives, force=force)
+    return built
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from preble.demo import corpus, plan, plot, progress, report
+from preble.demo import corpus, experiment, fleet, plan, plot, program, progress, report
+from preble.errors import MissingExtra
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -136,7 +137,13 @@ def test_a_faster_machine_gets_more_requests_within_bounds(
         measured = plan.Speed(speed, 0.01)
         return plan.make_plan(documents, prompts, measured, workers=2, output_tokens=12, seconds=60).requests
 
-    assert plan.REQUESTS_MIN == requests(100.0) <= requests(1500.0) <= requests(1e6) <= len(prompts)
+    assert (
+        plan.REQUESTS_PER_DOCUMENT_MIN * len(documents)
+        == requests(100.0)
+        <= requests(1500.0)
+        <= requests(1e6)
+        <= len(prompts)
+    )
 
 
 def test_what_the_user_asks_for_is_what_is_planned(
@@ -263,3 +270,89 @@ def test_the_tally_counts_what_is_still_in_flight() -> None:
     assert tally.text == "5 in flight"
     tally.add(0.25, 1000, 900)
     assert "250 ms" in tally.text and "90%" in tally.text and " 4 in flight" in tally.text
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
+    with (
+        pytest.raises(fleet.WorkerFailed) as failure,
+        fleet.Fleet(1, ["--engine", "torch", "--model", str(tmp_path / "nowhere")], tmp_path, "broken"),
+    ):
+        raise AssertionError("the fleet must not get ready")
+    message = str(failure.value)
+    assert "worker-0 ended with exit code 2" in message
+    assert "no such directory" in message
+    assert str(tmp_path / "broken-worker-0.log") in message
+
+
+def test_a_log_s_tail_is_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("".join(f"line {i}\n" for i in range(100)))
+    assert fleet.tail(log, 2) == "    line 98\n    line 99"
+    assert "not readable" in fleet.tail(tmp_path / "missing.log")
+
+
+def test_calibration_prompts_share_no_prefix() -> None:
+    tokens = list(range(1000))
+    prompts = [experiment.rotated(tokens, turn, 1500) for turn in range(12)]
+    assert {len(prompt) for prompt in prompts} == {1500}
+    assert len({prompt[0] for prompt in prompts}) == len(prompts)
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def simulated(run_python: RunPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A quick simulated run with real worker processes: its directory and what it printed."""
+    directory = tmp_path_factory.mktemp("demo")
+    command = ["-m", "preble.cli", "demo", "--engine", "simulated", "--quick", "--requests", "60"]
+    result = run_python(*command, "--workdir", str(directory), timeout_seconds=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return directory, result.stdout
+
+
+def test_the_simulated_demo_serves_every_prompt_under_both_policies(simulated: tuple[Path, str]) -> None:
+    directory, printed = simulated
+    content = json.loads((directory / "demo.json").read_text())
+    assert [one["policy"] for one in content["phases"]] == ["round_robin", "e2"]
+    for one in content["phases"]:
+        assert (one["finished"], one["failed"]) == (60, 0)
+        assert all(r["output_tokens"] == content["settings"]["output_tokens"] for r in one["requests"])
+        assert {r["worker"] for r in one["requests"]} == {"worker-0", "worker-1"}
+    assert "TTFT mean" in printed and "simulated" in printed
+
+
+def test_e2_reuses_more_than_round_robin_in_the_simulated_demo(simulated: tuple[Path, str]) -> None:
+    content = json.loads((simulated[0] / "demo.json").read_text())
+    round_robin, e2 = (one["reused_fraction"] for one in content["phases"])
+    assert e2 > round_robin + 0.1
+    assert e2 > 0.7
+
+
+def test_the_same_prompts_arrive_at_the_same_times_under_both_policies(simulated: tuple[Path, str]) -> None:
+    content = json.loads((simulated[0] / "demo.json").read_text())
+    first, second = (
+        [(r["number"], r["document"], r["prompt_tokens"], r["arrival_seconds"]) for r in one["requests"]]
+        for one in content["phases"]
+    )
+    assert first == second
+
+
+def test_the_simulated_demo_draws_its_picture(simulated: tuple[Path, str]) -> None:
+    assert png_size(simulated[0] / "demo.png")[0] > 1000
+
+
+def test_wrong_options_are_refused(run_python: RunPython) -> None:
+    result = run_python("-m", "preble.cli", "demo", "--workers", "0")
+    assert result.returncode == 2
+    assert "--workers" in result.stderr and "at least 1" in result.stderr
+
+
+def test_without_torch_the_demo_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    settings = program.Settings("torch", 2, 12, 12, 10.0, 0, None, None, 1.0)
+    with pytest.raises(MissingExtra, match=r"preble\[torch,bench\].*--engine simulated"):
+        program.check_extras(settings, plot_wanted=False)

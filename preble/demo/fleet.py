@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from ..errors import PrebleError
 
 LOG_LINES_SHOWN = 25
 STOP_SECONDS = 10.0
+READY_SECONDS = 120.0
+POLL_SECONDS = 0.05
 
 
 class WorkerFailed(PrebleError):
@@ -31,7 +32,7 @@ class Fleet:
 
     def __init__(self, count: int, arguments: Sequence[str], log_directory: Path, label: str) -> None:
         self.worker_ids = [f"worker-{number}" for number in range(count)]
-        self.endpoints = [f"tcp://127.0.0.1:{port}" for port in free_ports(count)]
+        self.endpoints: list[str] = []  # known once the workers are ready
         self._arguments = list(arguments)
         self._logs = [log_directory / f"{label}-{worker}.log" for worker in self.worker_ids]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -40,6 +41,7 @@ class Fleet:
         try:
             for number in range(len(self.worker_ids)):
                 self._processes.append(self._start(number))
+            self._wait_ready()
         except BaseException:
             self.stop()
             raise
@@ -53,7 +55,7 @@ class Fleet:
     def command(self, number: int) -> list[str]:
         """What a user would type to start this worker."""
         command = [sys.executable, "-m", "preble.cli", "worker", "--id", self.worker_ids[number]]
-        command += ["--bind", self.endpoints[number], *self._arguments]
+        command += ["--bind", "tcp://127.0.0.1:*", *self._arguments]
         cores = available_cores()
         return [*command, "--cpu", str(cores[number])] if len(cores) >= len(self.worker_ids) else command
 
@@ -71,6 +73,17 @@ class Fleet:
     def log_tails(self) -> str:
         """The ends of all logs."""
         return "\n".join(f"--- {log}\n{tail(log)}" for log in self._logs)
+
+    def _wait_ready(self) -> None:
+        """Wait for every worker's READY line, which tells its endpoint."""
+        deadline = time.monotonic() + READY_SECONDS
+        for number, log in enumerate(self._logs):
+            while (endpoint := ready_endpoint(log)) is None:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise self.failure(number, f"was not ready within {READY_SECONDS:g} s")
+                time.sleep(POLL_SECONDS)
+            self.endpoints.append(endpoint)
 
     def stop(self) -> None:
         """Ask every process to end, then make it. Idempotent."""
@@ -110,13 +123,10 @@ def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that are free now, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+def ready_endpoint(log: Path) -> str | None:
+    """The endpoint in a worker's READY line; None while there is none."""
+    lines = log.read_text(errors="replace").split("\n")[:-1]
+    return next((line.split()[1] for line in lines if line.startswith("READY ")), None)
 
 
 def tail(log: Path, lines: int = LOG_LINES_SHOWN) -> str:

@@ -17,7 +17,7 @@ KV_FRACTION = 0.62
 ROUND_ROBIN_UTILISATION = 0.85
 # While a prompt is computed the running requests' decode steps ride along, so only part of their time is extra.
 DECODE_SHARE = 0.6
-REQUESTS_MIN, REQUESTS_MAX = 100, 600
+REQUESTS_PER_DOCUMENT_MIN, REQUESTS_MAX = 3, 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def make_plan(
     decode = DECODE_SHARE * output_tokens * speed.decode_step_seconds
     busy = missed / speed.prefill_tokens_per_second + decode
     rate = rate_per_second or ROUND_ROBIN_UTILISATION * workers / busy
-    fitting = round(min(max(rate * seconds, REQUESTS_MIN), REQUESTS_MAX, len(prompts)))
+    fitting = round(min(max(rate * seconds, REQUESTS_PER_DOCUMENT_MIN * len(documents)), len(prompts)))
     question = sum(suffix_tokens(documents, prompt) for prompt in prompts) / len(prompts)
     cold = sum(document.tokens for document in documents) / len(prompts)
     e2_busy = (question + cold) / speed.prefill_tokens_per_second + decode

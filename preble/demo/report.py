@@ -24,8 +24,8 @@ RANDOM_WEIGHTS = (
     "The model's weights are random, so its answers are noise; prompts, token counts, KV reuse and timings are real."
 )
 SIMULATED = (
-    "Simulated engine: a cost model instead of a model, {scale:g} times faster than the {cost_model} it imitates. "
-    "The scheduler, the processes and the transport are real; token values mean nothing."
+    "The engine is simulated: a cost model in place of a GPU, {scale:g} times faster than it. "
+    "Scheduler, worker processes, transport, prompts and reuse are real; tokens mean nothing."
 )
 
 
@@ -38,7 +38,6 @@ class Record:
     prompt_tokens: int
     arrival_seconds: float
     worker: str = ""
-    reason: str = ""
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token_seconds: float | None = None
