@@ -111,7 +111,7 @@ def test_word_tokens_are_the_same_on_every_machine() -> None:
 
 # --- plan -------------------------------------------------------------------------------------------------------------
 
-SPEED = plan.Speed(prefill_tokens_per_second=2000.0, decode_step_seconds=0.012)
+SPEED = plan.Speed(prefill_tokens_per_second=2000.0, decode_token_seconds=0.012)
 
 
 def test_a_worker_holds_its_half_of_the_documents_and_not_all(documents: list[corpus.Document]) -> None:

@@ -21,9 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-scale",
         type=positive_float,
-        default=20.0,
+        default=0.25,
         metavar="X",
-        help="simulated engine: run X times faster than the GPU it imitates (default: 20)",
+        help="simulated engine: seconds waited per simulated second (default: 0.25)",
     )
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="model, logs and results (default: a new one)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="everything measured (default: DIR/demo.json)")

@@ -54,7 +54,7 @@ async def run_phase(
     tally: Tally,
     update: Callable[[], None],
 ) -> Phase:
-    """Send every prompt at its time under one policy; failed requests are records. Raises `WorkerFailed`, `OutOfTime`."""
+    """Send every prompt at its time under one policy; failures are records. Raises `WorkerFailed`, `OutOfTime`."""
     records = [Record(p.number, p.document, len(p.token_ids), p.arrival_seconds) for p in prompts]
     scheduler = GlobalScheduler([], policy=policy, cost_model=cost_model, seed=seed)
     async with Router(fleet.endpoints, scheduler=scheduler) as router:
@@ -152,7 +152,7 @@ async def calibrate(fleet: Fleet, tokens: Sequence[int], output_tokens: int) -> 
     long = [(missed, seconds) for missed, _, seconds in prefills if missed == CALIBRATION_TOKENS[-1]]
     speed = Speed(
         prefill_tokens_per_second=sum(missed for missed, _ in long) / sum(seconds for _, seconds in long),
-        decode_step_seconds=sum(seconds for batch, _, seconds in decodes if batch == 1) / (len(decodes) - 1),
+        decode_token_seconds=decodes[-1][2] / CALIBRATION_BATCH,
     )
     return Calibration(speed, CostModel.fit(prefills, decode=decodes, name="calibrated"))
 

@@ -15,17 +15,16 @@ from .corpus import Document, Prompt
 
 KV_FRACTION = 0.62
 ROUND_ROBIN_UTILISATION = 0.85
-# While a prompt is computed the running requests' decode steps ride along, so only part of their time is extra.
-DECODE_SHARE = 0.6
 REQUESTS_PER_DOCUMENT_MIN, REQUESTS_MAX = 3, 600
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What calibration found, per worker: prompt tokens computed per second, and seconds of one lone decode step."""
+    """What calibration found, per worker: prompt tokens computed per second, and seconds a decoded token costs in a
+    batch, as under load."""
 
     prefill_tokens_per_second: float
-    decode_step_seconds: float
+    decode_token_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def make_plan(
     `requests` and `rate_per_second` override what would be chosen.
     """
     missed = missed_tokens(documents, prompts, workers, kv_capacity(documents))
-    decode = DECODE_SHARE * output_tokens * speed.decode_step_seconds
+    decode = output_tokens * speed.decode_token_seconds
     busy = missed / speed.prefill_tokens_per_second + decode
     rate = rate_per_second or ROUND_ROBIN_UTILISATION * workers / busy
     fitting = round(min(max(rate * seconds, REQUESTS_PER_DOCUMENT_MIN * len(documents)), len(prompts)))

@@ -45,7 +45,7 @@ class Settings:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
-    usual_seconds = 4.0 if args.engine == "simulated" else 75.0
+    usual_seconds = 7.0 if args.engine == "simulated" else 75.0
     return Settings(
         engine=args.engine,
         workers=args.workers,
@@ -122,7 +122,9 @@ class Demo:
             tokenize = corpus.model_tokenizer(self.model)
             self.screen.say(f"      {self.model} ({time.monotonic() - started:.1f} s)")
         else:
-            self.screen.say(f"1/5 model: none; the simulated engine at {settings.time_scale:g} times its speed")
+            self.screen.say(
+                f"1/5 model: none; the simulated engine {1 / settings.time_scale:g} times faster than a GPU"
+            )
         self.documents = corpus.load_documents(settings.documents, tokenize, self.rng)
         count = settings.requests or plan.REQUESTS_MAX
         self.prompts = corpus.choose_prompts(self.documents, count, tokenize, self.rng)
@@ -165,7 +167,7 @@ class Demo:
         )
         self.screen.say(
             f"3/5 calibration: a worker prefills {speed.prefill_tokens_per_second:,.0f} tokens/s, "
-            f"a decode step takes {speed.decode_step_seconds * 1000:.1f} ms"
+            f"a decoded token in a batch takes {speed.decode_token_seconds * 1000:.1f} ms"
         )
         self.screen.say(
             f"      so {self.plan.requests} prompts at {self.plan.rate_per_second:.2f}/s: should keep workers "
@@ -221,7 +223,7 @@ class Demo:
         """What the numbers do and do not mean."""
         if self.model is not None:
             return report.RANDOM_WEIGHTS
-        return report.SIMULATED.format(scale=self.settings.time_scale)
+        return report.SIMULATED.format(faster=1 / self.settings.time_scale)
 
     def subtitle(self) -> str:
         """What was run, in one line."""

@@ -24,7 +24,7 @@ RANDOM_WEIGHTS = (
     "The model's weights are random, so its answers are noise; prompts, token counts, KV reuse and timings are real."
 )
 SIMULATED = (
-    "The engine is simulated: a cost model in place of a GPU, {scale:g} times faster than it. "
+    "The engine is simulated: a cost model in place of a GPU, {faster:g} times faster than it. "
     "Scheduler, worker processes, transport, prompts and reuse are real; tokens mean nothing."
 )
 
