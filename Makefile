@@ -19,7 +19,7 @@ SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
-	$(BIN)/preble demo --json demo-out/demo.json --plot demo-out/demo.png $(ARGS)
+	$(BIN)/preble demo --workdir demo-out $(ARGS)
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest $(ARGS)
@@ -28,7 +28,7 @@ check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cython-lint preble
+	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint preble  # it starts pycodestyle by name
 
 build: $(VENV)/built
 

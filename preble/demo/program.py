@@ -49,7 +49,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
         engine=args.engine,
         workers=args.workers,
-        documents=12 if args.quick else 24,
+        documents=10 if args.quick else 16,
         output_tokens=OUTPUT_TOKENS,
         seconds=args.seconds or (usual_seconds / 3 if args.quick else usual_seconds),
         seed=args.seed,
