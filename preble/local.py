@@ -131,44 +131,36 @@ class LocalScheduler:
         if self._batch is not None:
             raise InvalidInput(f"batch {self._batch.step} is in flight: complete or discard it first")
         batch = Batch([], self._step)
-        preempted = self._counts["preempted"]
-        self._make_room_for_decodes(now)
-        self._schedule_decodes(batch)
-        budget = self._schedule_prefills(batch, self.config.token_budget - len(batch.items), now)
-        if self._counts["preempted"] == preempted:  # the preempted one would come straight back, and go again
-            self._admit(batch, budget, now)
+        self._make_room_for_decodes(now)  # 1.
+        self._schedule_decodes(batch)  # 2.
+        budget = self._schedule_prefills(batch, self.config.token_budget - len(batch.items))  # 3.
+        self._admit(batch, budget, now)  # 4.
+        assert batch.items or not self._live, "requests are live and none can run"
         if batch.items:
             self._batch = batch
             self._step += 1
         return batch
 
     def _make_room_for_decodes(self, now: float) -> None:
-        while min(self._decode_count(), self.config.token_budget) > self._cache.available_tokens:
+        """Preempt until every decoding request can have a slot. The oldest alone always can: `add` saw to it."""
+        while sum(live.decoding for live in self._running) > self._cache.available_tokens:
             self._preempt(self._running[-1], now)
 
-    def _decode_count(self) -> int:
-        return sum(live.decoding for live in self._running)
-
     def _schedule_decodes(self, batch: Batch) -> None:
-        decoding = [live for live in self._running if live.decoding][: self.config.token_budget]
-        if not decoding:
-            return
+        """A token for every decoding request. They fit the budget: each took at least a token of it to be admitted."""
+        decoding = [live for live in self._running if live.decoding]
         slots = self._cache.take(len(decoding))
         for i, live in enumerate(decoding):
             self._schedule(batch, live, slots[i : i + 1])
 
-    def _schedule_prefills(self, batch: Batch, budget: int, now: float) -> int:
+    def _schedule_prefills(self, batch: Batch, budget: int) -> int:
         """Give chunks to requests in mid-prefill; returns the budget left.
 
-        A chunk shrinks to the memory there is, down to nothing: the decodes ahead of it will end and leave theirs. Only
-        if nothing else could run at all does it preempt others.
+        A chunk shrinks to the memory there is, down to nothing where decodes have grown into what was there at its
+        admission: they end and leave theirs. Without decodes all of it is there, so that something can always run.
         """
         for live in [live for live in self._running if not live.decoding]:
-            if live.hold is None:
-                break  # preempted for one before it, as are all after it
-            while not batch.items and not self._cache.available_tokens:
-                self._preempt(self._running[-1], now)
-            count = min(budget, live.prefill_left, self._cache.available_tokens)
+            count = min(budget, live.prefill_end - live.computed, self._cache.available_tokens)
             if count == 0:
                 break
             self._schedule(batch, live, self._cache.take(count))
@@ -191,7 +183,7 @@ class LocalScheduler:
                 continue
             if not self._start_running(live, now):
                 break
-            count = min(budget, live.prefill_left)
+            count = min(budget, live.prefill_end - live.computed)
             self._schedule(batch, live, self._cache.take(count))
             budget -= count
         self._waiting.end_round()
@@ -214,10 +206,12 @@ class LocalScheduler:
     def _start_running(self, live: LiveRequest, now: float) -> bool:
         """Move a waiting request to the running ones, holding its cached prefix, if memory allows; False otherwise.
 
-        Memory allows it if the rest of all prefills under way, its own, and the next token of every running request fit
-        into what is free or evictable. Outputs are not reserved: most end early, and preemption covers the rest.
+        Memory allows it if its own prefill and the next token of every running request fit into what is free or
+        evictable; chunks of this batch have their slots already, and a prefill that this batch does not finish
+        leaves no budget, or no memory, for others. Outputs are not reserved: most end early, and preemption covers
+        the rest. A request preempted for this batch does not fit into it, for what it left is what was missing.
         """
-        reserved = len(self._running) + sum(other.prefill_left for other in self._running)
+        reserved = len(self._running)
         if live.uncached_now + reserved > self._cache.available_tokens:
             return False  # holding its prefix could only leave less
         hold = self._cache.hold(live.known, live.request.namespace, live.known_tokens - 1, now)
@@ -403,7 +397,8 @@ class LocalScheduler:
         """Assert every invariant, among them that each KV slot has exactly one owner. Cost: the capacity."""
         self._waiting.check()
         assert len(self._live) == len(self._running) + len(self._waiting), "a live request neither runs nor waits"
-        assert len(self._running) <= self.config.max_running, "more requests run than max_running"
+        places = min(self.config.max_running, self.config.token_budget)
+        assert len(self._running) <= places, f"{len(self._running)} requests run, there is room for {places}"
         assert self._running == sorted(self._running, key=_by_arrival), "running requests are out of order"
         for live in self._running:
             hold = live.hold

@@ -137,11 +137,6 @@ class LiveRequest:
         return self.computed >= self.prefill_end
 
     @property
-    def prefill_left(self) -> int:
-        """Tokens of the prefill that are neither computed nor in flight."""
-        return max(0, self.prefill_end - self.computed - self.scheduled)
-
-    @property
     def uncached_now(self) -> int:
         """Tokens that would have to be computed if the request were admitted now, as far as the queue knows."""
         return self.known_tokens - min(self.cached_now, self.known_tokens - 1)

@@ -171,10 +171,9 @@ class NaiveLocal:
     def next_batch(self, now: float) -> list[tuple[str, int, int, bool, bool]]:
         batch: list[tuple[str, int, int, bool, bool]] = []
         budget = self.config.token_budget
-        before = len(self.resuming)
 
         def decoding() -> list[NaiveRequest]:
-            return [r for r in self.running() if r.decoding][:budget]
+            return [r for r in self.running() if r.decoding]
 
         while len(decoding()) > self.available():
             self.preempt_newest()
@@ -186,16 +185,13 @@ class NaiveLocal:
         budget -= len(batch)
 
         for request in [r for r in self.running() if not r.decoding]:
-            while request.running and not batch and self.available() == 0:
-                self.preempt_newest()
             count = min(budget, request.prefill_end - request.computed, self.available())
-            if not request.running or count == 0:
+            if count == 0:
                 break
             self.schedule(request, count, batch)
             budget -= count
 
-        if len(self.resuming) == before:
-            self.admit(batch, budget, now)
+        self.admit(batch, budget, now)
         return batch
 
     def admit(self, batch: list[tuple[str, int, int, bool, bool]], budget: int, now: float) -> None:
@@ -261,14 +257,15 @@ class NaiveLocal:
         )
 
     def fits(self, request: NaiveRequest) -> bool:
-        """Whether all prefills under way, this one and a token for each running request fit beside what is held.
+        """Whether its prefill and a token for each running request fit beside what is held.
 
         Where that depends on the request's own cached prefix, asking makes the prefix the most recently used one.
         """
         cached = min(self.cached_now(request), len(request.known) - 1)
-        reserved = sum(1 + max(0, r.prefill_end - r.computed - r.scheduled) for r in self.running())
+        unplanned = sum(max(0, r.prefill_end - r.computed - r.scheduled) for r in self.running())
+        assert unplanned == 0 or self.available() == 0, "a prefill under way leaves budget or memory to others"
         unheld = sum(self.cache.entries[(request.namespace, request.known[:n])][1] == 0 for n in range(1, cached + 1))
-        missing = len(request.known) - cached + reserved
+        missing = len(request.known) - cached + len(self.running())
         if missing > self.available() - unheld and missing <= self.available():
             self.cache.hold(request.namespace, request.known, 0, cached)
             self.cache.release(request.namespace, request.known[:cached])
