@@ -233,7 +233,10 @@ class LocalLoad(NamedTuple):
 
 def _copy_tokens(token_ids: Any) -> Int32Array:
     """A private read-only int32 copy of a caller's tokens."""
-    tokens = np.asarray(token_ids)
+    try:
+        tokens = np.asarray(token_ids)
+    except (TypeError, ValueError) as error:  # nested lists of different lengths, for one
+        raise InvalidTokens(f"LocalRequest.token_ids is no array of integers: {error}") from None
     if tokens.ndim != 1 or tokens.size == 0:
         raise InvalidTokens(f"LocalRequest.token_ids must be 1-D and not empty, got shape {tokens.shape}")
     if tokens.dtype.kind not in "iu":
