@@ -432,6 +432,18 @@ def test_a_short_shared_prefix_is_computed_twice_rather_than_waited_for(shared, 
     worker.run()
 
 
+def test_a_round_passes_over_a_bounded_number_of_requests():
+    worker = Worker(capacity=5000, token_budget=200)
+    worker.add("a", numbers(0, 80))
+    for k in range(70):
+        worker.add(f"r{k}", [*numbers(0, 80), 500 + k])
+    worker.add("unrelated", numbers(900, 10))
+    assert worker.iterate() == {"a": (0, 80)}
+    assert worker.stats()["deferred"] == 64
+    worker.run()
+    assert set(worker.reasons.values()) == {"length"}
+
+
 def test_two_that_compute_the_same_tokens_end_up_with_one_copy():
     worker = Worker(token_budget=1000, min_shared_tokens=0)
     worker.add("a", numbers(0, 40), max_new=3)
