@@ -1,0 +1,85 @@
+"""Prompt streams shaped like the paper's workloads, as int32 arrays. Owns the generators; seeded, no files but
+Mooncake's trace.
+
+toolbench200, toolbench1500, toolbench1500-zipf: 400 tokens of system prompt, ~1150 of a tool, ~285 of the request.
+videoqa: ~9.8k tokens of a video and a short question. loogle: ~23.6k of a document and a question. embodied: 64
+interleaved chains that grow from
+1600 to 2950 tokens. mooncake: the conversation trace's 512-token blocks, if its file is given.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+VOCABULARY = 32_000
+SHAPES = ("toolbench200", "toolbench1500", "toolbench1500-zipf", "embodied", "videoqa", "loogle", "mooncake")
+
+
+def prompts(shape: str, count: int, *, seed: int = 0, trace: Path | None = None) -> list[Tokens]:
+    """`count` prompts of a shape (fewer when the trace ends). Raises ValueError for an unknown shape or a missing
+    trace."""
+    rng = np.random.default_rng([seed, SHAPES.index(shape) if shape in SHAPES else 99])
+    if shape.startswith("toolbench"):
+        tools = 200 if shape == "toolbench200" else 1500
+        return list(_documents(rng, count, tools, 1150, 250, 285, 400, zipf=1.1 if shape.endswith("zipf") else None))
+    if shape == "videoqa":
+        return list(_documents(rng, count, 1000, 9770, 3000, 65, 17))
+    if shape == "loogle":
+        return list(_documents(rng, count, 776, 23_500, 5000, 45, 20))
+    if shape == "embodied":
+        return list(_chains(rng, count))
+    if shape == "mooncake":
+        if trace is None or not trace.exists():
+            raise ValueError("the mooncake shape needs --trace PATH of conversation_trace.jsonl(.gz)")
+        return list(_blocks(trace, count))
+    raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+
+
+def _text(rng: np.random.Generator, length: int) -> Tokens:
+    return rng.integers(0, VOCABULARY, max(int(length), 1)).astype(np.int32)
+
+
+def _documents(
+    rng: np.random.Generator,
+    count: int,
+    documents: int,
+    mean: float,
+    deviation: float,
+    question: int,
+    system: int,
+    zipf: float | None = None,
+) -> Iterator[Tokens]:
+    """A system prompt, one of `documents` shared documents (popularity alike, or Zipf), a question nobody shares."""
+    shared = [_text(rng, max(rng.normal(mean, deviation), mean / 4)) for _ in range(documents)]
+    prompt = _text(rng, system)
+    weights = np.arange(1, documents + 1, dtype=float) ** -zipf if zipf else np.ones(documents)
+    for pick in rng.choice(documents, count, p=weights / weights.sum()):
+        yield np.concatenate([prompt, shared[pick], _text(rng, rng.normal(question, question / 5))])
+
+
+def _chains(rng: np.random.Generator, count: int) -> Iterator[Tokens]:
+    """64 agents in turn; each step adds about 30 tokens to its own prompt, from 1600 until it starts anew at 2950."""
+    chains = [_text(rng, 1600 + 21 * agent) for agent in range(64)]
+    for step in range(count):
+        agent = step % 64
+        chains[agent] = np.concatenate([chains[agent], _text(rng, rng.integers(20, 40))])
+        if len(chains[agent]) > 2950:
+            chains[agent] = np.concatenate([chains[agent][:800], _text(rng, 800)])
+        yield chains[agent]
+
+
+def _blocks(trace: Path, count: int) -> Iterator[Tokens]:
+    """Mooncake rows: one hash id a 512-token block; equal ids are equal tokens."""
+    opened = gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open()
+    with opened as lines:
+        for line, _ in zip(lines, range(count), strict=False):
+            row = json.loads(line)
+            blocks = [np.random.default_rng(block).integers(0, VOCABULARY, 512) for block in row["hash_ids"]]
+            yield np.concatenate(blocks)[: max(row["input_length"], 1)].astype(np.int32)
