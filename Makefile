@@ -43,11 +43,12 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/created
 	@echo "Installing what Preble needs into $(VENV), once (about 2 minutes)"
 	$(PIP) install -c constraints.txt setuptools Cython wheel
 	$(PIP) install -c constraints.txt torch==2.13.0
-	$(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,bench,test,dev]"
+	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,bench,test,dev]"
 	@touch $@
 
 $(VENV)/built: $(SOURCES) $(VENV)/installed
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	@echo "Compiling the core"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 clean:

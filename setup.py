@@ -2,6 +2,7 @@
 
 PREBLE_DEBUG=1 turns on bounds checks, C asserts and debug symbols. PREBLE_SANITIZE=address,undefined adds those
 sanitizers (run Python with their runtime preloaded). A build in another mode than the last one rebuilds everything.
+PREBLE_SKIP_CORE=1 leaves the extensions out: `make` installs first and builds them in place after.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 DEBUG = os.environ.get("PREBLE_DEBUG", "") not in ("", "0")
+SKIP_CORE = os.environ.get("PREBLE_SKIP_CORE", "") not in ("", "0")
 SANITIZE = os.environ.get("PREBLE_SANITIZE", "")
 BUILD_DIR = Path("build", "cython")
 
@@ -24,7 +26,8 @@ def compile_flags() -> tuple[list[str], list[str]]:
         return (["/O2"], [])
     flags = ["-O1", "-g", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3"]
     sanitizers = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
-    return ([*flags, "-Wno-unused-function", *sanitizers], sanitizers)
+    quiet = ["-Wno-unused-function", "-Wno-array-bounds", "-Wno-sign-compare"]  # the habits of generated code
+    return ([*flags, *quiet, *sanitizers], sanitizers)
 
 
 def mode_changed() -> bool:
@@ -63,5 +66,8 @@ def extensions(force: bool) -> list[Extension]:
 
 
 if __name__ == "__main__":
-    FORCE = mode_changed()
-    setup(ext_modules=extensions(FORCE), options={"build_ext": {"force": FORCE}})
+    if SKIP_CORE:
+        setup()
+    else:
+        FORCE = mode_changed()
+        setup(ext_modules=extensions(FORCE), options={"build_ext": {"force": FORCE, "parallel": os.cpu_count() or 1}})
