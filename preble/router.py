@@ -491,8 +491,8 @@ class Router:
         """Move every request that runs there."""
         there = [live for live in self._running.values() if live.attempt and live.attempt.worker_id == worker.worker_id]
         for live in there:
-            # A quiet worker may wake up; then it need not go on with what runs elsewhere.
-            self._set_back(live, f"worker {worker.worker_id}: {why}", abort=worker.state == "quiet")
+            # A worker that is not lost may wake up; then it need not go on with what runs elsewhere.
+            self._set_back(live, f"worker {worker.worker_id}: {why}", abort=worker.state != "lost")
 
     def on_available(self, worker: Worker) -> None:
         """Let requests that wait for a worker try again."""

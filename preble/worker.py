@@ -18,6 +18,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("preble.worker")
 
+_WILDCARDS = ("0.0.0.0", "*", "[::]")
 _SIMULATED_KV_TOKENS = 200_000
 _POLL_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
 
@@ -95,12 +97,12 @@ class Worker:
         keys: ServerKeys | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        worker_id = config.worker_id or config.server.bind.partition("://")[2]
+        worker_id = config.worker_id or _default_id(config.server.bind)
         self.config = config
         self.counters = WorkerCounters()
         self.server = Server(config.server, _facts(worker_id, engine.info), epoch=epoch, keys=keys, clock=clock)
         if not config.worker_id:
-            self.server.facts = replace(self.server.facts, worker_id=self.server.endpoint.partition("://")[2])
+            self.server.facts = replace(self.server.facts, worker_id=_default_id(self.server.endpoint))
         self.engine = EngineThread(engine, self.server.waker.wake, clock=clock)
         self._clock = clock
         self._live: dict[str, _Ticket] = {}  # engine's request id -> whose it is
@@ -261,6 +263,13 @@ class Worker:
     def stats(self) -> dict[str, int]:
         """Counters of requests and transport. Changes nothing."""
         return {**asdict(self.counters), **asdict(self.server.counters), "live_requests": len(self._live)}
+
+
+def _default_id(endpoint: str) -> str:
+    """host:port, or the path of a local socket. A wildcard is no name, so it becomes the name of this machine."""
+    name = endpoint.partition("://")[2]
+    host, _, port = name.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in _WILDCARDS else name
 
 
 def _engine_id(session: Session, request_id: str) -> str:

@@ -533,7 +533,8 @@ async def test_a_waiting_request_goes_on_as_soon_as_a_worker_joins() -> None:
 
 @asynchronous
 async def test_requests_leave_a_silent_worker_and_it_is_used_again_when_it_speaks() -> None:
-    async with fleet(stops_halfway, good) as (router, (hung, other)):
+    config = fast(quiet_after_seconds=0.5)
+    async with fleet(stops_halfway, good, router_options={"config": config}) as (router, (hung, _)):
         stream = router.generate(PROMPT, SHORT)
         first = await anext(stream)
         hung.silent = True
@@ -745,7 +746,8 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> 
 
 @asynchronous
 async def test_a_worker_that_the_application_removed_from_the_scheduler_harms_nobody() -> None:
-    async with fleet(good, good) as (router, workers):
+    config = fast(quiet_after_seconds=0.3)
+    async with fleet(good, good, router_options={"config": config}) as (router, workers):
         workers[0].silent = True
         await until(lambda: router.stats()["workers"][workers[0].endpoint]["state"] == "quiet", "it is quiet")
         router.scheduler.remove_worker("w0")

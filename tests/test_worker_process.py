@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -229,7 +230,7 @@ async def test_a_restart_on_the_same_port_drops_the_believed_cache_and_serves_on
 @asynchronous
 async def test_requests_leave_a_stopped_worker_and_its_late_chunks_are_dropped(worker: Start) -> None:
     hung, other = worker("--id", "a", time_scale=0.3), worker("--id", "b")
-    async with routing(hung, other) as router:
+    async with routing(hung, other, config=fast(quiet_after_seconds=1.0)) as router:
         prompts = [[*PROMPT, i] for i in range(4)]
         answers = [asyncio.ensure_future(collect(router.generate(prompt, LONG))) for prompt in prompts]
         await until(lambda: router.stats()["output_tokens"] > 40, "all are under way")
@@ -631,6 +632,16 @@ def test_a_draining_worker_refuses_new_requests_and_ends_when_the_last_one_does(
     assert one.peer.expect(wire.Closed).code == "shutdown"
     one.thread.join(HANG_SECONDS)
     assert not one.thread.is_alive() and one.error is None
+
+
+@pytest.mark.parametrize(
+    ("bind", "worker_id"), [("tcp://127.0.0.1:*", "127.0.0.1:{port}"), ("tcp://0.0.0.0:*", "{host}:{port}")]
+)
+def test_a_worker_without_a_name_is_called_after_its_endpoint(bind: str, worker_id: str) -> None:
+    worker = Worker(LeashedEngine(), WorkerConfig(ServerConfig(bind, insecure=True)), epoch=1)
+    port = worker.server.endpoint.rpartition(":")[2]
+    assert worker.worker_id == worker_id.format(host=socket.gethostname(), port=port)
+    worker.server.close(linger_seconds=0)
 
 
 def test_two_routers_may_use_the_same_request_ids(leashed: Make) -> None:
