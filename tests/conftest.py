@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,17 +30,28 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python ARGS...` in a fresh process that sees this checkout's `preble`; its output is text."""
+    """Run `python ARGS...` in a fresh process that sees this checkout's `preble`; its output is text.
+
+    At the time limit it is killed with every process it has started.
+    """
 
     def run(*args: str, cwd: Path = ROOT, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-        return subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, *args],
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout_seconds,
+            start_new_session=True,
         )
+        try:
+            output, errors = process.communicate(timeout=timeout_seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     return run

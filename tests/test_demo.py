@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
+import signal
 import struct
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,12 +253,12 @@ def test_the_plot_survives_a_phase_in_which_nothing_finished(phases: list[report
         record.error = "lost"
     plot.draw(tmp_path / "demo.png", phases, "subtitle", "footnote")
     assert png_size(tmp_path / "demo.png")
-    assert "no request finished" in plot.headline(phases)
+    assert "no request finished" in report.headline(phases)
 
 
 def test_the_headline_admits_a_loss(phases: list[report.Phase]) -> None:
-    assert "10.0 times sooner" in plot.headline(phases)
-    assert "10.0 times later" in plot.headline(phases[::-1])
+    assert "10.0 times sooner" in report.headline(phases)
+    assert "10.0 times later" in report.headline(phases[::-1])
 
 
 def test_in_flight_rises_at_arrival_and_falls_at_the_last_token() -> None:
@@ -356,3 +361,23 @@ def test_without_torch_the_demo_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     settings = program.Settings("torch", 2, 12, 12, 10.0, 0, None, None, 1.0)
     with pytest.raises(MissingExtra, match=r"preble\[torch,bench\].*--engine simulated"):
         program.check_extras(settings, plot_wanted=False)
+
+
+def test_a_demo_that_is_asked_to_end_takes_its_workers_along(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    command = [sys.executable, "-m", "preble.cli", "demo", "--engine", "simulated", "--workdir", str(tmp_path)]
+    demo = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert demo.stderr is not None
+        while not demo.stderr.readline().startswith("4/5"):
+            assert demo.poll() is None
+        log = tmp_path / "logs" / "round_robin-worker-1.log"
+        while not (log.exists() and fleet.ready_endpoint(log)):
+            time.sleep(0.05)
+        demo.terminate()
+        assert demo.wait(60) == 128 + signal.SIGTERM
+        assert "drained" in log.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(demo.pid, signal.SIGKILL)
+        demo.communicate()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import MissingExtra
-from .report import Phase, Record, speedup
+from .report import Phase, Record, headline
 
 COLOURS = ("#d1603d", "#2b6ca3")
 PALE = ("#f0c5b5", "#b7d0e6")
@@ -32,16 +31,6 @@ def draw(path: Path, phases: Sequence[Phase], subtitle: str, footnote: str) -> N
     figure.text(0.02, 0.016, footnote, fontsize=8.5, color=GREY, va="center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-
-
-def headline(phases: Sequence[Phase]) -> str:
-    """One sentence that says what came out, whichever way it went."""
-    first, last = phases[0], phases[-1]
-    ratio = speedup(phases)
-    if math.isnan(ratio):
-        return f"{last.policy} against {first.policy}: no request finished"
-    sooner = f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
-    return f"With {last.policy}, the first token comes {sooner} on average than with {first.policy}"
 
 
 def draw_cdf(axes: Any, phases: Sequence[Phase]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -65,12 +66,13 @@ def run_demo(args: argparse.Namespace, screen: Screen | None = None) -> int:
     check_extras(settings, plot_wanted=args.plot is not None)
     workdir = args.workdir or Path(tempfile.mkdtemp(prefix="preble-demo-"))
     started = time.monotonic()
+    # So that the workers are stopped whichever way this process is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     demo = Demo(settings, workdir, screen)
     demo.prepare()
     phases = asyncio.run(demo.measure())
-    sys.stdout.write("\n" + report.table(phases) + "\n\n")
     note = demo.note()
-    sys.stdout.write(note + "\n")
+    sys.stdout.write(f"\n{report.table(phases)}\n\n{report.headline(phases)}.\n{note}\n")
     content = report.document({**asdict(settings), **demo.found()}, phases, note)
     json_path = args.json or workdir / "demo.json"
     report.write_json(json_path, content)
@@ -150,6 +152,7 @@ class Demo:
 
     async def _calibrate(self) -> None:
         settings = self.settings
+        self.screen.say("3/5 calibration: how fast these workers are, so that round robin nearly saturates them")
         with self._fleet("calibration") as fleet:
             self.calibration = await self._guarded(
                 fleet, calibrate(fleet, self._foreign_tokens(), settings.output_tokens)
@@ -166,7 +169,7 @@ class Demo:
             rate_per_second=settings.rate,
         )
         self.screen.say(
-            f"3/5 calibration: a worker prefills {speed.prefill_tokens_per_second:,.0f} tokens/s, "
+            f"      a worker prefills {speed.prefill_tokens_per_second:,.0f} tokens/s, "
             f"a decoded token in a batch takes {speed.decode_token_seconds * 1000:.1f} ms"
         )
         self.screen.say(

@@ -131,6 +131,16 @@ def speedup(phases: Sequence[Phase]) -> float:
     return first / last if last else math.nan
 
 
+def headline(phases: Sequence[Phase]) -> str:
+    """One sentence that says what came out, whichever way it went."""
+    first, last = phases[0], phases[-1]
+    ratio = speedup(phases)
+    if math.isnan(ratio):
+        return f"{last.policy} against {first.policy}: no request finished"
+    sooner = f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
+    return f"With {last.policy}, the first token comes {sooner} on average than with {first.policy}"
+
+
 def table(phases: Sequence[Phase]) -> str:
     """The results as aligned text, one column per policy, one for the first over the last."""
     rows: list[tuple[str, list[str], str]] = []
