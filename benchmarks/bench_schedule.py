@@ -129,8 +129,8 @@ def cpu() -> str:
 
 
 def table(rows: list[Row]) -> str:
-    head = "| shape | workers | tokens | p50 us | p99 us | finish us | limit us | x limit | hits | max/mean load |
-    bytes/prompt |" lines = [head, "|" + "---|" * 11]
+    names = "shape workers tokens p50_us p99_us finish_us limit_us x_limit hits max/mean_load bytes/prompt".split()
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
         lines.append(
             f"| {row.shape} | {row.workers} | {row.tokens_as} | {row.schedule_ns_p50 / 1e3:.2f} "

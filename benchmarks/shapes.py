@@ -77,8 +77,7 @@ def _chains(rng: np.random.Generator, count: int) -> Iterator[Tokens]:
 
 def _blocks(trace: Path, count: int) -> Iterator[Tokens]:
     """Mooncake rows: one hash id a 512-token block; equal ids are equal tokens."""
-    opened = gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open()
-    with opened as lines:
+    with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
         for line, _ in zip(lines, range(count), strict=False):
             row = json.loads(line)
             blocks = [np.random.default_rng(block).integers(0, VOCABULARY, 512) for block in row["hash_ids"]]
