@@ -129,7 +129,8 @@ def cpu() -> str:
 
 
 def table(rows: list[Row]) -> str:
-    names = "shape workers tokens p50_us p99_us finish_us limit_us x_limit hits max/mean_load bytes/prompt".split()
+    names = ["shape", "workers", "tokens", "p50 us", "p99 us", "finish us", "limit us", "x limit", "hits"]
+    names += ["max/mean load", "bytes/prompt"]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
         lines.append(
