@@ -99,6 +99,7 @@ class RouterCounters:
     excess_tokens: int = 0
     late_chunks: int = 0
     token_gaps: int = 0
+    wrong_reports: int = 0
     completed_by_router: int = 0
     aborts_unsent: int = 0
     ticks: int = 0
@@ -531,9 +532,12 @@ class Router:
         """Prefill is done: the scheduler learns it, and what of the prompt was really cached."""
         attempt.first_seen = True
         attempt.cached_tokens = chunk.cached_tokens
+        if chunk.cached_tokens is not None and chunk.cached_tokens > len(live.prompt) + attempt.offset:
+            self.counters.wrong_reports += 1
+            attempt.cached_tokens = None
         if attempt.offset == 0 and live.cached_tokens is None:
-            live.cached_tokens = chunk.cached_tokens
-        self.scheduler.first_token(live.request_id, cached_tokens=chunk.cached_tokens)
+            live.cached_tokens = attempt.cached_tokens
+        self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
 
     # --- facts --------------------------------------------------------------------------------------------------------
 

@@ -370,6 +370,7 @@ async def test_chunks_of_requests_that_are_over_are_dropped_and_counted() -> Non
     async with fleet(lingers) as (router, _):
         await collect(router.generate(PROMPT, SHORT))
         await until(lambda: router.stats()["late_chunks"] == 3, "the late chunks came")
+        assert router.stats()["output_tokens"] == 12
 
 
 @asynchronous
@@ -384,6 +385,28 @@ async def test_frames_of_another_epoch_or_session_are_dropped_and_counted() -> N
         tokens, _ = await collect(router.generate(PROMPT, SHORT))
         assert tokens == expected_tokens(PROMPT, 12)
         assert router.stats()["workers"][worker.endpoint]["stale_frames"] == 2
+
+
+@asynchronous
+async def test_a_worker_that_reports_more_cached_tokens_than_there_are_is_not_believed() -> None:
+    async def boasts(worker: ScriptedWorker, submit: wire.Submit) -> None:
+        await worker.send(wire.Chunk(submit.request_id, 0, (1,), 10**6, "stop"))
+
+    async with fleet(boasts) as (router, (worker,)):
+        _, chunks = await collect(router.generate(PROMPT, SHORT))
+        assert chunks[0].cached_tokens is None and router.stats()["wrong_reports"] == 1
+        assert link_stats(router, worker)["losses"] == 0
+
+
+@asynchronous
+async def test_a_worker_that_the_scheduler_cannot_take_is_refused_with_the_reason() -> None:
+    class Small(GlobalScheduler):
+        def add_worker(self, spec: Any) -> Any:
+            raise InvalidConfig("no room for workers")
+
+    with pytest.raises(HandshakeRefused, match="no room for workers"):
+        async with fleet(good, router_options={"scheduler": Small([])}):
+            raise AssertionError("it started")
 
 
 # --- workers that fail ------------------------------------------------------------------------------------------------

@@ -1,0 +1,472 @@
+"""The worker's end of the transport: who is connected, what they may be sent, and the event stream. Owns the sockets of
+a worker.
+
+    ROUTER  requests in, output chunks and answers out, one session per router
+    PUB     cache events to all routers; a replay of lost ones goes over ROUTER, page by page
+    PAIR    (in the process) lets the engine's thread wake the loop
+
+Handshakes, numbering, replay, expiry and errors are settled here; `poll` hands requests, aborts and pings to the
+worker. Nothing here ever waits for a router: what one does not take waits in its bounded outbox, and at the bound its
+session is closed.
+
+A session lives until the router says Bye, its connection breaks, a frame is missing, its outbox is full, or it has been
+silent for `session_timeout_seconds`. Then its requests are the worker's to abort, and the router may say Hello again.
+
+All methods belong to one thread, except those of `Waker`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import zmq
+
+from ..clock import Clock
+from ..errors import InvalidConfig, InvalidInput, ProtocolError, QueueFull, TransportError
+from ..types import AllBlocksCleared, CacheEvent
+from . import wire
+from .events import ReplayBuffer
+from .fields import MAX_EVENTS
+from .outbox import Outbox
+from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
+
+logger = logging.getLogger("preble.transport")
+
+_MAX_FRAMES_PER_POLL = 256  # then the engine's output gets its turn
+_BACKLOG_POLL_SECONDS = 0.005  # ZeroMQ does not say when one router's queue has room again, so it is tried
+_REPLAY_PAGE_BATCHES = 64
+_EVENT_FRAME_BYTES = 1 << 20  # larger lots of events are cut into several batches
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Endpoints and bounds of a worker's transport. `bind` and `events_bind`: port `*` takes a free one; `events_bind`
+    "" derives one from `bind`. `send_queue_messages` is ZeroMQ's own queue per router, `max_pending_*` the outbox
+    behind it.
+    """
+
+    bind: str = "tcp://127.0.0.1:*"
+    events_bind: str = ""
+    insecure: bool = False
+    max_sessions: int = 64
+    session_timeout_seconds: float = 15.0
+    send_queue_messages: int = 1000
+    max_pending_messages: int = 16_384
+    max_pending_tokens: int = 1 << 20
+    max_frame_bytes: int = wire.MAX_FRAME_BYTES
+    replay_batches: int = 10_000
+    replay_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name.startswith(("max_", "send_", "session_", "replay_")) and not value > 0:
+                raise InvalidConfig(f"ServerConfig.{item.name} must be positive, got {value!r}")
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """What a worker's transport has seen, since its start."""
+
+    sessions_opened: int = 0
+    sessions_refused: int = 0
+    sessions_expired: int = 0
+    sessions_overflowed: int = 0
+    sessions_unreachable: int = 0
+    frames_received: int = 0
+    frames_sent: int = 0
+    malformed_frames: int = 0
+    stale_frames: int = 0
+    frame_gaps: int = 0
+    faults_unsent: int = 0
+    faults_received: int = 0
+    chunks_merged: int = 0
+    event_batches: int = 0
+    events_too_large: int = 0
+    replays: int = 0
+    replays_too_old: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A router is gone; `code` is one of `wire.CLOSING_CODES`, "bye" or "unreachable"."""
+
+    code: str
+
+
+Request = wire.Submit | wire.Abort | wire.Ping | SessionEnded
+
+
+class Session:
+    """One connection of one router. `serial` is unique in this worker process."""
+
+    __slots__ = ("expected_seq", "heard_at", "identity", "number", "open", "outbox", "router_id", "send_seq", "serial")
+
+    def __init__(self, serial: int, identity: bytes, number: int, router_id: str, outbox: Outbox) -> None:
+        self.serial = serial
+        self.identity = identity
+        self.number = number
+        self.router_id = router_id
+        self.outbox = outbox
+        self.expected_seq = 1  # Hello was 0
+        self.send_seq = 0
+        self.heard_at = 0.0
+        self.open = True
+
+
+class Waker:
+    """Lets one other thread interrupt `Server.poll`. `wake` never blocks; `close` belongs to that thread, too."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+
+    def wake(self) -> None:
+        """Make the current or the next `poll` return."""
+        try:
+            self._socket.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            return  # enough wake-ups are waiting already; one would do
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._socket.close(linger=0)
+
+
+class Server:
+    """See the module. `facts` says what the worker is; its event fields are filled in here.
+
+    `epoch` must differ at every start.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        facts: wire.Welcome,
+        *,
+        epoch: int,
+        keys: ServerKeys | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        check_bind(config.bind, has_keys=keys is not None, insecure=config.insecure)
+        if config.events_bind:
+            check_bind(config.events_bind, has_keys=keys is not None, insecure=config.insecure)
+        self.config = config
+        self.epoch = epoch
+        self.counters = ServerCounters()
+        self.replay = ReplayBuffer(config.replay_batches, config.replay_bytes)
+        self._clock = clock
+        self._polled_at = clock()
+        self._alive_seconds = 0.0
+        self._sessions: dict[bytes, Session] = {}
+        self._serial = 0
+        self._inbox: list[tuple[Session, Request]] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stop_authenticator = start_authenticator(self._context, keys) if keys is not None else None
+        try:
+            self._open_sockets(keys)
+        except zmq.ZMQError as error:
+            self._close_context()
+            raise TransportError(f"cannot bind {config.bind}: {error}") from error
+        self.facts = replace(facts, events_endpoint=self.events_endpoint, max_frame_bytes=config.max_frame_bytes)
+
+    # --- sockets ------------------------------------------------------------------------------------------------------
+
+    def _open_sockets(self, keys: ServerKeys | None) -> None:
+        router = self._socket(zmq.ROUTER, keys)
+        # Without this ROUTER drops frames for a full or vanished router without a word.
+        router.router_mandatory = True
+        # A frame over the limit gets an answer; only one far over it gets its sender cut off by ZeroMQ itself.
+        router.maxmsgsize = 4 * self.config.max_frame_bytes
+        router.sndhwm = self.config.send_queue_messages
+        router.bind(self.config.bind)
+        self._router = router
+        self.endpoint: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        publisher = self._socket(zmq.PUB, keys)
+        publisher.sndhwm = self.config.replay_batches
+        publisher.bind(self.config.events_bind or _events_bind(self.endpoint))
+        self._publisher = publisher
+        self.events_endpoint: str = publisher.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._woken = self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://preble-wake")
+        waker = self._context.socket(zmq.PAIR)
+        waker.connect("inproc://preble-wake")
+        self.waker = Waker(waker)
+        self._poller = zmq.Poller()
+        self._poller.register(router, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+
+    def _socket(self, kind: int, keys: ServerKeys | None) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.tcp_keepalive = 1
+        socket.ipv6 = "[" in self.config.bind
+        if keys is not None:
+            apply_server_keys(socket, keys)
+        return socket
+
+    def close(self, linger_seconds: float = 1.0) -> None:
+        """Tell every router, give the last frames `linger_seconds` to leave, and free the sockets.
+
+        The waker's thread has ended.
+        """
+        for session in list(self._sessions.values()):
+            self.end(session, "shutdown", f"worker {self.facts.worker_id} stops")
+        self.waker.close()
+        for socket in (self._router, self._publisher, self._woken):
+            socket.close(linger=int(linger_seconds * 1000))
+        self._close_context()
+
+    def _close_context(self) -> None:
+        if self._stop_authenticator is not None:
+            self._stop_authenticator()
+        self._context.destroy()
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> Iterable[Session]:
+        """The open sessions."""
+        return self._sessions.values()
+
+    def poll(self, timeout_seconds: float) -> list[tuple[Session, Request]]:
+        """Wait for frames, a wake-up or the timeout; answer what is answered here and return the rest, in order."""
+        backlog = any(session.outbox for session in self._sessions.values())
+        timeout = min(timeout_seconds, _BACKLOG_POLL_SECONDS) if backlog else timeout_seconds
+        if self._inbox:
+            timeout = 0.0  # a session ended while something was sent: that is news already
+        ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
+        if self._woken in ready:
+            _drain(self._woken)
+        if self._router in ready:
+            self._receive()
+        if backlog:
+            for session in list(self._sessions.values()):
+                self._flush(session)
+        self._expire(timeout)
+        inbox, self._inbox = self._inbox, []
+        return inbox
+
+    def _receive(self) -> None:
+        for _ in range(_MAX_FRAMES_PER_POLL):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.counters.frames_received += 1
+            try:
+                self._take(parts)
+            except ProtocolError as error:
+                self.counters.malformed_frames += 1
+                logger.warning("malformed frame: %s", error)
+                self._answer_malformed(parts[0], error)
+
+    def _take(self, parts: list[bytes]) -> None:
+        identity = parts[0]
+        if len(parts) != 2:
+            raise ProtocolError(f"a message is one frame, got {len(parts) - 1}")
+        envelope = wire.decode(parts[1], wire.ROUTER_MESSAGES, max_bytes=self.config.max_frame_bytes)
+        if isinstance(envelope.message, wire.Hello):
+            self._greet(identity, envelope, envelope.message)
+            return
+        session = self._sessions.get(identity)
+        if session is None or envelope.session != session.number or envelope.epoch != self.epoch:
+            self.counters.stale_frames += 1
+            self._send_bare(
+                identity, wire.Closed("no_session", "no such session with this worker's epoch"), envelope.session
+            )
+            return
+        if envelope.seq != session.expected_seq:
+            self.counters.frame_gaps += 1
+            self.end(session, "gap", f"expected frame {session.expected_seq}, got {envelope.seq}")
+            return
+        session.expected_seq += 1
+        session.heard_at = self._alive_seconds
+        self._handle(session, envelope.message)
+
+    def _handle(self, session: Session, message: wire.Message) -> None:
+        if isinstance(message, wire.Submit | wire.Abort | wire.Ping):
+            self._inbox.append((session, message))
+        elif isinstance(message, wire.Replay):
+            self._replay(session, message.from_seq)
+        elif isinstance(message, wire.Fault):
+            self.counters.faults_received += 1
+            logger.warning("router %s could not read a frame: %s", session.router_id, message.text)
+        elif isinstance(message, wire.Bye):
+            self._forget(session, "bye")
+
+    def _answer_malformed(self, identity: bytes, error: ProtocolError) -> None:
+        if isinstance(error, wire.VersionMismatch):
+            self.counters.sessions_refused += 1
+            ours = f"worker {self.facts.worker_id} speaks protocol version {wire.PROTOCOL_VERSION}"
+            self._send_bare(identity, wire.Refused(f"{ours}, the router speaks version {error.version}"), 0)
+        else:
+            self._send_bare(identity, wire.Fault(str(error)), 0)
+
+    def _expire(self, timeout: float) -> None:
+        """Close sessions that have been silent too long while this process was awake.
+
+        A worker that was stopped for a while must not blame its routers: time it slept through does not count.
+        """
+        now = self._clock()
+        self._alive_seconds += min(max(now - self._polled_at, 0.0), timeout + 0.5)
+        self._polled_at = now
+        deadline = self._alive_seconds - self.config.session_timeout_seconds
+        for session in [s for s in self._sessions.values() if s.heard_at < deadline]:
+            self.counters.sessions_expired += 1
+            self.end(session, "expired", f"silent for {self.config.session_timeout_seconds} s")
+
+    # --- handshake ----------------------------------------------------------------------------------------------------
+
+    def _greet(self, identity: bytes, envelope: wire.Envelope, hello: wire.Hello) -> None:
+        refusal = self._refusal(identity, hello)
+        if refusal:
+            self.counters.sessions_refused += 1
+            logger.warning("handshake refused: %s", refusal)
+            self._send_bare(identity, wire.Refused(refusal), envelope.session)
+            return
+        old = self._sessions.get(identity)
+        if old is not None:
+            self._forget(old, "replaced")
+        self._serial += 1
+        outbox = Outbox(self.config.max_pending_messages, self.config.max_pending_tokens)
+        session = Session(self._serial, identity, envelope.session, hello.router_id, outbox)
+        session.heard_at = self._alive_seconds
+        self._sessions[identity] = session
+        self.counters.sessions_opened += 1
+        self.send(session, replace(self.facts, next_event_seq=self.replay.next_seq))
+
+    def _refusal(self, identity: bytes, hello: wire.Hello) -> str:
+        """Why this router cannot be served, naming both sides; "" if it can."""
+        difference = wire.disagreement(hello, self.facts)
+        if difference:
+            return difference
+        if len(self._sessions) >= self.config.max_sessions and identity not in self._sessions:
+            return f"worker {self.facts.worker_id} serves {len(self._sessions)} routers, no room for {hello.router_id}"
+        return ""
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, session: Session, message: wire.Message) -> None:
+        """Send to a router, or keep the message in its outbox until it reads. No effect if the session has ended."""
+        if session.open and (session.outbox or not self._try_send(session, message)) and session.open:
+            before = session.outbox.merged
+            try:
+                session.outbox.push(message)
+            except QueueFull as full:
+                self.counters.sessions_overflowed += 1
+                self.end(session, "slow_reader", str(full))
+                return
+            self.counters.chunks_merged += session.outbox.merged - before
+
+    def broadcast(self, message: wire.Message) -> None:
+        """Send to every router."""
+        for session in list(self._sessions.values()):
+            self.send(session, message)
+
+    def end(self, session: Session, code: str, text: str) -> None:
+        """Close a session. The router is told if it has room to hear it, else by the answer to its next frame."""
+        if session.open:
+            logger.info("session of router %s closed: %s, %s", session.router_id, code, text)
+            self._send_bare(session.identity, wire.Closed(code, text), session.number)
+            self._forget(session, code)
+
+    def _flush(self, session: Session) -> None:
+        while session.open and session.outbox and self._try_send(session, session.outbox.peek()):
+            session.outbox.pop()
+
+    def _try_send(self, session: Session, message: wire.Message) -> bool:
+        """True if ZeroMQ took the frame; False if this router's queue is full or the session is over."""
+        frame = wire.encode(message, epoch=self.epoch, session=session.number, seq=session.send_seq)
+        try:
+            self._router.send_multipart([session.identity, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.counters.sessions_unreachable += 1
+            logger.info("router %s is gone", session.router_id)
+            self._forget(session, "unreachable")
+            return False
+        session.send_seq += 1
+        self.counters.frames_sent += 1
+        return True
+
+    def _send_bare(self, identity: bytes, message: wire.Message, session_number: int) -> None:
+        """Send outside the numbering of a session: to a peer that has none, or is about to lose it."""
+        frame = wire.encode(message, epoch=self.epoch, session=session_number)
+        try:
+            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.counters.faults_unsent += 1
+
+    def _forget(self, session: Session, code: str) -> None:
+        session.open = False
+        del self._sessions[session.identity]
+        self._inbox.append((session, SessionEnded(code)))
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Number cache events, keep them for replay, send them to all routers. One that is too slow will see a gap."""
+        for lot in _lots(events):
+            message, frame = self._event_frame(lot)
+            self.replay.append(message.events, len(frame))
+            self._publisher.send(frame, zmq.NOBLOCK)
+            self.counters.event_batches += 1
+
+    def _event_frame(self, lot: list[CacheEvent]) -> tuple[wire.Events, bytes]:
+        number = self.replay.next_seq
+        message = wire.Events(number, tuple(lot))
+        try:
+            return message, wire.encode(message, epoch=self.epoch, max_bytes=self.config.max_frame_bytes)
+        except InvalidInput as error:
+            # Forgetting everything is the one thing that is never wrong: believing too much sends requests astray.
+            self.counters.events_too_large += 1
+            logger.warning("event does not fit a frame, publishing a cleared cache instead: %s", error)
+            message = wire.Events(number, (AllBlocksCleared(),))
+            return message, wire.encode(message, epoch=self.epoch)
+
+    def _replay(self, session: Session, from_seq: int) -> None:
+        self.counters.replays += 1
+        replay = self.replay
+        if from_seq < replay.first_seq:
+            self.counters.replays_too_old += 1
+        page = replay.page(from_seq, _REPLAY_PAGE_BATCHES)
+        for number, batch in page:
+            self.send(session, wire.Events(number, tuple(batch)))
+        end = wire.ReplayEnd(from_seq, from_seq + len(page), replay.first_seq, replay.next_seq)
+        self.send(session, end)
+
+
+def _events_bind(endpoint: str) -> str:
+    """Where events go when nobody said: a free port of the same host, a path beside the other."""
+    if endpoint.startswith("tcp://"):
+        return endpoint.rpartition(":")[0] + ":*"
+    return endpoint + ".events"
+
+
+def _lots(events: Sequence[CacheEvent]) -> Iterable[list[CacheEvent]]:
+    """Cut events into lots that fit a frame each; one oversized event makes a lot of its own."""
+    lot: list[CacheEvent] = []
+    size = 0
+    for event in events:
+        event_bytes = 64 + 4 * len(getattr(event, "token_ids", ())) + 40 * len(getattr(event, "block_hashes", ()))
+        if lot and (len(lot) >= MAX_EVENTS or size + event_bytes > _EVENT_FRAME_BYTES):
+            yield lot
+            lot, size = [], 0
+        lot.append(event)
+        size += event_bytes
+    if lot:
+        yield lot
+
+
+def _drain(socket: zmq.Socket[bytes]) -> None:
+    while True:
+        try:
+            socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return

@@ -1,0 +1,417 @@
+"""Messages between routers and workers and their bytes. Owns the format, its limits and strict decoding; opens no
+socket.
+
+One message is one ZeroMQ frame, a msgpack array:
+
+    [protocol version, message code, epoch, session, sequence number, field, field, ...]
+
+`epoch` names one start of a worker process and `session` one connection of one router to it, so that a frame from an
+earlier life is recognised. `sequence number` counts the frames of one direction of a session from 0: a hole means that
+frames were lost. Token ids travel as raw little-endian int32. `Refused` keeps its layout in every protocol version, so
+that two sides that do not understand each other can still say so.
+
+`decode` accepts exactly what `encode` makes: a wrong type, a value out of range, a missing or an extra field raises
+`ProtocolError` naming the field, and any bytes whatever raise nothing else. Texts are never quoted in errors: they may
+hold parts of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidInput, ProtocolError
+from ..types import CacheEvent, SamplingParams
+from .fields import (
+    INT31,
+    MAX_STOP_TOKENS,
+    Field,
+    bool_field,
+    choice_field,
+    id_field,
+    int_field,
+    optional,
+    pack_events,
+    pack_namespace,
+    pack_sampling,
+    pack_tokens,
+    text_field,
+    unpack_events,
+    unpack_namespace,
+    unpack_prompt,
+    unpack_sampling,
+    unpack_tuple,
+)
+
+PROTOCOL_VERSION = 1
+
+MAX_FRAME_BYTES = 16 << 20  # a longer frame is refused unread
+MAX_ELEMENTS = 1 << 18  # array elements in one frame: a few bytes of nested arrays must not become a gigabyte
+
+REFUSAL_CODES = ("queue_full", "invalid", "engine", "engine_failed", "draining", "duplicate")
+CLOSING_CODES = ("gap", "slow_reader", "expired", "no_session", "replaced", "shutdown", "engine_failed")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+# --- messages, router to worker ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a session. What the router expects of the worker is checked by the worker; "" and 0 mean no expectation."""
+
+    router_id: str
+    worker_id: str = ""
+    model: str = ""
+    tokenizer_fingerprint: str = ""
+    block_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A prompt to continue; the last `output_offset` of `token_ids` (1-D int32) are output of an earlier attempt."""
+
+    request_id: str
+    token_ids: npt.NDArray[np.int32]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    namespace: Hashable = None
+    output_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The router no longer wants a request. Unknown ids are ignored: the request may just have ended."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Heartbeat; answered by a `Pong` with the same `nonce`."""
+
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Asks for the event batches from `from_seq` on; the worker answers with a page of them and a `ReplayEnd`."""
+
+    from_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The router leaves; its requests are aborted."""
+
+
+# --- messages, worker to router ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Accepts a `Hello` and says what the worker is. The first event batch to expect is `next_event_seq`."""
+
+    worker_id: str
+    engine: str
+    model: str
+    tokenizer_fingerprint: str
+    block_size: int
+    kv_capacity_tokens: int
+    max_running: int | None
+    max_model_tokens: int
+    eos_token_ids: tuple[int, ...]
+    events_endpoint: str
+    next_event_seq: int
+    max_frame_bytes: int
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Declines a `Hello`. The layout of this message never changes; `text` names both sides."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New output tokens of a request; `index` is the position of the first, counted from the original prompt."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request was not taken, or given up without fault of its own (`engine_failed`). `code`: see `REFUSAL_CODES`."""
+
+    request_id: str
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """Answers a `Ping`: load now, the next event batch's number, how long the engine has been in its current step."""
+
+    nonce: int
+    next_event_seq: int
+    running: int = 0
+    waiting: int = 0
+    kv_used_tokens: int = 0
+    kv_cached_tokens: int = 0
+    waiting_uncached_tokens: int = 0
+    step_ms: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """One numbered batch of cache events, oldest first; `number` counts batches from 0 in every epoch."""
+
+    number: int
+    events: tuple[CacheEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEnd:
+    """Ends one page of a replay: it held the batches [`from_seq`, `to_seq`) and the worker's next batch is
+    `next_event_seq`.
+
+    `first_kept_seq` > `from_seq` means that older batches are gone for good: the router must start afresh.
+    """
+
+    from_seq: int
+    to_seq: int
+    first_kept_seq: int
+    next_event_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The worker takes no new requests and will exit when the running ones end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The worker ended the session (`code`: see `CLOSING_CODES`); its requests are aborted."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Either side: a frame could not be decoded; it was counted and ignored. A worker's is outside the numbering."""
+
+    text: str
+
+
+Message = (
+    Hello
+    | Submit
+    | Abort
+    | Ping
+    | Replay
+    | Bye
+    | Welcome
+    | Refused
+    | Chunk
+    | Rejected
+    | Pong
+    | Events
+    | ReplayEnd
+    | Draining
+    | Closed
+    | Fault
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A decoded frame."""
+
+    epoch: int
+    session: int
+    seq: int
+    message: Message
+
+
+class VersionMismatch(ProtocolError):
+    """The frame is of another protocol version; `version` is theirs."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"frame is of protocol version {version}, this side speaks {PROTOCOL_VERSION}")
+        self.version = version
+
+
+# --- the table of messages --------------------------------------------------------------------------------------------
+
+_REFUSED_CODE = 18
+
+_FIELDS: Mapping[type, tuple[int, tuple[Field, ...]]] = {
+    Hello: (
+        1,
+        (
+            text_field("router_id"),
+            text_field("worker_id"),
+            text_field("model"),
+            text_field("tokenizer_fingerprint"),
+            int_field("block_size", 0, 65_536),
+        ),
+    ),
+    Submit: (
+        2,
+        (
+            id_field("request_id"),
+            Field("token_ids", pack_tokens, unpack_prompt),
+            Field("sampling", pack_sampling, unpack_sampling),
+            Field("namespace", pack_namespace, unpack_namespace),
+            int_field("output_offset", 0, INT31),
+        ),
+    ),
+    Abort: (3, (id_field("request_id"),)),
+    Ping: (4, (int_field("nonce"),)),
+    Replay: (5, (int_field("from_seq"),)),
+    Bye: (6, ()),
+    Welcome: (
+        17,
+        (
+            id_field("worker_id"),
+            text_field("engine"),
+            text_field("model"),
+            text_field("tokenizer_fingerprint"),
+            int_field("block_size", 1, 65_536),
+            int_field("kv_capacity_tokens", 1, INT31),
+            optional(int_field("max_running", 1, INT31)),
+            int_field("max_model_tokens", 1, INT31),
+            Field("eos_token_ids", pack_tokens, lambda where, value: unpack_tuple(where, value, MAX_STOP_TOKENS)),
+            text_field("events_endpoint"),
+            int_field("next_event_seq"),
+            int_field("max_frame_bytes", 1024, INT31),
+            bool_field("draining"),
+        ),
+    ),
+    Refused: (_REFUSED_CODE, (text_field("text"),)),
+    Chunk: (
+        19,
+        (
+            id_field("request_id"),
+            int_field("index", 0, INT31),
+            Field("token_ids", pack_tokens, unpack_tuple),
+            optional(int_field("cached_tokens", 0, INT31)),
+            optional(choice_field("finish_reason", FINISH_REASONS)),
+            optional(text_field("error")),
+        ),
+    ),
+    Rejected: (20, (id_field("request_id"), choice_field("code", REFUSAL_CODES), text_field("text"))),
+    Pong: (
+        21,
+        (
+            *(int_field(name) for name in ("nonce", "next_event_seq", "running", "waiting", "kv_used_tokens")),
+            *(int_field(name) for name in ("kv_cached_tokens", "waiting_uncached_tokens", "step_ms")),
+            bool_field("draining"),
+        ),
+    ),
+    Events: (22, (int_field("number"), Field("events", pack_events, unpack_events))),
+    ReplayEnd: (
+        23,
+        tuple(int_field(name) for name in ("from_seq", "to_seq", "first_kept_seq", "next_event_seq")),
+    ),
+    Draining: (24, ()),
+    Closed: (25, (choice_field("code", CLOSING_CODES), text_field("text"))),
+    Fault: (26, (text_field("text"),)),
+}
+
+_BY_CODE = {code: (cls, fields) for cls, (code, fields) in _FIELDS.items()}
+ROUTER_MESSAGES = frozenset(cls for cls, (code, _) in _FIELDS.items() if code < 16) | {Fault}
+WORKER_MESSAGES = frozenset(cls for cls, (code, _) in _FIELDS.items() if code > 16)
+_HEADER = tuple(int_field(name) for name in ("epoch", "session", "seq"))
+
+
+def encode(
+    message: Message, *, epoch: int = 0, session: int = 0, seq: int = 0, max_bytes: int = MAX_FRAME_BYTES
+) -> bytes:
+    """The frame of a message. Raises `InvalidInput` naming what does not fit the wire: that is this side's fault."""
+    code, fields = _FIELDS[type(message)]
+    values: list[Any] = [PROTOCOL_VERSION, code, epoch, session, seq]
+    for item in fields:
+        value = getattr(message, item.name)
+        values.append(value if item.pack is None else item.pack(value))
+    try:
+        frame: bytes = msgpack.packb(values)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidInput(f"{type(message).__name__} cannot be encoded: {error}") from error
+    if len(frame) > max_bytes:
+        raise InvalidInput(f"{type(message).__name__} takes {len(frame)} bytes, the limit is {max_bytes}")
+    return frame
+
+
+def decode(frame: bytes, allowed: frozenset[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Envelope:
+    """The message of a frame, one of the classes `allowed`. Raises `ProtocolError` saying what is wrong, no other."""
+    values = _unpack_frame(frame, max_bytes)
+    version, code = values[0], values[1]
+    if type(version) is not int or type(code) is not int:
+        raise ProtocolError("frame does not start with a protocol version and a message code")
+    if version != PROTOCOL_VERSION and code != _REFUSED_CODE:
+        raise VersionMismatch(version)
+    cls, fields = _BY_CODE.get(code, (None, ()))
+    if cls is None or cls not in allowed:
+        raise ProtocolError(f"message code {code} is unknown or not expected from this side")
+    if len(values) != 5 + len(fields):
+        raise ProtocolError(f"{cls.__name__} must have {len(fields)} fields, got {len(values) - 5}")
+    epoch, session, seq = (item.unpack(item.name, value) for item, value in zip(_HEADER, values[2:5], strict=True))
+    body = [item.unpack(f"{cls.__name__}.{item.name}", v) for item, v in zip(fields, values[5:], strict=True)]
+    message = cls(*body)
+    if isinstance(message, Submit) and message.output_offset >= len(message.token_ids):
+        raise ProtocolError(
+            f"Submit.output_offset must be below the {len(message.token_ids)} token_ids, got {message.output_offset}"
+        )
+    return Envelope(epoch, session, seq, message)
+
+
+def disagreement(hello: Hello, welcome: Welcome) -> str:
+    """What keeps this router and this worker apart, naming both sides; "" when they fit. Unknown facts fit anything."""
+    for name in ("worker_id", "model", "tokenizer_fingerprint", "block_size"):
+        theirs, expected = getattr(welcome, name), getattr(hello, name)
+        if expected and theirs and expected != theirs:
+            return f"worker {welcome.worker_id} has {name} {theirs!r}, router {hello.router_id} expects {expected!r}"
+    return ""
+
+
+class _Elements:
+    """Counts the array elements of one frame while msgpack builds them; stops it at the limit."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = MAX_ELEMENTS
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self.left -= len(items) + 1
+        if self.left < 0:
+            raise ValueError("too many elements")
+        return items
+
+
+def _unpack_frame(frame: bytes, max_bytes: int) -> list[Any]:
+    if len(frame) > max_bytes:
+        raise ProtocolError(f"frame of {len(frame)} bytes, the limit is {max_bytes}")
+    try:
+        values = msgpack.unpackb(
+            frame, raw=False, list_hook=_Elements(), max_array_len=MAX_ELEMENTS, max_map_len=0, max_ext_len=0
+        )
+    except (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(f"frame is not msgpack: {type(error).__name__}") from error
+    if type(values) is not list or len(values) < 5:
+        raise ProtocolError("frame is not an array of at least 5 elements")
+    return values
