@@ -72,7 +72,8 @@ def run_demo(args: argparse.Namespace, screen: Screen | None = None) -> int:
     demo.prepare()
     phases = asyncio.run(demo.measure())
     note = demo.note()
-    sys.stdout.write(f"\n{report.table(phases)}\n\n{report.headline(phases)}.\n{note}\n")
+    sys.stdout.write(f"\n{report.table(phases)}\n\n{report.headline(phases)}.\n")
+    sys.stdout.write(note.replace(". ", ".\n") + "\n")
     content = report.document({**asdict(settings), **demo.found()}, phases, note)
     json_path = args.json or workdir / "demo.json"
     report.write_json(json_path, content)
