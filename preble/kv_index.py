@@ -12,95 +12,150 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from .errors import InvalidInput
-from .types import BlockHash, BlockStored
+from .types import BlockHash, BlockStored, check_int
+
+DEFAULT_MEDIUM = "GPU"  # what an event that names no medium speaks of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Block:
-    """One cached block: its tokens, where it starts, and the hash of the block before it (None: it starts the
-    prompt)."""
+    """One cached block: its tokens, where it starts, the hash of the block before it (None: it starts the prompt), and
+    the media that hold a copy."""
 
     tokens: array[int]
     start: int
     parent: BlockHash | None
     namespace: Hashable
+    media: tuple[str, ...]
+
+    @property
+    def end(self) -> int:
+        """Tokens from the prompt's start to the end of the block."""
+        return self.start + len(self.tokens)
 
 
 class KvIndex:
     """Blocks of one worker by hash. Not thread-safe: its scheduler serialises calls."""
 
-    __slots__ = ("_blocks", "blocks_max", "orphans", "overflows")
+    __slots__ = ("_blocks", "blocks_max", "conflicts", "orphans", "overflows")
 
     def __init__(self, blocks_max: int) -> None:
         self._blocks: dict[BlockHash, Block] = {}
         self.blocks_max = blocks_max
-        self.orphans = 0  # stored blocks whose parent is not known, ignored
+        self.orphans = 0  # stored blocks whose way to the prompt's start is not known, ignored
+        self.conflicts = 0  # stored blocks whose hash is known for another place, ignored
         self.overflows = 0  # times the bound was reached
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def store(self, event: BlockStored) -> array[int] | None:
-        """Add the event's blocks; returns the tokens from the prompt's start to their end, None if their parent is
-        unknown.
+        """Add the event's blocks; returns the tokens from the prompt's start to their end, None if they were ignored.
 
-        Storing a known block again changes nothing. Raises InvalidInput if tokens and hashes do not fit; nothing is
-        added then.
+        Storing a known block again only adds its medium. Raises InvalidInput if tokens and hashes do not fit; nothing
+        is added then.
         """
-        tokens, size = array("i", event.token_ids), event.block_size
-        if size < 1 or len(tokens) != size * len(event.block_hashes):
-            raise InvalidInput(
-                f"BlockStored: {len(tokens)} token_ids for {len(event.block_hashes)} block_hashes of block_size {size}"
-            )
+        tokens, hashes, size = _checked(event)
         parent = event.parent_block_hash
-        if parent is not None and parent not in self._blocks:
-            self.orphans += 1
-            return None
         prefix = array("i") if parent is None else self.prefix(parent)
-        if len(self._blocks) + len(event.block_hashes) > self.blocks_max:
+        if prefix is None:
+            self.orphans += len(hashes)
+            return None
+        medium = event.medium or DEFAULT_MEDIUM
+        blocks = {}
+        for position, block_hash in enumerate(hashes):
+            own = tokens[position * size : (position + 1) * size]
+            blocks[block_hash] = Block(own, len(prefix) + position * size, parent, event.namespace, (medium,))
+            parent = block_hash
+        if len(blocks) < len(hashes) or any(self._conflicts(key, block) for key, block in blocks.items()):
+            self.conflicts += len(hashes)
+            return None
+        if len(self._blocks) + sum(key not in self._blocks for key in blocks) > self.blocks_max:
             self.clear()
             self.overflows += 1
             return None
-        start = len(prefix)
-        for position, block_hash in enumerate(event.block_hashes):
-            own = tokens[position * size : (position + 1) * size]
-            self._blocks[block_hash] = Block(own, start + position * size, parent, event.namespace)
-            parent = block_hash
+        for block_hash, block in blocks.items():
+            known = self._blocks.setdefault(block_hash, block)
+            if medium not in known.media:
+                known.media += (medium,)
         return prefix + tokens
+
+    def _conflicts(self, block_hash: BlockHash, block: Block) -> bool:
+        known = self._blocks.get(block_hash)
+        return known is not None and (
+            (known.start, known.parent, known.tokens) != (block.start, block.parent, block.tokens)
+        )
 
     def get(self, block_hash: BlockHash) -> Block | None:
         """The block of a hash, None if it is unknown."""
         return self._blocks.get(block_hash)
 
-    def prefix(self, block_hash: BlockHash) -> array[int]:
-        """Tokens from the prompt's start to the end of a known block. O(prefix)."""
+    def prefix(self, block_hash: BlockHash) -> array[int] | None:
+        """Tokens from the prompt's start to the end of a block, None unless every block on the way is known.
+
+        O(prefix). Positions fall from block to block, so a chain that bites its tail ends too.
+        """
         chain = []
-        at: BlockHash | None = block_hash
-        while at is not None and at in self._blocks:
-            chain.append(self._blocks[at].tokens)
-            at = self._blocks[at].parent
-        tokens = array("i")
+        block = self._blocks.get(block_hash)
+        while block is not None and block.parent is not None:
+            chain.append(block.tokens)
+            below, block = block, self._blocks.get(block.parent)
+            if block is not None and block.end != below.start:
+                return None
+        if block is None:
+            return None
+        tokens = block.tokens[:]
         for part in reversed(chain):
             tokens.extend(part)
         return tokens
 
-    def remove(self, block_hashes: Sequence[BlockHash]) -> list[tuple[array[int], int, Hashable]]:
-        """Forget blocks; for each that was known and whole, (prefix tokens, tokens that stay cached, namespace).
+    def remove(
+        self, block_hashes: Sequence[BlockHash], medium: str | None = None
+    ) -> list[tuple[array[int], int, Hashable]]:
+        """Forget blocks' copies in a medium; returns what is cached nowhere now as (prefix tokens, tokens that stay
+        cached, namespace).
 
-        Prefixes are taken before anything is removed, because engines may list a parent before its children.
+        Only the first removed block of a chain is returned: what follows it goes along. Prefixes are taken before
+        anything is removed, because engines may list a parent before its children.
         """
+        medium = medium or DEFAULT_MEDIUM
+        try:
+            named = {key: self._blocks[key] for key in block_hashes if key in self._blocks}
+        except TypeError:
+            raise InvalidInput(f"BlockRemoved.block_hashes must be ints or bytes, got {block_hashes!r}") from None
+        gone = {key: block for key, block in named.items() if block.media == (medium,)}
         cuts = []
-        for block_hash in block_hashes:
-            block = self._blocks.get(block_hash)
-            if block is None:
-                continue
-            prefix = self.prefix(block_hash)
-            if len(prefix) == block.start + len(block.tokens):
+        for block_hash, block in gone.items():
+            prefix = None if block.parent in gone else self.prefix(block_hash)
+            if prefix is not None:
                 cuts.append((prefix, block.start, block.namespace))
-        for block_hash in block_hashes:
-            self._blocks.pop(block_hash, None)
+        for block_hash, block in named.items():
+            block.media = tuple(other for other in block.media if other != medium)
+            if not block.media:
+                del self._blocks[block_hash]
         return cuts
 
     def clear(self) -> None:
         """The worker's cache is empty."""
         self._blocks.clear()
+
+
+def _checked(event: BlockStored) -> tuple[array[int], list[BlockHash], int]:
+    """The event's tokens, hashes and block size. Raises InvalidInput naming the field."""
+    size = check_int("BlockStored.block_size", event.block_size, 1, 2**31 - 1, InvalidInput)
+    try:
+        tokens = array("i", event.token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"BlockStored.token_ids must be ints in [0, {2**31 - 1}]: {error}") from None
+    if tokens and min(tokens) < 0:
+        raise InvalidInput(f"BlockStored.token_ids must not be negative, got {min(tokens)}")
+    try:
+        hashes = list(event.block_hashes)
+        hash((event.parent_block_hash, *hashes))
+    except TypeError:
+        raise InvalidInput(f"BlockStored.block_hashes must be ints or bytes, got {event.block_hashes!r}") from None
+    if len(tokens) != size * len(hashes):
+        raise InvalidInput(
+            f"BlockStored.token_ids: {len(tokens)} tokens for {len(hashes)} block_hashes of block_size {size}"
+        )
+    return tokens, hashes, size

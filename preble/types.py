@@ -100,7 +100,7 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvicted:
-    """A worker dropped every cached prefix that starts with `token_ids` and is longer than `kept_tokens`.
+    """A worker has dropped `token_ids` from position `kept_tokens` on, and with it every cached prefix through there.
 
     This is what `LocalScheduler` reports: no hashes, the tokens themselves.
     """
