@@ -24,10 +24,12 @@ cdef struct Cost:                # coefficients of one engine, in seconds and to
 
 cdef double prefill_seconds(const Cost* cost, double missed, double context) noexcept nogil
 cdef double token_seconds(const Cost* cost, double context, double batch) noexcept nogil
+cdef int64_t nanoseconds(double seconds) noexcept nogil
 
 cdef class CostModel:
     cdef Cost cost
     cdef readonly str name
+    cdef double pair_jump(self, double root)
 
 cdef struct Bucket:              # what one worker was assigned in one slice of the window
     int64_t prefill_ns

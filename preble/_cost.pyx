@@ -8,7 +8,7 @@ never drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLT
 from collections.abc import Iterable
 from itertools import combinations
 
-from libc.math cimport isfinite
+from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -31,12 +31,13 @@ cdef enum:
     BATCH_MOST = 64
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
 
+cdef double PREFILL_MOST = 1e6   # seconds booked for one prefill at most, so that sums of nanoseconds cannot overflow
+
 # --- presets ----------------------------------------------------------------------------------------------------------
 # Published regressions (ms, tokens) of the paper's authors, sglang on one A6000 or A100 and vLLM on one A6000, with
-# two defects
-# repaired: the quadratic middle branch of the first (it falls below zero) is a straight line between its neighbours,
-# and the per-request intercept of the 70B fits is charged once a batch. The H100 model is fitted to their raw points
-# (RMS 5 %).
+# two defects repaired: the quadratic middle branch of the first (it falls below zero) is a straight line between its
+# neighbours, and the per-request intercept of the 70B fits is charged once a batch. The H100 model is fitted to their
+# raw points (RMS 5 %).
 
 _PRESETS = {
     "mistral-7b/a6000": {
@@ -101,7 +102,12 @@ cdef double token_seconds(const Cost* cost, double context, double batch) noexce
     return linear_part(cost, batch) + context_part(cost, context * batch) + batch * pair_part(cost, 1, context)
 
 
-def _amount(str name, value, double low=0.0) -> float:
+cdef int64_t nanoseconds(double seconds) noexcept nogil:
+    return <int64_t> (min(seconds, PREFILL_MOST) * 1e9)
+
+
+cdef double amount(str name, object value, double low=0.0) except? -1.0:
+    """`value` as a finite number that is at least `low`; InvalidInput naming it otherwise."""
     cdef double number
     try:
         number = value
@@ -112,42 +118,71 @@ def _amount(str name, value, double low=0.0) -> float:
     return number
 
 
+def _numbers(str name, values, count) -> tuple[float, ...]:
+    """`values` as `count` finite numbers; InvalidConfig naming them otherwise."""
+    try:
+        numbers = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise InvalidConfig(f"CostModel.{name} must be numbers, got {values!r}") from None
+    if len(numbers) != count or not all(isfinite(number) for number in numbers):
+        raise InvalidConfig(f"CostModel.{name} must be {count} finite numbers, got {values!r}")
+    return numbers
+
+
 cdef class CostModel:
     """Seconds an engine needs, as a function of tokens; never decreasing in any of them. Immutable, so thread-safe.
 
     `knots` are (tokens in the batch, seconds) points, ascending in both; `context` is (from, flat, base, slope): flat
     seconds up to `from` context tokens, base + slope * context beyond; `pair` is (from, base, q, s, qs): attention of a
-    chunk of q tokens
-    ending at context s where q * s > from. Raises InvalidConfig when the result would not be monotone.
+    chunk of q tokens ending at context s, base + q * chunk + s * context + qs * chunk * context, where chunk * context >
+    from. Raises InvalidConfig when the result would not be monotone.
     """
 
     def __init__(self, knots, *, context=(0.0, 0.0, 0.0, 0.0), pair=(0.0, 0.0, 0.0, 0.0, 0.0), str name="custom"):
-        points = [(float(tokens), float(seconds)) for tokens, seconds in knots]
+        cdef Cost* c = &self.cost
+        points = [_numbers("knots", point, 2) for point in knots]
         if not 1 <= len(points) <= KNOTS_MAX:
             raise InvalidConfig(f"CostModel.knots: 1 to {KNOTS_MAX} points are allowed, got {len(points)}")
-        if not all(isfinite(x) for x in (*[x for point in points for x in point], *context, *pair)):
-            raise InvalidConfig("CostModel: all coefficients must be finite")
         if points[0][1] < 0 or any(b[0] <= a[0] or b[1] < a[1] for a, b in zip(points, points[1:])):
             raise InvalidConfig("CostModel.knots must ascend in tokens and not fall in seconds")
         self.name = name
-        memset(&self.cost, 0, sizeof(Cost))
-        self.cost.knots = len(points)
+        memset(c, 0, sizeof(Cost))
+        c.knots = len(points)
         for i, (tokens, seconds) in enumerate(points):
-            self.cost.at[i] = tokens
-            self.cost.seconds[i] = seconds
-        self.cost.context_from, self.cost.context_flat, self.cost.context_base, self.cost.context_slope = context
-        self.cost.pair_from, self.cost.pair_base, self.cost.pair_q, self.cost.pair_s, self.cost.pair_qs = pair
+            c.at[i] = tokens
+            c.seconds[i] = seconds
+        c.context_from, c.context_flat, c.context_base, c.context_slope = _numbers("context", context, 4)
+        c.pair_from, c.pair_base, c.pair_q, c.pair_s, c.pair_qs = _numbers("pair", pair, 5)
         self.assert_monotone()
 
     def assert_monotone(self) -> None:
-        """Raise InvalidConfig if more tokens could cost less anywhere on a wide grid."""
-        steps = [1, 16, 64, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072]
-        for small, large in zip(steps, steps[1:]):
-            for other in steps:
-                if self.prefill_time(large, max(other, large)) < self.prefill_time(small, max(other, large)):
-                    raise InvalidConfig(f"CostModel {self.name}: {large} tokens cost less than {small}")
-                if self.prefill_time(min(other, small), large) < self.prefill_time(min(other, small), small):
-                    raise InvalidConfig(f"CostModel {self.name}: context {large} costs less than {small}")
+        """Raise InvalidConfig if anything could be negative, or more tokens could cost less. Exact, not sampled.
+
+        The pair term is the only one that may fall with the chunk (q < 0), as long as the linear part or the growth
+        with context makes up for it everywhere.
+        """
+        cdef Cost* c = &self.cost
+        cdef double start = max(c.context_from, 0.0), low = 0.0, high, slope
+        cdef double root = sqrt(max(c.pair_from, 0.0))         # the shortest fresh prompt that meets the pair term
+        cdef uint32_t i, at
+        if c.context_slope < 0 or c.context_flat < 0 or c.context_base + c.context_slope * start < c.context_flat:
+            raise InvalidConfig(f"CostModel {self.name}: context must neither be negative nor fall")
+        if c.pair_s < 0 or c.pair_qs < 0 or self.pair_jump(root) < 0:
+            raise InvalidConfig(f"CostModel {self.name}: pair must neither be negative nor fall with the context")
+        for i in range(c.knots + 1):
+            at = min(i, c.knots - 1)
+            high = c.at[i] if i < c.knots else INFINITY
+            slope = (c.seconds[at] - c.seconds[at - 1]) / (c.at[at] - c.at[at - 1]) if at > 0 else 0.0
+            if high > low and slope + c.pair_q + c.pair_qs * least_context(root, low, high) < 0:
+                raise InvalidConfig(f"CostModel {self.name}: between {low:g} and {high:g} more tokens cost less")
+            low = max(low, high)
+
+    cdef double pair_jump(self, double root):
+        """The least that the pair term starts with: over all chunks up to `root`, at context root ** 2 / chunk."""
+        cdef Cost* c = &self.cost
+        if c.pair_q <= c.pair_s:
+            return c.pair_base + (c.pair_q + c.pair_s) * root + c.pair_qs * root * root
+        return c.pair_base + 2 * sqrt(c.pair_q * c.pair_s) * root + c.pair_qs * root * root
 
     @staticmethod
     def preset(str name) -> CostModel:
@@ -174,43 +209,44 @@ cdef class CostModel:
         """Least relative squares over measured iterations, with every coefficient >= 0, so that the result is monotone.
 
         `samples`: (missed tokens, context tokens, seconds) of single prefills; `decode`: (batch, context tokens of
-        each, seconds)
-        of decode iterations. At least 3 samples in total; InvalidInput otherwise. Needs numpy.
+        each, seconds) of decode iterations. At least 3 samples in total; InvalidInput otherwise. Needs numpy.
         """
         rows, seconds = [], []
-        for missed, context, measured in samples:
-            rows.append((1.0, float(missed), float(context), float(missed) * float(context)))
-            seconds.append(_amount("samples: seconds", measured, 1e-9))
-        for batch, context, measured in decode:
-            rows.append((1.0, float(batch), float(batch) * float(context), float(batch) * float(context)))
-            seconds.append(_amount("decode: seconds", measured, 1e-9))
+        for missed, context, measured in [_sample("samples", sample) for sample in samples]:
+            context = max(missed, context)
+            rows.append((1.0, missed, context, missed * context))
+            seconds.append(measured)
+        for batch, context, measured in [_sample("decode", sample) for sample in decode]:
+            rows.append((1.0, batch, batch * context, batch * context))
+            seconds.append(measured)
         if len(rows) < 3:
             raise InvalidInput(f"CostModel.fit needs at least 3 samples, got {len(rows)}")
         return _fitted(rows, seconds, name)
 
     def prefill_time(self, missed_tokens, context_tokens=None) -> float:
         """Seconds to prefill `missed_tokens` that end a context of `context_tokens` (default: nothing before them)."""
-        missed = _amount("missed_tokens", missed_tokens)
-        context = missed if context_tokens is None else _amount("context_tokens", context_tokens)
+        missed = amount("missed_tokens", missed_tokens)
+        context = missed if context_tokens is None else amount("context_tokens", context_tokens)
         return prefill_seconds(&self.cost, missed, max(missed, context))
 
     def decode_time(self, output_tokens, context_tokens=0, batch=1) -> float:
         """Seconds one request takes to decode `output_tokens` in a batch of `batch` alike, from `context_tokens` on."""
-        tokens = _amount("output_tokens", output_tokens)
-        middle = _amount("context_tokens", context_tokens) + tokens / 2
-        return tokens * token_seconds(&self.cost, middle, _amount("batch", batch, 1.0))
+        tokens = amount("output_tokens", output_tokens)
+        middle = amount("context_tokens", context_tokens) + tokens / 2
+        return tokens * token_seconds(&self.cost, middle, amount("batch", batch, 1.0))
 
     def iteration_time(self, prefill_chunks=(), decode_contexts=()) -> float:
         """Seconds of one mixed iteration: chunks of (new tokens, context tokens after them), and the context of each
         decode."""
         cdef double tokens = 0, context = 0, pairs = 0, q, s
         for chunk, after in prefill_chunks:
-            q, s = chunk, after
+            q = amount("prefill_chunks: new tokens", chunk)
+            s = max(q, amount("prefill_chunks: context tokens", after))
             tokens += q
             context += s
             pairs += pair_part(&self.cost, q, s)
         for after in decode_contexts:
-            s = after
+            s = amount("decode_contexts", after)
             tokens += 1
             context += s
             pairs += pair_part(&self.cost, 1, s)
@@ -234,6 +270,24 @@ cdef class CostModel:
 
     def __repr__(self) -> str:
         return f"CostModel({self.name!r}, prefill 2048 tokens in {self.prefill_time(2048) * 1000:.0f} ms)"
+
+
+cdef double least_context(double root, double low, double high) noexcept:
+    """The shortest context at which a chunk of `low` to `high` tokens meets the pair term: max(chunk, root ** 2 /
+    chunk)."""
+    if high <= root:
+        return root * root / high
+    return max(low, root)
+
+
+def _sample(str name, sample) -> tuple[float, float, float]:
+    """A measurement as (tokens, context tokens, seconds); InvalidInput otherwise."""
+    try:
+        tokens, context, seconds = sample
+    except (TypeError, ValueError):
+        raise InvalidInput(f"{name}: three numbers each, got {sample!r}") from None
+    return (amount(f"{name}: tokens", tokens), amount(f"{name}: context tokens", context),
+            amount(f"{name}: seconds", seconds, 1e-9))
 
 
 def _rebuilt(coefficients: dict) -> CostModel:
@@ -373,6 +427,8 @@ cdef class LoadBook:
             live += self.workers[i].live_requests
         batch = min(<double> BATCH_MOST, max(<double> BATCH_LEAST, live / <double> max(workers, 1)))
         for i in range(self.end):
+            if not self.workers[i].used:
+                continue
             context = self.workers[i].window.prompt_tokens / <double> max(self.workers[i].window.requests, 1)
             self.workers[i].output_token_seconds = token_seconds(&self.workers[i].cost, context, batch) / batch
 
@@ -506,7 +562,7 @@ cdef class LoadBook:
             "window_prefill_seconds": book.window.prefill_ns * 1e-9,
             "window_output_tokens": book.window.output_tokens,
             "load_seconds": self.load_seconds(worker),
-            "mean_output_tokens": book.window.finished_tokens / max(book.window.finished, 1),
+            "mean_output_tokens": book.window.finished_tokens / <double> max(book.window.finished, 1),
         }
 
     @property
