@@ -17,7 +17,8 @@ cdef struct Terms:               # one worker in one decision; seconds unless sa
     bint candidate               # was compared
     uint32_t block_size          # tokens
     uint32_t held                # tokens of the prompt its marks cover
-    uint32_t usable              # of these, whole blocks and at most prompt - 1
+    uint32_t whole               # of these, whole blocks
+    uint32_t usable              # of these, at most prompt - 1, in whole blocks
     double load                  # L
     double eviction              # M
     double prefill               # P
@@ -46,7 +47,9 @@ cdef class DecisionCore:
     cdef double exploit_ratio
     cdef uint32_t victims_max
     cdef uint32_t live_max
+    cdef int grow(self, uint32_t room) except -1
     cdef int prepare(self, TokenView* view, object token_ids, object namespace, Walk* walk) except -1
+    cdef int follow(self, TokenView* view, object namespace, Walk* walk) except -1
     cdef void look(self, Walk walk, uint32_t count) noexcept nogil
     cdef double eviction_seconds(self, uint32_t worker, Walk walk, int64_t need, double now) noexcept nogil
     cdef void weigh(self, uint32_t worker, Walk walk, uint32_t count, int64_t max_new_tokens, double now,
@@ -56,7 +59,6 @@ cdef class DecisionCore:
     cdef bint better(self, uint32_t a, uint32_t b) noexcept nogil
     cdef Choice choose_with(self, object policy, object asked, Walk walk, uint32_t count, int64_t max_new_tokens,
                             double now) except *
-    cdef int commit(self, object request_id, uint32_t worker, TokenView* view, Walk walk, int64_t max_new_tokens,
-                    double now) except -1
-    cdef int look_python(self, TokenView* view, object token_ids, object namespace, Walk* walk) except -1
+    cdef int commit(self, object request_id, uint32_t worker, TokenView* view, object namespace, Walk walk,
+                    int64_t max_new_tokens, double now) except -1
     cdef void correct(self, Lease* lease, int64_t cached_tokens) noexcept

@@ -5,7 +5,7 @@ A decision has three parts, each a function here: `look` (what of the prompt doe
 Python policy) and `commit` (lease, marks, hits). Only `commit` changes anything. Callers serialise calls;
 `scheduler.py` holds the lock.
 
-    exploit, if the longest usable prefix m is more than the rest of the prompt:
+    exploit, if the longest prefix cached in whole blocks on one worker is more than the rest of the prompt:
         among the workers that hold the key portion of it, the one with the lowest L + M + P
     explore, otherwise:
         among all workers, the one with the lowest L + M + P
@@ -19,7 +19,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
-from preble._cost cimport Cost, CostModel, Lease, LoadBook, WorkerBook, prefill_seconds
+from preble._cost cimport Cost, CostModel, Lease, LoadBook, WorkerBook, nanoseconds, prefill_seconds
 from preble._layout cimport LIVE, Entry, Node, Walk, WorkerMarks, generation, mark_at, node_at
 from preble._layout_parts cimport hits_estimate
 from preble._memory cimport NONE
@@ -107,13 +107,12 @@ cdef class DecisionCore:
         cdef uint32_t room = max(16, self.room)
         while index >= room:
             room *= 2
-        if room > self.room:
-            self.terms = <Terms*> realloc(self.terms, room * sizeof(Terms))
-            self.held = <uint32_t*> realloc(self.held, room * sizeof(uint32_t))
-            if self.terms == NULL or self.held == NULL:
-                raise MemoryError("DecisionCore.open_worker")
-            self.room = room
-        self.book.open_worker(index, cost, now)
+        try:
+            self.grow(room)
+            self.book.open_worker(index, cost, now)
+        except MemoryError:
+            self.tree.drop_worker(index)
+            raise
         memset(&self.terms[index], 0, sizeof(Terms))
         self.terms[index].eligible = True
         self.terms[index].block_size = block_size
@@ -121,6 +120,22 @@ cdef class DecisionCore:
             self.names.append(None)
         self.names[index] = name
         return index
+
+    cdef int grow(self, uint32_t room) except -1:
+        """Scratch rows for `room` workers."""
+        cdef void* grown
+        if room <= self.room:
+            return 0
+        grown = realloc(self.terms, room * sizeof(Terms))
+        if grown == NULL:
+            raise MemoryError("DecisionCore.grow")
+        self.terms = <Terms*> grown
+        grown = realloc(self.held, room * sizeof(uint32_t))
+        if grown == NULL:
+            raise MemoryError("DecisionCore.grow")
+        self.held = <uint32_t*> grown
+        self.room = room
+        return 0
 
     def close_worker(self, uint32_t index) -> None:
         """Forget a worker: marks, account, index. Its leases live on until they end."""
@@ -136,30 +151,36 @@ cdef class DecisionCore:
     # --- looking ---
 
     cdef int prepare(self, TokenView* view, object token_ids, object namespace, Walk* walk) except -1:
-        """Borrow the tokens and walk them; a new namespace is made only for valid tokens. The caller releases
-        `view`."""
-        cdef uint32_t root
+        """Borrow the tokens, walk them and look. Changes nothing; the caller releases `view`."""
         view_tokens(token_ids, view)
         try:
-            root = self.tree.root_of(namespace, False)
-            if root == NONE:
-                check_tokens(view, 0)
-                root = self.tree.root_of(namespace, True)
-            walk[0] = tree_walk(&self.tree.t, at_root(root), view.data, view.count)
-            check_tokens(view, walk.matched)
+            self.follow(view, namespace, walk)
         except BaseException:
             release_tokens(view)
             raise
         return 0
 
+    cdef int follow(self, TokenView* view, object namespace, Walk* walk) except -1:
+        """Walk the prompt and look. A namespace without a root is not made: its prompts match nothing, `walk.node` is
+        NONE."""
+        cdef uint32_t root = self.tree.root_of(namespace, False)
+        walk[0] = at_root(root)
+        if root != NONE:
+            walk[0] = tree_walk(&self.tree.t, walk[0], view.data, view.count)
+        check_tokens(view, walk.matched)
+        self.look(walk[0], view.count)
+        return 0
+
     cdef void look(self, Walk walk, uint32_t count) noexcept nogil:
-        """Fill held and usable tokens of every worker."""
-        cdef uint32_t i, usable, workers = self.tree.t.worker_end
-        tree_matches(&self.tree.t, walk, self.held, workers)
+        """Fill held, whole and usable tokens of every worker."""
+        cdef uint32_t i, size, workers = self.tree.t.worker_end
+        if walk.node != NONE:
+            tree_matches(&self.tree.t, walk, self.held, workers)
         for i in range(workers):
-            usable = min(self.held[i], count - 1)
-            self.terms[i].held = self.held[i]
-            self.terms[i].usable = usable - usable % self.terms[i].block_size
+            size = self.terms[i].block_size
+            self.terms[i].held = self.held[i] if walk.node != NONE else 0
+            self.terms[i].whole = self.terms[i].held - self.terms[i].held % size
+            self.terms[i].usable = min(self.terms[i].whole, count - 1 - (count - 1) % size)
             self.terms[i].candidate = False
 
     # --- E2 ---
@@ -176,14 +197,13 @@ cdef class DecisionCore:
         cdef int64_t covered = 0, taken
         cdef double seconds = 0.0, uses
         cdef const Cost* cost = &self.book.workers[worker].cost
-        cdef Node* node = node_at(&self.tree.t, walk.node)
+        cdef Node* node
         cdef Entry* entry
         cdef bint spared
         path[0] = walk.node
-        while node.parent != NONE and depth + 1 < PATH_MAX:
+        while path[depth] != NONE and depth + 1 < PATH_MAX:
+            path[depth + 1] = node_at(&self.tree.t, path[depth]).parent
             depth += 1
-            path[depth] = node.parent
-            node = node_at(&self.tree.t, node.parent)
         while i != NONE and covered < need and looked < self.victims_max:
             looked += 1
             spared = False
@@ -232,19 +252,18 @@ cdef class DecisionCore:
     cdef Choice choose_e2(self, Walk walk, uint32_t count, int64_t max_new_tokens, double now,
                           bint everyone) noexcept nogil:
         """The E2 rule. `everyone` fills the terms of all eligible workers, for an explanation. O(workers)."""
-        cdef uint32_t i, best_usable = 0, best_held = 0, key_end = 0, workers = self.tree.t.worker_end
+        cdef uint32_t i, best = 0, key_end = 0, workers = self.tree.t.worker_end
         cdef double longest = self.book.longest_observed(now)
         cdef Choice choice
         choice.worker = NONE
         for i in range(workers):
-            if self.terms[i].eligible and self.terms[i].usable > best_usable:
-                best_usable = self.terms[i].usable
-                best_held = self.terms[i].held
-        choice.reason = EXPLOIT if best_usable > self.exploit_ratio * count else EXPLORE
+            if self.terms[i].eligible:
+                best = max(best, self.terms[i].whole)
+        choice.reason = EXPLOIT if best > self.exploit_ratio * count else EXPLORE
         if choice.reason == EXPLOIT:
-            key_end = key_portion_end(&self.tree.t, walk, best_held)
+            key_end = key_portion_end(&self.tree.t, walk, best)
         for i in range(workers):
-            self.terms[i].candidate = self.terms[i].eligible and self.terms[i].held >= key_end
+            self.terms[i].candidate = self.terms[i].eligible and self.terms[i].whole >= key_end
             if self.terms[i].candidate or (everyone and self.terms[i].eligible):
                 self.weigh(i, walk, count, max_new_tokens, now, longest)
             if self.terms[i].candidate and (choice.worker == NONE or self.better(i, choice.worker)):
@@ -300,27 +319,39 @@ cdef class DecisionCore:
         cdef Walk walk
         cdef Choice choice
         cdef uint32_t usable
+        self.need_room(request_id)
+        self.need_eligible()
+        self.prepare(&view, token_ids, namespace, &walk)
+        try:
+            self.book.advance(now)
+            if policy is None:
+                with nogil:
+                    choice = self.choose_e2(walk, view.count, max_new_tokens, now, with_costs)
+                reason = _REASONS[choice.reason]
+            else:
+                choice = self.choose_with(policy, asked, walk, view.count, max_new_tokens, now)
+                reason = str(policy.reason)
+                self.need_room(request_id)     # a policy that called this scheduler may have changed anything
+                self.need_chosen(choice.worker, reason)
+                self.follow(&view, namespace, &walk)
+            usable = self.terms[choice.worker].usable
+            costs = self.costs() if with_costs else None
+            self.commit(request_id, choice.worker, &view, namespace, walk, max_new_tokens, now)
+        finally:
+            release_tokens(&view)
+        return new_decision(request_id, self.names[choice.worker], usable, view.count, reason, costs)
+
+    def need_room(self, object request_id) -> None:
+        """Raise DuplicateRequest if the id is live, QueueFull if as many requests are live as may be."""
         if request_id in self.leases:
             raise DuplicateRequest(f"request_id {request_id!r} is live")
         if len(self.leases) >= self.live_max:
             raise QueueFull(f"{self.live_max} requests are live, the most allowed (SchedulerConfig.live_requests_max)")
-        self.need_eligible()
-        self.book.advance(now)
-        self.prepare(&view, token_ids, namespace, &walk)
-        try:
-            self.look(walk, view.count)
-            if policy is None:
-                with nogil:
-                    choice = self.choose_e2(walk, view.count, max_new_tokens, now, with_costs)
-            else:
-                choice = self.choose_with(policy, asked, walk, view.count, max_new_tokens, now)
-            usable = self.terms[choice.worker].usable
-            costs = self.costs() if with_costs else None
-            self.commit(request_id, choice.worker, &view, walk, max_new_tokens, now)
-        finally:
-            release_tokens(&view)
-        reason = _REASONS[choice.reason] if choice.reason != OTHER else policy.reason
-        return new_decision(request_id, self.names[choice.worker], usable, view.count, reason, costs)
+
+    def need_chosen(self, uint32_t worker, str reason) -> None:
+        """Raise InvalidInput if a policy has taken the worker it chose out of service."""
+        if worker >= self.tree.t.worker_end or not self.terms[worker].eligible:
+            raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
 
     def need_eligible(self) -> None:
         """Raise NoWorkers unless some worker may take a request."""
@@ -335,20 +366,22 @@ cdef class DecisionCore:
         cdef uint32_t i
         return {self.names[i]: self.terms[i].total for i in range(self.tree.t.worker_end) if self.terms[i].eligible}
 
-    cdef int commit(self, object request_id, uint32_t worker, TokenView* view, Walk walk, int64_t max_new_tokens,
-                    double now) except -1:
+    cdef int commit(self, object request_id, uint32_t worker, TokenView* view, object namespace, Walk walk,
+                    int64_t max_new_tokens, double now) except -1:
         """Book the decision: a lease, the load, the prompt's marks and hits. On MemoryError nothing stays booked."""
         cdef Lease lease
         cdef uint32_t index, leaf
         cdef uint32_t missed = view.count - self.terms[worker].usable
         cdef double seconds = prefill_seconds(&self.book.workers[worker].cost, missed, view.count)
+        if walk.node == NONE:
+            walk = at_root(self.tree.root_of(namespace, True))
         memset(&lease, 0, sizeof(Lease))
         lease.prompt_tokens = view.count
         lease.matched_tokens = self.terms[worker].usable
         lease.held_tokens = self.terms[worker].held
         lease.confirmed_tokens = confirmed_tokens(&self.tree.t, walk, worker)
         lease.expected_output = self.book.expected_output(worker, max_new_tokens)
-        lease.prefill_ns = <int64_t> (seconds * 1e9)
+        lease.prefill_ns = nanoseconds(seconds)
         index = self.book.book(worker, lease, now)
         if tree_insert(&self.tree.t, walk, view.data, view.count, worker, True, now, &leaf):
             self.book.void_lease(index)
@@ -367,8 +400,9 @@ cdef class DecisionCore:
         cdef Choice choice
         cdef uint32_t i
         self.need_eligible()
+        self.prepare(&view, token_ids, namespace, &walk)
+        release_tokens(&view)
         self.book.advance(now)
-        self.look_python(&view, token_ids, namespace, &walk)
         if policy is None:
             choice = self.choose_e2(walk, view.count, max_new_tokens, now, True)
         else:
@@ -379,32 +413,38 @@ cdef class DecisionCore:
              bool(self.terms[i].candidate))
             for i in range(self.tree.t.worker_end) if self.terms[i].eligible
         ]
-        return choice.worker, _REASONS[choice.reason] if choice.reason != OTHER else policy.reason, view.count, rows
-
-    cdef int look_python(self, TokenView* view, object token_ids, object namespace, Walk* walk) except -1:
-        """`look` for a read: a namespace that does not exist is not made, its prompts match nothing."""
-        cdef uint32_t root
-        view_tokens(token_ids, view)
-        try:
-            root = self.tree.root_of(namespace, False)
-            walk[0] = at_root(root if root != NONE else self.tree.root_of(None, True))
-            if root != NONE:
-                walk[0] = tree_walk(&self.tree.t, walk[0], view.data, view.count)
-            check_tokens(view, walk.matched)
-        finally:
-            release_tokens(view)
-        self.look(walk[0], view.count)
-        return 0
+        reason = _REASONS[choice.reason] if choice.reason != OTHER else str(policy.reason)
+        return choice.worker, reason, view.count, rows
 
     def match(self, token_ids, object namespace) -> tuple[int, int, dict[str, int]]:
         """(prompt tokens, known tokens, {worker: usable tokens}). Changes nothing."""
         cdef TokenView view
         cdef Walk walk
         cdef uint32_t i
-        self.look_python(&view, token_ids, namespace, &walk)
+        self.prepare(&view, token_ids, namespace, &walk)
+        release_tokens(&view)
         found = {self.names[i]: self.terms[i].usable for i in range(self.tree.t.worker_end)
                  if self.terms[i].usable and self.names[i] is not None}
         return view.count, walk.matched, found
+
+    def stored(self, token_ids, object namespace, uint32_t worker, double now) -> None:
+        """An engine says that a worker caches this prefix: mark it, as known and not only predicted."""
+        cdef TokenView view
+        cdef Walk walk
+        cdef uint32_t leaf
+        self.prepare(&view, token_ids, namespace, &walk)
+        try:
+            if walk.node == NONE:
+                walk = at_root(self.tree.root_of(namespace, True))
+            if tree_insert(&self.tree.t, walk, view.data, view.count, worker, False, now, &leaf):
+                raise MemoryError("GlobalScheduler.apply")
+            confirm_path(&self.tree.t, leaf, worker)
+        finally:
+            release_tokens(&view)
+
+    def advance(self, double now) -> None:
+        """Let assigned work that is older than the window expire."""
+        self.book.advance(now)
 
     # --- the rest of a request's life ---
 
@@ -433,9 +473,11 @@ cdef class DecisionCore:
         if cached_tokens >= 0:
             seconds = prefill_seconds(&self.book.workers[lease.worker].cost, lease.prompt_tokens - cached_tokens,
                                       lease.prompt_tokens)
-            self.book.correct_prefill(lease, <int64_t> (seconds * 1e9))
+            self.book.correct_prefill(lease, nanoseconds(seconds))
             if alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens:
                 drop_beside(&self.tree.t, lease.leaf, lease.worker, <uint32_t> cached_tokens)
+            # Told once: what is computed from now on hangs there for good, also if `finish` says the number again.
+            lease.confirmed_tokens = min(lease.confirmed_tokens, <uint32_t> cached_tokens)
         if alive and not lease.prefilled:
             confirm_path(&self.tree.t, lease.leaf, lease.worker)
 
@@ -454,10 +496,11 @@ cdef class DecisionCore:
         return True
 
     def cancel(self, object request_id, double now) -> bool:
-        """Give a booking back; before the first token also the belief that the prompt is cached. False if the id is
-        not live."""
+        """Give a booking back; before the first token also the belief that the prompt is cached, as far as the engine
+        has not reported it. False if the id is not live."""
         cdef Lease* lease
         cdef Node* leaf
+        cdef Walk walk
         found = self.leases.pop(request_id, None)
         if found is None:
             return False
@@ -466,7 +509,9 @@ cdef class DecisionCore:
         leaf = node_at(&self.tree.t, lease.leaf)
         if self.book.is_current(lease) and not lease.prefilled:
             if leaf.state & LIVE and generation(leaf) == lease.leaf_generation:
-                take_back(&self.tree.t, lease.leaf, lease.worker, lease.held_tokens, now)
+                walk.node, walk.inside, walk.matched = lease.leaf, leaf.run.length, leaf.run.start + leaf.run.length
+                known = max(lease.held_tokens, confirmed_tokens(&self.tree.t, walk, lease.worker))
+                take_back(&self.tree.t, lease.leaf, lease.worker, known, now)
         self.book.void_lease(<uint32_t> found)
         return True
 
@@ -486,10 +531,12 @@ cdef class DecisionCore:
     def check(self) -> None:
         """Assert the invariants of tree and book, and that they agree on the workers."""
         cdef uint32_t i
+        cdef bint named, booked, marked
         self.tree.check()
         self.book.check(list(self.leases.values()))
         for i in range(len(self.names)):
+            named = self.names[i] is not None
             booked = i < self.book.end and bool(self.book.workers[i].used)
             marked = i < self.tree.t.worker_end and self.tree.t.workers[i].capacity > 0
-            assert (self.names[i] is not None) == booked == marked, f"worker {i}: book {booked}, tree {marked}"
-            assert self.names[i] is not None or not self.terms[i].eligible, f"free worker {i} is eligible"
+            assert named == booked == marked, f"worker {i}: name {named}, book {booked}, tree {marked}"
+            assert named or not self.terms[i].eligible, f"free worker {i} is eligible"

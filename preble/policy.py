@@ -10,6 +10,7 @@ agree.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,8 @@ class Policy:
     reason = "custom"
 
     def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
-        """One number a worker, lower is better."""
-        raise NotImplementedError(f"policy {self.name!r} has no score()")
+        """One number a worker, lower is better. For a policy that only picks: zeros."""
+        return [0.0] * len(workers)
 
     def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
         """The position of the chosen worker: the lowest score, then fewer live requests, then order."""
@@ -77,15 +78,30 @@ class Policy:
 
     def decide(self, request: RequestView, workers: WorkersView) -> int:
         """Score, pick and check. Raises InvalidInput if the policy answers nonsense."""
-        scores = self.score(request, workers)
+        return self._position(self.pick(self.checked_scores(request, workers), request, workers), len(workers))
+
+    def checked_scores(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        """What `score` says, as floats. Raises InvalidInput unless it is one number for each worker."""
+        answer = self.score(request, workers)
+        try:
+            scores = [float(score) for score in answer]
+        except (TypeError, ValueError):
+            raise InvalidInput(f"policy {self.name!r} scored {answer!r}, not one number a worker") from None
         if len(scores) != len(workers):
             raise InvalidInput(f"policy {self.name!r} scored {len(scores)} of {len(workers)} workers")
         if any(math.isnan(score) for score in scores):
-            raise InvalidInput(f"policy {self.name!r} gave a score that is not a number: {list(scores)}")
-        choice = self.pick(scores, request, workers)
-        if isinstance(choice, bool) or not isinstance(choice, int) or not 0 <= choice < len(workers):
-            raise InvalidInput(f"policy {self.name!r} picked {choice!r}, not a position in 0..{len(workers) - 1}")
-        return choice
+            raise InvalidInput(f"policy {self.name!r} gave a score that is not a number: {scores}")
+        return scores
+
+    def _position(self, choice: Any, workers: int) -> int:
+        """`choice` as an int; any integer type will do (numpy's argmin), a bool will not."""
+        try:
+            position = -1 if isinstance(choice, bool) else operator.index(choice)
+        except TypeError:
+            position = -1
+        if not 0 <= position < workers:
+            raise InvalidInput(f"policy {self.name!r} picked {choice!r}, not a position in 0..{workers - 1}")
+        return position
 
 
 class RoundRobin(Policy):
@@ -137,10 +153,12 @@ POLICIES = ("e2", *_BUILT_IN)
 
 def resolve(policy: str | Policy | type[Policy]) -> Policy | None:
     """The policy object for a name, class or object; None stands for the compiled "e2". Raises InvalidConfig."""
-    if isinstance(policy, Policy):
-        return policy
     if isinstance(policy, type) and issubclass(policy, Policy):
-        return policy()
+        policy = policy()
+    if isinstance(policy, Policy):
+        if type(policy).score is Policy.score and type(policy).pick is Policy.pick:
+            raise InvalidConfig(f"policy {policy.name!r} overrides neither score() nor pick()")
+        return policy
     if policy == "e2":
         return None
     if isinstance(policy, str) and policy in _BUILT_IN:

@@ -8,6 +8,7 @@ it may be called from any thread and from asyncio. Paper sections 4.1 and 4.2.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,9 +72,9 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
-            if not 0.0 < getattr(self, name) < float("inf"):
+            if not (_is_number(getattr(self, name)) and 0.0 < getattr(self, name) < float("inf")):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be positive and finite, got {getattr(self, name)!r}")
-        if not 0.0 <= self.exploit_ratio <= 1.0:
+        if not (_is_number(self.exploit_ratio) and 0.0 <= self.exploit_ratio <= 1.0):
             raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
         check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
         check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
@@ -128,12 +129,16 @@ class GlobalScheduler:
         self._lock = threading.RLock()
         self._sequence = 0
         self._counts = dict.fromkeys(
-            ("scheduled", "finished", "cancelled", "late_calls", "expired_leases", "expired_nodes", "events"), 0
+            (
+                *("scheduled", "finished", "cancelled", "late_calls", "events"),
+                *("expired_leases", "expired_nodes", "failed_ticks"),
+            ),
+            0,
         )
         self._reasons: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        for worker in workers:
+        for worker in _all_of("workers", workers, InvalidConfig):
             self.add_worker(worker)
 
     # --- a request's life ---------------------------------------------------------------------------------------------
@@ -176,6 +181,7 @@ class GlobalScheduler:
 
         Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
         """
+        _hashable("request_id", request_id)
         cached = _tokens_or_none("cached_tokens", cached_tokens)
         with self._lock:
             return self._counted(self._core.first_token(request_id, cached, self._now()))
@@ -185,6 +191,7 @@ class GlobalScheduler:
     ) -> bool:
         """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
         live."""
+        _hashable("request_id", request_id)
         output = _tokens_or_none("output_tokens", output_tokens)
         cached = _tokens_or_none("cached_tokens", cached_tokens)
         with self._lock:
@@ -194,6 +201,7 @@ class GlobalScheduler:
 
     def cancel(self, request_id: Hashable) -> bool:
         """The request will not be served here: give its booking back. False if it is not live."""
+        _hashable("request_id", request_id)
         with self._lock:
             done = self._counted(self._core.cancel(request_id, self._now()))
             self._counts["cancelled"] += done
@@ -314,17 +322,19 @@ class GlobalScheduler:
             worker = self._worker(worker_id)
             now = self._now()
             changed = 0
-            for event in events:
-                self._counts["events"] += 1
+            for event in _all_of("events", events, InvalidInput):
                 changed += self._apply_one(worker, event, now)
+                self._counts["events"] += 1
             return changed
 
     # --- background ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float | None = None) -> None:
-        """Background work: forget dead prefixes, cancel leases that were never ended. Call about once a second."""
+        """Background work: forget dead prefixes and old load, cancel leases that were never ended. Call about once a
+        second. Raises InvalidTime."""
         with self._lock:
-            at = self._now() if now is None else _finite_time(now)
+            at = self._now() if now is None else _finite_time("now", now)
+            self._core.advance(at)
             self._counts["expired_nodes"] += self._core.tree.expire(at)
             for request_id in self._expired_leases(at):
                 self._core.cancel(request_id, at)
@@ -333,16 +343,18 @@ class GlobalScheduler:
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
         with self._lock:
-            if self._thread is None:
-                self._stop.clear()
-                self._thread = threading.Thread(target=self._tick_until_stopped, name="preble-tick", daemon=True)
+            if self._thread is None or not self._thread.is_alive():
+                self._stop = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._tick_until, args=(self._stop,), name="preble-tick", daemon=True
+                )
                 self._thread.start()
 
     def close(self) -> None:
         """Stop the background thread. Idempotent; the scheduler stays usable."""
         with self._lock:
             thread, self._thread = self._thread, None
-        self._stop.set()
+            self._stop.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -358,7 +370,7 @@ class GlobalScheduler:
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        return _finite_time(self._clock())
+        return _finite_time("what the clock returned", self._clock())
 
     def _new_id(self) -> str:
         number = self._sequence
@@ -376,7 +388,7 @@ class GlobalScheduler:
     def _scores(self, asked: RequestView | None, rows: Sequence[tuple[Any, ...]]) -> Sequence[float]:
         if self._policy is None or asked is None:
             return [row[5] for row in rows]
-        return self._policy.score(asked, self._core.view([row[0] for row in rows]))
+        return self._policy.checked_scores(asked, self._core.view([row[0] for row in rows]))
 
     def _counted(self, live: bool) -> bool:
         self._counts["late_calls"] += not live
@@ -396,6 +408,7 @@ class GlobalScheduler:
             "draining": worker.draining,
             "known_blocks": len(worker.blocks),
             "orphan_blocks": worker.blocks.orphans,
+            "conflicting_blocks": worker.blocks.conflicts,
             "block_overflows": worker.blocks.overflows,
         }
 
@@ -408,41 +421,52 @@ class GlobalScheduler:
             expired.append(request_id)
         return expired
 
-    def _tick_until_stopped(self) -> None:
-        while not self._stop.wait(self.config.tick_seconds):
-            self.tick()
+    def _tick_until(self, stop: threading.Event) -> None:
+        while not stop.wait(self.config.tick_seconds):
+            try:
+                self.tick()
+            except InvalidTime:  # the clock's fault, and perhaps for once only
+                with self._lock:
+                    self._counts["failed_ticks"] += 1
 
     def _apply_one(self, worker: _Worker, event: CacheEvent, now: float) -> bool:
+        """Whether the event changed what the worker is believed to cache."""
         tree = self._core.tree
+        version = tree.version
         if isinstance(event, BlockStored):
-            _hashable("BlockStored.namespace", event.namespace)
-            overflows = worker.blocks.overflows
-            prefix = worker.blocks.store(event)
-            if worker.blocks.overflows > overflows:
-                tree.clear_worker(worker.index)
-            if prefix:
-                tree.insert(prefix, now, worker=worker.index, namespace=event.namespace, is_hit=False)
-            return prefix is not None
-        if isinstance(event, BlockRemoved):
-            cuts = worker.blocks.remove(event.block_hashes)
-            return sum(tree.unmark(prefix, worker.index, kept, namespace=space) for prefix, kept, space in cuts) > 0
-        if isinstance(event, AllBlocksCleared):
+            self._apply_stored(worker, event, now)
+        elif isinstance(event, BlockRemoved):
+            for prefix, kept, namespace in worker.blocks.remove(event.block_hashes, event.medium):
+                tree.unmark(prefix, worker.index, kept, namespace=namespace)
+        elif isinstance(event, AllBlocksCleared):
             worker.blocks.clear()
-            return tree.clear_worker(worker.index) > 0
-        if isinstance(event, PrefixEvicted):
+            tree.clear_worker(worker.index)
+        elif isinstance(event, PrefixEvicted):
+            _hashable("PrefixEvicted.namespace", event.namespace)
             kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
-            return tree.unmark(event.token_ids, worker.index, kept, namespace=event.namespace) > 0
-        raise InvalidInput(f"apply: {event!r} is not a cache event")
+            tree.unmark(event.token_ids, worker.index, kept, namespace=event.namespace)
+        else:
+            raise InvalidInput(f"events: {event!r} is not a cache event")
+        return tree.version != version
+
+    def _apply_stored(self, worker: _Worker, event: BlockStored, now: float) -> None:
+        _hashable("BlockStored.namespace", event.namespace)
+        overflows = worker.blocks.overflows
+        prefix = worker.blocks.store(event)
+        if worker.blocks.overflows > overflows:
+            self._core.tree.clear_worker(worker.index)
+        if prefix:
+            self._core.stored(prefix, event.namespace, worker.index, now)
 
 
 class _Excluding:
-    """Takes workers out of one decision. Raises UnknownWorker, and NoWorkers when nobody is left."""
+    """Takes workers out of one decision. Raises UnknownWorker, and NoWorkers when there are none at all."""
 
     __slots__ = ("_scheduler", "_taken")
 
     def __init__(self, scheduler: GlobalScheduler, exclude: Iterable[str]) -> None:
         self._scheduler = scheduler
-        self._taken = [scheduler._worker(worker_id) for worker_id in exclude]
+        self._taken = [scheduler._worker(worker_id) for worker_id in _all_of("exclude", exclude, InvalidInput)]
 
     def __enter__(self) -> None:
         if not self._scheduler._workers:
@@ -458,14 +482,24 @@ class _Excluding:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _finite_time(now: float) -> float:
-    try:
-        value = float(now)
-    except (TypeError, ValueError):
-        raise InvalidTime(f"the time must be a number of seconds, got {now!r}") from None
-    if value != value or value in (float("inf"), float("-inf")):
-        raise InvalidTime(f"the time must be finite, got {now!r}")
-    return value
+def _finite_time(name: str, seconds: float) -> float:
+    if not _is_number(seconds):
+        raise InvalidTime(f"{name} must be a number of seconds, got {seconds!r}")
+    if not math.isfinite(seconds):
+        raise InvalidTime(f"{name} must be finite, got {seconds!r}")
+    return float(seconds)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a float or an int, of Python or numpy."""
+    return hasattr(value, "__float__") and not isinstance(value, bool)
+
+
+def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:
+    """`values` if one can iterate over it; a lone string is taken for the mistake it is."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise error(f"{name} must be an iterable, such as a list, got {values!r}")
+    return values
 
 
 def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
