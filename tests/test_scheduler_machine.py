@@ -1,0 +1,362 @@
+"""State machine: the global scheduler decides, books and believes exactly what the naive model does."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from model_scheduler import Choice, NaiveScheduler, Path
+
+import preble
+from preble import AllBlocksCleared, BlockRemoved, BlockStored, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
+from preble.errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull
+
+NAMESPACES = (None, "tenant", 7)
+NAMES = [f"w{i}" for i in range(5)]
+# Few segments, put together and cut: prompts share, split and extend each other, around the borders of 16-token blocks.
+SEGMENTS = [tuple(range(100 * i, 100 * i + size)) for i, size in enumerate([10, 16, 33, 5, 20])]
+COSTS = [
+    preble.CostModel.preset("mistral-7b/a6000"),
+    preble.CostModel(
+        [(0, 0.01), (16, 0.01), (64, 0.2)], context=(20, 0.001, 0.001, 1e-4), pair=(100, 0.0, 1e-4, 1e-4, 1e-5)
+    ),
+]
+prompts = st.builds(
+    lambda parts, cut: sum((SEGMENTS[part] for part in parts), ())[:cut],
+    st.lists(st.integers(0, 4), min_size=1, max_size=3), st.sampled_from([1, 2, 9, 16, 17, 32, 40, 99, 99, 99, 99]),
+)  # fmt: skip
+paths = st.tuples(st.sampled_from([*NAMESPACES, None, None]), prompts)
+limits = st.sampled_from([None, None, 1, 30])
+specs = st.builds(
+    WorkerSpec,
+    st.sampled_from(NAMES),
+    kv_capacity_tokens=st.sampled_from([30, 64, 100, 1000]),
+    block_size=st.sampled_from([1, 1, 16]),
+    cost_model=st.sampled_from(COSTS),
+)
+configs = st.builds(
+    SchedulerConfig,
+    history_seconds=st.just(36.0),
+    join_seconds=st.just(5.0),
+    exploit_ratio=st.sampled_from([0.5, 0.5, 0.5, 0.2]),
+    victims_max=st.sampled_from([1, 3, 64]),
+    live_requests_max=st.just(9),
+    lease_seconds=st.just(150.0),
+)
+
+
+def shown_tree(scheduler: preble.GlobalScheduler) -> dict[Path, dict[str, int]]:
+    """Nodes by whole prefix, each with its marks, read from the drawing of the tree."""
+    names = scheduler._core.names
+    nodes: dict[Path, dict[str, int]] = {}
+    space, way = None, []
+    for line in scheduler._core.tree.show(10**6).split("\n"):
+        if line.startswith("("):
+            space = next(known for known in (7, "tenant", None) if known is None or repr(known) == line[1:-1])
+        elif line:
+            run, _, marks = line.strip()[1:].partition("]")
+            depth = (len(line) - len(line.lstrip())) // 2
+            way = [*way[: depth - 1], tuple(int(token) for token in run.split())]
+            found = [mark.split(":") for mark in marks.split()]
+            nodes[(space, sum(way, ()))] = {names[int(worker)]: int(tokens) for worker, tokens in found}
+    return nodes
+
+
+def block_hash(worker: str, path: Path) -> int | bytes:
+    """A stable name of the block that ends a prefix; workers disagree, and some use bytes."""
+    return repr((worker, path)).encode() if worker in NAMES[:2] else int.from_bytes(repr(path).encode(), "big")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, answers, cache events, workers coming and going, and a clock that jumps both ways."""
+
+    @initialize(config=configs, first=st.lists(specs, min_size=2, max_size=4, unique_by=lambda spec: spec.id))
+    def start(self, config: SchedulerConfig, first: list[WorkerSpec]) -> None:
+        self.clock = ManualClock(1000.0)
+        self.real = preble.GlobalScheduler([], config=config, clock=self.clock)
+        self.model = NaiveScheduler(config)
+        self.number = 0
+        self.asked: list[Path] = []
+        for spec in first:
+            self.add_worker(spec)
+
+    # --- requests ---
+
+    @rule(chosen=st.lists(paths, min_size=1, max_size=4), limit=limits)
+    def schedule(self, chosen: list[Path], limit: int | None) -> None:
+        for path in chosen:
+            self.schedule_one(path, limit, frozenset())
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 99), more=st.sampled_from([(), (), (1, 2, 3), SEGMENTS[1]]), limit=limits)
+    def schedule_again(self, which: int, more: tuple[int, ...], limit: int | None) -> None:
+        space, tokens = self.asked[which % len(self.asked)]
+        self.schedule_one((space, tokens + more), limit, frozenset())
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 99), limit=limits)
+    def schedule_elsewhere(self, which: int, limit: int | None) -> None:
+        """A prompt goes to a worker that lacks it, as after a failure; now several cache it."""
+        path = self.asked[which % len(self.asked)]
+        holders = [name for name in self.model.accounts if self.model.tree.held(path, name)]
+        self.schedule_one(path, limit, frozenset(holders[:2]))
+
+    @rule(chosen=st.lists(paths, min_size=1, max_size=3), share=st.sampled_from([None, 0.0, 0.5, 1.0]))
+    def serve(self, chosen: list[Path], share: float | None) -> None:
+        """Whole lives: from now on the prompts are known to be cached, or the engine lies about it."""
+        for path in [*chosen, *self.asked[-2:]]:
+            before = self.number
+            self.schedule_one(path, None, frozenset())
+            if self.number > before:
+                self.first_token(len(self.model.live) - 1, share)
+                self.finish(len(self.model.live) - 1, share, 20)
+
+    def schedule_one(self, path: Path, limit: int | None, excluded: frozenset[str]) -> None:
+        space, tokens = path
+        asked = {"namespace": space, "max_new_tokens": limit}
+        open_workers = [n for n, a in self.model.accounts.items() if a.eligible and n not in excluded]
+        if len(self.model.live) >= self.real.config.live_requests_max or not open_workers:
+            try:
+                self.real.schedule(tokens, exclude=excluded, **asked)
+                raise AssertionError("a request was taken that has no place")
+            except (QueueFull, NoWorkers):
+                return
+        self.number += 1
+        self.asked.append(path)
+        explained = self.real.explain(tokens, **asked) if not excluded else None
+        decision = self.real.schedule(tokens, request_id=self.number, exclude=excluded, explain=True, **asked)
+        choice = self.model.decide(path, limit, self.clock(), excluded)
+        self.agrees(decision, choice)
+        if explained is not None:
+            self.explains(explained, decision, choice)
+        self.model.book(self.number, path, decision.worker, limit, self.clock())
+
+    def agrees(self, decision: preble.Decision, choice: Choice) -> None:
+        """The same decision, and each worker's cost to the last few bits."""
+        assert decision.reason == choice.reason
+        assert set(decision.costs) == {row.worker for row in choice.rows}
+        for row in choice.rows:
+            assert math.isclose(decision.costs[row.worker], row.total, rel_tol=1e-9, abs_tol=1e-12), row
+        mine, real = choice.total(choice.worker), choice.total(decision.worker)
+        assert decision.worker == choice.worker or (mine != real and math.isclose(mine, real, rel_tol=1e-9))
+        assert decision.matched_tokens == next(r.matched for r in choice.rows if r.worker == decision.worker)
+
+    def explains(self, told: preble.types.Explanation, decision: preble.Decision, choice: Choice) -> None:
+        """What `explain` said is what `schedule` then did, term by term."""
+        assert (told.worker, told.reason, told.matched_tokens, told.prompt_tokens) == (
+            *(decision.worker, decision.reason, decision.matched_tokens, decision.prompt_tokens),
+        )
+        assert {cost.worker: cost.total_seconds for cost in told.workers} == decision.costs
+        for cost, row in zip(told.workers, choice.rows, strict=True):
+            assert (cost.worker, cost.matched_tokens, cost.candidate) == (row.worker, row.matched, row.candidate)
+            for mine, real in (row.load, cost.load_seconds), (row.eviction, cost.eviction_seconds):
+                assert math.isclose(mine, real, rel_tol=1e-9, abs_tol=1e-12), (row, cost)
+            assert math.isclose(row.prefill, cost.prefill_seconds, rel_tol=1e-9)
+        others = [cost for cost in told.workers if cost.candidate and cost.worker != told.worker]
+        assert (told.runner_up is None) == (not others)
+        assert told.margin >= 0.0
+
+    @precondition(lambda self: self.model.live)
+    @rule(which=st.integers(0, 99), share=st.sampled_from([None, 0.0, 0.5, 1.0]))
+    def first_token(self, which: int, share: float | None) -> None:
+        request_id, cached = self.pick(which, share)
+        assert self.real.first_token(request_id, cached_tokens=cached)
+        assert self.model.first_token(request_id, cached, self.clock())
+
+    @precondition(lambda self: self.model.live)
+    @rule(
+        which=st.integers(0, 99),
+        share=st.sampled_from([None, None, 0.0, 1.0]),
+        output=st.sampled_from([None, 0, 3, 60]),
+    )
+    def finish(self, which: int, share: float | None, output: int | None) -> None:
+        request_id, cached = self.pick(which, share)
+        assert self.real.finish(request_id, output_tokens=output, cached_tokens=cached)
+        assert self.model.finish(request_id, output, cached, self.clock())
+
+    @precondition(lambda self: self.model.live)
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
+        request_id, _ = self.pick(which, None)
+        assert self.real.cancel(request_id)
+        assert self.model.cancel(request_id, self.clock())
+
+    def pick(self, which: int, share: float | None) -> tuple[int, int | None]:
+        """A live request, and what its engine says it reused: nothing, all that was believed, or a lie."""
+        request_id = list(self.model.live)[which % len(self.model.live)]
+        matched = self.model.live[request_id].matched
+        return request_id, None if share is None else int(share * matched)
+
+    @rule(path=paths)
+    def talk_about_nobody(self, path: Path) -> None:
+        late = self.real.stats()["late_calls"]
+        assert not self.real.first_token("nobody") and not self.real.finish("nobody") and not self.real.cancel("nobody")
+        assert self.real.stats()["late_calls"] == late + 3
+        if self.model.live:
+            request_id, _ = self.pick(0, None)
+            for bad in (lambda: self.real.finish(request_id, cached_tokens=1000), lambda: self.again(request_id, path)):
+                try:
+                    bad()
+                    raise AssertionError("nonsense was accepted")
+                except (InvalidInput, QueueFull):
+                    pass
+
+    def again(self, request_id: int, path: Path) -> None:
+        try:
+            self.real.schedule(path[1], request_id=request_id)
+        except (DuplicateRequest, NoWorkers) as error:
+            raise InvalidInput("as it should") from error
+
+    # --- workers ---
+
+    @rule(spec=specs)
+    def add_worker(self, spec: WorkerSpec) -> None:
+        if spec.id not in self.model.accounts:
+            self.real.add_worker(spec)
+            self.model.add_worker(spec, self.clock())
+
+    @precondition(lambda self: len(self.model.accounts) > 2)
+    @rule(which=st.integers(0, 99), dice=st.integers(0, 5))
+    def drain_worker(self, which: int, dice: int) -> None:
+        if dice:
+            return
+        name = self.worker(which)
+        self.real.drain_worker(name)
+        self.model.accounts[name].eligible = False
+
+    @precondition(lambda self: len(self.model.accounts) > 1)
+    @rule(which=st.integers(0, 99), dice=st.integers(0, 5))
+    def remove_worker(self, which: int, dice: int) -> None:
+        if dice:
+            return
+        name = self.worker(which)
+        assert self.real.remove_worker(name) == self.model.remove_worker(name)
+
+    def worker(self, which: int) -> str:
+        return list(self.model.accounts)[which % len(self.model.accounts)]
+
+    # --- cache events ---
+
+    @precondition(lambda self: self.model.accounts)
+    @rule(which=st.integers(0, 99), path=paths, start=st.integers(0, 3), medium=st.sampled_from([None, "GPU", "CPU"]))
+    def blocks_stored(self, which: int, path: Path, start: int, medium: str | None) -> None:
+        name, size = self.worker(which), 8
+        space, tokens = path
+        ends = range((start + 1) * size, len(tokens) + 1, size)
+        parent = block_hash(name, (space, tokens[: start * size])) if start else None
+        hashes = [block_hash(name, (space, tokens[:end])) for end in ends]
+        inside = tokens[start * size : start * size + len(hashes) * size]
+        self.apply(name, BlockStored(hashes, parent, inside, size, space, medium))
+
+    @precondition(lambda self: any(account.blocks for account in self.model.accounts.values()))
+    @rule(chosen=st.lists(st.integers(0, 99), min_size=1, max_size=4), medium=st.sampled_from([None, "GPU", "CPU"]))
+    def blocks_removed(self, chosen: list[int], medium: str | None) -> None:
+        name = next(name for name, account in self.model.accounts.items() if account.blocks)
+        known = list(self.model.accounts[name].blocks)
+        self.apply(name, BlockRemoved([*(known[i % len(known)] for i in chosen), 12345], medium))
+
+    @precondition(lambda self: self.model.accounts)
+    @rule(which=st.integers(0, 99), path=paths, kept=st.sampled_from([0, 1, 9, 16, 20, 200]))
+    def prefix_evicted(self, which: int, path: Path, kept: int) -> None:
+        self.apply(self.worker(which), PrefixEvicted(path[1], kept, path[0]))
+
+    @precondition(lambda self: self.model.accounts)
+    @rule(which=st.integers(0, 99), dice=st.integers(0, 5))
+    def cleared(self, which: int, dice: int) -> None:
+        if not dice:
+            self.apply(self.worker(which), AllBlocksCleared())
+
+    def apply(self, name: str, event: object) -> None:
+        """The same event to both. What it returns is whether a belief changed; at full capacity it may count a change
+        that its own eviction undid."""
+        before = self.beliefs(name)
+        changed = self.real.apply(name, [event])
+        self.model.apply(name, event, self.clock())
+        is_full = self.model.tree.cached(name) == self.model.tree.capacity[name]
+        assert changed == (self.beliefs(name) != before) or (changed and is_full)
+        assert len(self.real._workers[name].blocks) == len(self.model.accounts[name].blocks)
+
+    def beliefs(self, name: str) -> set[Path]:
+        """Every prefix that a worker is believed to cache, whatever nodes the tree has."""
+        tree, found = self.model.tree, set()
+        for space, tokens in tree.recency[name]:
+            start = tree.start((space, tokens))
+            cached = tree.nodes[space, tokens].marks[name].tokens
+            found |= {(space, tokens[:end]) for end in range(start + 1, start + cached + 1)}
+        return found
+
+    # --- time ---
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 4.0, 4.0, 20.0, 36.0, 160.0, -30.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule()
+    def tick(self) -> None:
+        now, before = self.clock(), self.real.stats()
+        self.real.tick()
+        self.model.advance(now)
+        gone = self.model.tree.nodes.keys() - shown_tree(self.real).keys()
+        assert all(self.model.tree.may_go(path, now) for path in gone)
+        for path in gone:
+            del self.model.tree.nodes[path]
+        after = self.real.stats()
+        assert after["expired_nodes"] - before["expired_nodes"] == len(gone)
+        assert after["expired_leases"] - before["expired_leases"] == self.model.expire_leases(now)
+
+    # --- what always holds ---
+
+    @invariant()
+    def invariants_hold(self) -> None:
+        self.real.check()
+
+    @invariant()
+    def tree_is_the_models(self) -> None:
+        mine = {p: {w: m.tokens for w, m in node.marks.items()} for p, node in self.model.tree.nodes.items()}
+        assert shown_tree(self.real) == mine
+
+    @invariant()
+    def books_are_the_models(self) -> None:
+        stats = self.real.stats()
+        assert stats["live_requests"] == len(self.model.live)
+        assert list(stats["workers"]) == list(self.model.accounts)
+        for name, account in self.model.accounts.items():
+            for key, value in self.model.sums(account).items():
+                assert math.isclose(stats["workers"][name][key], value, rel_tol=1e-9, abs_tol=1e-12), (name, key)
+
+    @invariant()
+    def eviction_order_is_the_models(self) -> None:
+        tree = self.model.tree
+        for name in self.model.accounts:
+            index = self.model.places.index(name)
+            marks = [(tree.nodes[path].marks[name], tree.start(path)) for path in tree.recency[name]]
+            mine = [(mark.tokens, start, mark.hits.estimate(self.clock())) for mark, start in marks]
+            assert self.real._core.tree.victims(index, 10**9, self.clock()) == mine
+
+    def teardown(self) -> None:
+        """Once everything has ended nothing is left: no live request, no load, no belief, no node."""
+        if not hasattr(self, "real"):
+            return
+        for request_id in list(self.model.live):
+            self.real.finish(request_id)
+        for account in self.real.stats()["workers"].values():
+            assert (account["live_requests"], account["waiting_requests"], account["live_output_tokens"]) == (0, 0, 0)
+            assert account["waiting_prefill_seconds"] == 0.0
+        for name in list(self.model.accounts):
+            self.real.apply(name, [AllBlocksCleared()])
+        for _ in range(12):
+            self.clock.set(max(self.clock(), 36.0 * (self.model.slice // 36)) + 40.0)
+            self.real.tick()
+        stats = self.real.stats()
+        assert (stats["tree"]["nodes"], stats["tree"]["marks"], stats["live_requests"]) == (0, 0, 0)
+        for account in stats["workers"].values():
+            assert (account["window_requests"], account["window_prefill_seconds"], account["load_seconds"]) == (0, 0, 0)
+        self.real.check()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=50, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
+test_the_scheduler_does_what_the_naive_model_does = SchedulerMachine.TestCase
