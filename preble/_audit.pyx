@@ -1,12 +1,11 @@
 """`check` and `show` for radix trees: asserts every invariant of `_layout.pxd`, and draws a tree. Owns nothing,
 changes nothing."""
 
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from preble._layout cimport LIVE, Entry, List, Node, Tree, entries_of, entry_count, mark_at, node_at
-from preble._layout_parts cimport block_bytes, find_child, run_bytes, run_slots
+from preble._layout_parts cimport block_bytes, find_child, find_entry, run_bytes, run_slots
 from preble._memory cimport CHUNK, CHUNK_BITS, NONE, charged
-from preble._tree cimport find_entry
 
 
 cdef int check_tree(Tree* t, dict roots, dict names, root_queue) except -1:
@@ -46,6 +45,13 @@ cdef check_node(Tree* t, uint32_t i):
         check_closure(t, i, entries[at].worker)
         if t.with_slots:
             assert entries[at].tokens == node.run.length, f"M1: node {i} of a slot tree is cached in part"
+    if t.with_slots:
+        assert entry_count(node) == 1, f"M1: node {i} of a slot tree is not cached"
+        assert pins_of(t, i) >= sum(pins_of(t, child) for child in children_of(t, i)), f"P1: node {i} has too few pins"
+
+
+cdef uint64_t pins_of(Tree* t, uint32_t i):
+    return mark_at(t, node_at(t, i).only.mark).pins
 
 
 cdef check_closure(Tree* t, uint32_t i, uint32_t worker):
@@ -166,7 +172,7 @@ cdef str show_tree(Tree* t, dict roots, int max_tokens):
     if it has them."""
     lines = []
     for namespace, root in sorted(roots.items(), key=lambda item: item[1]):
-        lines.append(f"({'root' if namespace is None else namespace!r})")
+        lines.append(f"({'root' if namespace is None else repr(namespace)})")
         stack = [(child, 1) for child in children_of(t, root)]
         while stack:
             i, depth = stack.pop(0)

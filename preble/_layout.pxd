@@ -1,5 +1,5 @@
-# The token radix tree: layout, pictures and invariants. `_layout_parts.pxd` has its small parts, `_tree.pyx` its
-# operations, `_radix.pyx` its Python face.
+# The token radix tree: layout, pictures and invariants. `_layout_parts.pxd` has its smallest parts, `_nodes.pyx` nodes,
+# marks and the split, `_tree.pyx` its operations, `_radix.pyx` its Python face.
 #
 # One forest of path-compressed trees over token ids, one root per namespace. A node owns a run of tokens; every path
 # from a root spells a prompt. Marks say which worker is believed to cache how much of a node.
@@ -20,13 +20,12 @@
 #       └─ [8]    a:1                    └─ [8]  a:1
 #
 # Invariants (`RadixTree.check` asserts each)
-#   R1  children of a node start with different tokens; only roots have empty runs; a run starts where its parent's
-# run ends
+#   R1  children of a node start with different tokens; only roots have empty runs; a run starts where its parent's ends
 #   R2  the child table holds exactly the (parent, first token) -> child pairs
 #   M1  a mark covers 1..length tokens; a worker marks a node only if it marks the whole of the parent (prefix closure)
 #   M2  a worker's tokens are the sum over its marks, and at most its capacity
-#   L1  a worker's recency list holds exactly its unpinned marks, a node always older than its parent: the oldest is a
-# leaf
+#   L1  a worker's recency list holds exactly its unpinned marks, a node always older than its parent, so that the
+#       oldest is a leaf of what the worker caches
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
 #   B1  budget.used is the sum of all live allocations
@@ -49,8 +48,8 @@ cdef struct Entry:               # who caches a node
     uint32_t tokens              # how many of the node's first tokens
     uint32_t mark                # index of the Mark behind it
 
-cdef struct EntryBlock:          # entries of a node with two or more marks, sorted by worker
-    uint32_t count
+cdef struct EntryBlock:          # entries of a node with two or more marks, by worker
+    uint32_t count               # 1 only where adding the second mark failed
     uint32_t room
     Entry entries[1]
 
@@ -69,7 +68,7 @@ cdef struct Node:                # 64 bytes, one cache line
 
 cdef enum:
     LIVE = 1
-    TOUCHED = 2                  # hit since it entered its aging list
+    TOUCHED = 2                  # a prompt passed since it was made or last looked at for max_bytes
 
 cdef struct Mark:                # a worker's recency and hits at one node, 32 bytes
     uint64_t hits                # window counter of this worker's requests

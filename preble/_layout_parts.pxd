@@ -4,7 +4,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from preble._memory cimport NONE, budget_alloc, budget_free
+from preble._memory cimport NONE, budget_alloc, budget_free, charged
 from preble._layout cimport ChildSlot, Entry, List, Mark, Node, TokenRun, Tree, mark_at, node_at
 
 cdef enum:
@@ -12,21 +12,25 @@ cdef enum:
     DELETED_TAG = 1
     COMPARE_STEP = 64            # tokens compared by one memcmp
     HITS_MAX = (1 << 20) - 1     # a window counter saturates here
+    WINDOW_MAX = (1 << 24) - 1   # window numbers run over here
 
 
 # --- window counters --------------------------------------------------------------------------------------------------
 # A counter is (window number: 24 bits | hits in it: 20 | hits in the window before: 20). The estimate weighs the
-# older window by how much of it still lies within the last `window_seconds`.
+# older window by how much of it still lies within the last `window_seconds`. Window numbers run over, so they are
+# compared as on a circle: up to half way round is later, the other half is earlier.
 
 cdef inline uint64_t window_of(double now, double window_seconds) noexcept nogil:
-    return (<uint64_t> (now / window_seconds)) & 0xFFFFFF if now > 0 else 0
+    return (<uint64_t> (now / window_seconds)) & WINDOW_MAX if now > 0 else 0
 
 cdef inline uint64_t rolled(uint64_t counter, uint64_t window) noexcept nogil:
-    # The counter as seen from `window`; a window in the past (a clock that jumped back) leaves it alone.
-    cdef uint64_t own = counter >> 40
-    if window <= own:
+    # The counter as seen from `window`; an earlier window (a clock that jumped back) leaves it alone.
+    cdef uint64_t later = (window - (counter >> 40)) & WINDOW_MAX
+    if counter << 24 == 0:       # no hits: it may stand for any window
+        return window << 40
+    if later == 0 or later > WINDOW_MAX >> 1:
         return counter
-    if window == own + 1:
+    if later == 1:
         return (window << 40) | ((counter >> 20) & HITS_MAX)
     return window << 40
 
@@ -51,7 +55,7 @@ cdef inline double hits_estimate(uint64_t counter, double now, double window_sec
     cdef uint64_t window = window_of(now, window_seconds)
     cdef double part = now / window_seconds - <double> <uint64_t> (now / window_seconds) if now > 0 else 0.0
     counter = rolled(counter, window)
-    if counter >> 40 > window:
+    if counter >> 40 != window:
         part = 0.0
     return <double> ((counter >> 20) & HITS_MAX) + <double> (counter & HITS_MAX) * (1.0 - part)
 
@@ -163,18 +167,21 @@ cdef inline void remove_slot(Tree* t, uint32_t parent, int32_t token) noexcept n
 cdef inline bint table_is_tight(Tree* t, uint32_t more) noexcept nogil:
     return (t.table_used + t.table_deleted + more) * 4 > t.table_size * 3
 
+cdef inline uint32_t table_size_for(Tree* t, uint32_t more) noexcept nogil:
+    # A table that is tight by its deleted slots alone is rebuilt in its size.
+    return t.table_size * 2 if (t.table_used + more) * 2 > t.table_size else t.table_size
+
 cdef inline int64_t table_growth(Tree* t, uint32_t more) noexcept nogil:
-    return <int64_t> t.table_size * 2 * sizeof(ChildSlot) if table_is_tight(t, more) else 0
+    # Bytes that `table_reserve(more)` would allocate; it frees the old table after that.
+    return charged(<int64_t> table_size_for(t, more) * sizeof(ChildSlot)) if table_is_tight(t, more) else 0
 
 cdef inline int table_reserve(Tree* t, uint32_t more) noexcept nogil:
     # Make room for `more` children; deleted slots go when the table is rebuilt.
-    cdef uint32_t i, size = t.table_size
+    cdef uint32_t i, size = table_size_for(t, more)
     cdef ChildSlot* table
     cdef Node* child
     if not table_is_tight(t, more):
         return 0
-    if (t.table_used + more) * 2 > t.table_size:
-        size *= 2
     table = <ChildSlot*> budget_alloc(&t.budget, size * sizeof(ChildSlot))
     if table == NULL:
         return -1
@@ -189,8 +196,7 @@ cdef inline int table_reserve(Tree* t, uint32_t more) noexcept nogil:
     t.table_deleted = 0
     return 0
 
-# --- runs and entry blocks
-# -------------------------------------------------------------------------------------------------------------
+# --- runs and entry blocks --------------------------------------------------------------------------------------------
 
 cdef inline int64_t run_bytes(Tree* t, uint32_t length) noexcept nogil:
     return 8 + <int64_t> (length if length else 1) * (8 if t.with_slots else 4)
@@ -228,3 +234,19 @@ cdef inline uint32_t common_prefix(const int32_t* a, const int32_t* b, uint32_t 
 
 cdef inline int64_t block_bytes(uint32_t room) noexcept nogil:
     return 8 + <int64_t> room * sizeof(Entry)
+
+cdef inline Entry* find_entry(Node* node, uint32_t worker) noexcept nogil:
+    # The worker's entry at a node, or NULL. O(log entries).
+    cdef uint32_t low = 0, high, middle
+    if node.block == NULL:
+        return &node.only if node.only.worker == worker else NULL
+    high = node.block.count
+    while low < high:
+        middle = (low + high) >> 1
+        if node.block.entries[middle].worker < worker:
+            low = middle + 1
+        else:
+            high = middle
+    if low < node.block.count and node.block.entries[low].worker == worker:
+        return &node.block.entries[low]
+    return NULL

@@ -64,6 +64,9 @@ cdef inline int slab_init(Slab* slab, uint32_t item_bytes) noexcept nogil:
 cdef inline void* slab_at(Slab* slab, uint32_t index) noexcept nogil:
     return <char*> slab.chunks[index >> CHUNK_BITS] + (index & CHUNK_MASK) * slab.item_bytes
 
+cdef inline int64_t slab_bytes(Slab* slab) noexcept nogil:
+    return <int64_t> slab.chunk_count * (CHUNK * slab.item_bytes + 64)
+
 cdef inline int64_t slab_growth(Slab* slab, uint32_t items) noexcept nogil:
     # Bytes that `slab_reserve(items)` would allocate.
     if slab.free_count >= items:

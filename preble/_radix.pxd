@@ -15,4 +15,5 @@ cdef class RadixTree:
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE
     cdef int forget_empty_roots(self) except -1
     cdef int need_worker(self, uint32_t worker) except -1
+    cdef int need_beliefs(self) except -1
     cdef bint walk_python(self, object token_ids, object namespace, Walk* walk) except -1

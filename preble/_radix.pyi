@@ -1,10 +1,12 @@
+# Types of `_radix.pyx`; what the methods promise stands there.
+
 from collections.abc import Hashable
 from typing import Any
 
 TokenIds = Any  # 1-D C-contiguous int32, uint32 or int64 buffer, or a list or tuple of ints
 
 class RadixTree:
-    def __init__(self, *, max_bytes: int = ..., window_seconds: float = 180.0, with_slots: bool = False) -> None: ...
+    def __init__(self, *, max_bytes: int = ..., window_seconds: float = 180.0) -> None: ...
 
     # workers: dense indices from 0
     def add_worker(self, capacity_tokens: int) -> int: ...

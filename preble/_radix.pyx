@@ -2,8 +2,8 @@
 each, how often each was hit within the window, and each worker's recency order. Knows no sockets, no clock (times are
 arguments), no policy.
 
-The algorithms are in `_tree.pyx`, layout, pictures and invariants in `_layout.pxd`, `check` and `show` in
-`_audit.pyx`. Every public method is one uninterrupted step under the GIL, so threads may share a tree. Workers are
+The algorithms are in `_tree.pyx` and `_nodes.pyx`, layout, pictures and invariants in `_layout.pxd`, `check` and `show`
+in `_audit.pyx`. Every public method is one uninterrupted step under the GIL, so threads may share a tree. Workers are
 dense indices here; their names belong to the scheduler. Paper section 4.2.
 """
 
@@ -28,44 +28,30 @@ from preble._layout cimport (
     Walk,
     WorkerMarks,
 )
-from preble._layout_parts cimport (
-    free_run,
-    hits_estimate,
-    new_run,
-)
-from preble._memory cimport (
-    budget_alloc,
-    NONE,
-    slab_close,
-    slab_init,
-    slab_reserve,
-)
+from preble._layout_parts cimport find_entry, free_run, hits_estimate, new_run
+from preble._memory cimport NONE, budget_alloc, fails_now, slab_close, slab_init, slab_reserve
+from preble._nodes cimport at_root, free_node, take_node, tree_matches, tree_walk
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._tree cimport (
-    at_root,
-    drop_below,
-    evict_tokens,
-    find_entry,
-    forget_dead,
-    free_node,
-    take_node,
-    tree_insert,
-    tree_matches,
-    tree_walk,
-)
+from preble._tree cimport drop_below, evict_tokens, forget_dead, make_room_for_root, tree_insert
 
-from .errors import InvalidConfig, InvalidTime, UnknownWorker
+from .errors import InvalidConfig, InvalidInput, InvalidTime, TreeFull, UnknownWorker
 
 cdef enum:
     WORKERS_MAX = 65536
     TABLE_START = 1024           # child slots of an empty tree
-    EMPTY_ROOT_CHECKS = 64       # namespaces looked at in one expire
+    EMPTY_ROOT_CHECKS = 64       # namespaces looked at for removal at a time
+    ROOT_SHED_STEPS = 4096       # aging nodes looked at to make room for a namespace; without a root it cannot be
+
+# Together these keep window numbers within 64 bits.
+cdef double TIME_MAX = 1e15
+cdef double WINDOW_SECONDS_MIN = 1e-3
 
 
 cdef double finite(object now) except? -1.0:
+    """A time in seconds as C double. Raises InvalidTime beyond +-1e15, where a clock has no business."""
     cdef double value = now
-    if not isfinite(value):
-        raise InvalidTime(f"now must be finite, got {now!r}")
+    if not -TIME_MAX <= value <= TIME_MAX:
+        raise InvalidTime(f"now must be finite and within 1e15 seconds, got {now!r}")
     return value
 
 
@@ -77,15 +63,15 @@ cdef class RadixTree:
     window H.
     """
 
-    def __cinit__(self, *, int64_t max_bytes=1 << 30, double window_seconds=180.0, bint with_slots=False):
+    def __cinit__(self, *, int64_t max_bytes=1 << 30, double window_seconds=180.0):
         memset(&self.t, 0, sizeof(Tree))
-        if not isfinite(window_seconds) or window_seconds <= 0:
-            raise InvalidConfig(f"window_seconds must be positive and finite, got {window_seconds!r}")
+        if not isfinite(window_seconds) or window_seconds < WINDOW_SECONDS_MIN:
+            raise InvalidConfig(
+                f"window_seconds must be finite and at least {WINDOW_SECONDS_MIN}, got {window_seconds!r}")
         if max_bytes < 1 << 20:
             raise InvalidConfig(f"max_bytes must be at least 1048576, got {max_bytes}")
         self.t.budget.limit = max_bytes
         self.t.window_seconds = window_seconds
-        self.t.with_slots = with_slots
         self.t.marked.oldest = self.t.marked.newest = NONE
         self.t.unmarked.oldest = self.t.unmarked.newest = NONE
         self.t.table = <ChildSlot*> budget_alloc(&self.t.budget, TABLE_START * sizeof(ChildSlot))
@@ -111,8 +97,8 @@ cdef class RadixTree:
         free(self.t.workers)
 
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE:
-        """The namespace's root, NONE if it has none and `create` is false. Raises TypeError for unhashable
-        namespaces."""
+        """The namespace's root, NONE if it has none and `create` is false. Raises TypeError for unhashable namespaces,
+        TreeFull if a bounded search found no room for a root under max_bytes."""
         cdef TokenRun* run
         cdef uint32_t i
         found = self._roots.get(namespace)
@@ -120,6 +106,10 @@ cdef class RadixTree:
             return <uint32_t> found
         if not create:
             return NONE
+        if not make_room_for_root(&self.t, 0):
+            self.forget_empty_roots()
+            if not make_room_for_root(&self.t, ROOT_SHED_STEPS):
+                raise TreeFull(f"no room for one more namespace within max_bytes ({self.t.budget.limit})")
         run = new_run(&self.t, 0, NULL, NULL, 0)
         if run == NULL or slab_reserve(&self.t.nodes, &self.t.budget, 1):
             free_run(&self.t, run)
@@ -149,6 +139,12 @@ cdef class RadixTree:
             raise UnknownWorker(f"no worker with index {worker}")
         return 0
 
+    cdef int need_beliefs(self) except -1:
+        """Refuse writes that would leave a slot tree with tokens that have no slot, or slots that have no tokens."""
+        if self.t.with_slots:
+            raise InvalidInput("a SlotTree changes by hold, extend, release and evict only")
+        return 0
+
     # --- workers ---
 
     def add_worker(self, int64_t capacity_tokens) -> int:
@@ -163,7 +159,9 @@ cdef class RadixTree:
             raise InvalidConfig(f"at most {WORKERS_MAX} workers")
         if i == self.t.worker_room:
             room = max(16, self.t.worker_room * 2)
-            grown = <WorkerMarks*> realloc(self.t.workers, room * sizeof(WorkerMarks))
+            grown = NULL
+            if not fails_now(&self.t.budget):
+                grown = <WorkerMarks*> realloc(self.t.workers, room * sizeof(WorkerMarks))
             if grown == NULL:
                 raise MemoryError("workers")
             self.t.budget.used += (room - self.t.worker_room) * sizeof(WorkerMarks)
@@ -184,11 +182,9 @@ cdef class RadixTree:
 
     def clear_worker(self, uint32_t worker) -> int:
         """Its cache is empty now: drop its marks; returns the tokens dropped. O(its marks)."""
-        cdef int64_t dropped
+        self.need_beliefs()
         self.need_worker(worker)
-        with nogil:
-            dropped = evict_tokens(&self.t, worker, self.t.workers[worker].tokens)
-        return dropped
+        return evict_tokens(&self.t, worker, self.t.workers[worker].tokens)
 
     # --- reads ---
 
@@ -239,11 +235,15 @@ cdef class RadixTree:
         cdef Walk walk
         cdef Entry* entry
         cdef double at = finite(now)
+        cdef uint32_t index = NONE
+        if worker is not None:
+            index = worker
+            self.need_worker(index)
         if not self.walk_python(token_ids, namespace, &walk) or walk.matched == 0:
             return 0.0
         if worker is None:
             return hits_estimate(node_at(&self.t, walk.node).hits, at, self.t.window_seconds)
-        entry = find_entry(node_at(&self.t, walk.node), worker)
+        entry = find_entry(node_at(&self.t, walk.node), index)
         return hits_estimate(mark_at(&self.t, entry.mark).hits, at, self.t.window_seconds) if entry != NULL else 0.0
 
     def victims(self, uint32_t worker, int64_t need_tokens, now) -> list[tuple[int, int, float]]:
@@ -270,18 +270,24 @@ cdef class RadixTree:
 
     def insert(self, token_ids, now, *, worker=None, namespace=None, bint is_hit=True) -> int:
         """Remember a prompt, on `worker` if given; returns the tokens that were known. Evicts the worker's oldest
-        beyond capacity."""
+        beyond capacity. What max_bytes has no room for is counted in `stats` and not remembered."""
         cdef TokenView view
         cdef Walk walk
         cdef uint32_t leaf, index = NONE
         cdef double at = finite(now)
+        self.need_beliefs()
         if worker is not None:
             index = worker
             self.need_worker(index)
         view_tokens(token_ids, &view)
         try:
             check_tokens(&view, 0)
-            walk = tree_walk(&self.t, at_root(self.root_of(namespace, True)), view.data, view.count)
+            try:
+                walk = at_root(self.root_of(namespace, True))
+            except TreeFull:
+                self.t.refused_tokens += view.count
+                return 0
+            walk = tree_walk(&self.t, walk, view.data, view.count)
             if tree_insert(&self.t, walk, view.data, view.count, index, is_hit, at, &leaf):
                 raise MemoryError("RadixTree.insert")
         finally:
@@ -291,6 +297,7 @@ cdef class RadixTree:
     def unmark(self, token_ids, uint32_t worker, uint32_t kept_tokens, *, namespace=None) -> int:
         """The worker dropped every cached prefix through token_ids[kept_tokens]; returns the tokens unmarked."""
         cdef Walk walk
+        self.need_beliefs()
         self.need_worker(worker)
         if not self.walk_python(token_ids, namespace, &walk) or walk.matched <= kept_tokens:
             return 0
@@ -303,8 +310,7 @@ cdef class RadixTree:
         returns nodes."""
         cdef uint32_t removed
         cdef double at = finite(now)
-        with nogil:
-            removed = forget_dead(&self.t, at, min(max_nodes, self.t.nodes.live))
+        removed = forget_dead(&self.t, at, min(max_nodes, self.t.nodes.live))
         self.forget_empty_roots()
         return removed
 
@@ -342,7 +348,7 @@ cdef class RadixTree:
         self.t.budget.fail_after = nth
 
     def check(self) -> None:
-        """Assert every invariant of `_tree.pxd`. O(everything)."""
+        """Assert every invariant of `_layout.pxd`. O(everything)."""
         check_tree(&self.t, self._roots, self._names, self._root_queue)
 
     def show(self, int max_tokens=6) -> str:

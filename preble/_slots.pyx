@@ -14,19 +14,38 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
 
 from preble._layout cimport Entry, Node, TokenRun, Walk, mark_at, node_at
-from preble._layout_parts cimport free_run, new_run, recency_push_after, recency_remove, run_slots, table_reserve
+from preble._layout_parts cimport (
+    find_entry,
+    free_run,
+    new_run,
+    recency_push_after,
+    recency_remove,
+    run_slots,
+    table_reserve,
+)
 from preble._memory cimport NONE, slab_reserve
+from preble._nodes cimport add_entry, add_leaf, at_root, forget_leaf, split_node, tree_walk
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._tree cimport add_entry, add_leaf, at_root, find_entry, forget_leaf, split_node, tree_walk
 from preble._radix cimport RadixTree, finite
 
-from .errors import InvalidInput
+from .errors import InvalidInput, InvalidTokens
 
 cdef c_array INTS = array("i")
 
 
 cdef c_array int_array(uint32_t count):
     return clone(INTS, count, False)
+
+
+cdef int view_slots(object slots, TokenView* view) except -1:
+    """Like view_tokens, for slot ids; the caller calls release_tokens."""
+    try:
+        view_tokens(slots, view, True)
+        check_tokens(view, 0)
+    except InvalidTokens as error:
+        release_tokens(view)
+        raise InvalidInput(str(error).replace("token_ids", "slots")) from None
+    return 0
 
 
 cdef class Hold:
@@ -43,8 +62,6 @@ cdef class SlotTree(RadixTree):
     """Prefixes cached by one engine, with the int32 KV slot of each token. All methods are thread-safe single steps."""
 
     def __init__(self):
-        if not self.t.with_slots:
-            raise InvalidInput("SlotTree needs with_slots=True")
         self.add_worker((1 << 31) - 1)
 
     def __cinit__(self):
@@ -74,11 +91,11 @@ cdef class SlotTree(RadixTree):
         cdef TokenView view
         cdef Walk walk
         cdef uint32_t count
-        cdef Hold hold
+        cdef Hold hold = Hold.__new__(Hold)      # first: making an object may run other Python code
         finite(now)
         view_tokens(token_ids, &view)
         try:
-            count = view.count if max_tokens is None else min(view.count, <uint32_t> max(0, max_tokens))
+            count = view.count if max_tokens is None else min(<object> view.count, max(0, max_tokens))
             check_tokens(&view, 0)
             walk = tree_walk(&self.t, at_root(self.root_of(namespace, True)), view.data, count)
         finally:
@@ -87,7 +104,6 @@ cdef class SlotTree(RadixTree):
             if split_node(&self.t, walk.node, walk.inside):
                 raise MemoryError("SlotTree.hold")
             walk.node = node_at(&self.t, walk.node).parent
-        hold = Hold.__new__(Hold)
         hold.tree = self
         hold.node = walk.node
         hold.matched_tokens = walk.matched
@@ -95,7 +111,7 @@ cdef class SlotTree(RadixTree):
         node_at(&self.t, self.root_above(walk.node)).hits += 1      # a root counts the holds below it
         return hold
 
-    def root_above(self, uint32_t i) -> int:
+    cdef uint32_t root_above(self, uint32_t i) noexcept:
         """The root over a node. O(path)."""
         while node_at(&self.t, i).parent != NONE:
             i = node_at(&self.t, i).parent
@@ -127,7 +143,7 @@ cdef class SlotTree(RadixTree):
         view_tokens(token_ids, &view)
         try:
             check_tokens(&view, hold.matched_tokens)
-            view_tokens(slots, &slot_view, True)
+            view_slots(slots, &slot_view)
             try:
                 if view.count != hold.matched_tokens + slot_view.count:
                     raise InvalidInput(
@@ -258,8 +274,8 @@ cdef class SlotTree(RadixTree):
             memcpy(path.data.as_ints + node.run.start, &node.run.tokens[0], node.run.length * 4)
             root = node.parent
             node = node_at(&self.t, root)
+        forget_leaf(&self.t, i)                      # before anything that may run other Python code
         reports.append((path, kept, self._names[root]))
-        forget_leaf(&self.t, i)
         return slots
 
     @property

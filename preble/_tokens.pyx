@@ -4,6 +4,8 @@ int32 and uint32 buffers are borrowed without a copy, int64 buffers and lists or
 loop.
 """
 
+from operator import index
+
 from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS,
     PyBUF_FORMAT,
@@ -95,6 +97,8 @@ cdef int convert_sequence(object token_ids, TokenView* view) except -1:
         item = PyList_GET_ITEM(token_ids, i) if is_list else PyTuple_GET_ITEM(token_ids, i)
         if not PyLong_Check(<object> item) or PyBool_Check(<object> item):
             view.owned[i] = whole_number(<object> item, i)
+            if is_list and PyList_GET_SIZE(token_ids) != count:      # __index__ is foreign code
+                raise InvalidTokens("token_ids changed its length while it was read")
             continue
         value = PyLong_AsLongLongAndOverflow(<object> item, &overflow)
         if overflow != 0 or value < 0 or value > ID_MAX:
@@ -106,18 +110,24 @@ cdef int convert_sequence(object token_ids, TokenView* view) except -1:
 
 cdef int32_t whole_number(object item, Py_ssize_t i) except? -1:
     """An element that is no plain int: numpy integers pass, floats, bools and anything else do not."""
-    if not PyBool_Check(item) and hasattr(item, "__index__"):
-        number = item.__index__()
-        if 0 <= number <= ID_MAX:
-            return <int32_t> number
-        raise InvalidTokens(f"token_ids[{i}] is {number}, outside [0, {ID_MAX}]")
-    raise InvalidTokens(f"token_ids[{i}] is a {type(item).__name__}, not an int")
+    if PyBool_Check(item):
+        raise InvalidTokens(f"token_ids[{i}] is a bool, not an int")
+    try:
+        number = index(item)
+    except TypeError:
+        raise InvalidTokens(f"token_ids[{i}] is a {type(item).__name__}, not an int") from None
+    if 0 <= number <= ID_MAX:
+        return <int32_t> number
+    raise InvalidTokens(f"token_ids[{i}] is {number}, outside [0, {ID_MAX}]")
 
 
 cdef int borrow_buffer(object token_ids, TokenView* view) except -1:
     cdef char kind
     if not PyObject_CheckBuffer(token_ids) and hasattr(token_ids, "__array__"):
-        token_ids = token_ids.__array__()          # torch CPU tensors offer no buffer, but this
+        try:
+            token_ids = token_ids.__array__()      # torch CPU tensors offer no buffer, but this
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidTokens(f"token_ids is a {type(token_ids).__name__} that gives no array: {error}") from None
     if not PyObject_CheckBuffer(token_ids):
         raise InvalidTokens(f"token_ids is a {type(token_ids).__name__}; pass a 1-D int32, uint32 or int64 buffer, "
                             "or a list of ints")

@@ -18,7 +18,7 @@ PREBLE = Path(__file__).resolve().parent.parent / "preble"
 # A package's modules stand where the package does, and `local_queue` stands where `local` does.
 FLOORS = [
     {"errors", "types", "clock", "content"},
-    {"_memory", "_tokens", "_layout", "_tree", "_slots", "_audit", "_radix", "_cost"},
+    {"_memory", "_tokens", "_layout", "_nodes", "_tree", "_slots", "_audit", "_radix", "_cost"},
     {"policy", "policies", "metrics", "_e2"},
     {"scheduler", "kv_index", "local"},
     {"transport", "engines", "sim", "workloads", "integrations"},
