@@ -12,8 +12,8 @@ nothing and loads no third-party package. Errors are in `preble.errors`, all der
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # what type checkers know as true; importing typing would cost more than all the rest
 if TYPE_CHECKING:
     from . import errors as errors
     from ._cost import CostModel as CostModel
@@ -58,15 +58,17 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module(".errors", __name__)
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'preble' has no attribute {name!r}")
-    value = getattr(import_module(f".{home}", __name__), name)
-    globals()[name] = value  # the next access is a plain attribute
-    return value
+if not TYPE_CHECKING:  # a type checker must not take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        if name == "errors":
+            return import_module(".errors", __name__)
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'preble' has no attribute {name!r}")
+        value = getattr(import_module(f".{home}", __name__), name)
+        globals()[name] = value  # the next access is a plain attribute
+        return value
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ import preble
 PREBLE = Path(preble.__file__).parent
 PUBLIC_NAMES_MAX = 16
 COMPILED = sorted(path.stem for path in PREBLE.glob("*.pyx"))
-HEAVY = {"numpy", "torch", "transformers", "zmq", "asyncio", "msgpack", "matplotlib", "rich", "dataclasses"}
+HEAVY = {"numpy", "torch", "transformers", "zmq", "asyncio", "msgpack", "matplotlib", "rich", "dataclasses", "typing"}
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
