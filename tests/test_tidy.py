@@ -50,7 +50,8 @@ def functions_of(path: Path) -> list[tuple[str, int]]:
         ]
         return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in nodes]
     lines = path.read_text().split("\n")
-    starts = [i for i, line in enumerate(lines) if re.match(r"\s*(async\s+)?(def|cdef|cpdef)\s(?!class\b)[^=]*\(", line)]
+    opening = re.compile(r"\s*(async\s+)?(def|cdef|cpdef)\s(?!class\b)[^=]*\(")
+    starts = [i for i, line in enumerate(lines) if opening.match(line)]
     return [(lines[i].strip(), body_lines(lines, i)) for i in starts]
 
 
