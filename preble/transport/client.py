@@ -20,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import zmq
@@ -283,9 +284,11 @@ class WorkerLink:
         return await self._take_frames(self._subscriber, self._take_event)
 
     async def _take_frames(self, socket: zmq.asyncio.Socket, take: Callable[[list[bytes]], str]) -> str:
+        # asyncio wakes us for the first frame; what has come with it is read without a future for each.
+        plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         while True:
-            for _ in range(_FRAMES_PER_TURN):
-                reason = take(await socket.recv_multipart())
+            for parts in chain([await socket.recv_multipart()], _waiting_frames(plain)):
+                reason = take(parts)
                 if reason:
                     return reason
             await asyncio.sleep(0)
@@ -427,6 +430,16 @@ def _events_endpoint(address: str, told: str) -> str:
     if not (address.startswith("tcp://") and told.startswith("tcp://")):
         return told
     return f"{address.rpartition(':')[0]}:{told.rpartition(':')[2]}"
+
+
+def _waiting_frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """Messages that are there already, at most `_FRAMES_PER_TURN` of them."""
+    for _ in range(_FRAMES_PER_TURN):
+        try:
+            parts = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield parts
 
 
 async def _awaitable(message: Any) -> Any:
