@@ -164,7 +164,8 @@ cdef class SlotTree(RadixTree):
         walk = tree_walk(&self.t, walk, tokens, count)
         known = walk.matched
         redundant = int_array(known - held)
-        memcpy(redundant.data.as_ints, slots, (known - held) * 4)
+        if known > held:
+            memcpy(redundant.data.as_ints, slots, (known - held) * 4)
         if walk.node == hold.node and self.may_append(hold.node) and count > known:
             self.append_run(hold, tokens + known, slots + (known - held), count - known)
         else:

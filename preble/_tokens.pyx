@@ -110,7 +110,7 @@ cdef int convert_sequence(object token_ids, TokenView* view) except -1:
 
 cdef int32_t whole_number(object item, Py_ssize_t i) except? -1:
     """An element that is no plain int: numpy integers pass, floats, bools and anything else do not."""
-    if PyBool_Check(item):
+    if type(item).__name__ in ("bool", "bool_"):          # Python's and numpy's
         raise InvalidTokens(f"token_ids[{i}] is a bool, not an int")
     try:
         number = index(item)
