@@ -1,7 +1,7 @@
 """A service: many requests at once, some of whose clients go away, over engines that batch.
 
-`place` is all that a real service needs around its own engine calls: schedule, tell the first token, and end the booking in every
-case. The engine here is a stand-in that sleeps for as long as the cost model says.
+`place` is all that a real service needs around its own engine calls: schedule, tell the first token, and end the
+booking in every case. The engine here is a stand-in that sleeps for as long as the cost model says.
 """
 
 import asyncio
@@ -39,10 +39,8 @@ async def answer(scheduler: preble.GlobalScheduler, token_ids: list[int]) -> str
 async def main() -> None:
     documents = [[d * 10_000 + i for i in range(1500)] for d in range(6)]
     with preble.GlobalScheduler(["worker-a", "worker-b"]) as scheduler:
-        requests = [
-            asyncio.create_task(answer(scheduler, documents[n % 6] + [70_000 + n] * 50)) for n in range(60)
-        ]
-        await asyncio.sleep(0.01)
+        requests = [asyncio.create_task(answer(scheduler, documents[n % 6] + [70_000 + n] * 50)) for n in range(60)]
+        await asyncio.sleep(0)  # all of them are placed now
         for impatient in requests[::10]:
             impatient.cancel()
         results = await asyncio.gather(*requests, return_exceptions=True)

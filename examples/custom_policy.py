@@ -1,7 +1,7 @@
 """A placement rule of your own: score the workers, lower is better. The scheduler books; a policy only computes.
 
-This one prefers cached prefixes like "longest_prefix", but lets a queue outweigh them: each request in flight counts as much as
-`tokens_per_request` cached tokens. `explain` shows the scores without booking anything.
+This one prefers cached prefixes like "longest_prefix", but lets a queue outweigh them: each request in flight
+counts as much as `tokens_per_request` cached tokens. `explain` shows the scores without booking anything.
 """
 
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""Types of the cost model and the load book; what they own is said in `_cost.pyx`."""
+
 from collections.abc import Iterable, Sequence
 
 class CostModel:

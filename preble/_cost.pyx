@@ -16,7 +16,6 @@ from libc.string cimport memset
 from preble._memory cimport (
     CHUNK_BITS,
     CHUNK_MASK,
-    NONE,
     slab_close,
     slab_give,
     slab_init,
@@ -62,6 +61,7 @@ _PRESETS = {
     },
 }
 
+cdef double LEAST_SECONDS = 1e-6     # what a fitted model charges at the least
 _FIT_KNOTS = (64, 128, 256, 512, 1024, 2048)
 
 
@@ -134,8 +134,8 @@ cdef class CostModel:
 
     `knots` are (tokens in the batch, seconds) points, ascending in both; `context` is (from, flat, base, slope): flat
     seconds up to `from` context tokens, base + slope * context beyond; `pair` is (from, base, q, s, qs): attention of a
-    chunk of q tokens ending at context s, base + q * chunk + s * context + qs * chunk * context, where chunk * context >
-    from. Raises InvalidConfig when the result would not be monotone.
+    chunk, base + q * chunk + s * context + qs * chunk * context, where chunk * context > from. Raises InvalidConfig
+    when the result would not be monotone.
     """
 
     def __init__(self, knots, *, context=(0.0, 0.0, 0.0, 0.0), pair=(0.0, 0.0, 0.0, 0.0, 0.0), str name="custom"):
@@ -318,7 +318,8 @@ def _fitted(rows, seconds, str name) -> CostModel:
 
 
 def _from_features(list weight, str name) -> CostModel:
-    """Turn feature weights (1, n, context, pairs, hinges) into knots and slopes."""
+    """Turn feature weights (1, n, context, pairs, hinges) into knots and slopes. No iteration is free."""
+    weight[0] = max(weight[0], LEAST_SECONDS)
     at = [0.0, *map(float, _FIT_KNOTS), 8192.0]
     seconds = [weight[0] + weight[1] * n + sum(w * max(n - k, 0.0) for w, k in zip(weight[4:], _FIT_KNOTS)) for n in at]
     context, pair = (0.0, 0.0, 0.0, weight[2]), (0.0, 0.0, 0.0, 0.0, weight[3])

@@ -1,4 +1,5 @@
-"""The examples and the README's embedding example run as they stand, in a process of their own, and print what they promise."""
+"""The examples and the README's embedding example run as they stand, in a process of their own, and print what they
+promise."""
 
 from __future__ import annotations
 
