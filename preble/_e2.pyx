@@ -20,7 +20,7 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, WorkerBook, nanoseconds, prefill_seconds
-from preble._layout cimport LIVE, Entry, Node, Walk, WorkerMarks, generation, mark_at, node_at
+from preble._layout cimport LIVE, Entry, Node, Tree, Walk, WorkerMarks, generation, mark_at, node_at
 from preble._layout_parts cimport hits_estimate
 from preble._memory cimport NONE
 from preble._radix cimport RadixTree
@@ -29,6 +29,7 @@ from preble._tree cimport (
     at_root,
     confirm_path,
     confirmed_tokens,
+    drop_below,
     drop_beside,
     find_entry,
     key_portion_end,
@@ -42,6 +43,7 @@ from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull
 
 cdef enum:
     PATH_MAX = 64                # nodes of the prompt's own path that eviction is known to spare
+    SIBLINGS_MAX = 64            # children looked at before a removed block is taken to share its first tokens
 
 _REASONS = ("exploit", "explore")
 
@@ -79,6 +81,33 @@ def unit_draw(uint64_t seed, uint64_t sequence) -> float:
     z = (z ^ (z >> 30)) * <uint64_t> 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * <uint64_t> 0x94D049BB133111EB
     return <double> ((z ^ (z >> 31)) >> 11) / 9007199254740992.0
+
+
+cdef uint32_t shared_end(Tree* t, Walk walk, uint32_t count, uint32_t worker, uint32_t start) noexcept nogil:
+    """How far, from `start` on, the worker needs the walked prefix for another one that leaves it before `count`.
+    Changes nothing.
+
+    Looks at SIBLINGS_MAX children of a node; where there are more it says yes, which leaves less than a block
+    believed that is gone.
+    """
+    cdef uint32_t i = walk.node, below = NONE, child, looked
+    cdef Node* node = node_at(t, i)
+    cdef Entry* entry = find_entry(node, worker)
+    cdef bint is_whole = walk.matched == count
+    if not is_whole and entry != NULL and entry.tokens > walk.inside:
+        return walk.matched
+    while node.parent != NONE and node.run.start + node.run.length > start:
+        child = NONE if is_whole and below == NONE else node.first_child
+        looked = 0
+        while child != NONE:
+            if looked == SIBLINGS_MAX or (child != below and find_entry(node_at(t, child), worker) != NULL):
+                return node.run.start + node.run.length
+            looked += 1
+            child = node_at(t, child).next_sibling
+        below = i
+        i = node.parent
+        node = node_at(t, i)
+    return start
 
 
 cdef class DecisionCore:
@@ -409,8 +438,7 @@ cdef class DecisionCore:
             choice = self.choose_with(policy, asked, walk, view.count, max_new_tokens, now)
         rows = [
             (i, self.terms[i].usable, self.terms[i].load, self.terms[i].eviction, self.terms[i].prefill,
-            self.terms[i].total,
-             bool(self.terms[i].candidate))
+             self.terms[i].total, bool(self.terms[i].candidate))
             for i in range(self.tree.t.worker_end) if self.terms[i].eligible
         ]
         reason = _REASONS[choice.reason] if choice.reason != OTHER else str(policy.reason)
@@ -441,6 +469,22 @@ cdef class DecisionCore:
             confirm_path(&self.tree.t, leaf, worker)
         finally:
             release_tokens(&view)
+
+    def removed(self, token_ids, object namespace, uint32_t worker, uint32_t start) -> None:
+        """An engine says that a worker no longer caches the block that ends this prefix and begins at `start`: unmark
+        every prefix through the whole of it. Blocks that only begin alike stay."""
+        cdef TokenView view
+        cdef Walk walk
+        cdef uint32_t kept
+        self.prepare(&view, token_ids, namespace, &walk)
+        release_tokens(&view)
+        if walk.node == NONE or walk.matched <= start:
+            return
+        kept = shared_end(&self.tree.t, walk, view.count, worker, start)
+        if kept < walk.matched:
+            while node_at(&self.tree.t, walk.node).run.start > kept:
+                walk.node = node_at(&self.tree.t, walk.node).parent
+            drop_below(&self.tree.t, walk.node, worker, kept)
 
     def advance(self, double now) -> None:
         """Let assigned work that is older than the window expire."""

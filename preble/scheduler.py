@@ -437,7 +437,7 @@ class GlobalScheduler:
             self._apply_stored(worker, event, now)
         elif isinstance(event, BlockRemoved):
             for prefix, kept, namespace in worker.blocks.remove(event.block_hashes, event.medium):
-                tree.unmark(prefix, worker.index, kept, namespace=namespace)
+                self._core.removed(prefix, namespace, worker.index, kept)
         elif isinstance(event, AllBlocksCleared):
             worker.blocks.clear()
             tree.clear_worker(worker.index)

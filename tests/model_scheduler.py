@@ -228,6 +228,15 @@ class NaiveTree:
         for node in through:
             self.keep(node, worker, kept - self.start(node))
 
+    def lose_block(self, path: Path, worker: str, start: int) -> None:
+        """The worker lost the block that ends the path and begins at `start`. Of its tokens those stay with which
+        another cached prefix leaves the path, because a block of that one begins alike."""
+        ends = {node: self.start(node) + self.nodes[node].marks[worker].tokens for node in self.recency[worker]}
+        cached = [node[1][:end] for node, end in ends.items() if node[0] == path[0]]
+        shared = [common(other, path[1]) for other in cached]
+        leaving = [n for other, n in zip(cached, shared, strict=True) if n < len(other) and n < len(path[1])]
+        self.unmark(path, worker, max([start, *leaving]))
+
     def drop_beside(self, path: Path, worker: str, kept: int) -> None:
         """The worker lost what hangs off the path beyond its first `kept` tokens; the path itself stays."""
         own = self.above(path)
@@ -586,4 +595,4 @@ class NaiveScheduler:
         for key in set(gone):
             del account.blocks[key]
         for block in lost:
-            self.tree.unmark(block.path, account.spec.id, block.start)
+            self.tree.lose_block(block.path, account.spec.id, block.start)
