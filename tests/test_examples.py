@@ -3,6 +3,7 @@ promise."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(code_or_path: list[str]) -> str:
-    done = subprocess.run([sys.executable, *code_or_path], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *code_or_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
