@@ -116,21 +116,19 @@ def test_word_tokens_are_the_same_on_every_machine() -> None:
 
 # --- plan -------------------------------------------------------------------------------------------------------------
 
-SPEED = plan.Speed(prefill_tokens_per_second=2000.0, decode_token_seconds=0.012)
+SPEED = plan.Speed(prefill_tokens_per_second=2000.0, cached_request_seconds=0.06)
 
 
-def test_a_worker_holds_its_half_of_the_documents_and_not_all(documents: list[corpus.Document]) -> None:
+def test_a_worker_holds_its_share_of_the_documents_and_not_all(documents: list[corpus.Document]) -> None:
     working_set = sum(document.tokens for document in documents)
-    assert working_set / 2 < plan.kv_capacity(documents) < 0.75 * working_set
+    assert working_set / 2 < plan.kv_capacity(documents, 2) < 0.75 * working_set
 
 
 def test_round_robin_is_brought_near_saturation_and_not_beyond(
     documents: list[corpus.Document], prompts: list[corpus.Prompt]
 ) -> None:
     for speed in (200.0, 2000.0, 20000.0):
-        made = plan.make_plan(
-            documents, prompts, plan.Speed(speed, 10 / speed), workers=2, output_tokens=12, seconds=60
-        )
+        made = plan.make_plan(documents, prompts, plan.Speed(speed, 100 / speed), workers=2, seconds=60)
         assert 0.7 < made.round_robin_utilisation < 1.0
         assert made.e2_utilisation < 0.75 * made.round_robin_utilisation
 
@@ -139,8 +137,8 @@ def test_a_faster_machine_gets_more_requests_within_bounds(
     documents: list[corpus.Document], prompts: list[corpus.Prompt]
 ) -> None:
     def requests(speed: float) -> int:
-        measured = plan.Speed(speed, 0.01)
-        return plan.make_plan(documents, prompts, measured, workers=2, output_tokens=12, seconds=60).requests
+        measured = plan.Speed(speed, 0.06)
+        return plan.make_plan(documents, prompts, measured, workers=2, seconds=60).requests
 
     assert (
         plan.REQUESTS_PER_DOCUMENT_MIN * len(documents)
@@ -154,9 +152,7 @@ def test_a_faster_machine_gets_more_requests_within_bounds(
 def test_what_the_user_asks_for_is_what_is_planned(
     documents: list[corpus.Document], prompts: list[corpus.Prompt]
 ) -> None:
-    made = plan.make_plan(
-        documents, prompts, SPEED, workers=2, output_tokens=12, seconds=60, requests=33, rate_per_second=1.5
-    )
+    made = plan.make_plan(documents, prompts, SPEED, workers=2, seconds=60, requests=33, rate_per_second=1.5)
     assert (made.requests, made.rate_per_second) == (33, 1.5)
 
 

@@ -24,8 +24,8 @@ from .plan import Speed
 from .progress import Tally
 from .report import Phase, Record
 
-CALIBRATION_TOKENS = (256, 1024, 2048)
-CALIBRATION_BATCH = 4
+CALIBRATION_TOKENS = (256, 1024)
+CALIBRATION_BATCH, CALIBRATION_BATCH_TOKENS = 4, 1536
 WARM_UP_TOKENS = 600
 WATCH_SECONDS = 1.0
 PHASE_OVERTIME_SECONDS = 180.0
@@ -129,32 +129,41 @@ async def warm_up(fleet: Fleet, tokens: Sequence[int]) -> None:
 
 
 async def calibrate(fleet: Fleet, tokens: Sequence[int], output_tokens: int) -> Calibration:
-    """Measure prefill and decode on all workers at once, as the phases will load them. `tokens` is any real text.
+    """Measure all workers at once, as the phases will load them. `tokens` is any real text.
 
-    Prompts are rotations of `tokens`, so none is a prefix of another and nothing is reused.
+    1. Single prompts of several lengths: what an idle worker takes, for the cost model.
+    2. A batch of prompts per worker, then the same batch again, now cached: the second time is what requests take
+       beside their prefill, and the difference is the prefill, both under load.
+
+    Prompts are rotations of `tokens`, so none is a prefix of another and nothing but the repeated batch is reused.
     """
     await warm_up(fleet, tokens)
     workers = len(fleet.worker_ids)
     prefills: list[tuple[int, int, float]] = []
     decodes: list[tuple[int, int, float]] = []
     async with Router(fleet.endpoints, policy="round_robin") as router:
-        turn = 1
-        for length in CALIBRATION_TOKENS:
-            prompts = [rotated(tokens, turn + i, length) for i in range(workers)]
-            turn += workers
+        for turn, length in enumerate(CALIBRATION_TOKENS):
+            prompts = [rotated(tokens, 1 + turn * workers + i, length) for i in range(workers)]
             for record in await burst(router, fleet, prompts, output_tokens):
                 prefills.append((length, length, record.ttft_seconds))
                 decodes.append((1, length, step_seconds(record)))
-        prompts = [rotated(tokens, turn + i, CALIBRATION_TOKENS[0]) for i in range(CALIBRATION_BATCH * workers)]
-        # The request whose first token came last decoded beside all others.
-        records = sorted(await burst(router, fleet, prompts, output_tokens), key=lambda one: one.ttft_seconds)
-        decodes.append((CALIBRATION_BATCH, CALIBRATION_TOKENS[0], step_seconds(records[-1])))
-    long = [(missed, seconds) for missed, _, seconds in prefills if missed == CALIBRATION_TOKENS[-1]]
+        first = 1 + len(CALIBRATION_TOKENS) * workers
+        batch = range(first, first + CALIBRATION_BATCH * workers)
+        prompts = [rotated(tokens, turn, CALIBRATION_BATCH_TOKENS) for turn in batch]
+        cold = last_done(await burst(router, fleet, prompts, output_tokens))
+        again = await burst(router, fleet, prompts, output_tokens)
+        warm = min(last_done(again), 0.9 * cold)
+        decodes.append((CALIBRATION_BATCH, CALIBRATION_BATCH_TOKENS, step_seconds(again[-1])))
     speed = Speed(
-        prefill_tokens_per_second=sum(missed for missed, _ in long) / sum(seconds for _, seconds in long),
-        decode_token_seconds=decodes[-1][2] / CALIBRATION_BATCH,
+        prefill_tokens_per_second=CALIBRATION_BATCH * CALIBRATION_BATCH_TOKENS / (cold - warm),
+        cached_request_seconds=warm / CALIBRATION_BATCH,
     )
     return Calibration(speed, CostModel.fit(prefills, decode=decodes, name="calibrated"))
+
+
+def last_done(records: Iterable[Record]) -> float:
+    """When the last of these requests was done, in seconds after the first was sent."""
+    return max(record.latency_seconds for record in records)
 
 
 async def burst(router: Router, fleet: Fleet, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Record]:

@@ -1,8 +1,8 @@
 """How hard the demo drives the workers. Owns the sizes of the experiment; measures and sends nothing.
 
-The KV capacity of a worker is a fixed fraction of the working set: enough for its half of the documents, too little for
-all of them. The arrival rate follows from the speed measured on this machine: round robin, whose hits can be predicted
-because its choices are known, is brought near saturation, and not beyond, wherever the demo runs.
+The KV capacity of a worker is a quarter more than its share of the documents: partitioned they fit, duplicated they do
+not. The arrival rate follows from the speed measured on this machine: round robin, whose hits can be predicted because
+its choices are known, is brought near saturation, and not beyond, wherever the demo runs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 from .corpus import Document, Prompt
 
-KV_FRACTION = 0.62
-ROUND_ROBIN_UTILISATION = 0.85
+KV_SHARES = 1.25
+ROUND_ROBIN_UTILISATION = 0.8
 REQUESTS_PER_DOCUMENT_MIN, REQUESTS_MAX = 3, 600
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What calibration found, per worker: prompt tokens computed per second, and seconds a decoded token costs in a
-    batch, as under load."""
+    """What calibration found, per worker and under load: prompt tokens computed per second, and the seconds that a
+    request with nothing left to compute takes of the worker's time, its decoding shared with others."""
 
     prefill_tokens_per_second: float
-    decode_token_seconds: float
+    cached_request_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Plan:
     e2_utilisation: float
 
 
-def kv_capacity(documents: Sequence[Document]) -> int:
-    """KV tokens of one worker: `KV_FRACTION` of the working set, which fits two workers partitioned, not duplicated."""
-    return int(KV_FRACTION * sum(document.tokens for document in documents))
+def kv_capacity(documents: Sequence[Document], workers: int) -> int:
+    """KV tokens of one worker: `KV_SHARES` of what each has to hold when the documents are partitioned."""
+    return int(KV_SHARES * sum(document.tokens for document in documents) / workers)
 
 
 def make_plan(
@@ -49,7 +49,6 @@ def make_plan(
     speed: Speed,
     *,
     workers: int,
-    output_tokens: int,
     seconds: float,
     requests: int | None = None,
     rate_per_second: float | None = None,
@@ -58,21 +57,29 @@ def make_plan(
 
     `requests` and `rate_per_second` override what would be chosen.
     """
-    missed = missed_tokens(documents, prompts, workers, kv_capacity(documents))
-    decode = output_tokens * speed.decode_token_seconds
-    busy = missed / speed.prefill_tokens_per_second + decode
-    rate = rate_per_second or ROUND_ROBIN_UTILISATION * workers / busy
-    fitting = round(min(max(rate * seconds, REQUESTS_PER_DOCUMENT_MIN * len(documents)), len(prompts)))
-    question = sum(suffix_tokens(documents, prompt) for prompt in prompts) / len(prompts)
-    cold = sum(document.tokens for document in documents) / len(prompts)
-    e2_busy = (question + cold) / speed.prefill_tokens_per_second + decode
+    capacity, count = kv_capacity(documents, workers), requests or len(prompts)
+    for _ in range(3):  # fewer requests miss more, each document being new once; so the rate follows the number
+        missed = missed_tokens(documents, prompts[:count], workers, capacity)
+        busy = missed / speed.prefill_tokens_per_second + speed.cached_request_seconds
+        rate = rate_per_second or ROUND_ROBIN_UTILISATION * workers / busy
+        fitting = max(rate * seconds, REQUESTS_PER_DOCUMENT_MIN * len(documents))
+        count = requests or round(min(fitting, len(prompts)))
+    least = least_missed_tokens(documents, prompts[:count])
+    e2_busy = least / speed.prefill_tokens_per_second + speed.cached_request_seconds
     return Plan(
-        requests=requests or fitting,
+        requests=count,
         rate_per_second=rate,
         round_robin_missed_tokens=missed,
         round_robin_utilisation=rate * busy / workers,
         e2_utilisation=rate * e2_busy / workers,
     )
+
+
+def least_missed_tokens(documents: Sequence[Document], prompts: Sequence[Prompt]) -> float:
+    """Mean prompt tokens to compute if every document is computed once, by one worker, and never forgotten."""
+    asked = {prompt.document for prompt in prompts}
+    once = sum(documents[index].tokens for index in asked)
+    return (once + sum(suffix_tokens(documents, prompt) for prompt in prompts)) / len(prompts)
 
 
 def missed_tokens(documents: Sequence[Document], prompts: Sequence[Prompt], workers: int, capacity: int) -> float:

@@ -50,7 +50,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
         engine=args.engine,
         workers=args.workers,
-        documents=10 if args.quick else 16,
+        documents=args.workers * (5 if args.quick else 8),
         output_tokens=OUTPUT_TOKENS,
         seconds=args.seconds or (usual_seconds / 3 if args.quick else usual_seconds),
         seed=args.seed,
@@ -140,7 +140,7 @@ class Demo:
     @property
     def kv_capacity_tokens(self) -> int:
         """KV cache of one worker, in tokens."""
-        return plan.kv_capacity(self.documents)
+        return plan.kv_capacity(self.documents, self.settings.workers)
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
@@ -164,14 +164,13 @@ class Demo:
             self.prompts,
             speed,
             workers=settings.workers,
-            output_tokens=settings.output_tokens,
             seconds=settings.seconds,
             requests=settings.requests,
             rate_per_second=settings.rate,
         )
         self.screen.say(
             f"      a worker prefills {speed.prefill_tokens_per_second:,.0f} tokens/s, "
-            f"a decoded token in a batch takes {speed.decode_token_seconds * 1000:.1f} ms"
+            f"a cached request takes {speed.cached_request_seconds * 1000:.0f} ms of it"
         )
         self.screen.say(
             f"      so {self.plan.requests} prompts at {self.plan.rate_per_second:.2f}/s: should keep workers "
@@ -236,7 +235,7 @@ class Demo:
         return (
             f"{self.plan.requests} questions about {len(self.documents)} source files of 1-3k tokens, "
             f"{self.plan.rate_per_second:.1f}/s · {self.settings.workers} workers, {engine}, "
-            f"KV cache for {plan.KV_FRACTION:.0%} of the files"
+            f"each with KV for {plan.KV_SHARES / self.settings.workers:.0%} of the files"
         )
 
     def found(self) -> dict[str, Any]:
