@@ -46,8 +46,7 @@ cdef struct Lease:               # one live request
     uint32_t leaf_generation
     uint32_t prompt_tokens
     uint32_t matched_tokens      # what the decision counted as cached
-    uint32_t held_tokens         # what the worker's marks covered before this request
-    uint32_t confirmed_tokens    # of these, known and not only predicted
+    uint32_t confirmed_tokens    # what the worker was known, not only predicted, to hold before this request
     uint32_t expected_output
     int64_t prefill_ns           # booked now
     int64_t bucket               # slice of the window it was booked in

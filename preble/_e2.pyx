@@ -407,7 +407,6 @@ cdef class DecisionCore:
         memset(&lease, 0, sizeof(Lease))
         lease.prompt_tokens = view.count
         lease.matched_tokens = self.terms[worker].usable
-        lease.held_tokens = self.terms[worker].held
         lease.confirmed_tokens = confirmed_tokens(&self.tree.t, walk, worker)
         lease.expected_output = self.book.expected_output(worker, max_new_tokens)
         lease.prefill_ns = nanoseconds(seconds)
@@ -540,8 +539,8 @@ cdef class DecisionCore:
         return True
 
     def cancel(self, object request_id, double now) -> bool:
-        """Give a booking back; before the first token also the belief that the prompt is cached, as far as the engine
-        has not reported it. False if the id is not live."""
+        """Give a booking back; before the first token also the belief that the prompt is cached, as far as no engine
+        has confirmed it and no other request has passed lately. False if the id is not live."""
         cdef Lease* lease
         cdef Node* leaf
         cdef Walk walk
@@ -554,7 +553,7 @@ cdef class DecisionCore:
         if self.book.is_current(lease) and not lease.prefilled:
             if leaf.state & LIVE and generation(leaf) == lease.leaf_generation:
                 walk.node, walk.inside, walk.matched = lease.leaf, leaf.run.length, leaf.run.start + leaf.run.length
-                known = max(lease.held_tokens, confirmed_tokens(&self.tree.t, walk, lease.worker))
+                known = confirmed_tokens(&self.tree.t, walk, lease.worker)
                 take_back(&self.tree.t, lease.leaf, lease.worker, known, now)
         self.book.void_lease(<uint32_t> found)
         return True

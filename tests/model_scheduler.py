@@ -275,7 +275,6 @@ class Booking:
     node: Node
     prompt_tokens: int
     matched: int
-    held: int
     confirmed: int
     expected_output: int
     prefill_ns: int
@@ -458,7 +457,7 @@ class NaiveScheduler:
         self.tree.insert(path, worker, now, is_hit=True)
         node = self.tree.nodes[path]
         booking = Booking(
-            *(account, self.slice, now, path, node, length, usable, held, confirmed, expected, prefill_ns),
+            *(account, self.slice, now, path, node, length, usable, confirmed, expected, prefill_ns),
             output=expected,
         )
         account.bookings.append(booking)
@@ -514,8 +513,7 @@ class NaiveScheduler:
         self.advance(now)
         worker = booking.account.spec.id
         if self.is_current(booking) and not booking.prefilled and self.is_remembered(booking):
-            known = max(booking.held, self.tree.confirmed(booking.path, worker))
-            self.tree.take_back(booking.path, worker, known, now)
+            self.tree.take_back(booking.path, worker, self.tree.confirmed(booking.path, worker), now)
         booking.account.live.remove(booking)
         booking.counts, booking.output = False, 0
         if not booking.prefilled:

@@ -1,0 +1,938 @@
+"""Stories of the global scheduler: where requests go and why, what bookings give back, and what bad input leaves alone.
+
+Rules in combination are the state machine's business (`test_scheduler_machine.py`), policies and cache events have
+files of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preble import CostModel, GlobalScheduler, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
+from preble.errors import (
+    DuplicateRequest,
+    DuplicateWorker,
+    InvalidConfig,
+    InvalidInput,
+    InvalidTime,
+    InvalidTokens,
+    NoWorkers,
+    QueueFull,
+    UnknownWorker,
+)
+
+FLAT = CostModel([(0, 0.001), (100_000, 100.001)])  # a millisecond a token, nothing else
+DOCUMENT = list(range(1000, 1100))
+
+
+def scheduler(*names: str, **more: Any) -> GlobalScheduler:
+    """Workers by name, a clock that stands still, and a cost model one can calculate with."""
+    spec = {key: more.pop(key) for key in ("kv_capacity_tokens", "block_size") if key in more}
+    workers = [WorkerSpec(name, cost_model=FLAT, **spec) for name in names or ("a", "b", "c")]
+    config = SchedulerConfig(**{key: more.pop(key) for key in list(more) if key in SchedulerConfig.__slots__})
+    return GlobalScheduler(workers, clock=ManualClock(100.0), config=config, **more)
+
+
+def fresh(length: int, start: int = 10**6) -> list[int]:
+    """A prompt like no other of this length and start."""
+    return list(range(start, start + length))
+
+
+def serve(sched: GlobalScheduler, prompt: list[int], worker: str, namespace: Any = None) -> None:
+    """A whole life on one given worker, with nothing left in its load but what the window keeps."""
+    others = [name for name in sched.workers if name != worker]
+    decision = sched.schedule(prompt, exclude=others, namespace=namespace)
+    sched.first_token(decision.request_id)
+    sched.finish(decision.request_id, output_tokens=0)
+
+
+def forget_load(sched: GlobalScheduler) -> None:
+    """Go on in time until no assigned work is within the window; caches and hit counts of the window stay."""
+    sched._clock.advance(181.0)
+    sched.tick()
+
+
+def terms(sched: GlobalScheduler, prompt: list[int], name: str, **more: Any) -> Any:
+    return next(cost for cost in sched.explain(prompt, **more).workers if cost.worker == name)
+
+
+# --- exploit or explore -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("missed", "reason"), [(99, "exploit"), (100, "explore"), (101, "explore")])
+def test_half_cached_is_not_enough_to_exploit(missed: int, reason: str) -> None:
+    sched = scheduler()
+    serve(sched, DOCUMENT, "b")
+    told = sched.explain([*DOCUMENT, *fresh(missed)])
+    assert told.reason == reason
+    assert terms(sched, [*DOCUMENT, *fresh(missed)], "b").matched_tokens == 100
+
+
+def test_the_share_that_exploits_is_a_knob() -> None:
+    for ratio, reason in ((0.2, "exploit"), (0.3, "explore"), (1.0, "explore")):
+        sched = scheduler(exploit_ratio=ratio)
+        serve(sched, DOCUMENT, "b")
+        assert sched.explain([*DOCUMENT, *fresh(300)]).reason == ("exploit" if ratio < 0.25 else reason)
+    assert sched.explain(DOCUMENT).reason == "explore", "1.0 never exploits"
+
+
+def test_eight_identical_prompts_go_to_one_worker() -> None:
+    """The original explored a fully cached prompt, and sent eight of them to workers 0 1 2 3 0 1 2 3."""
+    sched = scheduler("w0", "w1", "w2", "w3")
+    decisions = [sched.schedule(DOCUMENT) for _ in range(8)]
+    assert {decision.worker for decision in decisions} == {"w0"}
+    assert [decision.reason for decision in decisions] == ["explore"] + ["exploit"] * 7
+    assert [decision.matched_tokens for decision in decisions] == [0] + [99] * 7
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_fully_cached_prompt_is_never_explored_however_short(block_size: int) -> None:
+    for length in range(1, 70):
+        sched = scheduler(block_size=block_size)
+        serve(sched, fresh(length), "b")
+        told = sched.explain(fresh(length))
+        cacheable = length - length % block_size
+        assert told.reason == ("exploit" if cacheable > length / 2 else "explore"), length
+        assert cacheable <= length / 2 or told.worker == "b"
+        assert told.matched_tokens in (0, (length - 1) - (length - 1) % block_size)
+
+
+def test_at_least_one_token_is_always_missed_and_reuse_is_in_whole_blocks() -> None:
+    sched = scheduler("a", block_size=16)
+    serve(sched, fresh(64), "a")
+    for length, matched in ((64, 48), (65, 64), (66, 64), (63, 48), (17, 16), (16, 0), (1, 0)):
+        assert terms(sched, fresh(100)[:length], "a").matched_tokens == matched
+        assert sched.match(fresh(100)[:length]).matched_tokens.get("a", 0) == matched
+
+
+def test_only_workers_that_hold_the_key_portion_are_candidates() -> None:
+    """The tree knows the prompt as 30 + 70 + 40 tokens. The 70 are the deepest part longer than all before it."""
+    sched = scheduler("whole", "key", "little", "nothing")
+    prompt = [*DOCUMENT, *fresh(40)]
+    serve(sched, prompt, "whole")
+    serve(sched, DOCUMENT, "key")
+    serve(sched, [*DOCUMENT[:30], 5], "little")
+    told = sched.explain(prompt)
+    candidates = {cost.worker: cost.candidate for cost in told.workers}
+    assert candidates == {"whole": True, "key": True, "little": False, "nothing": False}
+    assert told.reason == "exploit"
+
+
+def test_the_key_portion_moves_up_when_a_shorter_prefix_is_shared() -> None:
+    sched = scheduler("whole", "little")
+    serve(sched, [*DOCUMENT, *fresh(40)], "whole")
+    assert not terms(sched, [*DOCUMENT, *fresh(40)], "little").candidate
+    serve(sched, DOCUMENT[:70], "little")
+    assert terms(sched, [*DOCUMENT, *fresh(40)], "little").candidate, "70 + 30 + 40: the 70 are the key now"
+
+
+def test_among_candidates_the_load_decides() -> None:
+    sched = scheduler("whole", "key")
+    prompt = [*DOCUMENT, *fresh(20)]
+    serve(sched, DOCUMENT, "key")
+    serve(sched, prompt, "whole")
+    forget_load(sched)
+    assert sched.explain([*prompt, 1]).worker == "whole", "20 tokens less to compute"
+    sched.schedule(fresh(500, 1), exclude=["key"])
+    assert sched.explain([*prompt, 1]).worker == "key", "half a second of other work outweighs them"
+    assert sched.explain([*prompt, 1]).reason == "exploit"
+
+
+# --- the three terms --------------------------------------------------------------------------------------------------
+
+
+def test_load_spreads_cold_prompts_evenly() -> None:
+    sched = scheduler("a", "b", "c", "d")
+    counts = Counter(sched.schedule(fresh(200, 1000 * i)).worker for i in range(80))
+    assert counts == {"a": 20, "b": 20, "c": 20, "d": 20}
+
+
+def test_load_counts_seconds_and_not_requests() -> None:
+    sched = scheduler("a", "b")
+    sched.schedule(fresh(3000), max_new_tokens=1)
+    counts = Counter(sched.schedule(fresh(200, 1000 * i), max_new_tokens=1).worker for i in range(1, 14))
+    assert counts == {"b": 13}
+
+
+def test_expected_decoding_is_part_of_the_load() -> None:
+    sched = scheduler("a")
+    sched.schedule(fresh(500, 1), max_new_tokens=10)
+    per_token = (0.001 + 0.008) / 8  # one iteration of 8 requests, 1 ms and 1 ms a token, shared by the 8
+    assert terms(sched, [1], "a").load_seconds == pytest.approx(0.501 + 10 * per_token)
+
+
+def test_load_is_what_the_window_says_to_the_millisecond() -> None:
+    sched = scheduler("a")
+    serve(sched, fresh(200), "a")
+    assert terms(sched, [1], "a").load_seconds == pytest.approx(0.201)
+    sched.schedule(fresh(500, 1), max_new_tokens=10, request_id="r")
+    assert terms(sched, [1], "a").load_seconds == pytest.approx(0.201 + 0.501), "no output is expected: none was seen"
+    sched.cancel("r")
+    assert terms(sched, [1], "a").load_seconds == pytest.approx(0.201)
+    forget_load(sched)
+    assert terms(sched, [1], "a").load_seconds == 0.0
+
+
+def test_expected_output_is_the_mean_of_the_worker_then_of_all_then_the_clients_limit_up_to_128() -> None:
+    sched = scheduler("a", "b")
+
+    def booked(worker: str, limit: int | None) -> int:
+        other = "b" if worker == "a" else "a"
+        sched.schedule([1], exclude=[other], max_new_tokens=limit, request_id="probe")
+        tokens = sched.stats()["workers"][worker]["live_output_tokens"]
+        sched.cancel("probe")
+        return tokens
+
+    assert [booked("a", limit) for limit in (None, 4000, 50)] == [128, 128, 50]
+    for length in (10, 21):
+        sched.schedule([2], exclude=["b"], request_id=length)
+        sched.finish(length, output_tokens=length)
+    assert [booked("a", limit) for limit in (None, 4000, 7)] == [16, 16, 7]
+    assert booked("b", None) == 16
+    sched.schedule([2], exclude=["a"], request_id="x")
+    sched.finish("x", output_tokens=300)
+    assert (booked("b", None), booked("a", None)) == (300, 16)
+    assert sched.stats()["workers"]["a"]["mean_output_tokens"] == 15.5
+
+
+def test_eviction_cost_protects_prefixes_that_are_in_use() -> None:
+    """Both workers would have to evict: one a prefix that was hit seven times, the other one that nobody asks for."""
+    sched = scheduler("hot", "cold", kv_capacity_tokens=300)
+    serve(sched, fresh(290, 1), "hot")
+    serve(sched, fresh(290, 5000), "cold")
+    for _ in range(6):
+        serve(sched, fresh(290, 1), "hot")
+    hot, cold = (terms(sched, fresh(200, 20_000), name, max_new_tokens=1) for name in ("hot", "cold"))
+    assert hot.eviction_seconds == pytest.approx(7 * 0.191)
+    assert cold.eviction_seconds == pytest.approx(1 * 0.191)
+
+
+def test_eviction_costs_nothing_where_there_is_room_or_nobody_came_back() -> None:
+    sched = scheduler("a", kv_capacity_tokens=1000)
+    serve(sched, fresh(500), "a")
+    assert terms(sched, fresh(500, 1), "a").eviction_seconds == 0.0
+    assert terms(sched, fresh(501, 1), "a").eviction_seconds > 0.0
+    for _ in range(2):
+        forget_load(sched)
+    assert terms(sched, fresh(900, 1), "a").eviction_seconds == 0.0
+
+
+def test_eviction_cost_is_the_recomputed_tokens_times_their_hits() -> None:
+    sched = scheduler("a", kv_capacity_tokens=1000)
+    serve(sched, fresh(400), "a")
+    for _ in range(2):
+        serve(sched, fresh(600, 1), "a")
+    cost = terms(sched, fresh(500, 5000), "a")
+    assert cost.eviction_seconds == pytest.approx(1 * 0.401 + 2 * 0.101), "all of the first, a part of the next"
+
+
+def test_the_prompts_own_prefix_is_not_counted_as_a_victim() -> None:
+    sched = scheduler("a", kv_capacity_tokens=200)
+    for _ in range(5):
+        serve(sched, DOCUMENT, "a")
+    serve(sched, fresh(90), "a")
+    cost = terms(sched, [*DOCUMENT, *fresh(60, 5000)], "a")
+    assert cost.eviction_seconds == pytest.approx(1 * 0.051), "50 of the 90; the document, hit 5 times, stays"
+
+
+def test_prefill_cost_prefers_a_worker_with_a_part_of_the_prompt() -> None:
+    sched = scheduler("a", "b", "c")
+    serve(sched, DOCUMENT, "c")
+    forget_load(sched)
+    told = sched.explain([*DOCUMENT, *fresh(300)])
+    assert (told.worker, told.reason, told.matched_tokens) == ("c", "explore", 100)
+    assert told.margin == pytest.approx(0.1)
+    assert [cost.prefill_seconds for cost in told.workers] == pytest.approx([0.401, 0.401, 0.301])
+
+
+def test_a_slower_worker_gets_less() -> None:
+    slow = CostModel([(0, 0.003), (100_000, 300.003)])
+    sched = GlobalScheduler([WorkerSpec("fast", cost_model=FLAT), WorkerSpec("slow", cost_model=slow)])
+    counts = Counter(sched.schedule(fresh(200, 1000 * i), max_new_tokens=1).worker for i in range(80))
+    assert counts["fast"] == pytest.approx(60, abs=1)
+
+
+# --- workers come and go ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cold_share", [0.1, 0.5, 1.0])
+def test_a_newcomer_is_neither_flooded_nor_forgotten(cold_share: float) -> None:
+    """Twenty workers run for four minutes, then one joins with an empty history: in its first minute it gets its share.
+
+    Taken as it is, its load of zero would draw every explored request for three minutes.
+    """
+    rng, clock, live = random.Random(1), ManualClock(1000.0), deque()
+    sched = GlobalScheduler([f"w{i}" for i in range(20)], clock=clock)
+    documents = [list(range(1000 * i, 1000 * i + 300)) for i in range(100)]
+    taken: Counter[str] = Counter()
+    for step in range(20 * 300):
+        clock.advance(0.05)
+        if step == 20 * 240:
+            sched.add_worker("new")
+            taken.clear()
+        while live and live[0][0] <= clock():
+            sched.finish(live.popleft()[1], output_tokens=40)
+        is_cold = rng.random() < cold_share
+        tail = [rng.randrange(10**6) for _ in range(300 if is_cold else 30)]
+        decision = sched.schedule(tail if is_cold else documents[rng.randrange(100)] + tail)
+        taken[decision.worker] += 1
+        live.append((clock() + 2.0, decision.request_id))
+        if step % 20 == 0:
+            sched.tick()
+    mean = sum(taken.values()) / 21
+    assert 0.5 * mean < taken["new"] < 1.5 * mean
+    sched.check()
+
+
+def test_a_drained_worker_gets_nothing_more_and_keeps_what_it_has() -> None:
+    sched = scheduler("a", "b")
+    serve(sched, DOCUMENT, "a")
+    sched.schedule(DOCUMENT, request_id="running")
+    sched.drain_worker("a")
+    sched.drain_worker("a")
+    assert {sched.schedule(DOCUMENT).worker for _ in range(5)} == {"b"}
+    assert [cost.worker for cost in sched.explain(DOCUMENT).workers] == ["b"]
+    assert sched.match(DOCUMENT).matched_tokens["a"] == 99
+    assert sched.stats()["workers"]["a"]["draining"] is True
+    assert sched.finish("running", output_tokens=3)
+    assert sched.stats()["workers"]["a"]["live_requests"] == 0
+    assert set(sched.workers) == {"a", "b"}
+    sched.drain_worker("b")
+    with pytest.raises(NoWorkers, match="none of the 2 workers"):
+        sched.schedule(DOCUMENT)
+    sched.check()
+
+
+def test_excluding_a_draining_worker_does_not_bring_it_back() -> None:
+    sched = scheduler("a", "b")
+    sched.drain_worker("a")
+    sched.schedule(DOCUMENT, exclude=["a"])
+    with pytest.raises(NoWorkers):
+        sched.schedule(DOCUMENT, exclude=["b", "b"])
+    assert sched.schedule(DOCUMENT).worker == "b"
+
+
+def test_a_removed_worker_names_its_requests_which_end_as_usual_and_leave_no_trace() -> None:
+    sched = scheduler("a", "b")
+    mine = [sched.schedule(fresh(50, 100 * i), exclude=["b"], request_id=f"a{i}").request_id for i in range(3)]
+    sched.schedule(DOCUMENT, exclude=["a"], request_id="b0")
+    assert sched.remove_worker("a") == mine
+    assert set(sched.workers) == {"b"}
+    assert sched.match(fresh(50, 0)).matched_tokens == {}
+    assert sched.stats()["live_requests"] == 4
+    with pytest.raises(DuplicateRequest, match="a1"):
+        sched.schedule(DOCUMENT, request_id="a1")
+    assert sched.first_token("a0", cached_tokens=10) and sched.finish("a0", output_tokens=5) and sched.cancel("a1")
+    sched.add_worker("a")
+    assert sched.finish("a2", output_tokens=7), "a worker of the same name is another one"
+    assert sched.stats()["workers"]["a"]["window_requests"] == 0
+    assert sched.stats()["live_requests"] == 1
+    sched.check()
+
+
+def test_workers_are_listed_with_their_specs_as_a_copy() -> None:
+    spec = WorkerSpec("a", kv_capacity_tokens=5000, block_size=16, labels={"zone": "x"})
+    sched = GlobalScheduler([spec, "b"])
+    listed = sched.workers
+    assert listed == {"a": spec, "b": WorkerSpec("b")}
+    listed.clear()
+    assert list(sched.workers) == ["a", "b"]
+    assert sched.add_worker("c") == WorkerSpec("c")
+
+
+def test_a_thousand_workers_work() -> None:
+    sched = GlobalScheduler([f"w{i}" for i in range(1024)], clock=ManualClock(1.0))
+    workers = [sched.schedule(fresh(20, 100 * i)).worker for i in range(1024)]
+    assert len(set(workers)) == 1024
+    assert sched.schedule(fresh(21, 100 * 777)).worker == workers[777]
+    sched.check()
+
+
+# --- bookings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["finish", "cancel", "expire"])
+def test_a_booking_is_given_back_whole(end: str) -> None:
+    sched = scheduler("a", lease_seconds=60.0)
+    decision = sched.schedule(DOCUMENT, max_new_tokens=20)
+    account = sched.stats()["workers"]["a"]
+    assert (account["live_requests"], account["waiting_requests"], account["live_output_tokens"]) == (1, 1, 20)
+    assert account["waiting_prefill_seconds"] == pytest.approx(0.101)
+    if end == "expire":
+        sched._clock.advance(60.5)
+        sched.tick()
+    else:
+        assert getattr(sched, end)(decision.request_id)
+    account = sched.stats()["workers"]["a"]
+    assert (account["live_requests"], account["waiting_requests"], account["live_output_tokens"]) == (0, 0, 0)
+    assert account["waiting_prefill_seconds"] == 0.0
+    assert account["window_requests"] == (1 if end == "finish" else 0)
+    assert sched.stats()["live_requests"] == 0
+    sched.check()
+
+
+def test_the_first_token_ends_the_wait_but_not_the_request() -> None:
+    sched = scheduler("a")
+    decision = sched.schedule(DOCUMENT)
+    assert sched.first_token(decision.request_id)
+    account = sched.stats()["workers"]["a"]
+    assert (account["live_requests"], account["waiting_requests"], account["waiting_prefill_seconds"]) == (1, 0, 0.0)
+    assert sched.first_token(decision.request_id), "saying it twice changes nothing"
+    assert sched.stats()["workers"]["a"] == account
+
+
+def test_the_engines_word_on_reuse_corrects_the_load() -> None:
+    sched = scheduler("a")
+    serve(sched, DOCUMENT, "a")
+    before = sched.stats()["workers"]["a"]["window_prefill_seconds"]
+    sched.schedule([*DOCUMENT, 1], request_id="r", max_new_tokens=1)
+    booked = sched.stats()["workers"]["a"]["window_prefill_seconds"] - before
+    assert booked == pytest.approx(0.002)
+    sched.first_token("r", cached_tokens=0)
+    told = sched.stats()["workers"]["a"]["window_prefill_seconds"] - before
+    assert told == pytest.approx(0.102)
+    sched.finish("r", cached_tokens=50)
+    assert sched.stats()["workers"]["a"]["window_prefill_seconds"] - before == pytest.approx(0.052)
+
+
+def test_a_cancelled_request_leaves_no_belief_and_no_hit() -> None:
+    sched = scheduler("a", "b")
+    serve(sched, DOCUMENT, "a")
+    prompt = [*DOCUMENT, *fresh(50)]
+    decision = sched.schedule(prompt)
+    assert sched.match(prompt).matched_tokens == {"a": 149}
+    sched.cancel(decision.request_id)
+    assert sched.match(prompt).matched_tokens == {"a": 100}
+    assert sched._core.tree.hits(DOCUMENT, 100.0) == 1.0
+
+
+def test_a_cancelled_request_keeps_what_another_one_is_computing() -> None:
+    sched = scheduler("a")
+    for request_id in "xy":
+        sched.schedule(DOCUMENT, request_id=request_id)
+    sched.cancel("x")
+    assert sched.match(DOCUMENT).matched_tokens == {"a": 99}
+    sched.cancel("y")
+    assert sched.match(DOCUMENT).matched_tokens == {}
+
+
+def test_a_burst_of_cancelled_requests_leaves_no_belief() -> None:
+    """Each but the first believed in what the one before was going to compute; none of it ever was."""
+    sched = scheduler("a", "b")
+    burst = [sched.schedule([*DOCUMENT, i]) for i in range(20)]
+    assert {decision.worker for decision in burst} == {"a"}
+    for decision in burst:
+        sched.cancel(decision.request_id)
+    assert sched.match([*DOCUMENT, 0]).matched_tokens == {}
+    assert sched.stats()["workers"]["a"]["cached_tokens"] == 0
+    sched.check()
+
+
+def test_a_request_cancelled_after_its_first_token_was_computed_and_is_believed() -> None:
+    sched = scheduler("a")
+    sched.schedule(DOCUMENT, request_id="r")
+    sched.first_token("r")
+    sched.cancel("r")
+    assert sched.match(DOCUMENT).matched_tokens == {"a": 99}
+    assert sched.stats()["workers"]["a"]["window_prefill_seconds"] == pytest.approx(0.101), "work that was done"
+
+
+def test_a_worker_that_lost_a_prefix_loses_what_hung_on_it() -> None:
+    """Known to cache a document and two questions, it reports a miss on a third: the first two are gone as well."""
+    sched = scheduler("a")
+    questions = [[*DOCUMENT, *fresh(20, 1000 * i)] for i in range(3)]
+    for question in questions[:2]:
+        serve(sched, question, "a")
+    sched.schedule(questions[2], request_id="r")
+    sched.first_token("r", cached_tokens=0)
+    matched = [sched.match(question).matched_tokens["a"] for question in questions]
+    assert matched == [100, 100, 119], "the document is back with the third, its old continuations are not"
+    sched.check()
+
+
+def test_a_prefix_that_is_only_predicted_is_no_lie() -> None:
+    """Two requests at once: the second reuses nothing because the first is still being computed."""
+    sched = scheduler("a")
+    sched.schedule([*DOCUMENT, 1], request_id="x")
+    sched.schedule([*DOCUMENT, 2], request_id="y")
+    sched.first_token("y", cached_tokens=0)
+    assert sched.match([*DOCUMENT, 1, 9]).matched_tokens == {"a": 101}
+
+
+def test_a_miss_told_twice_does_not_unmark_what_came_between() -> None:
+    """A router tells `cached_tokens` with the first token and again at the end; other prompts hang there by then."""
+    sched = scheduler("a")
+    serve(sched, DOCUMENT, "a")
+    sched.schedule([*DOCUMENT, 1], request_id="early")
+    sched.first_token("early", cached_tokens=0)
+    serve(sched, [*DOCUMENT, 2, 3, 4], "a")
+    sched.finish("early", output_tokens=5, cached_tokens=0)
+    assert sched.match([*DOCUMENT, 2, 3, 4, 5]).matched_tokens == {"a": 103}
+
+
+def test_late_and_unknown_calls_are_false_and_counted() -> None:
+    sched = scheduler("a")
+    request_id = sched.schedule(DOCUMENT).request_id
+    assert sched.finish(request_id)
+    assert [sched.first_token(request_id), sched.finish(request_id), sched.cancel(request_id)] == [False] * 3
+    assert not sched.finish(None)
+    stats = sched.stats()
+    assert (stats["late_calls"], stats["finished"], stats["cancelled"]) == (4, 1, 0)
+
+
+def test_a_finished_id_may_be_used_again_and_a_live_one_may_not() -> None:
+    sched = scheduler("a")
+    for request_id in ("mine", 7, (1, 2), b"x"):
+        sched.schedule(DOCUMENT, request_id=request_id)
+        with pytest.raises(DuplicateRequest, match="request_id"):
+            sched.schedule(DOCUMENT, request_id=request_id)
+        sched.finish(request_id)
+        assert sched.schedule(DOCUMENT, request_id=request_id).request_id == request_id
+
+
+def test_made_up_ids_avoid_the_callers() -> None:
+    sched = scheduler("a")
+    for number in (0, 2, 3):
+        sched.schedule([1], request_id=f"request-{number}")
+    made_up = [sched.schedule([1]).request_id for _ in range(4)]
+    assert len({*made_up, "request-0", "request-2", "request-3"}) == 7
+
+
+def test_a_lease_that_nobody_ends_expires_and_is_counted() -> None:
+    sched = scheduler("a", lease_seconds=60.0)
+    sched.schedule(DOCUMENT, request_id="old")
+    sched._clock.advance(30.0)
+    sched.schedule([1, 2], request_id="young")
+    sched._clock.advance(30.0)
+    sched.tick()
+    assert sched.stats()["expired_leases"] == 0, "exactly at the bound it lives"
+    sched._clock.advance(0.5)
+    sched.tick()
+    assert (sched.stats()["expired_leases"], sched.stats()["live_requests"]) == (1, 1)
+    assert not sched.finish("old") and sched.finish("young")
+    assert sched.match(DOCUMENT).matched_tokens == {}, "nobody saw its first token"
+    sched.check()
+
+
+def test_live_requests_are_bounded() -> None:
+    sched = scheduler("a", live_requests_max=3)
+    ids = [sched.schedule([i]).request_id for i in range(3)]
+    before = sched.stats()
+    with pytest.raises(QueueFull, match=r"3 requests.*live_requests_max"):
+        sched.schedule([9])
+    assert sched.stats() == before
+    sched.finish(ids[0])
+    sched.schedule([9])
+
+
+def test_the_tree_is_bounded_and_requests_are_placed_all_the_same() -> None:
+    sched = GlobalScheduler(["a", "b"], config=SchedulerConfig(max_bytes=1 << 20), clock=ManualClock(1.0))
+    for i in range(4000):
+        sched.finish(sched.schedule(fresh(100, 1000 * i), namespace=i % 7).request_id)
+        assert sched.stats()["tree"]["bytes_used"] <= 1 << 20
+    assert sched.stats()["tree"]["shed_nodes"] > 1000
+    assert sched.schedule(fresh(400_000)).prompt_tokens == 400_000, "a prompt that cannot be remembered is served"
+    assert sched.stats()["tree"]["refused_tokens"] >= 400_000
+    sched.check()
+
+
+def test_a_failing_allocation_books_nothing() -> None:
+    sched = scheduler("a", "b")
+    serve(sched, DOCUMENT, "a")
+    prompt = [*DOCUMENT[:50], *fresh(30)]
+    matched = sched.match(prompt), sched.match(DOCUMENT)
+    for nth in range(1, 40):
+        before = sched.stats()
+        sched._core.tree.fail_allocation(nth)
+        try:
+            sched.schedule(prompt, request_id="r")
+            break
+        except MemoryError:
+            after = sched.stats()
+            assert (after["workers"], after["live_requests"]) == (before["workers"], 0)
+            assert (sched.match(prompt), sched.match(DOCUMENT)) == matched
+            sched.check()
+    assert nth > 2, "some allocation failed, then none was left to fail"
+    sched._core.tree.fail_allocation(0)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_cached_nowhere_and_unhit_is_forgotten() -> None:
+    sched = scheduler("a", "b")
+    serve(sched, DOCUMENT, "a")
+    sched.apply("a", [PrefixEvicted(DOCUMENT, 0)])
+    sched.tick()
+    assert sched.match(DOCUMENT).known_tokens == 100
+    sched._clock.advance(2 * 180.0)
+    sched.tick()
+    assert sched.match(DOCUMENT).known_tokens == 0
+    assert sched.stats()["expired_nodes"] == 1
+    assert (sched.stats()["tree"]["nodes"], sched.stats()["tree"]["namespaces"]) == (0, 0)
+
+
+def test_what_is_cached_stays_known_for_ever() -> None:
+    sched = scheduler("a")
+    serve(sched, DOCUMENT, "a")
+    for _ in range(20):
+        forget_load(sched)
+    assert sched.match(DOCUMENT).matched_tokens == {"a": 99}
+
+
+def test_an_idle_schedulers_load_fades_with_the_ticks() -> None:
+    sched = scheduler("a")
+    serve(sched, DOCUMENT, "a")
+    assert sched.stats()["workers"]["a"]["load_seconds"] > 0.0
+    sched._clock.advance(181.0)
+    sched.tick()
+    assert sched.stats()["workers"]["a"]["load_seconds"] == 0.0
+    assert sched.stats()["workers"]["a"]["window_requests"] == 0
+
+
+def test_a_clock_that_jumps_back_changes_nothing() -> None:
+    sched = scheduler("a", "b")
+    serve(sched, DOCUMENT, "a")
+    before = sched.stats(), sched.explain([*DOCUMENT, 1])
+    sched._clock.advance(-50.0)
+    assert (sched.stats(), sched.explain([*DOCUMENT, 1])) == before
+    sched.finish(sched.schedule([*DOCUMENT, 1]).request_id, output_tokens=1)
+    sched.tick()
+    sched.check()
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), "now", None])
+def test_a_broken_clock_is_refused_by_every_call_that_needs_one(answer: Any) -> None:
+    times: list[Any] = [100.0] * 3
+    sched = GlobalScheduler(["a", "b"], clock=lambda: times.pop() if times else answer)
+    sched.schedule(DOCUMENT, request_id="r")
+    before = sched.stats()
+    for call in (
+        lambda: sched.schedule(DOCUMENT),
+        lambda: sched.explain(DOCUMENT),
+        lambda: sched.first_token("r"),
+        lambda: sched.finish("r"),
+        lambda: sched.cancel("r"),
+        lambda: sched.apply("a", []),
+        lambda: sched.add_worker("c"),
+        sched.tick,
+    ):
+        with pytest.raises(InvalidTime, match="clock"):
+            call()
+    assert sched.stats() == before
+    sched.check()
+
+
+def test_the_background_thread_ticks_until_closed_and_survives_a_broken_clock() -> None:
+    ticked, now = threading.Event(), [100.0]
+
+    def clock() -> float:
+        if threading.current_thread().name == "preble-tick":
+            ticked.set()
+        return now[0]
+
+    sched = GlobalScheduler(["a"], clock=clock, config=SchedulerConfig(lease_seconds=1.0, tick_seconds=0.001))
+    with sched:
+        sched.start()
+        sched.schedule(DOCUMENT)
+        now[0] = float("nan")
+        while not sched.stats()["failed_ticks"]:
+            assert ticked.wait(60)
+        now[0] = 200.0
+        while not sched.stats()["expired_leases"]:
+            assert ticked.wait(60)
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("preble-tick") == 1
+    assert "preble-tick" not in [thread.name for thread in threading.enumerate()]
+    sched.close()
+    ticked.clear()
+    sched.start()
+    assert ticked.wait(60), "it can be started again"
+    sched.close()
+
+
+# --- many callers -----------------------------------------------------------------------------------------------------
+
+
+def test_eight_threads_may_call_anything_at_once() -> None:
+    sched = GlobalScheduler(
+        [WorkerSpec(f"w{i}", kv_capacity_tokens=900, block_size=1 + 15 * (i % 2)) for i in range(4)],
+        config=SchedulerConfig(max_bytes=1 << 21),
+    )
+    barrier, errors = threading.Barrier(8), []
+
+    def hammer(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            barrier.wait(60)
+            for i in range(400):
+                prompt = DOCUMENT[: rng.randrange(1, 100)] + fresh(rng.randrange(60), 1000 * rng.randrange(50))
+                decision = sched.schedule(prompt, namespace=rng.choice([None, "x"]), explain=rng.random() < 0.1)
+                assert sched.match(prompt).prompt_tokens == len(prompt) == sched.explain(prompt).prompt_tokens
+                if rng.random() < 0.7:
+                    sched.first_token(decision.request_id, cached_tokens=rng.choice([None, 0, decision.matched_tokens]))
+                (sched.finish if rng.random() < 0.8 else sched.cancel)(decision.request_id)
+                if rng.random() < 0.2:
+                    with contextlib.suppress(UnknownWorker):  # another thread has removed it
+                        sched.apply(decision.worker, [PrefixEvicted(prompt, rng.randrange(len(prompt)))])
+                if i % 50 == 0:
+                    sched.tick()
+                    sched.stats()
+                    sched.add_worker(f"extra{seed}")
+                    sched.check()
+                    sched.drain_worker(f"extra{seed}")
+                    for orphan in sched.remove_worker(f"extra{seed}"):
+                        sched.cancel(orphan)
+        except Exception as error:  # noqa: BLE001 - whatever a thread dies of is the test's result
+            errors.append(error)
+
+    threads = [threading.Thread(target=hammer, args=(seed,), daemon=True) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    assert_books_are_zero(sched)
+    assert sched.stats()["scheduled"] == 8 * 400
+
+
+def assert_books_are_zero(sched: GlobalScheduler) -> None:
+    sched.check()
+    assert sched.stats()["live_requests"] == 0
+    for account in sched.stats()["workers"].values():
+        assert (account["live_requests"], account["waiting_requests"], account["live_output_tokens"]) == (0, 0, 0)
+        assert account["waiting_prefill_seconds"] == 0.0
+
+
+def test_coroutines_may_schedule_directly() -> None:
+    sched = scheduler("a", "b")
+
+    async def request(i: int) -> str:
+        decision = sched.schedule(fresh(100, 1000 * (i % 5)))
+        try:
+            await asyncio.sleep(0)
+            if i % 7 == 0:
+                raise ConnectionError("the client went away")
+            sched.first_token(decision.request_id)
+            await asyncio.sleep(0)
+            sched.finish(decision.request_id, output_tokens=3)
+        except ConnectionError:
+            sched.cancel(decision.request_id)
+        return decision.worker
+
+    async def everybody() -> list[str]:
+        return await asyncio.gather(*(request(i) for i in range(200)))
+
+    workers = asyncio.run(everybody())
+    assert set(workers) == {"a", "b"}
+    assert (sched.stats()["finished"], sched.stats()["cancelled"]) == (171, 29)
+    assert_books_are_zero(sched)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+BAD_TOKENS = {
+    "empty list": [],
+    "empty tuple": (),
+    "empty array": np.zeros(0, np.int32),
+    "negative": [1, -1],
+    "negative in an array": np.array([1, -1], np.int32),
+    "negative in a wide array": np.array([1, -1]),
+    "above 2**31 - 1": [2**31],
+    "above it in an array": np.array([2**31], np.uint32),
+    "above it in a wide array": np.array([2**40]),
+    "far above": [10**30],
+    "a float": [1, 2.0],
+    "floats": np.array([1.0, 2.0]),
+    "a bool": [True],
+    "a str among ints": [1, "2"],
+    "None among ints": [None],
+    "text": "abc",
+    "bytes": b"abc",
+    "two dimensions": np.zeros((2, 2), np.int32),
+    "nested": [[1, 2]],
+    "not contiguous": np.arange(10, dtype=np.int32)[::2],
+    "small ints": np.array([1, 2], np.int16),
+    "None": None,
+    "a number": 5,
+    "a set": {1, 2},
+    "an iterator": iter([1, 2]),
+}
+
+Call = Callable[[GlobalScheduler], Any]
+BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
+    "duplicate id": (lambda s: s.schedule([1], request_id="live"), DuplicateRequest, "request_id 'live'"),
+    "unhashable id": (lambda s: s.schedule([1], request_id=[1]), InvalidInput, "request_id"),
+    "unhashable namespace": (lambda s: s.schedule([1], namespace={}), InvalidInput, "namespace"),
+    "no output": (lambda s: s.schedule([1], max_new_tokens=0), InvalidInput, "max_new_tokens"),
+    "negative output": (lambda s: s.schedule([1], max_new_tokens=-5), InvalidInput, "max_new_tokens"),
+    "half an output": (lambda s: s.schedule([1], max_new_tokens=1.5), InvalidInput, "max_new_tokens"),
+    "true output": (lambda s: s.schedule([1], max_new_tokens=True), InvalidInput, "max_new_tokens"),
+    "exclude nobody": (lambda s: s.schedule([1], exclude=["nobody"]), UnknownWorker, "'nobody'.*a, b"),
+    "exclude a str": (lambda s: s.schedule([1], exclude="a"), InvalidInput, "exclude"),
+    "exclude a number": (lambda s: s.schedule([1], exclude=5), InvalidInput, "exclude"),
+    "exclude a list in a list": (lambda s: s.schedule([1], exclude=[["a"]]), UnknownWorker, "a, b"),
+    "exclude all": (lambda s: s.schedule([1], exclude=["a", "b"]), NoWorkers, "none of the 2 workers"),
+    "match namespace": (lambda s: s.match([1], namespace=[]), InvalidInput, "namespace"),
+    "explain namespace": (lambda s: s.explain([1], namespace=[]), InvalidInput, "namespace"),
+    "explain output": (lambda s: s.explain([1], max_new_tokens="5"), InvalidInput, "max_new_tokens"),
+    "first token of a list": (lambda s: s.first_token([]), InvalidInput, "request_id"),
+    "less than nothing cached": (lambda s: s.first_token("live", cached_tokens=-1), InvalidInput, "cached_tokens"),
+    "half a token cached": (lambda s: s.first_token("live", cached_tokens=0.5), InvalidInput, "cached_tokens"),
+    "more cached than asked": (
+        lambda s: s.first_token("live", cached_tokens=101),
+        InvalidInput,
+        "cached_tokens is 101",
+    ),
+    "finish a list": (lambda s: s.finish([]), InvalidInput, "request_id"),
+    "finish more cached": (lambda s: s.finish("live", cached_tokens=101), InvalidInput, "cached_tokens is 101"),
+    "finish less output": (lambda s: s.finish("live", output_tokens=-1), InvalidInput, "output_tokens"),
+    "finish text": (lambda s: s.finish("live", output_tokens="many"), InvalidInput, "output_tokens"),
+    "cancel a dict": (lambda s: s.cancel({}), InvalidInput, "request_id"),
+    "apply to nobody": (lambda s: s.apply("nobody", []), UnknownWorker, "'nobody'"),
+    "apply to a list": (lambda s: s.apply(["a"], []), UnknownWorker, "'a'"),
+    "add a duplicate": (lambda s: s.add_worker("a"), DuplicateWorker, "'a'"),
+    "add a number": (lambda s: s.add_worker(5), InvalidConfig, "WorkerSpec or str"),
+    "add a name of no letters": (lambda s: s.add_worker(""), InvalidConfig, "WorkerSpec.id"),
+    "add without capacity": (lambda s: s.add_worker(WorkerSpec("c", kv_capacity_tokens=0)), InvalidConfig, "capacity"),
+    "add without blocks": (lambda s: s.add_worker(WorkerSpec("c", block_size=0)), InvalidConfig, "block_size"),
+    "add half a block": (lambda s: s.add_worker(WorkerSpec("c", block_size=1.5)), InvalidConfig, "block_size"),
+    "add running none": (lambda s: s.add_worker(WorkerSpec("c", max_running=0)), InvalidConfig, "max_running"),
+    "add at a price": (
+        lambda s: s.add_worker(WorkerSpec("c", cost_model=5)),
+        InvalidConfig,
+        "cost_model of worker 'c'",
+    ),
+    "add an unknown kind": (lambda s: s.add_worker(WorkerSpec("c", cost_model="gpu")), InvalidConfig, "'gpu'"),
+    "drain nobody": (lambda s: s.drain_worker("nobody"), UnknownWorker, "'nobody'"),
+    "remove nobody": (lambda s: s.remove_worker("nobody"), UnknownWorker, "'nobody'"),
+    "remove None": (lambda s: s.remove_worker(None), UnknownWorker, "None"),
+    "tick at NaN": (lambda s: s.tick(float("nan")), InvalidTime, "now"),
+    "tick at infinity": (lambda s: s.tick(float("inf")), InvalidTime, "now"),
+    "tick at noon": (lambda s: s.tick("noon"), InvalidTime, "now"),
+}
+
+
+def busy() -> GlobalScheduler:
+    """Two workers, caches and load in them, one request live: something that could be changed by mistake."""
+    sched = scheduler("a", "b")
+    serve(sched, DOCUMENT, "a")
+    serve(sched, fresh(50), "b", namespace="tenant")
+    sched.schedule(DOCUMENT, request_id="live")
+    return sched
+
+
+def everything(sched: GlobalScheduler) -> tuple[Any, ...]:
+    """All that can be seen of a scheduler without changing it."""
+    prompts = [DOCUMENT, [*DOCUMENT, *fresh(30)], fresh(51)]
+    explained = [sched.explain(prompt, namespace=space) for prompt in prompts for space in (None, "tenant")]
+    return sched.stats(), explained, sched.workers, sched._core.tree.show(10**6), sched._core.lease("live")
+
+
+@pytest.mark.parametrize("call", ["schedule", "match", "explain"])
+@pytest.mark.parametrize("kind", BAD_TOKENS)
+def test_token_ids_that_are_none_are_refused_and_nothing_changes(kind: str, call: str) -> None:
+    sched = busy()
+    before = everything(sched)
+    with pytest.raises(InvalidTokens, match="token_ids"):
+        getattr(sched, call)(BAD_TOKENS[kind], namespace="never seen")
+    with pytest.raises(InvalidTokens, match="token_ids"):
+        getattr(sched, call)(BAD_TOKENS[kind])
+    assert everything(sched) == before
+    sched.check()
+
+
+@pytest.mark.parametrize("kind", BAD_CALLS)
+def test_arguments_that_make_no_sense_are_refused_by_name_and_nothing_changes(kind: str) -> None:
+    call, error, message = BAD_CALLS[kind]
+    sched = busy()
+    before = everything(sched)
+    with pytest.raises(error, match=message):
+        call(sched)
+    assert everything(sched) == before
+    sched.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"workers": 5}, InvalidConfig, "workers"),
+        ({"workers": "abc"}, InvalidConfig, "workers"),
+        ({"workers": None}, InvalidConfig, "workers"),
+        ({"workers": [5]}, InvalidConfig, "workers"),
+        ({"workers": ["a", "a"]}, DuplicateWorker, "'a'"),
+        ({"cost_model": 5}, InvalidConfig, "cost_model"),
+        ({"cost_model": "gpu"}, InvalidConfig, "'gpu'"),
+        ({"config": {"history_seconds": 5}}, InvalidConfig, "config"),
+        ({"clock": 5}, InvalidConfig, "clock"),
+        ({"seed": -1}, InvalidConfig, "seed"),
+        ({"seed": 1.5}, InvalidConfig, "seed"),
+        ({"policy": "fastest"}, InvalidConfig, "policy"),
+    ],
+)
+def test_a_scheduler_that_makes_no_sense_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        GlobalScheduler(**arguments)
+
+
+@pytest.mark.parametrize("name", SchedulerConfig.__slots__)
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much", None])
+def test_a_knob_that_makes_no_sense_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig, match=f"SchedulerConfig.{name}"):
+        SchedulerConfig(**{name: value})
+
+
+def test_without_workers_everything_but_placing_works() -> None:
+    sched = GlobalScheduler([])
+    assert sched.match([1, 2, 3]).matched_tokens == {}
+    for call in sched.schedule, sched.explain:
+        with pytest.raises(NoWorkers, match="no workers|none of the 0"):
+            call([1, 2, 3])
+    assert sched.stats()["tree"]["nodes"] == 0
+    sched.tick()
+    sched.check()
+
+
+def test_questions_leave_no_trace() -> None:
+    """Not even a namespace that was never seen."""
+    sched = scheduler("a")
+    before = sched.stats()
+    for space in (None, "x", 5):
+        assert sched.match([1, 2, 3], namespace=space).known_tokens == 0
+        sched.explain([1, 2, 3], namespace=space)
+    assert sched.stats() == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [list, tuple, np.asarray, lambda ids: np.asarray(ids, np.int32), lambda ids: np.asarray(ids, np.uint32)]
+    + [lambda ids: memoryview(np.asarray(ids, np.int32)), lambda ids: np.array(ids, dtype=object).tolist()],
+)
+def test_the_same_tokens_are_the_same_prompt_in_every_form(make: Callable[[list[int]], Any]) -> None:
+    sched = scheduler("a", "b")
+    serve(sched, [0, 2**31 - 1, *DOCUMENT], "b")
+    decision = sched.schedule(make([0, 2**31 - 1, *DOCUMENT]))
+    assert (decision.worker, decision.matched_tokens, decision.prompt_tokens) == ("b", 101, 102)
+
+
+def test_a_decision_is_a_record_that_cannot_be_made_or_changed() -> None:
+    decision = scheduler("a").schedule(DOCUMENT, request_id="r", explain=True)
+    assert repr(decision) == (
+        "Decision(worker='a', reason='explore', matched_tokens=0, prompt_tokens=100, request_id='r')"
+    )
+    assert set(decision.costs) == {"a"}
+    with pytest.raises(AttributeError):
+        decision.worker = "b"
+    with pytest.raises(TypeError):
+        type(decision)()
