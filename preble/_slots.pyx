@@ -13,7 +13,7 @@ from cpython.array cimport clone
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
 
-from preble._layout cimport Entry, Node, TokenRun, Walk, mark_at, node_at
+from preble._layout cimport Node, TokenRun, Walk, mark_at, node_at
 from preble._layout_parts cimport (
     find_entry,
     free_run,

@@ -411,8 +411,8 @@ cdef uint32_t forget_dead(Tree* t, double now, uint32_t nodes_max) noexcept nogi
     last hit (at most two after its last mark went, if that was later), and its parent once all children have gone.
     """
     cdef uint64_t window = window_of(now, t.window_seconds)
-    cdef uint32_t removed = 0, steps, i
-    for steps in range(nodes_max):
+    cdef uint32_t removed = 0, _step, i
+    for _step in range(nodes_max):
         i = t.unmarked.oldest
         if i == NONE or hits_seen(node_at(t, i).hits, window):
             break

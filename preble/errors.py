@@ -1,25 +1,24 @@
 """The exception tree. Owns every class Preble raises on purpose; contains no logic.
 
-    PrebleError
-    ├── InvalidInput (ValueError)        a caller's argument is wrong; nothing was changed
-    │   ├── InvalidTokens                token_ids: empty, negative, too large, 2-D, floats
-    │   ├── InvalidTime                  a clock or `now` that is NaN or infinite
-    │   └── InvalidConfig                a configuration field out of range
-    ├── UnknownWorker (KeyError)         no worker of that id
-    ├── DuplicateWorker (InvalidInput)   a worker of that id exists
-    ├── NoWorkers                        no worker may take a request
-    ├── DuplicateRequest (InvalidInput)  the request id is live
-    ├── UnknownRequest (KeyError)        the request id is not live
-    ├── CapacityExceeded                 a stated bound was reached (queue, tree, frame)
-    │   ├── QueueFull
-    │   └── TreeFull
-    ├── TransportError                   between router and worker
-    │   ├── ProtocolError                a frame that does not decode, or breaks the protocol
-    │   ├── HandshakeRefused             the two sides do not fit; names both
-    │   ├── WorkerLost                   the worker died and the request could not be resumed
-    │   └── InsecureBind                 binding beyond loopback without keys
-    ├── EngineError                      the engine refused or failed a request
-    └── MissingExtra (ImportError)       an optional dependency is not installed
+PrebleError
+├── InvalidInput (ValueError)        a caller's argument is wrong; nothing was changed
+│   ├── InvalidTokens                token_ids: empty, negative, too large, 2-D, floats
+│   ├── InvalidTime                  a clock or `now` that is NaN or infinite
+│   └── InvalidConfig                a configuration field out of range
+├── UnknownWorker (KeyError)         no worker of that id
+├── DuplicateWorker (InvalidInput)   a worker of that id exists
+├── NoWorkers                        no worker may take a request
+├── DuplicateRequest (InvalidInput)  the request id is live
+├── CapacityExceeded                 a stated bound was reached (queue, tree, frame)
+│   ├── QueueFull
+│   └── TreeFull
+├── TransportError                   between router and worker
+│   ├── ProtocolError                a frame that does not decode, or breaks the protocol
+│   ├── HandshakeRefused             the two sides do not fit; names both
+│   ├── WorkerLost                   the worker died and the request could not be resumed
+│   └── InsecureBind                 binding beyond loopback without keys
+├── EngineError                      the engine refused or failed a request
+└── MissingExtra (ImportError)       an optional dependency is not installed
 """
 
 from __future__ import annotations
@@ -62,10 +61,6 @@ class _Lookup(PrebleError, KeyError):
 
 class UnknownWorker(_Lookup):
     """No worker of that id."""
-
-
-class UnknownRequest(_Lookup):
-    """The request id is not live."""
 
 
 class NoWorkers(PrebleError):

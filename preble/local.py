@@ -47,7 +47,14 @@ __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "Lo
 
 DEFERRALS_PER_ROUND = 64
 COUNTERS = (
-    "admitted", "finished", "cancelled", "preempted", "deferred", "prompt_tokens", "cached_tokens", "computed_tokens",
+    "admitted",
+    "finished",
+    "cancelled",
+    "preempted",
+    "deferred",
+    "prompt_tokens",
+    "cached_tokens",
+    "computed_tokens",
 )
 
 
@@ -63,10 +70,10 @@ class LocalScheduler:
         self._clock = monotonic if clock is None else clock
         self._cache = KvCache(config.kv_capacity_tokens)
         self._waiting = WaitingQueue(config, self._cache)
-        self._running: list[LiveRequest] = []             # oldest first
-        self._live: dict[str, LiveRequest] = {}           # request id -> every request, waiting or running
-        self._batch: Batch | None = None                  # in flight
-        self._in_flight: list[LiveRequest] = []           # of its items, in order
+        self._running: list[LiveRequest] = []  # oldest first
+        self._live: dict[str, LiveRequest] = {}  # request id -> every request, waiting or running
+        self._batch: Batch | None = None  # in flight
+        self._in_flight: list[LiveRequest] = []  # of its items, in order
         self._arrived = 0
         self._step = 0
         self._counts = dict.fromkeys(COUNTERS, 0)

@@ -42,7 +42,8 @@ class SlotPool:
         """Remove `count` slots from the pool. Cost: `count`."""
         assert 0 <= count <= self._count, f"took {count} of {self._count} free slots"
         self._count -= count
-        return self._stack[self._count : self._count + count].copy()
+        taken: Int32Array = self._stack[self._count : self._count + count].copy()
+        return taken
 
     def give(self, slots: npt.ArrayLike) -> None:
         """Put slots back. Cost: their number."""
@@ -64,7 +65,7 @@ class KvCache:
         self, capacity_tokens: int, *, events_max: int = EVENTS_MAX, event_tokens_max: int = EVENT_TOKENS_MAX
     ) -> None:
         self.capacity_tokens = capacity_tokens
-        self.version = 0            # +1 at each change of what is cached
+        self.version = 0  # +1 at each change of what is cached
         self.evicted_tokens = 0
         self.evictions = 0
         self.collapsed_events = 0

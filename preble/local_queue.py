@@ -54,21 +54,21 @@ class WaitingQueue:
     def __init__(self, config: LocalConfig, cache: CacheView, *, rebin_per_round: int = REBIN_PER_ROUND) -> None:
         self.overdue_picks = 0
         self.cache_looks = 0
-        self.uncached_tokens = 0                           # sum of uncached_now over all that wait
+        self.uncached_tokens = 0  # sum of uncached_now over all that wait
         self._config = config
         self._cache = cache
         self._rebin_per_round = rebin_per_round
         self._looks_left = rebin_per_round
-        self._live: dict[int, LiveRequest] = {}            # number -> every waiting request
+        self._live: dict[int, LiveRequest] = {}  # number -> every waiting request
         self._preempted: deque[LiveRequest] = deque()
-        self._arrivals: list[int] = []                     # numbers of newcomers in order, without deferred ones
+        self._arrivals: list[int] = []  # numbers of newcomers in order, without deferred ones
         self._groups: list[list[tuple[int, int]]] = [[] for _ in range(self._group_count())]  # (rank, number), sorted
         self._credits = [0] * self._group_count()
         self._deferred: list[LiveRequest] = []
         self._picked_by_turn = False
-        self._round_version = cache.version                # the cache's version as the round began
+        self._round_version = cache.version  # the cache's version as the round began
         self._sweep_left = 0
-        self._sweep_next = 0                               # the number at which it goes on
+        self._sweep_next = 0  # the number at which it goes on
 
     def __len__(self) -> int:
         return len(self._live)

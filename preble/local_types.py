@@ -95,25 +95,38 @@ class LiveRequest:
     """
 
     __slots__ = (
-        "arrival_seconds", "cached_now", "cached_tokens", "cached_version", "computed", "hold", "known_tokens",
-        "number", "place", "place_version", "prefill_end", "request", "scheduled", "slots", "tokens",
+        "arrival_seconds",
+        "cached_now",
+        "cached_tokens",
+        "cached_version",
+        "computed",
+        "hold",
+        "known_tokens",
+        "number",
+        "place",
+        "place_version",
+        "prefill_end",
+        "request",
+        "scheduled",
+        "slots",
+        "tokens",
     )
 
     def __init__(self, request: LocalRequest, number: int, arrival_seconds: float) -> None:
         self.request = request
-        self.number = number                      # order of arrival, the tie-breaker everywhere
+        self.number = number  # order of arrival, the tie-breaker everywhere
         self.arrival_seconds = arrival_seconds
-        self.tokens = request.token_ids           # replaced by a buffer with room for the output at the first admission
+        self.tokens = request.token_ids  # replaced by a buffer with room for the output at the first admission
         self.known_tokens = len(request.token_ids)
         self.slots = NO_TOKENS
         self.hold: Hold | None = None
         self.computed = 0
         self.scheduled = 0
         self.prefill_end = 0
-        self.cached_tokens: int | None = None     # prompt tokens reused at the first admission
-        self.cached_now = 0                       # the queue's: cached tokens of the known ones, as of cached_version
+        self.cached_tokens: int | None = None  # prompt tokens reused at the first admission
+        self.cached_now = 0  # the queue's: cached tokens of the known ones, as of cached_version
         self.cached_version = -1
-        self.place = (0, 0)                       # the queue's: (group, rank in it), as of place_version
+        self.place = (0, 0)  # the queue's: (group, rank in it), as of place_version
         self.place_version = -1
 
     @property

@@ -104,7 +104,7 @@ class NaiveLocal:
         self.config = config
         self.cache = NaiveCache()
         self.requests: dict[str, NaiveRequest] = {}
-        self.resuming: list[str] = []            # preempted, next one first
+        self.resuming: list[str] = []  # preempted, next one first
         self.credits = dict.fromkeys(range(config.priority_groups + 1), 0)
         self.cached_at_start: dict[str, int] = {}
         self.arrived = 0

@@ -479,7 +479,7 @@ def test_a_full_cache_gives_up_its_least_recently_used_prefix_and_only_as_much_a
     worker = Worker(capacity=100)
     worker.warm(numbers(0, 40))
     worker.warm(numbers(100, 40))
-    worker.add("again", numbers(0, 40), max_new=1)   # now 100.. is the older one
+    worker.add("again", numbers(0, 40), max_new=1)  # now 100.. is the older one
     worker.run()
     worker.warm(numbers(200, 30))
     (event,) = worker.scheduler.take_events()

@@ -25,7 +25,9 @@ from preble.local import LocalConfig, LocalRequest, LocalScheduler
 STEMS = [(1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9), (5, 5, 5, 5), (1,)]
 prompts = st.builds(
     lambda stem, cut, tail: stem[:cut] + tuple(tail),
-    st.sampled_from(STEMS), st.sampled_from([1, 2, 4, 6, 12, 12, 12]), st.lists(st.integers(0, 3), max_size=6),
+    st.sampled_from(STEMS),
+    st.sampled_from([1, 2, 4, 6, 12, 12, 12]),
+    st.lists(st.integers(0, 3), max_size=6),
 )
 configs = st.builds(
     LocalConfig,
@@ -50,13 +52,14 @@ class LocalMachine(RuleBasedStateMachine):
         self.real = LocalScheduler(config, clock=self.clock)
         self.model = NaiveLocal(config)
         self.device = PretendDevice()
-        self.believed: set = set()    # what a router would believe is cached, by the events alone
+        self.believed: set = set()  # what a router would believe is cached, by the events alone
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, tuple] = {}
         self.add(first, max_new, frozenset(), None)
 
     @rule(
-        batch=st.lists(prompts, min_size=1, max_size=5), max_new=st.integers(1, 14),
+        batch=st.lists(prompts, min_size=1, max_size=5),
+        max_new=st.integers(1, 14),
         stops=st.sampled_from([frozenset(), frozenset({0}), frozenset({1, 2})]),
         namespace=st.sampled_from([None, None, None, "b"]),
     )
@@ -173,7 +176,10 @@ def test_the_local_scheduler_equals_the_naive_model_at_every_step():
     run_state_machine_as_test(
         LocalMachine,
         settings=settings(
-            max_examples=150, stateful_step_count=40, deadline=None, derandomize=True,
+            max_examples=150,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
             phases=[Phase.explicit, Phase.generate],  # add Phase.shrink to study a failure: it takes minutes
             suppress_health_check=list(HealthCheck),
         ),
