@@ -13,7 +13,6 @@ from libc.string cimport memcpy, memset
 
 from preble._layout cimport (
     LIVE,
-    TOUCHED,
     Entry,
     EntryBlock,
     Mark,
@@ -327,7 +326,6 @@ cdef int split_node(Tree* t, uint32_t lower, uint32_t upper) noexcept nogil:
     link_child(t, node_at(t, i).parent, i)
     link_child(t, i, lower)
     node_at(t, i).hits = low.hits
-    node_at(t, i).state |= low.state & TOUCHED
     free_run(t, old)
     divide_entries(t, lower, i, upper, block, count)                                                              # 3
     return 0

@@ -297,7 +297,8 @@ cdef Needs insert_needs(Tree* t, Walk walk, uint32_t count, uint32_t worker) noe
     cdef Needs needs
     needs.bytes = needs.nodes = needs.marks = 0
     if count > walk.matched:
-        needs.nodes = needs.marks = 1
+        needs.nodes = 1
+        needs.marks = worker != NONE
         needs.bytes = charged(run_bytes(t, count - walk.matched))
     if walk.inside < node.run.length:
         needs.nodes += 1

@@ -174,6 +174,19 @@ def test_a_prompt_without_room_is_counted_and_remembered_as_far_as_it_is_known()
     tree.check()
 
 
+def test_namespaces_that_come_and_go_leave_room_for_new_ones() -> None:
+    """A salt per request: every prompt is in a namespace of its own, which is of no use once its prompt is shed."""
+    tree = bounded_tree()
+    for n in range(25_000):
+        tree.insert([1, 2, 3], float(n), worker=0, namespace=n)
+        assert tree.bytes_used <= MIB
+    stats = tree.stats()
+    assert stats["refused_tokens"] == 0 and stats["shed_nodes"] > 15_000
+    assert tree.match([1, 2, 3], namespace=24_999) == (3, {0: 3})
+    assert stats["nodes"] - stats["namespaces"] > 0.9 * stats["namespaces"], "few namespaces are empty"
+    tree.check()
+
+
 def test_a_namespace_without_room_is_refused_like_a_prompt() -> None:
     """In one chain of thousands of nodes only the last can be shed, and the search for it is bounded."""
     tree = bounded_tree()

@@ -43,6 +43,8 @@ class SlotsMachine(RuleBasedStateMachine):
         self.free = list(range(100, 100 + slot_count))
         self.holds: list = []  # (real hold, model hold)
         self.now = 0.0
+        self.version = 0
+        self.cached_before: set = set()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -142,6 +144,12 @@ class SlotsMachine(RuleBasedStateMachine):
         self.real.check()
         assert self.real.worker_tokens(0) == len(self.model.slots)
         assert self.real.pinned_tokens == len(self.model.slots) - len(self.model.unused)
+
+    @invariant()
+    def version_tells_of_every_change(self):
+        cached = set(self.model.slots)
+        assert self.real.version > self.version or cached == self.cached_before
+        self.version, self.cached_before = self.real.version, cached
 
     @invariant()
     def every_slot_has_one_owner(self):
