@@ -329,6 +329,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batching.add_argument(
         "--order", choices=("priority", "fcfs", "longest_prefix"), help="which waiting request goes first"
     )
+    batching.add_argument(
+        "--max-model-tokens", type=int, metavar="N", help="longest prompt + output (torch); default: the model's"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="numbers (torch)")
     machine.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device (torch)")
@@ -410,7 +413,12 @@ def _torch_engine(args: argparse.Namespace) -> Engine:
     from .engines.torch import TorchEngine
 
     return TorchEngine(
-        args.model, local=_local_config(args), dtype=args.dtype, device=args.device, threads=args.threads
+        args.model,
+        local=_local_config(args),
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+        max_model_tokens=args.max_model_tokens,
     )
 
 

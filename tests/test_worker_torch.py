@@ -16,6 +16,7 @@ from transport_support import FAST, FirstByName, WorkerProcess, assert_books_are
 from preble import LocalConfig, SamplingParams
 from preble.engines.base import GenerationRequest
 from preble.engines.torch import TorchEngine
+from preble.errors import PrebleError
 from preble.router import Router
 
 pytest_plugins = ["torch_fixtures"]
@@ -32,7 +33,7 @@ def prompt(number: int) -> list[int]:
 def workers(tiny_model_dir: Path) -> Iterator[list[WorkerProcess]]:
     """Two worker processes of one model."""
     options = ["--model", str(tiny_model_dir), "--dtype", "float32", "--device", "cpu", "--threads", "1"]
-    options += ["--kv-capacity-tokens", "4000", "--token-budget", "64"]
+    options += ["--kv-capacity-tokens", "4000", "--token-budget", "64", "--max-model-tokens", "600"]
     started = [WorkerProcess("--engine", "torch", *options, "--id", name) for name in ("a", "b")]
     yield started
     for one in started:
@@ -66,4 +67,12 @@ async def test_the_model_answers_through_the_wire_and_a_kill_changes_no_token(
         assert router.stats()["resumed"] == 4 and {chunks[-1].worker for _, chunks in done} == {"b"}
         _, chunks = await collect(router.generate(prompt(9), SAMPLING))
         assert chunks[0].cached_tokens is not None and chunks[0].cached_tokens >= 60, "prefixes are reused"
+        assert_books_are_even(router)
+
+
+@asynchronous
+async def test_a_worker_refuses_a_request_beyond_its_max_model_tokens(workers: list[WorkerProcess]) -> None:
+    async with Router([workers[1].endpoint], config=FAST) as router:
+        with pytest.raises(PrebleError, match="600"):
+            await collect(router.generate(list(range(5, 605)), SAMPLING))
         assert_books_are_even(router)
