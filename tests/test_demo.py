@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -271,6 +272,21 @@ def test_the_tally_counts_what_is_still_in_flight() -> None:
     assert tally.text == "5 in flight"
     tally.add(0.25, 1000, 900)
     assert "250 ms" in tally.text and "90%" in tally.text and " 4 in flight" in tally.text
+
+
+def test_without_a_terminal_the_screen_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    stream = io.StringIO()
+    screen, tally = progress.Screen(stream), progress.Tally("e2", 2)
+    screen.say("5/5 e2")
+    with screen.phase(tally) as update:
+        for _ in range(2):
+            tally.sent += 1
+            tally.add(0.1, 100, 50)
+            update()
+    lines = stream.getvalue().split("\n")
+    assert lines[0] == "5/5 e2"
+    assert [line.split()[1] for line in lines[1:-1]] == ["1/2", "2/2"]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

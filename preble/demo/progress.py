@@ -72,7 +72,7 @@ class Screen:
 
         def update() -> None:
             nonlocal last
-            if time.monotonic() - last >= PLAIN_SECONDS:
+            if time.monotonic() - last >= PLAIN_SECONDS and tally.done + tally.failed < tally.total:
                 last = time.monotonic()
                 self.say(f"  {tally.policy:<12} {tally.done}/{tally.total}  {tally.text}")
 
