@@ -59,6 +59,10 @@ cdef class DecisionCore:
     cdef bint better(self, uint32_t a, uint32_t b) noexcept nogil
     cdef Choice choose_with(self, object policy, object asked, Walk walk, uint32_t count, int64_t max_new_tokens,
                             double now) except *
+    cdef Walk new_root(self, object namespace, uint32_t count) except *
     cdef int commit(self, object request_id, uint32_t worker, TokenView* view, object namespace, Walk walk,
                     int64_t max_new_tokens, double now) except -1
-    cdef void correct(self, Lease* lease, int64_t cached_tokens) noexcept
+    cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept
+    cdef bint is_remembered(self, Lease* lease) noexcept
+    cdef void remark(self, Lease* lease, double now) noexcept
+    cdef Walk leaf_walk(self, Lease* lease) noexcept

@@ -39,11 +39,12 @@ from preble._tree cimport (
     tree_walk,
 )
 
-from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull
+from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
 cdef enum:
     PATH_MAX = 64                # nodes of the prompt's own path that eviction is known to spare
     SIBLINGS_MAX = 64            # children looked at before a removed block is taken to share its first tokens
+    NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
 _REASONS = ("exploit", "explore")
 
@@ -397,27 +398,42 @@ cdef class DecisionCore:
 
     cdef int commit(self, object request_id, uint32_t worker, TokenView* view, object namespace, Walk walk,
                     int64_t max_new_tokens, double now) except -1:
-        """Book the decision: a lease, the load, the prompt's marks and hits. On MemoryError nothing stays booked."""
+        """Book the decision: a lease, the load, the prompt's marks and hits. On MemoryError nothing stays booked.
+
+        A prompt for whose namespace the tree has no room is booked all the same, and not remembered.
+        """
         cdef Lease lease
         cdef uint32_t index, leaf
         cdef uint32_t missed = view.count - self.terms[worker].usable
         cdef double seconds = prefill_seconds(&self.book.workers[worker].cost, missed, view.count)
         if walk.node == NONE:
-            walk = at_root(self.tree.root_of(namespace, True))
+            walk = self.new_root(namespace, view.count)
         memset(&lease, 0, sizeof(Lease))
         lease.prompt_tokens = view.count
         lease.matched_tokens = self.terms[worker].usable
-        lease.confirmed_tokens = confirmed_tokens(&self.tree.t, walk, worker)
+        lease.leaf_generation = NO_GENERATION
+        if walk.node != NONE:
+            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, walk, worker)
         lease.expected_output = self.book.expected_output(worker, max_new_tokens)
         lease.prefill_ns = nanoseconds(seconds)
         index = self.book.book(worker, lease, now)
-        if tree_insert(&self.tree.t, walk, view.data, view.count, worker, True, now, &leaf):
-            self.book.void_lease(index)
-            raise MemoryError("GlobalScheduler.schedule")
-        self.book.lease_at(index).leaf = leaf
-        self.book.lease_at(index).leaf_generation = generation(node_at(&self.tree.t, leaf))
+        if walk.node != NONE:
+            if tree_insert(&self.tree.t, walk, view.data, view.count, worker, True, now, &leaf):
+                self.book.void_lease(index)
+                raise MemoryError("GlobalScheduler.schedule")
+            self.book.lease_at(index).leaf = leaf
+            self.book.lease_at(index).leaf_generation = generation(node_at(&self.tree.t, leaf))
         self.leases[request_id] = index
         return 0
+
+    cdef Walk new_root(self, object namespace, uint32_t count) except *:
+        """A walk at the root of a new namespace; if the tree has no room for it the tokens are counted and its node is
+        NONE."""
+        try:
+            return at_root(self.tree.root_of(namespace, True))
+        except TreeFull:
+            self.tree.t.refused_tokens += count
+            return at_root(NONE)
 
     def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy,
                 object asked) -> tuple:
@@ -462,7 +478,9 @@ cdef class DecisionCore:
         self.prepare(&view, token_ids, namespace, &walk)
         try:
             if walk.node == NONE:
-                walk = at_root(self.tree.root_of(namespace, True))
+                walk = self.new_root(namespace, view.count)
+            if walk.node == NONE:
+                return
             if tree_insert(&self.tree.t, walk, view.data, view.count, worker, False, now, &leaf):
                 raise MemoryError("GlobalScheduler.apply")
             confirm_path(&self.tree.t, leaf, worker)
@@ -503,15 +521,14 @@ cdef class DecisionCore:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, the prompt has {lease.prompt_tokens} tokens")
         self.book.advance(now)
         if self.book.is_current(lease):
-            self.correct(lease, cached_tokens)
+            self.correct(lease, cached_tokens, now)
             self.book.prefilled(lease)
         return True
 
-    cdef void correct(self, Lease* lease, int64_t cached_tokens) noexcept:
+    cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept:
         """Bring load and marks in line with what the engine told. What it was known to hold and no longer held took
-        along everything that hung below."""
-        cdef Node* leaf = node_at(&self.tree.t, lease.leaf)
-        cdef bint alive = leaf.state & LIVE and generation(leaf) == lease.leaf_generation
+        along everything that hung below; what it has computed is there, whatever was believed in the meantime."""
+        cdef bint alive = self.is_remembered(lease)
         cdef double seconds
         if cached_tokens >= 0:
             seconds = prefill_seconds(&self.book.workers[lease.worker].cost, lease.prompt_tokens - cached_tokens,
@@ -522,7 +539,34 @@ cdef class DecisionCore:
             # Told once: what is computed from now on hangs there for good, also if `finish` says the number again.
             lease.confirmed_tokens = min(lease.confirmed_tokens, <uint32_t> cached_tokens)
         if alive and not lease.prefilled:
+            self.remark(lease, now)
             confirm_path(&self.tree.t, lease.leaf, lease.worker)
+
+    cdef bint is_remembered(self, Lease* lease) noexcept:
+        """Whether the prompt's last node is still there."""
+        cdef Node* leaf
+        if lease.leaf_generation == NO_GENERATION:
+            return False
+        leaf = node_at(&self.tree.t, lease.leaf)
+        return leaf.state & LIVE and generation(leaf) == lease.leaf_generation
+
+    cdef void remark(self, Lease* lease, double now) noexcept:
+        """Mark the prompt again if it was unmarked while it waited. Out of memory the belief stays what it was."""
+        cdef Walk walk = self.leaf_walk(lease)
+        cdef Node* node = node_at(&self.tree.t, walk.node)
+        cdef Entry* entry = find_entry(node, lease.worker)
+        cdef uint32_t leaf
+        if entry == NULL or entry.tokens < node.run.length:
+            tree_insert(&self.tree.t, walk, NULL, walk.matched, lease.worker, False, now, &leaf)
+
+    cdef Walk leaf_walk(self, Lease* lease) noexcept:
+        """A walk that ends where the prompt does."""
+        cdef Walk walk
+        cdef Node* node = node_at(&self.tree.t, lease.leaf)
+        walk.node = lease.leaf
+        walk.inside = node.run.length
+        walk.matched = node.run.start + node.run.length
+        return walk
 
     def finish(self, object request_id, int64_t output_tokens, int64_t cached_tokens, double now) -> bool:
         """The request is done. Counts as first token if that was not told. False if the id is not live."""
@@ -542,19 +586,14 @@ cdef class DecisionCore:
         """Give a booking back; before the first token also the belief that the prompt is cached, as far as no engine
         has confirmed it and no other request has passed lately. False if the id is not live."""
         cdef Lease* lease
-        cdef Node* leaf
-        cdef Walk walk
         found = self.leases.pop(request_id, None)
         if found is None:
             return False
         self.book.advance(now)
         lease = self.book.lease_at(<uint32_t> found)
-        leaf = node_at(&self.tree.t, lease.leaf)
-        if self.book.is_current(lease) and not lease.prefilled:
-            if leaf.state & LIVE and generation(leaf) == lease.leaf_generation:
-                walk.node, walk.inside, walk.matched = lease.leaf, leaf.run.length, leaf.run.start + leaf.run.length
-                known = confirmed_tokens(&self.tree.t, walk, lease.worker)
-                take_back(&self.tree.t, lease.leaf, lease.worker, known, now)
+        if self.book.is_current(lease) and not lease.prefilled and self.is_remembered(lease):
+            known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), lease.worker)
+            take_back(&self.tree.t, lease.leaf, lease.worker, known, now)
         self.book.void_lease(<uint32_t> found)
         return True
 

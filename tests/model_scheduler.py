@@ -59,26 +59,32 @@ class NaiveCost:
 
 @dataclass
 class Hits:
-    """Every hit, as the number of the window it fell into. A clock that jumped back counts into the newest window."""
+    """Hits by the number of the window they fell into; those of the newest window and the one before it are known.
+
+    A clock that jumped back counts into the newest window, unless there is nothing in it.
+    """
 
     span: float
     windows: list[int] = field(default_factory=list)
     newest: int = 0
 
     def window(self, now: float) -> int:
-        return max(self.newest, int(now / self.span) if now > 0 else 0)
+        own = int(now / self.span) if now > 0 else 0
+        return max(own, self.newest) if self.windows else own
+
+    def roll(self, now: float) -> None:
+        self.newest = self.window(now)
+        self.windows = [window for window in self.windows if window >= self.newest - 1]
 
     def add(self, now: float) -> None:
-        self.newest = self.window(now)
+        self.roll(now)
         self.windows.append(self.newest)
 
     def take(self, now: float) -> None:
         """Take one back: of this window, else of the one before."""
-        self.newest = self.window(now)
-        for window in (self.newest, self.newest - 1):
-            if window in self.windows:
-                self.windows.remove(window)
-                return
+        self.roll(now)
+        if self.windows:
+            self.windows.remove(max(self.windows))
 
     def recent(self, now: float) -> int:
         """Hits of this window and the one before."""
@@ -476,11 +482,11 @@ class NaiveScheduler:
             return False
         self.advance(now)
         if self.is_current(booking):
-            self.correct(booking, cached)
+            self.correct(booking, cached, now)
             booking.prefilled = True
         return True
 
-    def correct(self, booking: Booking, cached: int | None) -> None:
+    def correct(self, booking: Booking, cached: int | None, now: float) -> None:
         worker = booking.account.spec.id
         if cached is not None:
             missed = booking.prompt_tokens - cached
@@ -489,6 +495,8 @@ class NaiveScheduler:
                 self.tree.drop_beside(booking.path, worker, cached)
             booking.confirmed = min(booking.confirmed, cached)
         if self.is_remembered(booking) and not booking.prefilled:
+            if self.tree.held(booking.path, worker) < booking.prompt_tokens:
+                self.tree.insert(booking.path, worker, now, is_hit=False)
             for node in self.tree.above(booking.path):
                 if worker in self.tree.nodes[node].marks:
                     self.tree.nodes[node].marks[worker].confirmed = True

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preble import CostModel, GlobalScheduler, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
+from preble import (
+    BlockRemoved,
+    BlockStored,
+    CostModel,
+    GlobalScheduler,
+    ManualClock,
+    PrefixEvicted,
+    SchedulerConfig,
+    WorkerSpec,
+)
 from preble.errors import (
     DuplicateRequest,
     DuplicateWorker,
@@ -459,6 +469,19 @@ def test_a_worker_that_lost_a_prefix_loses_what_hung_on_it() -> None:
     sched.check()
 
 
+def test_a_prompt_that_was_unmarked_while_it_waited_is_believed_once_it_is_computed() -> None:
+    """A lie about the document unmarks a question that is still in the queue; its own first token brings it back."""
+    sched = scheduler("a")
+    serve(sched, DOCUMENT, "a")
+    for request_id in (1, 2):
+        sched.schedule([*DOCUMENT, request_id, 7, 7], request_id=request_id)
+    sched.first_token(1, cached_tokens=0)
+    assert sched.match([*DOCUMENT, 2, 7, 7, 7]).matched_tokens == {"a": 100}
+    sched.first_token(2, cached_tokens=100)
+    assert sched.match([*DOCUMENT, 2, 7, 7, 7]).matched_tokens == {"a": 103}
+    sched.check()
+
+
 def test_a_prefix_that_is_only_predicted_is_no_lie() -> None:
     """Two requests at once: the second reuses nothing because the first is still being computed."""
     sched = scheduler("a")
@@ -543,6 +566,20 @@ def test_the_tree_is_bounded_and_requests_are_placed_all_the_same() -> None:
     assert sched.schedule(fresh(400_000)).prompt_tokens == 400_000, "a prompt that cannot be remembered is served"
     assert sched.stats()["tree"]["refused_tokens"] >= 400_000
     sched.check()
+
+
+def test_a_tree_without_room_for_a_single_node_remembers_nothing_and_places_everything() -> None:
+    """There were so many workers once that their rows alone exceed the budget."""
+    sched = scheduler("w0", max_bytes=1 << 20)
+    tree = sched._core.tree
+    for worker in reversed([tree.add_worker(1) for _ in range(17_000)]):
+        tree.drop_worker(worker)
+    for request_id in "xyz":
+        assert sched.schedule(DOCUMENT, request_id=request_id).matched_tokens == 0
+    assert sched.apply("w0", [BlockStored([1], None, DOCUMENT, 100), BlockRemoved([1])]) == 0
+    assert sched.first_token("x", cached_tokens=0) and sched.finish("x") and sched.cancel("y") and sched.finish("z")
+    assert sched.stats()["tree"]["refused_tokens"] == 400
+    assert_books_are_zero(sched)
 
 
 def test_a_failing_allocation_books_nothing() -> None:
@@ -936,3 +973,24 @@ def test_a_decision_is_a_record_that_cannot_be_made_or_changed() -> None:
         decision.worker = "b"
     with pytest.raises(TypeError):
         type(decision)()
+
+
+def test_a_request_whose_namespace_finds_no_room_is_placed_all_the_same() -> None:
+    """In one chain of thousands of nodes only the last can be shed, and the search for it is bounded."""
+    scheduler = GlobalScheduler(["a"], config=SchedulerConfig(max_bytes=1 << 20), clock=ManualClock())
+    prompt = array("i", range(12_000))
+    length = 0
+    while scheduler.stats()["tree"]["refused_tokens"] == 0:
+        length += 1
+        scheduler._core.tree.insert(prompt[:length], 0.0)
+    refused = scheduler.stats()["tree"]["refused_tokens"]
+    for request_id, end in (("one", scheduler.finish), ("two", scheduler.cancel)):
+        assert scheduler.schedule([1, 2, 3], request_id=request_id, namespace=request_id).worker == "a"
+        assert scheduler.stats()["tree"]["refused_tokens"] > refused, "counted"
+        scheduler.check()
+        assert scheduler.first_token(request_id, cached_tokens=0) if end == scheduler.finish else True
+        assert end(request_id)
+    stored = BlockStored(block_hashes=[7], parent_block_hash=None, token_ids=[5, 6], block_size=2, namespace="three")
+    scheduler.apply("a", [stored])
+    scheduler.check()
+    assert scheduler.stats()["live_requests"] == 0
