@@ -44,6 +44,7 @@ from .types import (
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
+REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +174,7 @@ class GlobalScheduler:
                 )
             self._sequence += 1
             self._counts["scheduled"] += 1
-            self._reasons[decision.reason] = self._reasons.get(decision.reason, 0) + 1
+            self._count_reason(decision.reason)
             return decision
 
     def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
@@ -389,6 +390,11 @@ class GlobalScheduler:
         if self._policy is None or asked is None:
             return [row[5] for row in rows]
         return self._policy.checked_scores(asked, self._core.view([row[0] for row in rows]))
+
+    def _count_reason(self, reason: str) -> None:
+        if reason not in self._reasons and len(self._reasons) >= REASONS_MAX:
+            reason = "other"
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
     def _counted(self, live: bool) -> bool:
         self._counts["late_calls"] += not live

@@ -248,6 +248,19 @@ def test_a_reason_that_is_no_text_becomes_text() -> None:
     assert sched.stats()["reasons"] == {"7": 1}
 
 
+def test_reasons_that_a_policy_makes_up_are_counted_apart_up_to_a_bound() -> None:
+    class Poet(Last):
+        @property
+        def reason(self) -> str:  # type: ignore[override]
+            return f"verse {sched.stats()['scheduled']}"
+
+    sched = scheduler(Poet)
+    for i in range(100):
+        assert sched.schedule([i]).reason == f"verse {i}"
+    reasons = sched.stats()["reasons"]
+    assert len(reasons) == 65 and reasons["verse 63"] == 1 and reasons["other"] == 36
+
+
 def test_a_policy_that_schedules_while_it_decides_does_no_harm() -> None:
     """It must not, says the docstring; if it does, the outer decision counts with what the inner one has changed."""
 
