@@ -427,7 +427,7 @@ cdef class DecisionCore:
         return 0
 
     cdef Walk new_root(self, object namespace, uint32_t count) except *:
-        """A walk at the root of a new namespace; if the tree has no room for it the tokens are counted and its node is
+        """A walk at the root of a new namespace; NONE, with the tokens counted as refused, if the tree has no room."""
         NONE."""
         try:
             return at_root(self.tree.root_of(namespace, True))

@@ -647,7 +647,30 @@ def test_a_clock_that_jumps_back_changes_nothing() -> None:
     sched.check()
 
 
-@pytest.mark.parametrize("answer", [float("nan"), float("inf"), "now", None])
+@pytest.mark.parametrize("start", [-1e12, -5.0, 0.0, 1e-300, 1e9, 1e12])
+@pytest.mark.parametrize("history", [1e-3, 180.0, 1e9])
+def test_times_and_costs_at_the_edge_of_sense_keep_the_books_right(start: float, history: float) -> None:
+    absurd = CostModel([(0, 1e290), (1, 1e300)], context=(0, 0, 0, 1e290))
+    config = SchedulerConfig(history_seconds=history, join_seconds=history, lease_seconds=1e9)
+    sched = GlobalScheduler(
+        [WorkerSpec("a", cost_model=absurd, kv_capacity_tokens=2**31 - 1), WorkerSpec("b", kv_capacity_tokens=1)],
+        clock=ManualClock(start),
+        config=config,
+    )
+    for now in (start, start / 3, start / 2, start):
+        sched._clock.set(now)
+        for exclude in ("a", "b"):
+            first = sched.schedule([1, 2, 3, 4], max_new_tokens=2**31 - 1, exclude=[exclude])
+            second = sched.schedule([1, 2, 7], explain=True)
+            sched.first_token(first.request_id, cached_tokens=2)
+            sched.finish(first.request_id, output_tokens=2**31 - 1)
+            sched.cancel(second.request_id)
+            sched.tick()
+            sched.check()
+    assert_books_are_zero(sched)
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), 1e13, -1e300, 10**400, "now", None])
 def test_a_broken_clock_is_refused_by_every_call_that_needs_one(answer: Any) -> None:
     times: list[Any] = [100.0] * 3
     sched = GlobalScheduler(["a", "b"], clock=lambda: times.pop() if times else answer)
@@ -924,7 +947,7 @@ def test_a_scheduler_that_makes_no_sense_is_refused(
 
 
 @pytest.mark.parametrize("name", SchedulerConfig.__slots__)
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much", None])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1e300, "much", None])
 def test_a_knob_that_makes_no_sense_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidConfig, match=f"SchedulerConfig.{name}"):
         SchedulerConfig(**{name: value})
