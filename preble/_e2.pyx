@@ -428,7 +428,6 @@ cdef class DecisionCore:
 
     cdef Walk new_root(self, object namespace, uint32_t count) except *:
         """A walk at the root of a new namespace; NONE, with the tokens counted as refused, if the tree has no room."""
-        NONE."""
         try:
             return at_root(self.tree.root_of(namespace, True))
         except TreeFull:

@@ -8,7 +8,6 @@ it may be called from any thread and from asyncio. Paper sections 4.1 and 4.2.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from .types import (
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
+TIME_MOST = 1e12  # seconds either way, so that the number of a slice of the window always fits 64 bits
 REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
 
 
@@ -73,8 +73,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
-            if not (_is_number(getattr(self, name)) and 0.0 < getattr(self, name) < float("inf")):
-                raise InvalidConfig(f"SchedulerConfig.{name} must be positive and finite, got {getattr(self, name)!r}")
+            if not (_is_number(getattr(self, name)) and 1e-3 <= getattr(self, name) <= 1e9):
+                raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
         if not (_is_number(self.exploit_ratio) and 0.0 <= self.exploit_ratio <= 1.0):
             raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
         check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
@@ -227,7 +227,7 @@ class GlobalScheduler:
             now = self._now()
             asked = self._asked(token_ids, namespace, max_new_tokens)
             chosen, reason, prompt, rows = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
-            names = self._core.names
+            names = list(self._core.names)  # the core's own may change once the lock is released
             scores = self._scores(asked, rows)
         costs = tuple(
             WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, total, score, candidate)
@@ -491,8 +491,8 @@ class _Excluding:
 def _finite_time(name: str, seconds: float) -> float:
     if not _is_number(seconds):
         raise InvalidTime(f"{name} must be a number of seconds, got {seconds!r}")
-    if not math.isfinite(seconds):
-        raise InvalidTime(f"{name} must be finite, got {seconds!r}")
+    if not -TIME_MOST <= seconds <= TIME_MOST:
+        raise InvalidTime(f"{name} must be finite and within {TIME_MOST:g} seconds, got {seconds!r}")
     return float(seconds)
 
 

@@ -765,6 +765,26 @@ def test_eight_threads_may_call_anything_at_once() -> None:
     assert sched.stats()["scheduled"] == 8 * 400
 
 
+def test_a_worker_removed_the_moment_after_a_decision_is_still_explained() -> None:
+    """The explanation is put into words after the lock is released; another thread may come in between."""
+    sched = scheduler("a", "b")
+    lock = sched._lock
+
+    class Intruder:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            sched._lock = lock
+            sched.remove_worker("a")
+
+    sched._lock = Intruder()  # type: ignore[assignment]
+    told = sched.explain(DOCUMENT)
+    assert (told.worker, told.runner_up) == ("a", "b")
+    assert list(sched.workers) == ["b"]
+
+
 def assert_books_are_zero(sched: GlobalScheduler) -> None:
     sched.check()
     assert sched.stats()["live_requests"] == 0
