@@ -21,23 +21,12 @@ from libc.string cimport memset
 
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, WorkerBook, nanoseconds, prefill_seconds
 from preble._layout cimport LIVE, Entry, Node, Tree, Walk, WorkerMarks, generation, mark_at, node_at
-from preble._layout_parts cimport hits_estimate
+from preble._layout_parts cimport find_entry, hits_estimate
 from preble._memory cimport NONE
+from preble._nodes cimport at_root, confirmed_tokens, key_portion_end, tree_matches, tree_walk
 from preble._radix cimport RadixTree
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._tree cimport (
-    at_root,
-    confirm_path,
-    confirmed_tokens,
-    drop_below,
-    drop_beside,
-    find_entry,
-    key_portion_end,
-    take_back,
-    tree_insert,
-    tree_matches,
-    tree_walk,
-)
+from preble._tree cimport confirm_path, drop_below, drop_beside, take_back, tree_insert
 
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 

@@ -3,8 +3,6 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from preble._layout cimport Tree, Walk
-from preble._layout_parts cimport find_entry
-from preble._nodes cimport at_root, confirmed_tokens, key_portion_end, tree_matches, tree_walk
 
 cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit,
                      double now, uint32_t* leaf) noexcept nogil
