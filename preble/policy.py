@@ -3,8 +3,7 @@ books.
 
 A policy sees one request and the eligible workers as columns, scores each (lower is better) and picks one. It keeps no
 state: what it needs (a running number, chance) comes with the request, so that explaining and making a decision
-agree.
-"e2", the default, is compiled (`_e2.pyx`) and appears here by name only.
+agree. "e2", the default, is compiled (`_e2.pyx`) and appears here by name only.
 """
 
 from __future__ import annotations
