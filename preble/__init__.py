@@ -16,8 +16,8 @@ from importlib import import_module
 TYPE_CHECKING = False  # what type checkers know as true; importing typing would cost more than all the rest
 if TYPE_CHECKING:
     from . import errors as errors
+    from ._answers import Decision as Decision
     from ._cost import CostModel as CostModel
-    from ._e2 import Decision as Decision
     from .clock import ManualClock as ManualClock
     from .local import LocalConfig as LocalConfig
     from .local import LocalRequest as LocalRequest
@@ -41,7 +41,7 @@ _HOMES = {
     "BlockRemoved": "types",
     "BlockStored": "types",
     "CostModel": "_cost",
-    "Decision": "_e2",
+    "Decision": "_answers",
     "GlobalScheduler": "scheduler",
     "LocalConfig": "local",
     "LocalRequest": "local",

@@ -3,15 +3,35 @@ changes nothing."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._layout cimport LIVE, Entry, List, Node, Tree, entries_of, entry_count, mark_at, node_at
-from preble._layout_parts cimport block_bytes, find_child, find_entry, run_bytes, run_slots
+from preble._layout cimport (
+    LISTED,
+    LIVE,
+    ChildTable,
+    Entry,
+    List,
+    Node,
+    Tree,
+    Victim,
+    Victims,
+    WorkerMarks,
+    end_of,
+    mark_at,
+    node_at,
+    run_end,
+    worker_of,
+)
+from preble._epochs cimport QUEUE_MAX
+from preble._layout_parts cimport block_bytes, block_marks, entry_count, find_entry, run_bytes, run_slots
 from preble._memory cimport CHUNK, CHUNK_BITS, NONE, charged
+from preble._retired cimport MARK, MEMORY, NODE
+from preble._table cimport DELETED_SLOT, find_child, table_bytes
 
 
 cdef int check_tree(Tree* t, dict roots, dict names, root_queue) except -1:
     """Assert every invariant; the message names the invariant and the node. O(everything)."""
     nodes = [i for i in range(t.nodes.chunk_count << CHUNK_BITS) if node_at(t, i).state & LIVE]
-    assert len(nodes) == t.nodes.live, f"slab counts {t.nodes.live} nodes, {len(nodes)} are live"
+    counted = t.nodes.live - retired_of(t, NODE)
+    assert len(nodes) == counted, f"slab counts {counted} nodes, {len(nodes)} are live"
     for i in nodes:
         check_node(t, i)
     check_roots(t, nodes, roots, names, root_queue)
@@ -21,10 +41,17 @@ cdef int check_tree(Tree* t, dict roots, dict names, root_queue) except -1:
     check_bytes(t, nodes)
 
 
+cdef uint32_t retired_of(Tree* t, uint64_t kind):
+    """Things of a kind that wait for readers to go."""
+    cdef uint32_t at, count = 0
+    for at in range(t.epochs.count):
+        count += t.epochs.queue[(t.epochs.first + at) % QUEUE_MAX].what & 3 == kind
+    return count
+
+
 cdef check_node(Tree* t, uint32_t i):
     """R1 and M1 for one node."""
     cdef Node* node = node_at(t, i)
-    cdef Entry* entries = entries_of(node)
     cdef Node* above
     cdef uint32_t at
     if node.parent == NONE:
@@ -34,33 +61,48 @@ cdef check_node(Tree* t, uint32_t i):
     above = node_at(t, node.parent)
     assert above.state & LIVE, f"R1: node {i} hangs below a freed node"
     assert node.run.length > 0, f"R1: node {i} is empty"
-    assert node.run.start == above.run.start + above.run.length, f"R1: node {i} does not start where its parent ends"
-    assert find_child(t, node.parent, node.run.tokens[0]) == i, f"R2: the table does not lead to node {i}"
+    assert node.run.start == run_end(above.run), f"R1: node {i} does not start where its parent ends"
+    child = find_child(t, node.parent, node.run.tokens[0], node.run.start)
+    assert child == i, f"R2: the table leads to {child}, not to node {i}"
     assert all(node.run.tokens[at] >= 0 for at in range(node.run.length)), f"R1: node {i} holds a negative token"
-    for at in range(entry_count(node)):
-        assert 1 <= entries[at].tokens <= node.run.length, f"M1: mark of {entries[at].worker} on node {i}"
-        assert at == 0 or entries[at - 1].worker < entries[at].worker, f"M1: entries of node {i} are not sorted"
-        assert mark_at(t, entries[at].mark).node == i, f"M1: a mark of node {i} points elsewhere"
-        assert mark_at(t, entries[at].mark).worker == entries[at].worker, f"M1: a mark of node {i} names another worker"
-        check_closure(t, i, entries[at].worker)
+    entries = entries_at(t, i)
+    assert [e[0] for e in entries] == sorted({e[0] for e in entries}), f"M1: entries of node {i} are not sorted"
+    for worker, end, mark in entries:
+        assert node.run.start < end <= run_end(node.run), f"M1: mark of {worker} on node {i}"
+        assert mark_at(t, mark).node == i, f"M1: a mark of node {i} points elsewhere"
+        assert mark_at(t, mark).worker == worker, f"M1: a mark of node {i} names another worker"
+        check_closure(t, i, worker)
         if t.with_slots:
-            assert entries[at].tokens == node.run.length, f"M1: node {i} of a slot tree is cached in part"
+            assert end == run_end(node.run), f"M1: node {i} of a slot tree is cached in part"
     if t.with_slots:
-        assert entry_count(node) == 1, f"M1: node {i} of a slot tree is not cached"
+        assert len(entries) == 1, f"M1: node {i} of a slot tree is not cached"
         assert pins_of(t, i) >= sum(pins_of(t, child) for child in children_of(t, i)), f"P1: node {i} has too few pins"
 
 
+cdef list entries_at(Tree* t, uint32_t i):
+    """(worker, end, mark) of each entry of a node, and that the block counts them right."""
+    cdef Node* node = node_at(t, i)
+    cdef uint32_t at
+    if node.block == NULL:
+        return [(worker_of(node.only), end_of(node.only), node.only_mark)] if end_of(node.only) else []
+    words = [(worker_of(node.block.words[at]), end_of(node.block.words[at]), block_marks(node.block)[at])
+             for at in range(node.block.count)]
+    workers = [word[0] for word in words]
+    assert workers == sorted(set(workers)), f"M1: words of node {i} are not sorted"
+    entries = [word for word in words if word[1]]
+    assert len(entries) == node.block.live, f"M1: node {i} counts {node.block.live} entries, has {len(entries)}"
+    return entries
+
+
 cdef uint64_t pins_of(Tree* t, uint32_t i):
-    return mark_at(t, node_at(t, i).only.mark).pins
+    return mark_at(t, node_at(t, i).only_mark).pins
 
 
 cdef check_closure(Tree* t, uint32_t i, uint32_t worker):
     cdef Node* above = node_at(t, node_at(t, i).parent)
-    cdef Entry* entry
     if above.parent == NONE:
         return
-    entry = find_entry(above, worker)
-    assert entry != NULL and entry.tokens == above.run.length, f"M1: worker {worker} marks node {i}, not its parent"
+    assert find_entry(above, worker).end == run_end(above.run), f"M1: worker {worker} marks node {i}, not its parent"
 
 
 cdef check_roots(Tree* t, list nodes, dict roots, dict names, root_queue):
@@ -81,45 +123,52 @@ cdef children_of(Tree* t, uint32_t i):
 
 cdef check_table(Tree* t, list nodes):
     """R2: each child is reachable from its parent's list, and the table has no other entries."""
-    cdef uint32_t i
-    used = sum(1 for i in range(t.table_size) if t.table[i].tag > 1)
-    deleted = sum(1 for i in range(t.table_size) if t.table[i].tag == 1)
+    used, deleted = table_counts(t.table)
     children = sum(1 for i in nodes if node_at(t, i).parent != NONE)
-    assert used == t.table_used == children, f"R2: {used} table entries, {t.table_used} counted, {children} children"
-    assert deleted == t.table_deleted, "R2: deleted slots are miscounted"
+    assert used == t.table.used, f"R2: {used} table entries, {t.table.used} counted"
+    assert deleted == t.table.deleted, "R2: deleted slots are miscounted"
+    if t.draining != NULL:
+        used += sum(1 for i in range(t.drained, t.draining.size) if t.draining.slots[i] > DELETED_SLOT)
+        assert table_counts(t.draining) == (t.draining.used, t.draining.deleted), "R2: the old table is miscounted"
+    assert used == children, f"R2: {used} table entries, {children} children"
     listed = sum(len(children_of(t, i)) for i in nodes)
     assert listed == used, f"R2: child lists hold {listed} nodes, the table {used}"
 
 
+cdef tuple table_counts(ChildTable* table):
+    cdef uint32_t i
+    used = sum(1 for i in range(table.size) if table.slots[i] > DELETED_SLOT)
+    return used, sum(1 for i in range(table.size) if table.slots[i] == DELETED_SLOT)
+
+
 cdef check_workers(Tree* t, list nodes):
     """M2, L1 and P1."""
-    cdef Entry* entries
-    cdef uint32_t at, worker
     tokens, marks, pinned, unpinned = {}, {}, {}, {}
     for i in nodes:
-        entries = entries_of(node_at(t, i))
-        for at in range(entry_count(node_at(t, i))):
-            worker = entries[at].worker
-            tokens[worker] = tokens.get(worker, 0) + entries[at].tokens
+        start = node_at(t, i).run.start
+        for worker, end, mark in entries_at(t, i):
+            tokens[worker] = tokens.get(worker, 0) + end - start
             marks[worker] = marks.get(worker, 0) + 1
-            if mark_at(t, entries[at].mark).pins:
-                pinned[worker] = pinned.get(worker, 0) + entries[at].tokens
+            if mark_at(t, mark).pins:
+                pinned[worker] = pinned.get(worker, 0) + end - start
             else:
-                unpinned.setdefault(worker, set()).add(entries[at].mark)
-    assert sum(marks.values()) == t.marks.live, f"M2: {t.marks.live} marks live, {sum(marks.values())} on nodes"
+                unpinned.setdefault(worker, set()).add(mark)
+    live = t.marks.live - retired_of(t, MARK)
+    assert sum(marks.values()) == live, f"M2: {live} marks live, {sum(marks.values())} on nodes"
     for worker in range(t.worker_end):
         assert t.workers[worker].tokens == tokens.get(worker, 0), f"M2: tokens of worker {worker}"
         assert t.workers[worker].marks == marks.get(worker, 0), f"M2: marks of worker {worker}"
         assert t.workers[worker].pinned == pinned.get(worker, 0), f"P1: pinned tokens of worker {worker}"
         assert t.workers[worker].tokens <= t.workers[worker].capacity, f"M2: worker {worker} is over its capacity"
         check_recency(t, worker, unpinned.get(worker, set()))
+        check_victims(t, worker, unpinned.get(worker, set()))
 
 
 cdef check_recency(Tree* t, uint32_t worker, set expected):
     """L1: the list is exactly the unpinned marks, and each node is met before its parent. P1: a pin covers the whole
     path."""
     cdef uint32_t i = t.workers[worker].recency.oldest, before = NONE, parent
-    cdef Entry* above
+    cdef Entry above
     seen = set()
     while i != NONE:
         assert mark_at(t, i).older == before, f"L1: broken link in the recency list of worker {worker}"
@@ -127,11 +176,28 @@ cdef check_recency(Tree* t, uint32_t worker, set expected):
         seen.add(i)
         parent = node_at(t, mark_at(t, i).node).parent
         above = find_entry(node_at(t, parent), worker)
-        assert above == NULL or above.mark not in seen, f"L1: worker {worker} has a parent older than its child"
+        assert above.end == 0 or above.mark not in seen, f"L1: worker {worker} has a parent older than its child"
         before = i
         i = mark_at(t, i).newer
     assert t.workers[worker].recency.newest == before, f"L1: wrong newest mark of worker {worker}"
     assert seen == expected, f"L1: marks are missing from the recency list of worker {worker}"
+
+
+cdef check_victims(Tree* t, uint32_t worker, set unpinned):
+    """V1: the list of next victims is where the recency list begins, and tells the truth."""
+    cdef Victims* v = t.workers[worker].victims
+    cdef uint32_t i = t.workers[worker].recency.oldest, at
+    cdef Victim* known
+    listed = {mark for mark in unpinned if mark_at(t, mark).flags & LISTED}
+    assert len(listed) == (v.count if v != NULL else 0), f"V1: marks of worker {worker} are wrongly listed"
+    for at in range(len(listed)):
+        known = &v.known[v.first + at]
+        assert known.mark == i, f"V1: victim {at} of worker {worker} is not the next oldest"
+        assert known.node == mark_at(t, i).node and known.hits == mark_at(t, i).hits, f"V1: victim {at} of {worker}"
+        entry = find_entry(node_at(t, known.node), worker)
+        assert known.end == entry.end, f"V1: victim {at} of worker {worker} ends elsewhere"
+        assert known.tokens == entry.end - node_at(t, known.node).run.start, f"V1: tokens of victim {at} of {worker}"
+        i = mark_at(t, i).newer
 
 
 cdef check_aging(Tree* t, list nodes):
@@ -157,7 +223,13 @@ cdef set listed(Tree* t, List* ages):
 cdef check_bytes(Tree* t, list nodes):
     """B1."""
     cdef Node* node
-    total = charged(t.table_size * 8) + t.worker_room * sizeof(t.workers[0])
+    cdef uint32_t at
+    total = charged(table_bytes(t.table.size)) + (charged(table_bytes(t.draining.size)) if t.draining != NULL else 0)
+    total += charged(t.worker_room * sizeof(WorkerMarks)) if t.worker_room else 0
+    total += sum(charged(sizeof(Victims)) for at in range(t.worker_end) if t.workers[at].victims != NULL)
+    for at in range(t.epochs.count):
+        what = t.epochs.queue[(t.epochs.first + at) % QUEUE_MAX].what
+        total += charged(what >> 2) if what & 3 == MEMORY else 0
     total += t.nodes.chunk_count * (CHUNK * t.nodes.item_bytes + 64)
     total += t.marks.chunk_count * (CHUNK * t.marks.item_bytes + 64)
     for i in nodes:
@@ -183,11 +255,10 @@ cdef str show_tree(Tree* t, dict roots, int max_tokens):
 
 cdef str describe(Tree* t, uint32_t i, int max_tokens):
     cdef Node* node = node_at(t, i)
-    cdef Entry* entries = entries_of(node)
     cdef uint32_t at, shown = min(node.run.length, <uint32_t> max(max_tokens, 1))
     text = " ".join(str(node.run.tokens[at]) for at in range(shown))
     more = f" ...{node.run.length}" if shown < node.run.length else ""
-    marks = " ".join(f"{entries[at].worker}:{entries[at].tokens}" + ("!" if mark_at(t, entries[at].mark).pins else "")
-                     for at in range(entry_count(node)))
+    marks = " ".join(f"{worker}:{end - node.run.start}" + ("!" if mark_at(t, mark).pins else "")
+                     for worker, end, mark in entries_at(t, i))
     slots = " @" + " ".join(str(run_slots(node.run)[at]) for at in range(shown)) if t.with_slots else ""
     return f"[{text}{more}]{'  ' + marks if marks else ''}{slots}"

@@ -40,6 +40,9 @@ cdef struct Bucket:              # what one worker was assigned in one slice of 
     int64_t finished_tokens
 
 cdef struct Lease:               # one live request
+    uint32_t index               # of the lease itself; the free list goes through here
+    uint32_t unused
+    int64_t serial               # of this booking, never used again; 0 once it has ended
     uint32_t worker
     uint32_t worker_generation   # tells whether the worker is still the same one
     uint32_t leaf                # the prompt's last node
@@ -53,10 +56,23 @@ cdef struct Lease:               # one live request
     double booked_at
     bint prefilled               # its first token has come
 
+# What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is
+# also read without a lock, so it is written with atomic stores.
+cdef struct Row:                 # 64 bytes
+    double load_seconds          # L, unscaled
+    double joined_at
+    int64_t live_requests
+    int64_t live_output_tokens
+    int64_t mean_output_tokens   # of requests finished within the window; -1: none has
+    const Cost* cost             # NULL: no worker has this index
+    uint32_t block_size          # tokens
+    uint32_t eligible            # may take requests
+    uint32_t alike               # the lowest worker with the same cost model
+    uint32_t unused
+
 cdef struct WorkerBook:
     bint used
     uint32_t generation
-    Cost cost
     double joined_at
     double output_token_seconds  # seconds of worker time one output token takes, at the fleet's usual batch
     Bucket window                # sums over the ring
@@ -68,29 +84,43 @@ cdef struct WorkerBook:
 
 cdef class LoadBook:
     cdef WorkerBook* workers
+    cdef Row* rows
     cdef uint32_t room
     cdef readonly uint32_t end   # one past the highest index in use
     cdef uint32_t generations
+    cdef int64_t serials
     cdef Slab leases
     cdef Budget budget
     cdef Bucket fleet            # sums over all workers
+    cdef int64_t fleet_output    # mean_output_tokens of all workers (r)
+    cdef double oldest_joined    # (r)
     cdef int64_t now_bucket
     cdef double bucket_seconds
     cdef readonly double window_seconds
     cdef readonly double join_seconds
 
+    cdef int open(self, uint32_t worker, const Cost* cost, double now) except -1
+    cdef const Cost* close(self, uint32_t worker) noexcept
     cdef Lease* lease_at(self, uint32_t index) noexcept nogil
+    cdef Lease* lease_of(self, int64_t key) noexcept nogil
+    cdef uint32_t index_of(self, int64_t key) noexcept nogil
     cdef void advance(self, double now) noexcept nogil
+    cdef bint is_behind(self, double now) noexcept nogil
     cdef double scale(self, uint32_t worker, double now, double longest) noexcept nogil
     cdef double longest_observed(self, double now) noexcept nogil
     cdef double load_seconds(self, uint32_t worker) noexcept nogil
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil
-    cdef uint32_t book(self, uint32_t worker, Lease lease, double now) except? 0xFFFFFFFF
+    cdef int64_t book(self, uint32_t worker, Lease lease, double now) noexcept nogil
     cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil
     cdef void prefilled(self, Lease* lease) noexcept nogil
-    cdef void end_lease(self, uint32_t index, int64_t output_tokens) noexcept nogil
-    cdef void void_lease(self, uint32_t index) noexcept nogil
+    cdef void end_lease(self, Lease* lease, int64_t output_tokens) noexcept nogil
+    cdef void drop_lease(self, Lease* lease) noexcept nogil
+    cdef void void_lease(self, Lease* lease) noexcept nogil
     cdef bint is_current(self, Lease* lease) noexcept nogil
     cdef void retune(self) noexcept nogil
     cdef void enter(self, Lease* lease, const Bucket* change, int64_t sign) noexcept nogil
+    cdef void live_change(self, Lease* lease, int64_t requests) noexcept nogil
+    cdef void publish(self, uint32_t worker) noexcept nogil
+    cdef void find_oldest(self) noexcept nogil
+    cdef void find_alike(self, uint32_t closed) noexcept
     cdef tuple ring_sums(self, uint32_t worker)

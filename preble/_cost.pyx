@@ -10,16 +10,16 @@ from itertools import combinations
 
 from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport int64_t, uint32_t
-from libc.stdlib cimport free, realloc
-from libc.string cimport memset
+from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcmp, memset
 
+from preble._atomic cimport load_double, load_signed, store32, store_double, store_signed
 from preble._memory cimport (
     CHUNK_BITS,
     CHUNK_MASK,
     slab_close,
     slab_give,
     slab_init,
-    slab_reserve,
     slab_take,
 )
 
@@ -28,9 +28,14 @@ from .errors import InvalidConfig, InvalidInput, UnknownWorker
 cdef enum:
     BATCH_LEAST = 8              # usual decode batch assumed while fewer requests run
     BATCH_MOST = 64
+    LEASES_MAX = 1 << 26         # at once; a key is serial * LEASES_MAX + index
+    ROWS_MAX = 65536             # workers; untouched rows take no memory
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
 
 cdef double PREFILL_MOST = 1e6   # seconds booked for one prefill at most, so that sums of nanoseconds cannot overflow
+
+cdef extern from * nogil:
+    void store_cost "preble_store"(const Cost** p, const Cost* value)
 
 # --- presets ----------------------------------------------------------------------------------------------------------
 # Published regressions (ms, tokens) of the paper's authors, sglang on one A6000 or A100 and vLLM on one A6000, with
@@ -354,24 +359,28 @@ cdef class LoadBook:
         self.now_bucket = -1
         memset(&self.fleet, 0, sizeof(Bucket))
         memset(&self.budget, 0, sizeof(Budget))
-        if slab_init(&self.leases, sizeof(Lease)):
+        self.oldest_joined = INFINITY
+        self.fleet_output = -1
+        self.rows = <Row*> calloc(ROWS_MAX, sizeof(Row))
+        if self.rows == NULL or slab_init(&self.leases, sizeof(Lease)):
             raise MemoryError("LoadBook")
 
     def __dealloc__(self):
         if self.leases.chunks != NULL:
             slab_close(&self.leases, &self.budget)
         free(self.workers)
+        free(self.rows)
 
-    def open_worker(self, uint32_t worker, CostModel cost not None, double now) -> None:
-        """Start an empty account for a worker index."""
-        cdef uint32_t room = max(16, self.room)
+    cdef int open(self, uint32_t worker, const Cost* cost, double now) except -1:
+        """Start an empty account for a worker index, which keeps `cost` until `close` returns it."""
+        cdef uint32_t room = max(16, self.room), alike = 0
         cdef WorkerBook* grown
         while worker >= room:
             room *= 2
         if room > self.room:
             grown = <WorkerBook*> realloc(self.workers, room * sizeof(WorkerBook))
             if grown == NULL:
-                raise MemoryError("LoadBook.open_worker")
+                raise MemoryError("LoadBook.open")
             memset(grown + self.room, 0, (room - self.room) * sizeof(WorkerBook))
             self.workers = grown
             self.room = room
@@ -380,22 +389,68 @@ cdef class LoadBook:
         self.generations += 1
         self.workers[worker].used = True
         self.workers[worker].generation = self.generations
-        self.workers[worker].cost = cost.cost
         self.workers[worker].joined_at = now
+        while alike < worker and (self.rows[alike].cost == NULL or memcmp(self.rows[alike].cost, cost, sizeof(Cost))):
+            alike += 1
+        store32(&self.rows[worker].alike, alike)
+        store_double(&self.rows[worker].joined_at, now)
+        store_cost(&self.rows[worker].cost, cost)
         self.end = max(self.end, worker + 1)
+        self.find_oldest()
         self.retune()
+        return 0
 
-    def close_worker(self, uint32_t worker) -> None:
-        """Forget a worker's account; its leases stay until they end, and then touch nothing of it."""
-        if worker >= self.end or not self.workers[worker].used:
-            raise UnknownWorker(f"no worker with index {worker}")
+    cdef const Cost* close(self, uint32_t worker) noexcept:
+        """Forget a worker's account; its leases stay until they end, and then touch nothing of it. The caller frees
+        what is returned, once nobody reads it."""
+        cdef const Cost* cost = self.rows[worker].cost
         bucket_add(&self.fleet, &self.workers[worker].window, -1)
         memset(&self.workers[worker], 0, sizeof(WorkerBook))
+        store32(&self.rows[worker].eligible, 0)
+        store_cost(&self.rows[worker].cost, NULL)
+        self.publish(worker)
         while self.end and not self.workers[self.end - 1].used:
             self.end -= 1
+        self.find_oldest()
+        self.find_alike(worker)
+        return cost
+
+    cdef void find_alike(self, uint32_t closed) noexcept:
+        """Whoever shared its cost model's number with a closed worker gets another."""
+        cdef uint32_t i, first = <uint32_t> -1
+        for i in range(self.end):
+            if self.rows[i].cost != NULL and self.rows[i].alike == closed:
+                first = min(first, i)
+                store32(&self.rows[i].alike, first)
+
+    cdef void find_oldest(self) noexcept nogil:
+        cdef double oldest = INFINITY
+        cdef uint32_t i
+        for i in range(self.end):
+            if self.workers[i].used:
+                oldest = min(oldest, self.workers[i].joined_at)
+        store_double(&self.oldest_joined, oldest)
+
+    cdef void publish(self, uint32_t worker) noexcept nogil:
+        """Bring a worker's row up to date with its account."""
+        cdef WorkerBook* book = &self.workers[worker]
+        cdef Row* row = &self.rows[worker]
+        store_double(&row.load_seconds, self.load_seconds(worker))
+        store_signed(&row.live_requests, book.live_requests)
+        store_signed(&row.live_output_tokens, book.live_output_tokens)
+        store_signed(&row.mean_output_tokens, mean_output(&book.window))
+        store_signed(&self.fleet_output, mean_output(&self.fleet))
 
     cdef Lease* lease_at(self, uint32_t index) noexcept nogil:
         return (<Lease*> self.leases.chunks[index >> CHUNK_BITS]) + (index & CHUNK_MASK)
+
+    cdef uint32_t index_of(self, int64_t key) noexcept nogil:
+        return <uint32_t> (key & (LEASES_MAX - 1))
+
+    cdef Lease* lease_of(self, int64_t key) noexcept nogil:
+        """The lease that `book` gave this key, NULL if it has ended."""
+        cdef Lease* lease = self.lease_at(self.index_of(key))
+        return lease if lease.serial == key // LEASES_MAX else NULL
 
     cdef bint is_current(self, Lease* lease) noexcept nogil:
         """Whether the lease's worker is still the one it was booked on."""
@@ -409,7 +464,7 @@ cdef class LoadBook:
         if bucket <= self.now_bucket:
             return
         first = max(self.now_bucket + 1, bucket - BUCKETS + 1)
-        self.now_bucket = bucket
+        store_signed(&self.now_bucket, bucket)
         while first <= bucket:
             for i in range(self.end):
                 bucket_add(&self.workers[i].window, &self.workers[i].ring[first % BUCKETS], -1)
@@ -417,6 +472,10 @@ cdef class LoadBook:
                 memset(&self.workers[i].ring[first % BUCKETS], 0, sizeof(Bucket))
             first += 1
         self.retune()
+
+    cdef bint is_behind(self, double now) noexcept nogil:
+        """Whether `advance` would let a slice expire."""
+        return now > 0 and <int64_t> (now / self.bucket_seconds) > load_signed(&self.now_bucket)
 
     cdef void retune(self) noexcept nogil:
         """Seconds of worker time per output token, at the fleet's usual batch and each worker's usual context."""
@@ -431,20 +490,17 @@ cdef class LoadBook:
             if not self.workers[i].used:
                 continue
             context = self.workers[i].window.prompt_tokens / <double> max(self.workers[i].window.requests, 1)
-            self.workers[i].output_token_seconds = token_seconds(&self.workers[i].cost, context, batch) / batch
+            self.workers[i].output_token_seconds = token_seconds(self.rows[i].cost, context, batch) / batch
+            self.publish(i)
 
     cdef double longest_observed(self, double now) noexcept nogil:
         """How long the oldest worker has been observed, at most the window."""
-        cdef double longest = self.join_seconds
-        cdef uint32_t i
-        for i in range(self.end):
-            if self.workers[i].used:
-                longest = max(longest, now - self.workers[i].joined_at)
+        cdef double longest = max(self.join_seconds, now - load_double(&self.oldest_joined))
         return min(longest, self.window_seconds)
 
     cdef double scale(self, uint32_t worker, double now, double longest) noexcept nogil:
         """Factor that makes a newcomer's history comparable with that of workers observed for `longest` seconds."""
-        cdef double observed = max(self.join_seconds, now - self.workers[worker].joined_at)
+        cdef double observed = max(self.join_seconds, now - load_double(&self.rows[worker].joined_at))
         return longest / observed if observed < longest else 1.0
 
     cdef double load_seconds(self, uint32_t worker) noexcept nogil:
@@ -455,23 +511,21 @@ cdef class LoadBook:
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil:
         """Output tokens to expect: mean seen on the worker, else in the fleet, else 128; never above `max_new_tokens`
         (0: none given)."""
-        cdef Bucket* seen = &self.workers[worker].window
-        cdef int64_t expected = OUTPUT_UNKNOWN
-        if seen.finished == 0:
-            seen = &self.fleet
-        if seen.finished:
-            expected = (seen.finished_tokens + seen.finished // 2) // seen.finished
+        cdef int64_t expected = load_signed(&self.rows[worker].mean_output_tokens)
+        if expected < 0:
+            expected = load_signed(&self.fleet_output)
+        if expected < 0:
+            expected = OUTPUT_UNKNOWN
         return <uint32_t> (min(expected, max_new_tokens) if max_new_tokens > 0 else expected)
 
-    cdef uint32_t book(self, uint32_t worker, Lease lease, double now) except? 0xFFFFFFFF:
-        """Assign a request: returns the index of its lease. MemoryError changes nothing."""
+    cdef int64_t book(self, uint32_t worker, Lease lease, double now) noexcept nogil:
+        """Assign a request: returns the key of its lease. Needs slab_reserve of one lease, and `advance`."""
         cdef WorkerBook* book = &self.workers[worker]
         cdef Bucket change
-        cdef uint32_t index
-        if slab_reserve(&self.leases, &self.budget, 1):
-            raise MemoryError("LoadBook.book")
-        self.advance(now)
-        index = slab_take(&self.leases)
+        cdef uint32_t index = slab_take(&self.leases)
+        self.serials += 1
+        lease.serial = self.serials
+        lease.index = index
         lease.worker = worker
         lease.worker_generation = book.generation
         lease.bucket = self.now_bucket
@@ -483,21 +537,21 @@ cdef class LoadBook:
         change.requests = 1
         change.prompt_tokens = lease.prompt_tokens
         change.output_tokens = lease.expected_output
-        self.enter(&lease, &change, 1)
         book.live_requests += 1
         book.waiting_requests += 1
         book.waiting_prefill_ns += lease.prefill_ns
         book.live_output_tokens += lease.expected_output
-        return index
+        self.enter(&lease, &change, 1)
+        return self.serials * LEASES_MAX + index
 
     cdef void enter(self, Lease* lease, const Bucket* change, int64_t sign) noexcept nogil:
         """Add to the slice a lease was booked in, while that slice is within the window."""
         cdef WorkerBook* book = &self.workers[lease.worker]
-        if self.now_bucket - lease.bucket >= BUCKETS:
-            return
-        bucket_add(&book.ring[lease.bucket % BUCKETS], change, sign)
-        bucket_add(&book.window, change, sign)
-        bucket_add(&self.fleet, change, sign)
+        if self.now_bucket - lease.bucket < BUCKETS:
+            bucket_add(&book.ring[lease.bucket % BUCKETS], change, sign)
+            bucket_add(&book.window, change, sign)
+            bucket_add(&self.fleet, change, sign)
+        self.publish(lease.worker)
 
     cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil:
         """The engine told how much it really had to prefill."""
@@ -516,25 +570,27 @@ cdef class LoadBook:
             self.workers[lease.worker].waiting_requests -= 1
             self.workers[lease.worker].waiting_prefill_ns -= lease.prefill_ns
 
-    cdef void end_lease(self, uint32_t index, int64_t output_tokens) noexcept nogil:
+    cdef void live_change(self, Lease* lease, int64_t requests) noexcept nogil:
+        self.workers[lease.worker].live_requests += requests
+        self.workers[lease.worker].live_output_tokens += requests * lease.expected_output
+        self.publish(lease.worker)
+
+    cdef void end_lease(self, Lease* lease, int64_t output_tokens) noexcept nogil:
         """A request finished with `output_tokens` (-1: not told)."""
-        cdef Lease* lease = self.lease_at(index)
         cdef Bucket change
         if self.is_current(lease):
             self.prefilled(lease)
-            self.workers[lease.worker].live_requests -= 1
-            self.workers[lease.worker].live_output_tokens -= lease.expected_output
+            self.live_change(lease, -1)
             if output_tokens >= 0:
                 memset(&change, 0, sizeof(Bucket))
                 change.output_tokens = output_tokens - lease.expected_output
                 change.finished = 1
                 change.finished_tokens = output_tokens
                 self.enter(lease, &change, 1)
-        slab_give(&self.leases, index)
+        self.drop_lease(lease)
 
-    cdef void void_lease(self, uint32_t index) noexcept nogil:
+    cdef void void_lease(self, Lease* lease) noexcept nogil:
         """A request ended without result: what it booked is given back."""
-        cdef Lease* lease = self.lease_at(index)
         cdef Bucket change
         if self.is_current(lease):
             memset(&change, 0, sizeof(Bucket))
@@ -542,10 +598,14 @@ cdef class LoadBook:
             change.requests = 1
             change.prompt_tokens = lease.prompt_tokens
             change.output_tokens = lease.expected_output
-            self.enter(lease, &change, -1)
             self.prefilled(lease)
-            self.workers[lease.worker].live_requests -= 1
-            self.workers[lease.worker].live_output_tokens -= lease.expected_output
+            self.live_change(lease, -1)
+            self.enter(lease, &change, -1)
+        self.drop_lease(lease)
+
+    cdef void drop_lease(self, Lease* lease) noexcept nogil:
+        cdef uint32_t index = lease.index
+        lease.serial = 0
         slab_give(&self.leases, index)
 
     def account(self, uint32_t worker) -> dict[str, float]:
@@ -571,21 +631,23 @@ cdef class LoadBook:
         """Leases open now."""
         return self.leases.live
 
-    def check(self, leases) -> None:
-        """Assert that sums equal their parts, given the indices of all open leases. O(workers x slices + leases)."""
+    def check(self) -> None:
+        """Assert that sums equal their parts. O(workers x slices + leases)."""
         cdef uint32_t i, index
         cdef Lease* lease
-        assert len(leases) == self.leases.live, f"{len(leases)} leases known, {self.leases.live} open"
         live, waiting, waiting_ns, output = {}, {}, {}, {}
-        for index in leases:
+        found = 0
+        for index in range(self.leases.chunk_count << CHUNK_BITS):
             lease = self.lease_at(index)
-            if self.is_current(lease):
+            found += lease.serial != 0
+            if lease.serial and self.is_current(lease):
                 i = lease.worker
                 live[i] = live.get(i, 0) + 1
                 output[i] = output.get(i, 0) + lease.expected_output
                 if not lease.prefilled:
                     waiting[i] = waiting.get(i, 0) + 1
                     waiting_ns[i] = waiting_ns.get(i, 0) + lease.prefill_ns
+        assert found == self.leases.live, f"{found} leases found, {self.leases.live} counted"
         totals = [0] * 6
         for i in range(self.end):
             assert self.workers[i].live_requests == live.get(i, 0), f"live requests of worker {i}"
@@ -605,6 +667,11 @@ cdef class LoadBook:
         for slot in range(BUCKETS):
             bucket_add(&total, &self.workers[worker].ring[slot], 1)
         return bucket_tuple(&total)
+
+
+cdef int64_t mean_output(const Bucket* seen) noexcept nogil:
+    """Mean output tokens of what finished, rounded; -1 if nothing did."""
+    return (seen.finished_tokens + seen.finished // 2) // seen.finished if seen.finished else -1
 
 
 cdef tuple bucket_tuple(const Bucket* b):

@@ -1,68 +1,71 @@
-# The compiled decision step: contents of `_e2.pyx`.
+# The E2 rule: contents of `_e2.pyx`.
 
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from preble._cost cimport Lease, LoadBook
-from preble._layout cimport Walk
+from preble._cost cimport Cost, LoadBook
+from preble._layout cimport Victim, Walk
 from preble._radix cimport RadixTree
-from preble._tokens cimport TokenView
 
 cdef enum Reason:
     EXPLOIT = 0
     EXPLORE = 1
-    OTHER = 2                    # a Python policy names its own
 
 cdef struct Terms:               # one worker in one decision; seconds unless said
-    bint eligible                # may take requests
     bint candidate               # was compared
-    uint32_t block_size          # tokens
-    uint32_t held                # tokens of the prompt its marks cover
-    uint32_t whole               # of these, whole blocks
+    uint32_t whole               # tokens of the prompt its marks cover, in whole blocks
     uint32_t usable              # of these, at most prompt - 1, in whole blocks
     double load                  # L
     double eviction              # M
     double prefill               # P
     double total
 
+cdef struct Scratch:             # what one decision writes down
+    uint32_t room                # rows
+    uint32_t workers             # of these, looked at
+    uint32_t* held               # tokens of the prompt by worker; all zero between decisions
+    uint32_t* met                # the workers that hold some, in the order they were met
+    uint32_t count               # how many
+    Terms* terms                 # by worker; only where every worker is weighed
+    uint32_t next                # node to climb on from
+
+cdef struct Order:               # a prompt to be placed
+    const int32_t* tokens
+    uint32_t count
+    int64_t max_new_tokens       # 0: not told
+    double now
+    bint everyone                # weigh every worker, for an explanation
+    bint writer                  # the guard is held: victims may be noted
+    uint32_t root                # of its namespace; NONE: it has none
+    uint32_t root_generation
+    Walk walk
+
 cdef struct Choice:
     uint32_t worker              # NONE: nobody may take it
     Reason reason
+    uint32_t usable
+    int64_t lease                # its key, once booked
 
-cdef class Decision:
-    cdef readonly object request_id
-    cdef readonly str worker
-    cdef readonly uint32_t matched_tokens
-    cdef readonly uint32_t prompt_tokens
-    cdef readonly str reason
-    cdef readonly object costs
+cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil
+cdef void free_scratch(Scratch* s) noexcept nogil
+cdef void clear_scratch(Scratch* s) noexcept nogil
 
-cdef class DecisionCore:
+cdef class E2:
     cdef readonly RadixTree tree
     cdef readonly LoadBook book
-    cdef readonly list names     # worker id by index, None where free
-    cdef readonly dict leases    # request id -> lease index
-    cdef Terms* terms
-    cdef uint32_t room
-    cdef uint32_t* held
+    cdef Scratch scratch         # the writer's
     cdef double exploit_ratio
     cdef uint32_t victims_max
-    cdef uint32_t live_max
     cdef int grow(self, uint32_t room) except -1
-    cdef int prepare(self, TokenView* view, object token_ids, object namespace, Walk* walk) except -1
-    cdef int follow(self, TokenView* view, object namespace, Walk* walk) except -1
-    cdef void look(self, Walk walk, uint32_t count) noexcept nogil
-    cdef double eviction_seconds(self, uint32_t worker, Walk walk, int64_t need, double now) noexcept nogil
-    cdef void weigh(self, uint32_t worker, Walk walk, uint32_t count, int64_t max_new_tokens, double now,
-                    double longest) noexcept nogil
-    cdef Choice choose_e2(self, Walk walk, uint32_t count, int64_t max_new_tokens, double now,
-                          bint everyone) noexcept nogil
-    cdef bint better(self, uint32_t a, uint32_t b) noexcept nogil
-    cdef Choice choose_with(self, object policy, object asked, Walk walk, uint32_t count, int64_t max_new_tokens,
-                            double now) except *
-    cdef Walk new_root(self, object namespace, uint32_t count) except *
-    cdef int commit(self, object request_id, uint32_t worker, TokenView* view, object namespace, Walk walk,
-                    int64_t max_new_tokens, double now) except -1
-    cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept
-    cdef bint is_remembered(self, Lease* lease) noexcept
-    cdef void remark(self, Lease* lease, double now) noexcept
-    cdef Walk leaf_walk(self, Lease* lease) noexcept
+    cdef void gather(self, Scratch* s, Walk walk, uint32_t least) noexcept nogil
+    cdef uint32_t best_whole(self, Scratch* s, Walk walk) noexcept nogil
+    cdef void see_victim(self, uint32_t mark, uint32_t worker, const Cost* cost, Victim* victim) noexcept nogil
+    cdef double eviction_seconds(self, uint32_t worker, const Order* order, int64_t need) noexcept nogil
+    cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil
+    cdef int64_t needed(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil
+    cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, double longest) noexcept nogil
+    cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
+    cdef void weigh_all(self, Scratch* s, const Order* order) noexcept nogil
+    cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best) noexcept nogil
+    cdef Choice explore(self, Scratch* s, const Order* order) noexcept nogil
+    cdef Choice best_of_all(self, Scratch* s, const Order* order, uint32_t key_end) noexcept nogil
+    cdef Choice choose_e2(self, Scratch* s, const Order* order) noexcept nogil

@@ -1,5 +1,5 @@
 # The token radix tree: layout, pictures and invariants. `_layout_parts.pxd` has its smallest parts, `_nodes.pyx` nodes,
-# marks and the split, `_tree.pyx` its operations, `_radix.pyx` its Python face.
+# marks and the split, `_table.pxd` the child table, `_tree.pyx` its operations, `_radix.pyx` its Python face.
 #
 # One forest of path-compressed trees over token ids, one root per namespace. A node owns a run of tokens; every path
 # from a root spells a prompt. Marks say which worker is believed to cache how much of a node.
@@ -22,20 +22,29 @@
 # Invariants (`RadixTree.check` asserts each)
 #   R1  children of a node start with different tokens; only roots have empty runs; a run starts where its parent's ends
 #   R2  the child table holds exactly the (parent, first token) -> child pairs
-#   M1  a mark covers 1..length tokens; a worker marks a node only if it marks the whole of the parent (prefix closure)
+#   M1  an entry ends within its node, past its start; a worker marks a node only if it marks the whole of the parent
+#       (prefix closure)
 #   M2  a worker's tokens are the sum over its marks, and at most its capacity
 #   L1  a worker's recency list holds exactly its unpinned marks, a node always older than its parent, so that the
 #       oldest is a leaf of what the worker caches
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
-#   B1  budget.used is the sum of all live allocations
+#   V1  a worker's list of next victims is a copy of the beginning of its recency list (see _victims.pxd)
+#   B1  budget.used is the sum of all live allocations, retired ones included
 #
 # Memory: nodes and marks live in slabs of fixed chunks that never move, addressed by 32-bit index; token runs are
 # separate blocks that are never changed after they are linked (a split makes two new ones), so a reader sees a whole
 # run or another whole run. All walks are loops. Every function that allocates does so before it changes anything.
+#
+# Threads: writers hold `guard`, one at a time. Readers (`tree_walk`, `held_on_path` and what they call) hold a reader
+# slot of `epochs` and nothing else. Fields marked (r) are read by them, so they are written with atomic stores; what is
+# unlinked is retired, and freed when no reader can be looking at it. docs/radix.md tells it with pictures.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from preble._atomic cimport load32, load64
+from preble._epochs cimport Epochs
+from preble._guard cimport Guard
 from preble._memory cimport CHUNK_BITS, CHUNK_MASK, NONE, Budget, Slab
 
 cdef struct TokenRun:            # immutable once linked
@@ -43,68 +52,94 @@ cdef struct TokenRun:            # immutable once linked
     uint32_t length              # tokens in this run
     int32_t tokens[1]            # `length` tokens, then (with_slots) `length` KV slots
 
-cdef struct Entry:               # who caches a node
-    uint32_t worker
-    uint32_t tokens              # how many of the node's first tokens
-    uint32_t mark                # index of the Mark behind it
-
-cdef struct EntryBlock:          # entries of a node with two or more marks, by worker
-    uint32_t count               # 1 only where adding the second mark failed
+# An entry says who caches a node: one word, worker << 32 | end, so that a reader gets both or neither. `end` counts
+# tokens from the prompt's start, so a split leaves the entries below it as they are. end == 0: no entry.
+cdef struct EntryBlock:          # entries of a node with two or more marks, by worker; removed ones stay with end == 0
+    uint32_t count               # (r) words in use
     uint32_t room
-    Entry entries[1]
+    uint32_t live                # words with end > 0
+    uint32_t unused
+    uint64_t words[1]            # (r) `room` words, then `room` indices of the Marks behind them
 
 cdef struct Node:                # 64 bytes, one cache line
-    TokenRun* run
-    EntryBlock* block            # NULL: at most one mark, held by `only`
+    TokenRun* run                # (r)
+    EntryBlock* block            # (r) NULL: at most one mark, held by `only`
     uint64_t hits                # window counter over all workers (see _layout_parts)
-    Entry only                   # the single mark, or worker == NONE
-    uint32_t parent              # NONE for a root
+    uint64_t only                # (r) the single entry, or NOBODY; stale while there is a block
+    uint32_t only_mark
+    uint32_t parent              # (r) NONE for a root
     uint32_t first_child
     uint32_t prev_sibling
     uint32_t next_sibling
     uint32_t older               # aging list (marked or unmarked)
     uint32_t newer
-    uint32_t state               # generation << 2 | TOUCHED | LIVE
+    uint32_t state               # (r) generation << STATE_BITS | GROWN | TOUCHED | LIVE
 
 cdef enum:
     LIVE = 1
     TOUCHED = 2                  # a prompt passed since it was made or last looked at for max_bytes
+    GROWN = 4                    # made by cache events alone: no request ever ended on it, so its run may be replaced
+    STATE_BITS = 3
+
+cdef enum:
+    CONFIRMED = 1                # an engine has reported, or finished computing, this prefix
+    LISTED = 2                   # among the worker's known next victims (see _victims.pxd)
 
 cdef struct Mark:                # a worker's recency and hits at one node, 32 bytes
-    uint64_t hits                # window counter of this worker's requests
-    uint32_t node
+    uint64_t hits                # (r) window counter of this worker's requests
+    uint32_t node                # (r)
     uint32_t worker
     uint32_t older               # the worker's recency list
-    uint32_t newer
+    uint32_t newer               # (r)
     uint32_t pins                # holds at or below; pinned marks are in no list
-    uint32_t confirmed           # an engine has reported, or finished computing, this prefix
+    uint32_t flags
 
 cdef struct List:                # a doubly linked list over slab indices
-    uint32_t oldest
+    uint32_t oldest              # (r)
     uint32_t newest
 
+cdef enum:
+    VICTIMS_MAX = 64             # of one worker, kept from decision to decision
+
+cdef struct Victim:              # a mark as eviction sees it
+    uint32_t mark
+    uint32_t node
+    uint32_t tokens              # of the entry
+    uint32_t end                 # of the entry, from the prompt's start
+    uint64_t hits                # window counter
+    double seconds               # to compute its tokens again
+
+cdef struct Victims:             # the oldest marks of a worker's recency list (see _victims.pxd)
+    uint32_t first
+    uint32_t count
+    Victim known[VICTIMS_MAX]
+
 cdef struct WorkerMarks:         # one worker's side of the tree
-    int64_t capacity             # tokens; 0 = index not in use
-    int64_t tokens               # sum over its marks
+    int64_t capacity             # (r) tokens; 0 = index not in use
+    int64_t tokens               # (r) sum over its marks
     int64_t pinned               # of these, pinned
     uint32_t marks               # number of marks
     List recency
+    Victims* victims             # NULL until they are first asked for
 
-cdef struct ChildSlot:           # child table: (parent, first token) -> child
-    uint32_t tag                 # hash bits; EMPTY_TAG and DELETED_TAG are reserved
-    uint32_t child
+cdef struct ChildTable:          # (parent, first token) -> child
+    uint32_t size                # a power of two
+    uint32_t used
+    uint32_t deleted
+    uint32_t unused
+    uint64_t slots[1]            # (r) `size` of tag << 32 | child; EMPTY_SLOT and DELETED_SLOT are reserved
 
 cdef struct Tree:
     Budget budget
     Slab nodes
     Slab marks
-    ChildSlot* table
-    uint32_t table_size          # a power of two
-    uint32_t table_used
-    uint32_t table_deleted
-    WorkerMarks* workers
+    ChildTable* table            # (r)
+    ChildTable* draining         # (r) the table before, while its children move over a few at a time; else NULL
+    uint32_t drained             # slots of it that have moved
+    WorkerMarks* workers         # (r)
     uint32_t worker_room
-    uint32_t worker_end          # one past the highest index in use
+    uint32_t worker_end          # (r) one past the highest index in use
+    uint64_t worker_changes      # (r) +1 whenever an index is given out or back
     List marked                  # aging lists of nodes
     List unmarked
     double window_seconds
@@ -112,11 +147,33 @@ cdef struct Tree:
     uint64_t version             # +1 at each change of what is cached
     int64_t shed_nodes           # nodes forgotten because of max_bytes
     int64_t refused_tokens       # prompt tokens not remembered because of max_bytes
+    Epochs epochs
+    Guard guard
 
 cdef struct Walk:                # where a prompt leaves the tree
-    uint32_t node                # deepest node reached
+    uint32_t node                # deepest node reached; NONE: not even a root
     uint32_t inside              # tokens of that node's run that matched
     uint32_t matched             # tokens matched from the root
+    uint32_t generation          # of that node
+
+cdef struct Entry:               # a copy of an entry, for writers
+    uint32_t at                  # its place in the block
+    uint32_t end                 # 0: none
+    uint32_t mark
+
+cdef extern from * nogil:
+    """
+    #define PREBLE_NOBODY ((uint64_t)0xFFFFFFFF << 32)
+    """
+    uint64_t NOBODY "PREBLE_NOBODY"
+    TokenRun* load_run "preble_load"(TokenRun** p)
+    EntryBlock* load_block "preble_load"(EntryBlock** p)
+    ChildTable* load_table "preble_load"(ChildTable** p)
+    WorkerMarks* load_workers "preble_load"(WorkerMarks** p)
+    void store_run "preble_store"(TokenRun** p, TokenRun* value)
+    void store_block "preble_store"(EntryBlock** p, EntryBlock* value)
+    void store_table "preble_store"(ChildTable** p, ChildTable* value)
+    void store_workers "preble_store"(WorkerMarks** p, WorkerMarks* value)
 
 cdef inline Node* node_at(Tree* t, uint32_t i) noexcept nogil:
     return (<Node*> t.nodes.chunks[i >> CHUNK_BITS]) + (i & CHUNK_MASK)
@@ -124,13 +181,15 @@ cdef inline Node* node_at(Tree* t, uint32_t i) noexcept nogil:
 cdef inline Mark* mark_at(Tree* t, uint32_t i) noexcept nogil:
     return (<Mark*> t.marks.chunks[i >> CHUNK_BITS]) + (i & CHUNK_MASK)
 
-cdef inline uint32_t entry_count(Node* node) noexcept nogil:
-    if node.block != NULL:
-        return node.block.count
-    return 0 if node.only.worker == NONE else 1
-
-cdef inline Entry* entries_of(Node* node) noexcept nogil:
-    return &node.block.entries[0] if node.block != NULL else &node.only
-
 cdef inline uint32_t generation(Node* node) noexcept nogil:
-    return node.state >> 2
+    return load32(&node.state) >> STATE_BITS
+
+cdef inline uint32_t run_end(TokenRun* run) noexcept nogil:
+    # Tokens from the prompt's start to the end of the run.
+    return run.start + run.length
+
+cdef inline uint32_t worker_of(uint64_t word) noexcept nogil:
+    return <uint32_t> (word >> 32)
+
+cdef inline uint32_t end_of(uint64_t word) noexcept nogil:
+    return <uint32_t> word

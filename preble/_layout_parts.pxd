@@ -1,16 +1,30 @@
-# Small parts of the tree as inline C: window counters, linked lists, the child table, token runs. They own no state;
-# each takes the Tree or the counter it works on. `_tree.pyx` builds the tree's operations from them.
+# Small parts of the tree as inline C: window counters, linked lists, token runs, entries. They own no state; each takes
+# the Tree or the counter it works on. `_tree.pyx` builds the tree's operations from them.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcpy
 
-from preble._memory cimport NONE, budget_alloc, budget_free, charged
-from preble._layout cimport ChildSlot, Entry, List, Mark, Node, TokenRun, Tree, mark_at, node_at
+from preble._atomic cimport store32, store64, store_signed
+from preble._layout cimport (
+    LISTED,
+    Entry,
+    EntryBlock,
+    List,
+    Mark,
+    Node,
+    TokenRun,
+    Tree,
+    WorkerMarks,
+    end_of,
+    mark_at,
+    node_at,
+    worker_of,
+)
+from preble._memory cimport NONE, budget_alloc, budget_free
+from preble._retired cimport retire_memory
+from preble._victims cimport victims_gone
 
 cdef enum:
-    EMPTY_TAG = 0
-    DELETED_TAG = 1
-    COMPARE_STEP = 64            # tokens compared by one memcmp
     HITS_MAX = (1 << 20) - 1     # a window counter saturates here
     WINDOW_MAX = (1 << 24) - 1   # window numbers run over here
 
@@ -61,6 +75,9 @@ cdef inline double hits_estimate(uint64_t counter, double now, double window_sec
 
 # --- lists ------------------------------------------------------------------------------------------------------------
 
+cdef inline void add_tokens(WorkerMarks* state, int64_t tokens) noexcept nogil:
+    store_signed(&state.tokens, state.tokens + tokens)
+
 cdef inline void age_push(Tree* t, List* ages, uint32_t i) noexcept nogil:
     cdef Node* node = node_at(t, i)
     node.older = ages.newest
@@ -87,11 +104,11 @@ cdef inline void recency_push_after(Tree* t, List* recency, uint32_t older, uint
     cdef uint32_t newer = mark_at(t, older).newer if older != NONE else recency.oldest
     cdef Mark* mark = mark_at(t, i)
     mark.older = older
-    mark.newer = newer
+    store32(&mark.newer, newer)
     if older != NONE:
-        mark_at(t, older).newer = i
+        store32(&mark_at(t, older).newer, i)
     else:
-        recency.oldest = i
+        store32(&recency.oldest, i)
     if newer != NONE:
         mark_at(t, newer).older = i
     else:
@@ -100,9 +117,9 @@ cdef inline void recency_push_after(Tree* t, List* recency, uint32_t older, uint
 cdef inline void recency_remove(Tree* t, List* recency, uint32_t i) noexcept nogil:
     cdef Mark* mark = mark_at(t, i)
     if mark.older != NONE:
-        mark_at(t, mark.older).newer = mark.newer
+        store32(&mark_at(t, mark.older).newer, mark.newer)
     else:
-        recency.oldest = mark.newer
+        store32(&recency.oldest, mark.newer)
     if mark.newer != NONE:
         mark_at(t, mark.newer).older = mark.older
     else:
@@ -112,89 +129,11 @@ cdef inline void touch_mark(Tree* t, uint32_t i) noexcept nogil:
     # Make an unpinned mark its worker's newest.
     cdef Mark* mark = mark_at(t, i)
     cdef List* recency = &t.workers[mark.worker].recency
+    if mark.flags & LISTED:
+        victims_gone(t, mark.worker, i)
     if mark.pins == 0 and recency.newest != i:
         recency_remove(t, recency, i)
         recency_push_after(t, recency, recency.newest, i)
-
-# --- child table ------------------------------------------------------------------------------------------------------
-
-cdef inline uint32_t child_hash(uint32_t parent, int32_t token) noexcept nogil:
-    cdef uint64_t h = ((<uint64_t> parent << 32) | <uint32_t> token) * <uint64_t> 0x9E3779B97F4A7C15
-    return <uint32_t> ((h ^ (h >> 29)) * <uint64_t> 0xBF58476D1CE4E5B9 >> 32)
-
-cdef inline uint32_t tag_of(uint32_t hashed) noexcept nogil:
-    return hashed if hashed > DELETED_TAG else hashed + 2
-
-cdef inline ChildSlot* find_slot(Tree* t, uint32_t parent, int32_t token) noexcept nogil:
-    # The slot of (parent, token), or NULL.
-    cdef uint32_t hashed = child_hash(parent, token)
-    cdef uint32_t tag = tag_of(hashed), mask = t.table_size - 1, at = hashed & mask
-    cdef Node* child
-    while t.table[at].tag != EMPTY_TAG:
-        if t.table[at].tag == tag:
-            child = node_at(t, t.table[at].child)
-            if child.parent == parent and child.run.tokens[0] == token:
-                return &t.table[at]
-        at = (at + 1) & mask
-    return NULL
-
-cdef inline uint32_t find_child(Tree* t, uint32_t parent, int32_t token) noexcept nogil:
-    cdef ChildSlot* slot = find_slot(t, parent, token)
-    return slot.child if slot != NULL else NONE
-
-cdef inline void add_slot(Tree* t, ChildSlot* table, uint32_t size, uint32_t parent, int32_t token,
-                          uint32_t child) noexcept nogil:
-    cdef uint32_t hashed = child_hash(parent, token)
-    cdef uint32_t at = hashed & (size - 1)
-    while table[at].tag > DELETED_TAG:
-        at = (at + 1) & (size - 1)
-    if table[at].tag == DELETED_TAG:
-        t.table_deleted -= 1
-    table[at].tag = tag_of(hashed)
-    table[at].child = child
-
-cdef inline void remove_slot(Tree* t, uint32_t parent, int32_t token) noexcept nogil:
-    cdef ChildSlot* slot = find_slot(t, parent, token)
-    cdef uint32_t next_at = <uint32_t> (slot - t.table + 1) & (t.table_size - 1)
-    slot.child = NONE
-    t.table_used -= 1
-    if t.table[next_at].tag == EMPTY_TAG:        # nothing probes past an empty slot
-        slot.tag = EMPTY_TAG
-    else:
-        slot.tag = DELETED_TAG
-        t.table_deleted += 1
-
-cdef inline bint table_is_tight(Tree* t, uint32_t more) noexcept nogil:
-    return (t.table_used + t.table_deleted + more) * 4 > t.table_size * 3
-
-cdef inline uint32_t table_size_for(Tree* t, uint32_t more) noexcept nogil:
-    # A table that is tight by its deleted slots alone is rebuilt in its size.
-    return t.table_size * 2 if (t.table_used + more) * 2 > t.table_size else t.table_size
-
-cdef inline int64_t table_growth(Tree* t, uint32_t more) noexcept nogil:
-    # Bytes that `table_reserve(more)` would allocate; it frees the old table after that.
-    return charged(<int64_t> table_size_for(t, more) * sizeof(ChildSlot)) if table_is_tight(t, more) else 0
-
-cdef inline int table_reserve(Tree* t, uint32_t more) noexcept nogil:
-    # Make room for `more` children; deleted slots go when the table is rebuilt.
-    cdef uint32_t i, size = table_size_for(t, more)
-    cdef ChildSlot* table
-    cdef Node* child
-    if not table_is_tight(t, more):
-        return 0
-    table = <ChildSlot*> budget_alloc(&t.budget, size * sizeof(ChildSlot))
-    if table == NULL:
-        return -1
-    memset(table, 0, size * sizeof(ChildSlot))
-    for i in range(t.table_size):
-        if t.table[i].tag > DELETED_TAG:
-            child = node_at(t, t.table[i].child)
-            add_slot(t, table, size, child.parent, child.run.tokens[0], t.table[i].child)
-    budget_free(&t.budget, t.table, t.table_size * sizeof(ChildSlot))
-    t.table = table
-    t.table_size = size
-    t.table_deleted = 0
-    return 0
 
 # --- runs and entry blocks --------------------------------------------------------------------------------------------
 
@@ -218,35 +157,54 @@ cdef inline TokenRun* new_run(Tree* t, uint32_t start, const int32_t* tokens, co
     return run
 
 cdef inline void free_run(Tree* t, TokenRun* run) noexcept nogil:
+    # A run that was never linked.
     if run != NULL:
         budget_free(&t.budget, run, run_bytes(t, run.length))
 
-cdef inline uint32_t common_prefix(const int32_t* a, const int32_t* b, uint32_t count) noexcept nogil:
-    # How many leading tokens agree. memcmp compares whole steps with the machine's widest instructions.
-    cdef uint32_t i = 0
-    if memcmp(a, b, count * 4) == 0:
-        return count
-    while i + COMPARE_STEP <= count and memcmp(a + i, b + i, COMPARE_STEP * 4) == 0:
-        i += COMPARE_STEP
-    while a[i] == b[i]:
-        i += 1
-    return i
+cdef inline void retire_run(Tree* t, TokenRun* run) noexcept nogil:
+    retire_memory(t, run, run_bytes(t, run.length))
 
 cdef inline int64_t block_bytes(uint32_t room) noexcept nogil:
-    return 8 + <int64_t> room * sizeof(Entry)
+    return 16 + <int64_t> room * (sizeof(uint64_t) + sizeof(uint32_t))
 
-cdef inline Entry* find_entry(Node* node, uint32_t worker) noexcept nogil:
-    # The worker's entry at a node, or NULL. O(log entries).
-    cdef uint32_t low = 0, high, middle
-    if node.block == NULL:
-        return &node.only if node.only.worker == worker else NULL
-    high = node.block.count
+cdef inline uint32_t* block_marks(EntryBlock* block) noexcept nogil:
+    return <uint32_t*> &block.words[block.room]
+
+cdef inline uint32_t entry_count(Node* node) noexcept nogil:
+    if node.block != NULL:
+        return node.block.live
+    return 1 if end_of(node.only) else 0
+
+cdef inline uint32_t place_in(EntryBlock* block, uint32_t worker) noexcept nogil:
+    # The place of the worker's word in a block, or where it belongs. O(log entries).
+    cdef uint32_t low = 0, high = block.count, middle
     while low < high:
         middle = (low + high) >> 1
-        if node.block.entries[middle].worker < worker:
+        if worker_of(block.words[middle]) < worker:
             low = middle + 1
         else:
             high = middle
-    if low < node.block.count and node.block.entries[low].worker == worker:
-        return &node.block.entries[low]
-    return NULL
+    return low
+
+cdef inline Entry find_entry(Node* node, uint32_t worker) noexcept nogil:
+    # The worker's entry at a node; end == 0 if it has none. For writers. O(log entries).
+    cdef Entry entry
+    cdef EntryBlock* block = node.block
+    entry.at = 0
+    entry.end = 0
+    entry.mark = NONE
+    if block == NULL:
+        if worker_of(node.only) == worker:
+            entry.end = end_of(node.only)
+            entry.mark = node.only_mark
+        return entry
+    entry.at = place_in(block, worker)
+    if entry.at < block.count and worker_of(block.words[entry.at]) == worker:
+        entry.end = end_of(block.words[entry.at])
+        entry.mark = block_marks(block)[entry.at]
+    return entry
+
+cdef inline void set_end(Node* node, uint32_t worker, Entry entry, uint32_t end) noexcept nogil:
+    # Let an entry that is there end elsewhere.
+    cdef uint64_t word = <uint64_t> worker << 32 | end
+    store64(&node.block.words[entry.at] if node.block != NULL else &node.only, word)

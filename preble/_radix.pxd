@@ -3,8 +3,17 @@
 from libc.stdint cimport uint32_t
 
 from preble._layout cimport Tree, Walk
+from preble._tokens cimport TokenView
 
 cdef double finite(object now) except? -1.0
+
+cdef struct Held:                # what each worker holds of a prompt
+    Walk walk
+    uint32_t prompt              # tokens asked about
+    uint32_t workers             # indices looked at
+    uint32_t* held               # tokens by worker; owns the memory of `met`, too
+    uint32_t* met                # the workers that hold some
+    uint32_t count
 
 cdef class RadixTree:
     cdef Tree t
@@ -12,8 +21,15 @@ cdef class RadixTree:
     cdef dict _names             # root index -> namespace
     cdef object _root_queue      # roots in the order they are looked at for removal
     cdef object __weakref__
+    cdef void enter(self) noexcept
+    cdef void leave(self) noexcept
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE
     cdef int forget_empty_roots(self) except -1
     cdef int need_worker(self, uint32_t worker) except -1
     cdef int need_beliefs(self) except -1
+    cdef int reserve_worker(self, uint32_t i) except -1
+    cdef int look(self, object token_ids, object namespace, Held* found) except -1
+    cdef int held(self, TokenView* view, Held* found) except -1
     cdef bint walk_python(self, object token_ids, object namespace, Walk* walk) except -1
+    cdef uint32_t insert_view(self, TokenView* view, double at, uint32_t worker, object namespace,
+                              bint is_hit) except? 0xFFFFFFFF

@@ -10,35 +10,50 @@ dense indices here; their names belong to the scheduler. Paper section 4.2.
 from collections import deque
 
 from libc.math cimport isfinite
-from libc.stdint cimport int64_t, uint32_t
-from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memset
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
 
+from preble._atomic cimport load32, load64, store32, store64, store_signed
 from preble._audit cimport check_tree, show_tree
+from preble._compare cimport common_prefix, common_plain, kernel_name
+from preble._epochs cimport epochs_close, epochs_init, reader_enter, reader_leave
+from preble._guard cimport await_python, guard_close, guard_enter, guard_init, guard_leave, guard_try
 from preble._layout cimport (
-    ChildSlot,
-    Entry,
     LIVE,
+    Entry,
     Mark,
-    mark_at,
     Node,
-    node_at,
     TokenRun,
     Tree,
+    Victims,
     Walk,
     WorkerMarks,
+    generation,
+    mark_at,
+    node_at,
+    store_workers,
 )
 from preble._layout_parts cimport find_entry, free_run, hits_estimate, new_run
-from preble._memory cimport NONE, budget_alloc, fails_now, slab_close, slab_init, slab_reserve
-from preble._nodes cimport at_root, free_node, take_node, tree_matches, tree_walk
+from preble._memory cimport (
+    NONE,
+    budget_alloc,
+    budget_free,
+    slab_close,
+    slab_init,
+    slab_reserve,
+)
+from preble._nodes cimport at_root, free_node, held_on_path, take_node, tree_walk
+from preble._retired cimport reclaim, reclaim_soon, retire_memory
+from preble._table cimport TABLE_START, new_table
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._tree cimport drop_below, evict_tokens, forget_dead, make_room_for_root, tree_insert
+from preble._tree cimport drop_below, evict_tokens, forget_dead, has_dead, make_room_for_root, tree_insert
 
 from .errors import InvalidConfig, InvalidInput, InvalidTime, TreeFull, UnknownWorker
 
 cdef enum:
     WORKERS_MAX = 65536
-    TABLE_START = 1024           # child slots of an empty tree
+    EXPIRE_SLICE = 64            # aging nodes looked at in one hold of the lock, some 20 us
     EMPTY_ROOT_CHECKS = 64       # namespaces looked at for removal at a time
     ROOT_SHED_STEPS = 4096       # aging nodes looked at to make room for a namespace; without a root it cannot be
 
@@ -53,6 +68,21 @@ cdef double finite(object now) except? -1.0:
     if not -TIME_MAX <= value <= TIME_MAX:
         raise InvalidTime(f"now must be finite and within 1e15 seconds, got {now!r}")
     return value
+
+
+def common_tokens(a, b) -> tuple[int, int]:
+    """How many leading tokens of two int32 buffers agree, by the machine's widest instructions and by plain ones."""
+    cdef TokenView one, two
+    view_tokens(a, &one)
+    try:
+        view_tokens(b, &two)
+        try:
+            count = min(one.count, two.count)
+            return common_prefix(one.data, two.data, count), common_plain(one.data, two.data, count)
+        finally:
+            release_tokens(&two)
+    finally:
+        release_tokens(&one)
 
 
 cdef class RadixTree:
@@ -74,17 +104,18 @@ cdef class RadixTree:
         self.t.window_seconds = window_seconds
         self.t.marked.oldest = self.t.marked.newest = NONE
         self.t.unmarked.oldest = self.t.unmarked.newest = NONE
-        self.t.table = <ChildSlot*> budget_alloc(&self.t.budget, TABLE_START * sizeof(ChildSlot))
-        self.t.table_size = TABLE_START
-        if (self.t.table == NULL or slab_init(&self.t.nodes, sizeof(Node)) or slab_init(&self.t.marks, sizeof(Mark))):
+        self.t.table = new_table(&self.t.budget, TABLE_START)
+        if (self.t.table == NULL or slab_init(&self.t.nodes, sizeof(Node)) or slab_init(&self.t.marks, sizeof(Mark))
+                or epochs_init(&self.t.epochs) or guard_init(&self.t.guard)):
             raise MemoryError("RadixTree")
-        memset(self.t.table, 0, TABLE_START * sizeof(ChildSlot))
         self._roots = {}
         self._names = {}
         self._root_queue = deque()
 
     def __dealloc__(self):
         cdef uint32_t i
+        if self.t.epochs.slots != NULL and self.t.epochs.queue != NULL:
+            reclaim(&self.t)                     # nobody reads a tree that nobody holds
         if self.t.nodes.chunks != NULL:
             for i in range(self.t.nodes.chunk_count * 1024):
                 if node_at(&self.t, i).state & LIVE:
@@ -93,8 +124,34 @@ cdef class RadixTree:
             slab_close(&self.t.nodes, &self.t.budget)
         if self.t.marks.chunks != NULL:
             slab_close(&self.t.marks, &self.t.budget)
+        for i in range(self.t.worker_end):
+            free(self.t.workers[i].victims)
+        free(self.t.draining)
         free(self.t.table)
         free(self.t.workers)
+        epochs_close(&self.t.epochs)
+        guard_close(&self.t.guard)
+
+    # --- the lock ---
+
+    cdef void enter(self) noexcept:
+        """Become the writer; with Python's lock, which is let go while waiting. May be nested."""
+        if guard_try(&self.t.guard):
+            return
+        with nogil:
+            guard_enter(&self.t.guard)
+            await_python()
+
+    cdef void leave(self) noexcept:
+        reclaim(&self.t)
+        guard_leave(&self.t.guard)
+
+    def __enter__(self):
+        self.enter()
+        return self
+
+    def __exit__(self, *_):
+        self.leave()
 
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE:
         """The namespace's root, NONE if it has none and `create` is false. Raises TypeError for unhashable namespaces,
@@ -115,7 +172,7 @@ cdef class RadixTree:
             free_run(&self.t, run)
             raise MemoryError("namespace root")
         i = take_node(&self.t, run, NONE)
-        self._roots[namespace] = i
+        self._roots[namespace] = i               # the namespace has hashed above, and equals no other key
         self._names[i] = namespace
         self._root_queue.append(i)
         return i
@@ -149,63 +206,122 @@ cdef class RadixTree:
 
     def add_worker(self, int64_t capacity_tokens) -> int:
         """Register a worker that can cache `capacity_tokens`; returns its index, the lowest free one."""
-        cdef uint32_t i = 0, room
-        cdef WorkerMarks* grown
+        cdef uint32_t i = 0
         if capacity_tokens < 1:
             raise InvalidConfig(f"capacity_tokens must be positive, got {capacity_tokens}")
-        while i < self.t.worker_end and self.t.workers[i].capacity:
-            i += 1
-        if i == WORKERS_MAX:
-            raise InvalidConfig(f"at most {WORKERS_MAX} workers")
+        with self:
+            while i < self.t.worker_end and self.t.workers[i].capacity:
+                i += 1
+            if i == WORKERS_MAX:
+                raise InvalidConfig(f"at most {WORKERS_MAX} workers")
+            self.reserve_worker(i)
+            self.t.workers[i].recency.oldest = self.t.workers[i].recency.newest = NONE
+            store_signed(&self.t.workers[i].capacity, capacity_tokens)
+            store32(&self.t.worker_end, max(self.t.worker_end, i + 1))
+            store64(&self.t.worker_changes, self.t.worker_changes + 1)
+        return i
+
+    cdef int reserve_worker(self, uint32_t i) except -1:
+        """A zeroed row for worker `i`. MemoryError changes nothing."""
+        cdef uint32_t room = max(16, self.t.worker_room * 2)
+        cdef WorkerMarks* old = self.t.workers
+        cdef WorkerMarks* grown
         if i == self.t.worker_room:
-            room = max(16, self.t.worker_room * 2)
-            grown = NULL
-            if not fails_now(&self.t.budget):
-                grown = <WorkerMarks*> realloc(self.t.workers, room * sizeof(WorkerMarks))
+            grown = <WorkerMarks*> budget_alloc(&self.t.budget, room * sizeof(WorkerMarks))
             if grown == NULL:
                 raise MemoryError("workers")
-            self.t.budget.used += (room - self.t.worker_room) * sizeof(WorkerMarks)
-            self.t.workers = grown
+            memset(grown, 0, room * sizeof(WorkerMarks))
+            if old != NULL:
+                memcpy(grown, old, self.t.worker_room * sizeof(WorkerMarks))
+            store_workers(&self.t.workers, grown)
+            retire_memory(&self.t, old, self.t.worker_room * sizeof(WorkerMarks))
             self.t.worker_room = room
         memset(&self.t.workers[i], 0, sizeof(WorkerMarks))
-        self.t.workers[i].capacity = capacity_tokens
-        self.t.workers[i].recency.oldest = self.t.workers[i].recency.newest = NONE
-        self.t.worker_end = max(self.t.worker_end, i + 1)
-        return i
+        return 0
 
     def drop_worker(self, uint32_t worker) -> None:
         """Forget a worker and all its marks; the index may be given to another. O(its marks)."""
-        self.clear_worker(worker)
-        self.t.workers[worker].capacity = 0
-        while self.t.worker_end and self.t.workers[self.t.worker_end - 1].capacity == 0:
-            self.t.worker_end -= 1
+        with self:
+            self.clear_worker(worker)
+            budget_free(&self.t.budget, self.t.workers[worker].victims, sizeof(Victims))
+            self.t.workers[worker].victims = NULL
+            store_signed(&self.t.workers[worker].capacity, 0)
+            while self.t.worker_end and self.t.workers[self.t.worker_end - 1].capacity == 0:
+                store32(&self.t.worker_end, self.t.worker_end - 1)
+            store64(&self.t.worker_changes, self.t.worker_changes + 1)
 
     def clear_worker(self, uint32_t worker) -> int:
         """Its cache is empty now: drop its marks; returns the tokens dropped. O(its marks)."""
-        self.need_beliefs()
-        self.need_worker(worker)
-        return evict_tokens(&self.t, worker, self.t.workers[worker].tokens)
+        cdef int64_t dropped = 0
+        with self:
+            self.need_beliefs()
+            self.need_worker(worker)
+            dropped = evict_tokens(&self.t, worker, self.t.workers[worker].tokens)
+        return dropped
 
     # --- reads ---
 
     def match(self, token_ids, *, namespace=None) -> tuple[int, dict[int, int]]:
-        """(tokens known, {worker: tokens believed cached, zeros left out}). Changes nothing; O(tokens + marks on the
-        path)."""
-        cdef Walk walk
-        cdef uint32_t i, workers = self.t.worker_end
-        cdef uint32_t* matched
-        if not self.walk_python(token_ids, namespace, &walk):
-            return 0, {}
-        matched = <uint32_t*> malloc(max(workers, 1) * sizeof(uint32_t))
-        if matched == NULL:
+        """(tokens known, {worker: tokens believed cached, zeros left out}). Changes nothing, takes no lock; O(tokens +
+        workers)."""
+        cdef Held found
+        cdef uint32_t i
+        self.look(token_ids, namespace, &found)
+        try:
+            return found.walk.matched, {found.met[i]: found.held[found.met[i]] for i in range(found.count)}
+        finally:
+            free(found.held)
+
+    cdef int look(self, object token_ids, object namespace, Held* found) except -1:
+        """What each worker holds of a prompt, without a lock. The caller frees `found.held`.
+
+        Asks again if a worker came or went meanwhile, so that no tokens are told of the wrong one.
+        """
+        cdef TokenView view
+        cdef uint64_t changes
+        found.held = NULL
+        view_tokens(token_ids, &view)
+        try:
+            while True:
+                changes = load64(&self.t.worker_changes)
+                found.walk = at_root(&self.t, self.root_of(namespace, False))
+                found.prompt = view.count
+                self.held(&view, found)
+                if changes == load64(&self.t.worker_changes):
+                    break
+                free(found.held)
+                found.held = NULL
+            check_tokens(&view, found.walk.matched)
+        except BaseException:
+            free(found.held)
+            found.held = NULL
+            raise
+        finally:
+            release_tokens(&view)
+        return 0
+
+    cdef int held(self, TokenView* view, Held* found) except -1:
+        """Walk from the root in `found` and gather who holds what."""
+        cdef uint32_t workers = load32(&self.t.worker_end), slot
+        found.workers = workers
+        found.count = 0
+        found.held = <uint32_t*> calloc(2 * max(workers, 1), sizeof(uint32_t))
+        if found.held == NULL:
             raise MemoryError("match")
-        tree_matches(&self.t, walk, matched, workers)
-        answer = {i: matched[i] for i in range(workers) if matched[i]}
-        free(matched)
-        return walk.matched, answer
+        found.met = found.held + max(workers, 1)
+        if found.walk.node == NONE:
+            return 0
+        with nogil:
+            slot = reader_enter(&self.t.epochs)
+            if generation(node_at(&self.t, found.walk.node)) == found.walk.generation:
+                found.walk = tree_walk(&self.t, found.walk, view.data, view.count)
+                found.count = held_on_path(&self.t, found.walk, found.held, found.met, workers)
+            reader_leave(&self.t.epochs, slot)
+            await_python()
+        return 0
 
     cdef bint walk_python(self, object token_ids, object namespace, Walk* walk) except -1:
-        """Walk Python token ids; False if the namespace is unknown."""
+        """Walk Python token ids, as the writer; False if the namespace is unknown."""
         cdef TokenView view
         cdef uint32_t root
         view_tokens(token_ids, &view)
@@ -214,7 +330,7 @@ cdef class RadixTree:
             if root == NONE:
                 check_tokens(&view, 0)
                 return False
-            walk[0] = tree_walk(&self.t, at_root(root), view.data, view.count)
+            walk[0] = tree_walk(&self.t, at_root(&self.t, root), view.data, view.count)
             check_tokens(&view, walk.matched)
         finally:
             release_tokens(&view)
@@ -233,37 +349,39 @@ cdef class RadixTree:
     def hits(self, token_ids, now, *, worker=None, namespace=None) -> float:
         """Estimated hits within the window on the node where the known prefix ends, of one worker or of all."""
         cdef Walk walk
-        cdef Entry* entry
+        cdef Entry entry
         cdef double at = finite(now)
         cdef uint32_t index = NONE
-        if worker is not None:
-            index = worker
-            self.need_worker(index)
-        if not self.walk_python(token_ids, namespace, &walk) or walk.matched == 0:
-            return 0.0
-        if worker is None:
-            return hits_estimate(node_at(&self.t, walk.node).hits, at, self.t.window_seconds)
-        entry = find_entry(node_at(&self.t, walk.node), index)
-        return hits_estimate(mark_at(&self.t, entry.mark).hits, at, self.t.window_seconds) if entry != NULL else 0.0
+        with self:
+            if worker is not None:
+                index = worker
+                self.need_worker(index)
+            if not self.walk_python(token_ids, namespace, &walk) or walk.matched == 0:
+                return 0.0
+            if worker is None:
+                return hits_estimate(node_at(&self.t, walk.node).hits, at, self.t.window_seconds)
+            entry = find_entry(node_at(&self.t, walk.node), index)
+            return hits_estimate(mark_at(&self.t, entry.mark).hits, at, self.t.window_seconds) if entry.end else 0.0
 
     def victims(self, uint32_t worker, int64_t need_tokens, now) -> list[tuple[int, int, float]]:
         """What eviction of `need_tokens` would take, in order: (tokens, tokens before them, hits of the worker in the
         window)."""
         cdef double at = finite(now)
         cdef uint32_t i
-        cdef Entry* entry
+        cdef Entry entry
         cdef Node* node
-        self.need_worker(worker)
         answer = []
-        i = self.t.workers[worker].recency.oldest
-        while need_tokens > 0 and i != NONE:
-            node = node_at(&self.t, mark_at(&self.t, i).node)
-            entry = find_entry(node, worker)
-            taken = min(need_tokens, <int64_t> entry.tokens)
-            hits = hits_estimate(mark_at(&self.t, i).hits, at, self.t.window_seconds)
-            answer.append((taken, node.run.start + entry.tokens - taken, hits))
-            need_tokens -= taken
-            i = mark_at(&self.t, i).newer
+        with self:
+            self.need_worker(worker)
+            i = self.t.workers[worker].recency.oldest
+            while need_tokens > 0 and i != NONE:
+                node = node_at(&self.t, mark_at(&self.t, i).node)
+                entry = find_entry(node, worker)
+                taken = min(need_tokens, <int64_t> entry.end - node.run.start)
+                hits = hits_estimate(mark_at(&self.t, i).hits, at, self.t.window_seconds)
+                answer.append((taken, entry.end - taken, hits))
+                need_tokens -= taken
+                i = mark_at(&self.t, i).newer
         return answer
 
     # --- writes ---
@@ -272,46 +390,65 @@ cdef class RadixTree:
         """Remember a prompt, on `worker` if given; returns the tokens that were known. Evicts the worker's oldest
         beyond capacity. What max_bytes has no room for is counted in `stats` and not remembered."""
         cdef TokenView view
-        cdef Walk walk
-        cdef uint32_t leaf, index = NONE
+        cdef uint32_t index = NONE
         cdef double at = finite(now)
         self.need_beliefs()
-        if worker is not None:
-            index = worker
-            self.need_worker(index)
         view_tokens(token_ids, &view)
         try:
             check_tokens(&view, 0)
-            try:
-                walk = at_root(self.root_of(namespace, True))
-            except TreeFull:
-                self.t.refused_tokens += view.count
-                return 0
-            walk = tree_walk(&self.t, walk, view.data, view.count)
-            if tree_insert(&self.t, walk, view.data, view.count, index, is_hit, at, &leaf):
-                raise MemoryError("RadixTree.insert")
+            with self:
+                if worker is not None:
+                    index = worker
+                    self.need_worker(index)
+                return self.insert_view(&view, at, index, namespace, is_hit)
         finally:
             release_tokens(&view)
+
+    cdef uint32_t insert_view(self, TokenView* view, double at, uint32_t worker, object namespace,
+                              bint is_hit) except? 0xFFFFFFFF:
+        """`insert` as the writer; returns the tokens that were known."""
+        cdef Walk walk
+        cdef uint32_t leaf
+        try:
+            walk = at_root(&self.t, self.root_of(namespace, True))
+        except TreeFull:
+            self.t.refused_tokens += view.count
+            return 0
+        walk = tree_walk(&self.t, walk, view.data, view.count)
+        if tree_insert(&self.t, walk, view.data, view.count, worker, is_hit, at, &leaf):
+            raise MemoryError("RadixTree.insert")
         return walk.matched
 
     def unmark(self, token_ids, uint32_t worker, uint32_t kept_tokens, *, namespace=None) -> int:
         """The worker dropped every cached prefix through token_ids[kept_tokens]; returns the tokens unmarked."""
         cdef Walk walk
-        self.need_beliefs()
-        self.need_worker(worker)
-        if not self.walk_python(token_ids, namespace, &walk) or walk.matched <= kept_tokens:
-            return 0
-        while node_at(&self.t, walk.node).run.start > kept_tokens:
-            walk.node = node_at(&self.t, walk.node).parent
-        return drop_below(&self.t, walk.node, worker, kept_tokens)
+        with self:
+            self.need_beliefs()
+            self.need_worker(worker)
+            if not self.walk_python(token_ids, namespace, &walk) or walk.matched <= kept_tokens:
+                return 0
+            while node_at(&self.t, walk.node).run.start > kept_tokens:
+                walk.node = node_at(&self.t, walk.node).parent
+            return drop_below(&self.t, walk.node, worker, kept_tokens)
 
     def expire(self, now, uint32_t max_nodes=1 << 30) -> int:
         """Forget nodes cached nowhere and unhit for a window, at most `max_nodes` looked at, and empty namespaces;
-        returns nodes."""
-        cdef uint32_t removed
+        returns nodes. Works in slices of EXPIRE_SLICE nodes, so that a decision waits for one of them at the most."""
+        cdef uint32_t removed = 0, found, left = min(max_nodes, load32(&self.t.nodes.live))
         cdef double at = finite(now)
-        removed = forget_dead(&self.t, at, min(max_nodes, self.t.nodes.live))
-        self.forget_empty_roots()
+        cdef bint more = left > 0
+        with nogil:
+            while more:
+                guard_enter(&self.t.guard)
+                found = forget_dead(&self.t, at, min(left, <uint32_t> EXPIRE_SLICE))
+                removed += found
+                left -= min(left, <uint32_t> EXPIRE_SLICE)
+                more = left > 0 and (found > 0 or has_dead(&self.t, at))
+                reclaim(&self.t)
+                guard_leave(&self.t.guard)
+            await_python()
+        with self:
+            self.forget_empty_roots()
         return removed
 
     # --- facts ---
@@ -343,14 +480,21 @@ cdef class RadixTree:
             "refused_tokens": self.t.refused_tokens,
         }
 
+    def kernel(self) -> str:
+        """Which compare instructions this machine got: "avx512", "avx2" or "plain"."""
+        return (<bytes> kernel_name).decode()
+
     def fail_allocation(self, int64_t nth) -> None:
         """Tests only: let the nth allocation from now fail (0: none)."""
         self.t.budget.fail_after = nth
 
     def check(self) -> None:
         """Assert every invariant of `_layout.pxd`. O(everything)."""
-        check_tree(&self.t, self._roots, self._names, self._root_queue)
+        with self:
+            reclaim_soon(&self.t)
+            check_tree(&self.t, self._roots, self._names, self._root_queue)
 
     def show(self, int max_tokens=6) -> str:
         """The tree as text, one node a line."""
-        return show_tree(&self.t, self._roots, max_tokens)
+        with self:
+            return show_tree(&self.t, self._roots, max_tokens)

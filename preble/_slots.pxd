@@ -9,6 +9,8 @@ from preble._radix cimport RadixTree
 cdef class SlotTree(RadixTree):
     cdef int need_hold(self, Hold hold) except -1
     cdef uint32_t root_above(self, uint32_t i) noexcept
+    cdef int hold_walk(self, Hold hold, Walk walk) except -1
+    cdef void unpin(self, uint32_t i) noexcept nogil
     cdef void pin(self, uint32_t i, uint32_t above) noexcept nogil
     cdef c_array grow(self, Hold hold, const int32_t* tokens, const int32_t* slots, uint32_t count)
     cdef bint may_append(self, uint32_t i) noexcept

@@ -13,18 +13,21 @@ from cpython.array cimport clone
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
 
-from preble._layout cimport Node, TokenRun, Walk, mark_at, node_at
+from preble._atomic cimport store64
+from preble._layout cimport Node, TokenRun, Walk, mark_at, node_at, run_end, store_run
 from preble._layout_parts cimport (
+    add_tokens,
     find_entry,
     free_run,
     new_run,
     recency_push_after,
     recency_remove,
+    retire_run,
     run_slots,
-    table_reserve,
 )
 from preble._memory cimport NONE, slab_reserve
 from preble._nodes cimport add_entry, add_leaf, at_root, forget_leaf, split_node, tree_walk
+from preble._table cimport table_reserve
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
 from preble._radix cimport RadixTree, finite
 
@@ -97,9 +100,15 @@ cdef class SlotTree(RadixTree):
         try:
             count = view.count if max_tokens is None else min(<object> view.count, max(0, max_tokens))
             check_tokens(&view, 0)
-            walk = tree_walk(&self.t, at_root(self.root_of(namespace, True)), view.data, count)
+            with self:
+                walk = tree_walk(&self.t, at_root(&self.t, self.root_of(namespace, True)), view.data, count)
+                self.hold_walk(hold, walk)
         finally:
             release_tokens(&view)
+        return hold
+
+    cdef int hold_walk(self, Hold hold, Walk walk) except -1:
+        """Pin where a walk ended."""
         if walk.inside < node_at(&self.t, walk.node).run.length:
             if split_node(&self.t, walk.node, walk.inside):
                 raise MemoryError("SlotTree.hold")
@@ -109,7 +118,7 @@ cdef class SlotTree(RadixTree):
         hold.matched_tokens = walk.matched
         self.pin(walk.node, NONE)
         node_at(&self.t, self.root_above(walk.node)).hits += 1      # a root counts the holds below it
-        return hold
+        return 0
 
     cdef uint32_t root_above(self, uint32_t i) noexcept:
         """The root over a node. O(path)."""
@@ -148,7 +157,8 @@ cdef class SlotTree(RadixTree):
                 if view.count != hold.matched_tokens + slot_view.count:
                     raise InvalidInput(
                         f"slots: {slot_view.count} given, {view.count} tokens less {hold.matched_tokens} held are new")
-                return self.grow(hold, view.data, slot_view.data, view.count)
+                with self:
+                    return self.grow(hold, view.data, slot_view.data, view.count)
             finally:
                 release_tokens(&slot_view)
         finally:
@@ -177,7 +187,7 @@ cdef class SlotTree(RadixTree):
     cdef bint may_append(self, uint32_t i) noexcept:
         """A leaf that only one hold pins can grow in place: no other request's prefix ends on it."""
         cdef Node* node = node_at(&self.t, i)
-        return node.parent != NONE and node.first_child == NONE and mark_at(&self.t, node.only.mark).pins == 1
+        return node.parent != NONE and node.first_child == NONE and mark_at(&self.t, node.only_mark).pins == 1
 
     cdef int append_run(self, Hold hold, const int32_t* tokens, const int32_t* slots, uint32_t count) except -1:
         """Replace the leaf's run by one that is `count` tokens longer."""
@@ -190,11 +200,11 @@ cdef class SlotTree(RadixTree):
         memcpy(&run.tokens[old.length], tokens, count * 4)
         memcpy(run_slots(run), run_slots(old), old.length * 4)
         memcpy(run_slots(run) + old.length, slots, count * 4)
-        node.run = run
-        node.only.tokens = run.length
-        self.t.workers[0].tokens += count
+        store_run(&node.run, run)
+        store64(&node.only, run_end(run))            # of worker 0
+        add_tokens(&self.t.workers[0], count)
         self.t.workers[0].pinned += count
-        free_run(&self.t, old)
+        retire_run(&self.t, old)
         return 0
 
     cdef int branch(self, Hold hold, Walk walk, const int32_t* tokens, const int32_t* slots, uint32_t count) except -1:
@@ -215,7 +225,7 @@ cdef class SlotTree(RadixTree):
             walk.node = node_at(&self.t, walk.node).parent
         if run != NULL:
             walk.node = add_leaf(&self.t, walk.node, run)
-            add_entry(&self.t, walk.node, 0, run.length)
+            add_entry(&self.t, walk.node, 0, run_end(run))
         self.pin(walk.node, hold.node)
         hold.node = walk.node
         return 0
@@ -223,14 +233,19 @@ cdef class SlotTree(RadixTree):
     def release(self, Hold hold, now) -> None:
         """Unpin; what no other hold pins becomes evictable and most recently used. A second release raises
         InvalidInput."""
-        cdef uint32_t i, index
-        cdef Node* node
         self.need_hold(hold)
         finite(now)
-        node_at(&self.t, self.root_above(hold.node)).hits -= 1
-        i = hold.node
-        node = node_at(&self.t, i)
-        while node.parent != NONE:                   # leaf first, so that each node ends up older than its parent
+        with self:
+            node_at(&self.t, self.root_above(hold.node)).hits -= 1
+            self.unpin(hold.node)
+            hold.released = True
+            self.forget_empty_roots()
+
+    cdef void unpin(self, uint32_t i) noexcept nogil:
+        """Take a pin off node `i` and its ancestors; leaf first, so that each node ends up older than its parent."""
+        cdef Node* node = node_at(&self.t, i)
+        cdef uint32_t index
+        while node.parent != NONE:
             index = find_entry(node, 0).mark
             mark_at(&self.t, index).pins -= 1
             if mark_at(&self.t, index).pins == 0:
@@ -238,8 +253,6 @@ cdef class SlotTree(RadixTree):
                 self.t.workers[0].pinned -= node.run.length
             i = node.parent
             node = node_at(&self.t, i)
-        hold.released = True
-        self.forget_empty_roots()
 
     def evict(self, int64_t need_tokens) -> tuple[array[int], list[tuple[array[int], int, object]]]:
         """Free at least `need_tokens` slots from the least recently used leaves, the last one in part; fewer if the
@@ -251,15 +264,16 @@ cdef class SlotTree(RadixTree):
         cdef int64_t freed = 0
         cdef c_array slots = int_array(0)
         reports = []
-        while freed < need_tokens and self.t.workers[0].recency.oldest != NONE:
-            oldest = self.t.workers[0].recency.oldest
-            i = mark_at(&self.t, oldest).node
-            length = node_at(&self.t, i).run.length
-            if length > need_tokens - freed:
-                if split_node(&self.t, i, <uint32_t> (length - (need_tokens - freed))) == 0:
-                    length = node_at(&self.t, i).run.length
-            slots.extend(self.cut(i, reports))
-            freed += length
+        with self:
+            while freed < need_tokens and self.t.workers[0].recency.oldest != NONE:
+                oldest = self.t.workers[0].recency.oldest
+                i = mark_at(&self.t, oldest).node
+                length = node_at(&self.t, i).run.length
+                if length > need_tokens - freed:
+                    if split_node(&self.t, i, <uint32_t> (length - (need_tokens - freed))) == 0:
+                        length = node_at(&self.t, i).run.length
+                slots.extend(self.cut(i, reports))
+                freed += length
         return slots, reports
 
     cdef c_array cut(self, uint32_t i, list reports):

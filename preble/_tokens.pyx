@@ -14,20 +14,58 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
-from cpython.bool cimport PyBool_Check
-from cpython.list cimport PyList_Check, PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_Check
+from cpython.list cimport PyList_Check, PyList_GET_SIZE
 from cpython.ref cimport PyObject
-from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from cpython.tuple cimport PyTuple_Check, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 
 from .errors import InvalidTokens
 
+cdef extern from "Python.h":
+    ctypedef struct PyListObject:
+        PyObject** ob_item
+    ctypedef struct PyTupleObject:
+        PyObject** ob_item
+
 cdef enum:
     COUNT_MAX = 1 << 28          # tokens in one prompt
 
 cdef int64_t ID_MAX = 2147483647
+
+cdef extern from * nogil:
+    """
+    /* The value of an exact int that fits a token id, else -1: without a call for each token. */
+    static inline int64_t preble_token(PyObject *item) {
+        if (!PyLong_CheckExact(item)) return -1;
+    #if PY_VERSION_HEX < 0x030C0000
+        const PyLongObject *number = (const PyLongObject *)item;
+        Py_ssize_t digits = Py_SIZE(item);
+        if (digits == 1) return number->ob_digit[0];
+        if (digits == 0) return 0;
+        if (digits != 2) return -1;
+        int64_t value = (int64_t)number->ob_digit[0] | ((int64_t)number->ob_digit[1] << PyLong_SHIFT);
+        return value <= INT32_MAX ? value : -1;
+    #else
+        if (!PyUnstable_Long_IsCompact((const PyLongObject *)item)) {
+            int overflow = 0;
+            long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+            return overflow == 0 && value >= 0 && value <= INT32_MAX ? value : -1;
+        }
+        return PyUnstable_Long_CompactValue((const PyLongObject *)item);
+    #endif
+    }
+    /* Convert items until one is no plain token id; returns how many were. */
+    static inline Py_ssize_t preble_tokens(PyObject *const *items, Py_ssize_t count, int32_t *out) {
+        for (Py_ssize_t i = 0; i < count; i++) {
+            int64_t value = preble_token(items[i]);
+            if (value < 0) return i;
+            out[i] = (int32_t)value;
+        }
+        return count;
+    }
+    """
+    Py_ssize_t plain_tokens "preble_tokens"(PyObject** items, Py_ssize_t count, int32_t* out)
 
 
 cdef int view_tokens(object token_ids, TokenView* view, bint allow_empty=False) except -1:
@@ -54,17 +92,23 @@ cdef int check_tokens(TokenView* view, uint32_t first) except -1:
     """Raise InvalidTokens if an id from position `first` on is negative. Matched ids need no check: they equal stored
     ones."""
     cdef uint32_t i
-    cdef int32_t signs = 0
-    if view.checked:
-        return 0
-    for i in range(first, view.count):
-        signs |= view.data[i]
-    if signs >= 0:
+    if not has_negative(view, first):
         return 0
     for i in range(first, view.count):
         if view.data[i] < 0:
             raise InvalidTokens(f"token_ids[{i}] is outside [0, {ID_MAX}]")
     return 0
+
+
+cdef bint has_negative(const TokenView* view, uint32_t first) noexcept nogil:
+    """Whether an id from position `first` on is negative: what check_tokens would raise for."""
+    cdef uint32_t i
+    cdef int32_t signs = 0
+    if view.checked:
+        return False
+    for i in range(first, view.count):
+        signs |= view.data[i]
+    return signs < 0
 
 
 cdef void release_tokens(TokenView* view) noexcept:
@@ -87,29 +131,27 @@ cdef int allocate(TokenView* view, Py_ssize_t count) except -1:
 
 
 cdef int convert_sequence(object token_ids, TokenView* view) except -1:
+    """Plain ints in one C loop; whatever else there is, one by one."""
     cdef bint is_list = PyList_Check(token_ids)
-    cdef Py_ssize_t i, count = PyList_GET_SIZE(token_ids) if is_list else PyTuple_GET_SIZE(token_ids)
-    cdef PyObject* item
-    cdef int overflow = 0
-    cdef int64_t value
+    cdef Py_ssize_t i = 0, count = PyList_GET_SIZE(token_ids) if is_list else PyTuple_GET_SIZE(token_ids)
+    cdef PyObject** items = (<PyListObject*> token_ids).ob_item if is_list else (<PyTupleObject*> token_ids).ob_item
     allocate(view, count)
-    for i in range(count):
-        item = PyList_GET_ITEM(token_ids, i) if is_list else PyTuple_GET_ITEM(token_ids, i)
-        if not PyLong_Check(<object> item) or PyBool_Check(<object> item):
-            view.owned[i] = whole_number(<object> item, i)
-            if is_list and PyList_GET_SIZE(token_ids) != count:      # __index__ is foreign code
-                raise InvalidTokens("token_ids changed its length while it was read")
-            continue
-        value = PyLong_AsLongLongAndOverflow(<object> item, &overflow)
-        if overflow != 0 or value < 0 or value > ID_MAX:
-            raise InvalidTokens(f"token_ids[{i}] is {<object> item!r}, outside [0, {ID_MAX}]")
-        view.owned[i] = <int32_t> value
+    while True:
+        i += plain_tokens(items + i, count - i, view.owned + i)
+        if i == count:
+            break
+        view.owned[i] = whole_number(<object> items[i], i)
+        if is_list and PyList_GET_SIZE(token_ids) != count:      # __index__ is foreign code
+            raise InvalidTokens("token_ids changed its length while it was read")
+        items = (<PyListObject*> token_ids).ob_item if is_list else items
+        i += 1
     view.checked = True
     return 0
 
 
 cdef int32_t whole_number(object item, Py_ssize_t i) except? -1:
-    """An element that is no plain int: numpy integers pass, floats, bools and anything else do not."""
+    """An element that is no plain token id: numpy integers pass, floats, bools, numbers out of range and anything else
+    do not."""
     if type(item).__name__ in ("bool", "bool_"):          # Python's and numpy's
         raise InvalidTokens(f"token_ids[{i}] is a bool, not an int")
     try:

@@ -13,3 +13,4 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
 cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil
 cdef bint make_room_for_root(Tree* t, uint32_t steps_max) noexcept nogil
 cdef uint32_t forget_dead(Tree* t, double now, uint32_t nodes_max) noexcept nogil
+cdef bint has_dead(Tree* t, double now) noexcept nogil

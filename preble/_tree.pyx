@@ -9,38 +9,46 @@ Sections: insert, eviction, corrections, room under max_bytes, forgetting.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from preble._atomic cimport store32, store64
 from preble._layout cimport (
+    CONFIRMED,
+    LISTED,
     TOUCHED,
-    ChildSlot,
     Entry,
     List,
+    Mark,
     Node,
     TokenRun,
     Tree,
+    Victims,
     Walk,
     WorkerMarks,
-    entries_of,
-    entry_count,
+    end_of,
     mark_at,
     node_at,
+    run_end,
 )
 from preble._layout_parts cimport (
+    add_tokens,
     age_push,
     age_remove,
     block_bytes,
+    entry_count,
     find_entry,
     hits_add,
     hits_seen,
     hits_take,
     new_run,
     run_bytes,
-    table_growth,
-    table_reserve,
+    set_end,
     touch_mark,
     window_of,
 )
 from preble._memory cimport NONE, charged, slab_bytes, slab_growth, slab_reserve
 from preble._nodes cimport add_entry, add_leaf, drop_mark, forget_leaf, reserve_entry, split_node, trim_entry
+from preble._retired cimport reclaim_soon
+from preble._table cimport table_bytes, table_growth, table_reserve
+from preble._victims cimport victims_cut
 
 cdef enum:
     SHED_STEPS = 256             # aging nodes looked at in one insert, at most
@@ -89,7 +97,7 @@ cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, 
         walk.node = add_leaf(t, walk.node, run)                                             # 4
     mark_path(t, walk.node, worker, is_hit, now)
     if run != NULL:
-        node_at(t, walk.node).state &= ~<uint32_t> TOUCHED     # its first request is no second chance
+        untouch(node_at(t, walk.node))                         # its first request is no second chance
     if worker != NONE and t.workers[worker].tokens > t.workers[worker].capacity:            # 5
         evict_tokens(t, worker, t.workers[worker].tokens - t.workers[worker].capacity)
     leaf[0] = walk.node
@@ -102,7 +110,7 @@ cdef uint32_t known_part(Tree* t, Walk* walk, uint32_t worker) noexcept nogil:
     if walk.inside < node_at(t, walk.node).run.length:
         step_up(t, walk)
     if not fits(t, insert_needs(t, walk[0], walk.matched, worker)):
-        while walk.matched and worker != NONE and find_entry(node_at(t, walk.node), worker) == NULL:
+        while walk.matched and worker != NONE and find_entry(node_at(t, walk.node), worker).end == 0:
             step_up(t, walk)
     return walk.matched
 
@@ -118,9 +126,9 @@ cdef int reserve_path(Tree* t, uint32_t i, uint32_t worker, uint32_t leaves) noe
     cdef Node* node = node_at(t, i)
     cdef uint32_t missing = leaves
     while node.parent != NONE:
-        if find_entry(node, worker) == NULL:
+        if find_entry(node, worker).end == 0:
             missing += 1
-            if reserve_entry(t, node):
+            if reserve_entry(t, node, worker):
                 return -1
         node = node_at(t, node.parent)
     return slab_reserve(&t.marks, &t.budget, missing)
@@ -130,29 +138,42 @@ cdef void mark_path(Tree* t, uint32_t i, uint32_t worker, bint is_hit, double no
     """From leaf to root: mark whole nodes as cached on `worker`, count the hit, make them the worker's newest."""
     cdef uint64_t window = window_of(now, t.window_seconds)
     cdef Node* node = node_at(t, i)
-    cdef Entry* entry
+    cdef Mark* mark
     while node.parent != NONE:
-        node.state |= TOUCHED
+        if not node.state & TOUCHED:
+            store32(&node.state, node.state | TOUCHED)
         if is_hit:
             node.hits = hits_add(node.hits, window)
             if worker == NONE and entry_count(node) == 0:      # forget_dead wants the unmarked by their last use
                 age_remove(t, &t.unmarked, i)
                 age_push(t, &t.unmarked, i)
         if worker != NONE:
-            entry = find_entry(node, worker)
-            if entry == NULL:
-                entry = add_entry(t, i, worker, node.run.length)
-                t.version += 1
-            else:
-                if entry.tokens < node.run.length:
-                    t.workers[worker].tokens += node.run.length - entry.tokens
-                    entry.tokens = node.run.length
-                    t.version += 1
-                touch_mark(t, entry.mark)
+            mark = mark_node(t, i, worker)
             if is_hit:
-                mark_at(t, entry.mark).hits = hits_add(mark_at(t, entry.mark).hits, window)
+                store64(&mark.hits, hits_add(mark.hits, window))
         i = node.parent
         node = node_at(t, i)
+
+
+cdef Mark* mark_node(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
+    """Let the worker's mark cover all of node `i`, as its newest. What is added is a prediction. Needs reserve_path."""
+    cdef Node* node = node_at(t, i)
+    cdef Entry entry = find_entry(node, worker)
+    cdef Mark* mark
+    if entry.end == 0:
+        t.version += 1
+        return mark_at(t, add_entry(t, i, worker, run_end(node.run)))
+    mark = mark_at(t, entry.mark)
+    touch_mark(t, entry.mark)
+    if entry.end < run_end(node.run):
+        add_tokens(&t.workers[worker], run_end(node.run) - entry.end)
+        set_end(node, worker, entry, run_end(node.run))
+        t.version += 1
+    return mark
+
+
+cdef void untouch(Node* node) noexcept nogil:
+    store32(&node.state, node.state & ~<uint32_t> TOUCHED)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
@@ -161,13 +182,14 @@ cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
     """Unmark the worker's oldest tokens, leaves first, the last node in part; returns how many (fewer if all is
     pinned)."""
     cdef int64_t freed = 0
-    cdef uint32_t oldest
-    cdef Entry* entry
+    cdef uint32_t oldest, i
+    cdef Entry entry
     while freed < need and t.workers[worker].recency.oldest != NONE:
         oldest = t.workers[worker].recency.oldest
-        entry = find_entry(node_at(t, mark_at(t, oldest).node), worker)
-        if entry.tokens > need - freed:
-            freed += trim_entry(t, entry, <uint32_t> (entry.tokens - (need - freed)))
+        i = mark_at(t, oldest).node
+        entry = find_entry(node_at(t, i), worker)
+        if entry.end - node_at(t, i).run.start > need - freed:
+            freed += trim_entry(t, i, worker, <uint32_t> (entry.end - (need - freed)))
         else:
             freed += drop_mark(t, oldest)
     return freed
@@ -179,13 +201,13 @@ cdef int64_t drop_subtree(Tree* t, uint32_t top, uint32_t worker) noexcept nogil
     """Drop the worker's marks on `top` and below; returns the tokens. Visits only nodes the worker marks, and their
     children."""
     cdef uint32_t i = top
-    cdef Entry* entry
+    cdef Entry entry
     cdef int64_t dropped = 0
     cdef bint down
     while True:
         entry = find_entry(node_at(t, i), worker)
         down = False
-        if entry != NULL and mark_at(t, entry.mark).pins == 0:
+        if entry.end and mark_at(t, entry.mark).pins == 0:
             dropped += drop_mark(t, entry.mark)
             down = node_at(t, i).first_child != NONE
         if down:
@@ -212,16 +234,14 @@ cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_toke
     """The worker keeps only `kept_tokens` of the path to node `i`, which holds that position, and nothing below;
     returns tokens."""
     cdef Node* node = node_at(t, i)
-    cdef Entry* entry = find_entry(node, worker)
-    cdef int64_t dropped
-    if entry == NULL:
+    cdef Entry entry = find_entry(node, worker)
+    if entry.end == 0:
         return 0
     if kept_tokens <= node.run.start:
         return drop_subtree(t, i, worker)
-    if node.run.start + entry.tokens <= kept_tokens:
+    if entry.end <= kept_tokens:
         return 0
-    dropped = drop_children(t, i, worker, NONE)
-    return dropped + trim_entry(t, find_entry(node, worker), kept_tokens - node.run.start)
+    return drop_children(t, i, worker, NONE) + trim_entry(t, i, worker, kept_tokens)
 
 
 cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens) noexcept nogil:
@@ -231,7 +251,7 @@ cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_
     cdef Node* node = node_at(t, i)
     cdef int64_t dropped = 0
     while node.parent != NONE and node.run.start + node.run.length > kept_tokens:
-        if find_entry(node, worker) != NULL:
+        if find_entry(node, worker).end:
             dropped += drop_children(t, i, worker, below)
         below = i
         i = node.parent
@@ -243,7 +263,7 @@ cdef bint marks_a_child(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
     """Whether the worker marks a child of node `i`; True also when there are too many children to look."""
     cdef uint32_t child = node_at(t, i).first_child, looked = 0
     while child != NONE:
-        if looked == UNDO_CHILDREN or find_entry(node_at(t, child), worker) != NULL:
+        if looked == UNDO_CHILDREN or find_entry(node_at(t, child), worker).end:
             return True
         looked += 1
         child = node_at(t, child).next_sibling
@@ -256,18 +276,22 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
     cdef uint64_t window = window_of(now, t.window_seconds)
     cdef uint32_t i = leaf
     cdef Node* node = node_at(t, i)
-    cdef Entry* entry
+    cdef Entry entry
+    cdef Mark* mark
     cdef int64_t dropped = 0
     cdef bint undo = True
     while node.parent != NONE:
         node.hits = hits_take(node.hits, window)
         entry = find_entry(node, worker)
-        if entry != NULL:
-            mark_at(t, entry.mark).hits = hits_take(mark_at(t, entry.mark).hits, window)
-            undo = undo and node.run.start + entry.tokens > kept_tokens and mark_at(t, entry.mark).pins == 0
-            undo = undo and hits_seen(mark_at(t, entry.mark).hits, window) == 0 and not marks_a_child(t, i, worker)
+        if entry.end:
+            mark = mark_at(t, entry.mark)
+            if mark.flags & LISTED:
+                victims_cut(t, worker, entry.mark)
+            store64(&mark.hits, hits_take(mark.hits, window))
+            undo = undo and entry.end > kept_tokens and mark.pins == 0
+            undo = undo and hits_seen(mark.hits, window) == 0 and not marks_a_child(t, i, worker)
             if undo and kept_tokens > node.run.start:
-                dropped += trim_entry(t, entry, kept_tokens - node.run.start)
+                dropped += trim_entry(t, i, worker, kept_tokens)
             elif undo:
                 dropped += drop_mark(t, entry.mark)
         i = node.parent
@@ -278,11 +302,11 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
 cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil:
     """The worker has this path in its cache for certain now. O(path)."""
     cdef Node* node = node_at(t, leaf)
-    cdef Entry* entry
+    cdef Entry entry
     while node.parent != NONE:
         entry = find_entry(node, worker)
-        if entry != NULL:
-            mark_at(t, entry.mark).confirmed = True
+        if entry.end:
+            mark_at(t, entry.mark).flags |= CONFIRMED
         node = node_at(t, node.parent)
 
 
@@ -306,11 +330,11 @@ cdef Needs insert_needs(Tree* t, Walk walk, uint32_t count, uint32_t worker) noe
         needs.bytes += charged(run_bytes(t, walk.inside)) + charged(run_bytes(t, node.run.length - walk.inside))
         needs.bytes += 2 * charged(block_bytes(2 * entries + 1))
     while worker != NONE and node.parent != NONE:
-        if find_entry(node, worker) == NULL:
+        if find_entry(node, worker).end == 0:
             needs.marks += 1
             entries = entry_count(node)
-            if entries and (node.block == NULL or entries == node.block.room):
-                needs.bytes += charged(block_bytes(entries * 2))
+            if node.block != NULL or entries:
+                needs.bytes += charged(block_bytes(2 * entries + 2))
         node = node_at(t, node.parent)
     return needs
 
@@ -334,8 +358,16 @@ cdef bint fits(Tree* t, Needs needs) noexcept nogil:
 
 cdef int64_t fixed_bytes(Tree* t) noexcept nogil:
     """What forgetting never gives back: slabs, table, workers."""
-    return (slab_bytes(&t.nodes) + slab_bytes(&t.marks) + charged(<int64_t> t.table_size * sizeof(ChildSlot))
-            + <int64_t> t.worker_room * sizeof(WorkerMarks))
+    return (slab_bytes(&t.nodes) + slab_bytes(&t.marks) + charged(table_bytes(t.table.size)) + workers_bytes(t))
+
+
+cdef int64_t workers_bytes(Tree* t) noexcept nogil:
+    """What the workers' rows take, with their lists of victims."""
+    cdef int64_t lists = 0
+    cdef uint32_t i
+    for i in range(t.worker_end):
+        lists += t.workers[i].victims != NULL
+    return charged(<int64_t> t.worker_room * sizeof(WorkerMarks)) + lists * charged(sizeof(Victims))
 
 
 cdef bint make_room(Tree* t, Walk walk, uint32_t count, uint32_t worker) noexcept nogil:
@@ -354,6 +386,7 @@ cdef bint make_room(Tree* t, Walk walk, uint32_t count, uint32_t worker) noexcep
         if steps == SHED_STEPS or not shed_next(t, walk.node, &idle):
             return False
         steps += 1
+        reclaim_soon(t)
     return True
 
 
@@ -368,6 +401,7 @@ cdef bint make_room_for_root(Tree* t, uint32_t steps_max) noexcept nogil:
         if steps == steps_max or not shed_next(t, NONE, &idle):
             return False
         steps += 1
+        reclaim_soon(t)
     return True
 
 
@@ -391,14 +425,15 @@ cdef bint shed_oldest(Tree* t, List* ages, uint32_t spared) noexcept nogil:
         forget_leaf(t, i)
         t.shed_nodes += 1
         return True
-    node.state &= ~<uint32_t> TOUCHED
+    untouch(node)
     age_remove(t, ages, i)
     age_push(t, ages, i)
     return False
 
 
 cdef bint is_pinned(Tree* t, Node* node) noexcept nogil:
-    return entry_count(node) > 0 and mark_at(t, entries_of(node)[0].mark).pins > 0
+    """Only slot trees pin, and their nodes have one mark."""
+    return node.block == NULL and end_of(node.only) and mark_at(t, node.only_mark).pins > 0
 
 
 # --- forgetting -------------------------------------------------------------------------------------------------------
@@ -411,12 +446,11 @@ cdef uint32_t forget_dead(Tree* t, double now, uint32_t nodes_max) noexcept nogi
     stops at the first that was hit in this window or the one before: a leaf goes between one and two windows after its
     last hit (at most two after its last mark went, if that was later), and its parent once all children have gone.
     """
-    cdef uint64_t window = window_of(now, t.window_seconds)
     cdef uint32_t removed = 0, _step, i
     for _step in range(nodes_max):
-        i = t.unmarked.oldest
-        if i == NONE or hits_seen(node_at(t, i).hits, window):
+        if not has_dead(t, now):
             break
+        i = t.unmarked.oldest
         if node_at(t, i).first_child == NONE:
             forget_leaf(t, i)
             removed += 1
@@ -424,3 +458,9 @@ cdef uint32_t forget_dead(Tree* t, double now, uint32_t nodes_max) noexcept nogi
             age_remove(t, &t.unmarked, i)
             age_push(t, &t.unmarked, i)
     return removed
+
+
+cdef bint has_dead(Tree* t, double now) noexcept nogil:
+    """Whether the oldest unmarked node was not hit in this window or the one before. O(1)."""
+    cdef uint32_t i = t.unmarked.oldest
+    return i != NONE and hits_seen(node_at(t, i).hits, window_of(now, t.window_seconds)) == 0

@@ -53,7 +53,7 @@ from .transport.security import ClientKeys
 from .types import SamplingParams
 
 if TYPE_CHECKING:
-    from ._e2 import Decision
+    from ._answers import Decision
     from .scheduler import GlobalScheduler
 
 __all__ = ["Router", "RouterConfig", "StreamChunk"]

@@ -1,9 +1,10 @@
 """The global scheduler. Owns the tree, the books, the workers and their caches' events; the only place where they are
 changed.
 
-Each public method is one step under one lock: it reads the clock, lets the compiled core (`_e2.pyx`) look, decide and
-book, and returns. Policies compute, only this module books. Nothing here opens a socket or blocks on I/O, so all of
-it may be called from any thread and from asyncio. Paper sections 4.1 and 4.2.
+The four calls of a request's life are compiled and inherited (`_hot.pyx`). Every other method that changes something is
+one step, or a few short ones, under the same writers' lock (`with self._lock`); questions take none. Policies compute,
+only a scheduler books. Nothing here opens a socket or blocks on I/O, so all of it may be called from any thread and
+from asyncio. Paper sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from ._answers import Decision, Match, unit_draw
+from ._booking import DecisionCore
 from ._cost import CostModel, LoadBook
-from ._e2 import Decision, DecisionCore, unit_draw
+from ._hot import RequestCalls, finite_time, hashable, output_limit
 from ._radix import RadixTree
 from .clock import Clock, monotonic
 from .errors import (
@@ -34,7 +37,6 @@ from .types import (
     BlockStored,
     CacheEvent,
     Explanation,
-    Match,
     PrefixEvicted,
     WorkerCost,
     WorkerSpec,
@@ -43,7 +45,6 @@ from .types import (
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
-TIME_MOST = 1e12  # seconds either way, so that the number of a slice of the window always fits 64 bits
 REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
 
 
@@ -92,7 +93,7 @@ class _Worker:
     draining: bool = False
 
 
-class GlobalScheduler:
+class GlobalScheduler(RequestCalls):
     """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
@@ -127,15 +128,8 @@ class GlobalScheduler:
             live_max=self.config.live_requests_max,
         )
         self._workers: dict[str, _Worker] = {}
-        self._lock = threading.RLock()
-        self._sequence = 0
-        self._counts = dict.fromkeys(
-            (
-                *("scheduled", "finished", "cancelled", "late_calls", "events"),
-                *("expired_leases", "expired_nodes", "failed_ticks"),
-            ),
-            0,
-        )
+        self._lock = self._core.tree  # the writers' lock: recursive, and let go of Python's while it waits
+        self._counts_here = dict.fromkeys(("events", "expired_leases", "expired_nodes", "failed_ticks"), 0)
         self._reasons: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -144,25 +138,16 @@ class GlobalScheduler:
 
     # --- a request's life ---------------------------------------------------------------------------------------------
 
-    def schedule(
+    def _schedule_weighed(
         self,
         token_ids: TokenIds,
-        *,
-        request_id: Hashable = None,
-        namespace: Hashable = None,
-        max_new_tokens: int | None = None,
-        exclude: Iterable[str] = (),
-        explain: bool = False,
+        request_id: Hashable,
+        namespace: Hashable,
+        max_new_tokens: int | None,
+        exclude: Iterable[str],
+        explain: bool,
     ) -> Decision:
-        """Choose a worker and book the request on it, until `finish` or `cancel`.
-
-        `token_ids`: see the package. `request_id`: made up when None. `exclude`: worker ids that may not take it
-        (they failed it before). `explain`: fill `Decision.costs`. Raises InvalidTokens, InvalidInput,
-        DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers).
-        """
-        limit = _output_limit(max_new_tokens)
-        _hashable("namespace", namespace)
-        _hashable("request_id", request_id)
+        """`schedule` where every worker is weighed, or some are left out: under both locks."""
         with self._lock:
             now = self._now()
             if request_id is None:
@@ -170,65 +155,30 @@ class GlobalScheduler:
             asked = self._asked(token_ids, namespace, max_new_tokens)
             with _Excluding(self, exclude):
                 decision = self._core.schedule(
-                    token_ids, request_id, namespace, limit, now, self._policy, asked, explain
+                    token_ids, request_id, namespace, output_limit(max_new_tokens), now, self._policy, asked, explain
                 )
-            self._sequence += 1
-            self._counts["scheduled"] += 1
+            self._booked()
             self._count_reason(decision.reason)
             return decision
-
-    def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
-        """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and beliefs.
-
-        Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
-        """
-        _hashable("request_id", request_id)
-        cached = _tokens_or_none("cached_tokens", cached_tokens)
-        with self._lock:
-            return self._counted(self._core.first_token(request_id, cached, self._now()))
-
-    def finish(
-        self, request_id: Hashable, *, output_tokens: int | None = None, cached_tokens: int | None = None
-    ) -> bool:
-        """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
-        live."""
-        _hashable("request_id", request_id)
-        output = _tokens_or_none("output_tokens", output_tokens)
-        cached = _tokens_or_none("cached_tokens", cached_tokens)
-        with self._lock:
-            done = self._counted(self._core.finish(request_id, output, cached, self._now()))
-            self._counts["finished"] += done
-            return done
-
-    def cancel(self, request_id: Hashable) -> bool:
-        """The request will not be served here: give its booking back. False if it is not live."""
-        _hashable("request_id", request_id)
-        with self._lock:
-            done = self._counted(self._core.cancel(request_id, self._now()))
-            self._counts["cancelled"] += done
-            return done
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def match(self, token_ids: TokenIds, *, namespace: Hashable = None) -> Match:
-        """How much of a prompt each worker is believed to cache. Changes nothing."""
-        _hashable("namespace", namespace)
-        with self._lock:
-            prompt, known, matched = self._core.match(token_ids, namespace)
-        return Match(prompt_tokens=prompt, known_tokens=known, matched_tokens=matched)
+        """How much of a prompt each worker is believed to cache. Changes nothing, takes no lock."""
+        hashable("namespace", namespace)
+        return self._core.match(token_ids, namespace)
 
     def explain(
         self, token_ids: TokenIds, *, namespace: Hashable = None, max_new_tokens: int | None = None
     ) -> Explanation:
-        """The decision `schedule` would make now, with every worker's terms. Books nothing."""
-        limit = _output_limit(max_new_tokens)
-        _hashable("namespace", namespace)
-        with self._lock:
-            now = self._now()
-            asked = self._asked(token_ids, namespace, max_new_tokens)
-            chosen, reason, prompt, rows = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
-            names = list(self._core.names)  # the core's own may change once the lock is released
-            scores = self._scores(asked, rows)
+        """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
+        lock."""
+        limit = output_limit(max_new_tokens)
+        hashable("namespace", namespace)
+        now = self._now()
+        asked = self._asked(token_ids, namespace, max_new_tokens)
+        chosen, reason, prompt, rows, names = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
+        scores = self._scores(asked, rows)
         costs = tuple(
             WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, total, score, candidate)
             for (i, usable, load, eviction, prefill, total, candidate), score in zip(rows, scores, strict=True)
@@ -251,9 +201,10 @@ class GlobalScheduler:
         with self._lock:
             return {
                 "policy": self.policy,
-                **self._counts,
+                **self._counts(),
+                **self._counts_here,
                 "live_requests": len(self._core.leases),
-                "reasons": dict(self._reasons),
+                "reasons": {**self._e2_reasons(), **self._reasons},
                 "tree": self._core.tree.stats(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
             }
@@ -308,7 +259,7 @@ class GlobalScheduler:
         cancelled."""
         with self._lock:
             worker = self._worker(worker_id)
-            orphans = [rid for rid in self._core.leases if self._core.lease(rid)["worker"] == worker_id]
+            orphans = self._core.live_on(worker.index)
             self._core.close_worker(worker.index)
             del self._workers[worker_id]
             return orphans
@@ -325,21 +276,20 @@ class GlobalScheduler:
             changed = 0
             for event in _all_of("events", events, InvalidInput):
                 changed += self._apply_one(worker, event, now)
-                self._counts["events"] += 1
+                self._counts_here["events"] += 1
             return changed
 
     # --- background ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float | None = None) -> None:
         """Background work: forget dead prefixes and old load, cancel leases that were never ended. Call about once a
-        second. Raises InvalidTime."""
+        second. Raises InvalidTime. Works in slices, so that a decision never waits for more than one of them."""
+        at = self._now() if now is None else finite_time("now", now)
         with self._lock:
-            at = self._now() if now is None else _finite_time("now", now)
             self._core.advance(at)
-            self._counts["expired_nodes"] += self._core.tree.expire(at)
-            for request_id in self._expired_leases(at):
-                self._core.cancel(request_id, at)
-                self._counts["expired_leases"] += 1
+        self._counts_here["expired_nodes"] += self._core.tree.expire(at)
+        for request_id in self._core.booked_before(at - self.config.lease_seconds):
+            self._counts_here["expired_leases"] += self._give_back(request_id, at)
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
@@ -371,13 +321,7 @@ class GlobalScheduler:
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        return _finite_time("what the clock returned", self._clock())
-
-    def _new_id(self) -> str:
-        number = self._sequence
-        while f"request-{number}" in self._core.leases:
-            number += 1
-        return f"request-{number}"
+        return finite_time("what the clock returned", self._clock())
 
     def _asked(self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None) -> RequestView | None:
         """The request as a Python policy sees it; E2 needs none."""
@@ -395,10 +339,6 @@ class GlobalScheduler:
         if reason not in self._reasons and len(self._reasons) >= REASONS_MAX:
             reason = "other"
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
-
-    def _counted(self, live: bool) -> bool:
-        self._counts["late_calls"] += not live
-        return live
 
     def _worker(self, worker_id: str) -> _Worker:
         try:
@@ -418,22 +358,13 @@ class GlobalScheduler:
             "block_overflows": worker.blocks.overflows,
         }
 
-    def _expired_leases(self, now: float) -> list[Hashable]:
-        """Leases are in booking order, so the old ones come first."""
-        expired: list[Hashable] = []
-        for request_id in self._core.leases:
-            if now - self._core.lease(request_id)["booked_at"] <= self.config.lease_seconds:
-                break
-            expired.append(request_id)
-        return expired
-
     def _tick_until(self, stop: threading.Event) -> None:
         while not stop.wait(self.config.tick_seconds):
             try:
                 self.tick()
             except InvalidTime:  # the clock's fault, and perhaps for once only
                 with self._lock:
-                    self._counts["failed_ticks"] += 1
+                    self._counts_here["failed_ticks"] += 1
 
     def _apply_one(self, worker: _Worker, event: CacheEvent, now: float) -> bool:
         """Whether the event changed what the worker is believed to cache."""
@@ -448,7 +379,7 @@ class GlobalScheduler:
             worker.blocks.clear()
             tree.clear_worker(worker.index)
         elif isinstance(event, PrefixEvicted):
-            _hashable("PrefixEvicted.namespace", event.namespace)
+            hashable("PrefixEvicted.namespace", event.namespace)
             kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
             tree.unmark(event.token_ids, worker.index, kept, namespace=event.namespace)
         else:
@@ -456,7 +387,7 @@ class GlobalScheduler:
         return tree.version != version
 
     def _apply_stored(self, worker: _Worker, event: BlockStored, now: float) -> None:
-        _hashable("BlockStored.namespace", event.namespace)
+        hashable("BlockStored.namespace", event.namespace)
         overflows = worker.blocks.overflows
         prefix = worker.blocks.store(event)
         if worker.blocks.overflows > overflows:
@@ -488,14 +419,6 @@ class _Excluding:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _finite_time(name: str, seconds: float) -> float:
-    if not _is_number(seconds):
-        raise InvalidTime(f"{name} must be a number of seconds, got {seconds!r}")
-    if not -TIME_MOST <= seconds <= TIME_MOST:
-        raise InvalidTime(f"{name} must be finite and within {TIME_MOST:g} seconds, got {seconds!r}")
-    return float(seconds)
-
-
 def _is_number(value: Any) -> bool:
     """Whether it is a float or an int, of Python or numpy."""
     return hasattr(value, "__float__") and not isinstance(value, bool)
@@ -514,22 +437,3 @@ def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
     if model is not None and not isinstance(model, CostModel):
         raise InvalidConfig(f"{name} must be a CostModel or a preset name, got {model!r}")
     return model
-
-
-def _output_limit(max_new_tokens: int | None) -> int:
-    """0 when none is given, which is how the core says it."""
-    if max_new_tokens is None:
-        return 0
-    return check_int("max_new_tokens", max_new_tokens, 1, 2**31 - 1, InvalidInput)
-
-
-def _tokens_or_none(name: str, tokens: int | None) -> int:
-    """-1 when none is given, which is how the core says it."""
-    return -1 if tokens is None else check_int(name, tokens, 0, 2**31 - 1, InvalidInput)
-
-
-def _hashable(name: str, value: Hashable) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise InvalidInput(f"{name} must be hashable, got a {type(value).__name__}") from None

@@ -1,8 +1,8 @@
 """Plain data that crosses module borders: workers, requests, cache events, decisions' parts. No behaviour beyond
 validation.
 
-Everything here is frozen and may be shared between threads. `Decision` lives in `_e2` (it is built in compiled code)
-and is re-exported by the package.
+Everything here is frozen and may be shared between threads. `Decision` and `Match` live in `_answers` (they are built
+in compiled code) and are re-exported by the package.
 """
 
 from __future__ import annotations
@@ -114,24 +114,6 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | PrefixEvicted
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What is believed cached of a prompt. `matched_tokens` maps worker id to tokens (0 left out), capped at prompt -
-    1.
-
-    `known_tokens` is the longest prefix in the tree, cached anywhere or not.
-    """
-
-    prompt_tokens: int
-    known_tokens: int
-    matched_tokens: Mapping[str, int]
-
-    @property
-    def best_tokens(self) -> int:
-        """The longest believed-cached prefix over all workers, in tokens."""
-        return max(self.matched_tokens.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,13 @@ PREBLE = Path(__file__).resolve().parent.parent / "preble"
 # A package's modules stand where the package does, and `local_queue` stands where `local` does.
 FLOORS = [
     {"errors", "types", "clock", "content"},
-    {"_memory", "_tokens", "_layout", "_nodes", "_tree", "_slots", "_audit", "_radix", "_cost"},
+    {
+        *("_atomic", "_guard", "_epochs", "_memory", "_compare", "_tokens", "_layout", "_table", "_retired"),
+        "_victims",
+        *("_nodes", "_tree", "_slots", "_audit", "_radix", "_cost"),
+    },
     {"policy", "policies", "metrics", "_e2"},
-    {"scheduler", "kv_index", "local"},
+    {"scheduler", "kv_index", "local", "_answers", "_booking", "_hot"},
     {"transport", "engines", "sim", "workloads", "integrations"},
     {"router", "worker", "gateway", "cli", "demo"},
 ]

@@ -1,0 +1,24 @@
+# The calls of a request's life: contents of `_hot.pyx`.
+
+from libc.stdint cimport int64_t, uint32_t
+
+from preble._answers cimport Decision
+from preble._booking cimport DecisionCore
+from preble._e2 cimport Choice, Order
+from preble._tokens cimport TokenView
+
+cdef class RequestCalls:
+    cdef public DecisionCore _core
+    cdef public object _policy   # None: E2
+    cdef public object _clock
+    cdef public int64_t _sequence                # decisions booked so far
+    cdef int64_t scheduled
+    cdef int64_t finished
+    cdef int64_t cancelled
+    cdef int64_t late_calls
+    cdef int64_t reasons[2]      # of E2
+    cdef double now(self) except? -1.0
+    cdef object claim(self, object request_id)
+    cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
+    cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1
+    cdef bint answer(self, int ending, object request_id, object key, int64_t cached_tokens) except -1

@@ -1,0 +1,306 @@
+"""The calls of a request's life, compiled: `schedule`, `first_token`, `finish`, `cancel`. Owns the way in and out: the
+arguments, the request ids, the two locks. What the calls do is in `_booking.pyx`; the rest of a scheduler is
+`scheduler.py`.
+
+    with Python's lock        arguments, tokens borrowed, the clock read, the request id claimed, the namespace's root
+    with neither              walk the prompt (a reader, beside others)
+    with the writers' lock    make sure of the walk, choose, book, insert
+    with Python's lock        the answer
+
+The request id is claimed before Python's lock is let go, so two calls with one id cannot both be placed.
+"""
+
+from libc.math cimport INFINITY
+from libc.stdint cimport int64_t, uint32_t
+
+from preble._answers cimport Decision, new_decision
+from preble._booking cimport (
+    BOOKED,
+    LATE,
+    NEGATIVE_TOKEN,
+    PENDING,
+    ROOT_GONE,
+    TOO_MANY_CACHED,
+    DecisionCore,
+)
+from preble._e2 cimport Choice, Order
+from preble._epochs cimport reader_enter, reader_leave
+from preble._guard cimport await_python, guard_enter, guard_leave
+from preble._layout cimport Tree, generation, node_at
+from preble._memory cimport NONE
+from preble._nodes cimport tree_walk
+from preble._retired cimport reclaim
+from preble._tokens cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
+
+from .errors import DuplicateRequest, InvalidInput, InvalidTime, NoWorkers, QueueFull
+
+cdef enum:
+    ROOT_TRIES = 8               # times a namespace may vanish under a call before it goes unremembered
+    TOKENS_MOST = 2147483647
+
+cdef double TIME_MOST = 1e12     # seconds either way, so that the number of a slice of the window always fits 64 bits
+
+_NOTHING = ()
+_PENDING = PENDING
+_REASONS = ("exploit", "explore")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+def finite_time(str name, seconds) -> float:
+    """`seconds` as a float. Raises InvalidTime naming it."""
+    cdef double value
+    if isinstance(seconds, bool) or not hasattr(seconds, "__float__"):
+        raise InvalidTime(f"{name} must be a number of seconds, got {seconds!r}")
+    try:
+        value = seconds
+    except OverflowError:
+        value = INFINITY
+    if not -TIME_MOST <= value <= TIME_MOST:
+        raise InvalidTime(f"{name} must be finite and within {TIME_MOST:g} seconds, got {seconds!r}")
+    return value
+
+
+def hashable(str name, value) -> None:
+    """Raise InvalidInput naming a value that cannot be a key."""
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidInput(f"{name} must be hashable, got a {type(value).__name__}") from None
+
+
+cdef int64_t whole(str name, object value, int64_t low) except -2:
+    """An int argument in [low, 2**31 - 1]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= TOKENS_MOST:
+        raise InvalidInput(f"{name} must be an int in [{low}, {TOKENS_MOST}], got {value!r}")
+    return value
+
+
+def output_limit(max_new_tokens) -> int:
+    """0 when none is given, which is how the core says it."""
+    return 0 if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 1)
+
+
+cdef class RequestCalls:
+    """What must be quick in a `GlobalScheduler`, its only subclass. Any thread may call anything."""
+
+    # --- schedule ---
+
+    def schedule(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, exclude=_NOTHING,
+                 bint explain=False) -> Decision:
+        """Choose a worker and book the request on it, until `finish` or `cancel`.
+
+        `token_ids`: see the package; not to be changed while this runs. `request_id`: made up when None. `exclude`:
+        worker ids that may not take it (they failed it before). `explain`: fill `Decision.costs`. Raises
+        InvalidTokens, InvalidInput, DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then nothing has changed.
+        O(tokens + workers). Thread-safe; other threads run meanwhile.
+        """
+        cdef int64_t limit = 0
+        if max_new_tokens is not None:
+            limit = whole("max_new_tokens", max_new_tokens, 1)
+        if namespace is not None:
+            hashable("namespace", namespace)
+        if request_id is not None:
+            hashable("request_id", request_id)
+        if explain or exclude is not _NOTHING or self._policy is not None:
+            return self._schedule_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain)
+        return self.place(token_ids, request_id, namespace, limit)
+
+    cdef double now(self) except? -1.0:
+        cdef double seconds
+        value = self._clock()
+        if type(value) is not float:
+            return finite_time("what the clock returned", value)
+        seconds = value
+        if not -TIME_MOST <= seconds <= TIME_MOST:
+            finite_time("what the clock returned", value)
+        return seconds
+
+    cdef object claim(self, object request_id):
+        """Mark a request id as being placed, made up if it is None; returns it."""
+        cdef dict leases = self._core.leases
+        cdef int64_t number = self._sequence
+        cdef Py_ssize_t known = len(leases)
+        if request_id is not None:
+            if request_id in leases:
+                raise DuplicateRequest(f"request_id {request_id!r} is live")
+        if known >= self._core.live_max:
+            raise QueueFull(
+                f"{self._core.live_max} requests are live, the most allowed (SchedulerConfig.live_requests_max)")
+        if request_id is not None:
+            leases[request_id] = _PENDING
+            return request_id
+        while True:
+            request_id = f"request-{number}"
+            if request_id not in leases:
+                leases[request_id] = _PENDING
+                return request_id
+            number += 1
+
+    cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit):
+        """Decide by E2 and book."""
+        cdef DecisionCore core = self._core
+        cdef TokenView view
+        cdef Order order
+        cdef Choice choice
+        order.now = self.now()
+        order.max_new_tokens = limit
+        if core.eligible_workers == 0 and not any(name is not None for name in core.names):
+            raise NoWorkers("the scheduler has no workers; add_worker first")
+        request_id = self.claim(request_id)
+        try:
+            core.need_eligible()
+            view_tokens(token_ids, &view)
+            try:
+                self.decide(&view, namespace, &order, &choice)
+            finally:
+                release_tokens(&view)
+        except BaseException:
+            core.leases.pop(request_id, None)
+            raise
+        core.leases[request_id] = choice.lease
+        self._sequence += 1
+        self.scheduled += 1
+        self.reasons[<int> choice.reason] += 1
+        return new_decision(request_id, core.names_now[choice.worker], choice.usable, order.count,
+                            _REASONS[<int> choice.reason], None)
+
+    cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1:
+        """Walk beside other readers, then decide and book as the writer. Raises what `schedule` says."""
+        cdef DecisionCore core = self._core
+        cdef Tree* t = &core.tree.t
+        cdef uint32_t slot, tries = 0
+        cdef int outcome = ROOT_GONE
+        order.tokens = view.data
+        order.count = view.count
+        order.everyone = False
+        order.writer = True
+        while outcome == ROOT_GONE:
+            core.bind_root(order, namespace, False)
+            if order.root == NONE:
+                check_tokens(view, 0)
+                if tries < ROOT_TRIES:
+                    core.bind_root(order, namespace, True)
+            tries += 1
+            with nogil:
+                if order.root != NONE:
+                    slot = reader_enter(&t.epochs)
+                    if generation(node_at(t, order.root)) == order.root_generation:
+                        order.walk = tree_walk(t, order.walk, view.data, view.count)
+                    reader_leave(&t.epochs, slot)
+                if has_negative(view, order.walk.matched):
+                    outcome = NEGATIVE_TOKEN
+                else:
+                    guard_enter(&t.guard)
+                    outcome = core.place(order, choice)
+                    reclaim(t)
+                    guard_leave(&t.guard)
+                await_python()
+        if outcome == NEGATIVE_TOKEN:
+            check_tokens(view, 0)
+        if outcome != BOOKED:
+            core.raise_outcome(outcome)
+        return 0
+
+    # --- the rest of a request's life ---
+
+    def first_token(self, request_id, *, cached_tokens=None) -> bool:
+        """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and beliefs.
+
+        Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
+        """
+        cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0), key
+        cdef DecisionCore core = self._core
+        cdef double now
+        cdef int ending
+        hashable("request_id", request_id)
+        now = self.now()
+        found = core.leases.get(request_id)
+        key = PENDING if found is None else found
+        with nogil:
+            guard_enter(&core.tree.t.guard)
+            ending = core.prefilled(key, cached, now)
+            reclaim(&core.tree.t)
+            guard_leave(&core.tree.t.guard)
+            await_python()
+        return self.answer(ending, None, None, cached)
+
+    def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
+        """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
+        live."""
+        cdef int64_t output = -1 if output_tokens is None else whole("output_tokens", output_tokens, 0), key
+        cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
+        cdef DecisionCore core = self._core
+        cdef double now
+        cdef int ending
+        hashable("request_id", request_id)
+        now = self.now()
+        found = core.leases.get(request_id)
+        key = PENDING if found is None else found
+        with nogil:
+            guard_enter(&core.tree.t.guard)
+            ending = core.ended(key, output, cached, now)
+            reclaim(&core.tree.t)
+            guard_leave(&core.tree.t.guard)
+            await_python()
+        if not self.answer(ending, request_id, found, cached):
+            return False
+        self.finished += 1
+        return True
+
+    def cancel(self, request_id) -> bool:
+        """The request will not be served here: give its booking back. False if it is not live."""
+        hashable("request_id", request_id)
+        if not self._give_back(request_id, self.now()):
+            self.late_calls += 1
+            return False
+        self.cancelled += 1
+        return True
+
+    def _give_back(self, request_id, double now) -> bool:
+        """Cancel without counting it. False if it is not live."""
+        cdef DecisionCore core = self._core
+        found = core.leases.get(request_id)
+        cdef int64_t key = PENDING if found is None else found
+        cdef int ending
+        with nogil:
+            guard_enter(&core.tree.t.guard)
+            ending = core.cancelled(key, now)
+            reclaim(&core.tree.t)
+            guard_leave(&core.tree.t.guard)
+            await_python()
+        return ending != LATE and self.answer(ending, request_id, found, -1)
+
+    cdef bint answer(self, int ending, object request_id, object key, int64_t cached_tokens) except -1:
+        """Whether the request was live; forgets its id if it has ended (`key` is given)."""
+        if ending == LATE:
+            self.late_calls += 1
+            return False
+        if ending == TOO_MANY_CACHED:
+            raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
+        if key is not None and self._core.leases.get(request_id) == key:     # else placed anew in the meantime
+            del self._core.leases[request_id]
+        return True
+
+    # --- for the rest of the scheduler ---
+
+    def _counts(self) -> dict[str, int]:
+        """What these calls have counted."""
+        return {"scheduled": self.scheduled, "finished": self.finished, "cancelled": self.cancelled,
+                "late_calls": self.late_calls}
+
+    def _e2_reasons(self) -> dict[str, int]:
+        """Decisions by E2's reasons, those without any left out."""
+        return {reason: self.reasons[i] for i, reason in enumerate(_REASONS) if self.reasons[i]}
+
+    def _booked(self) -> None:
+        """Count a decision that was booked elsewhere."""
+        self._sequence += 1
+        self.scheduled += 1
+
+    def _new_id(self) -> str:
+        """A request id that is not in use, for a decision under the lock."""
+        cdef int64_t number = self._sequence
+        while f"request-{number}" in self._core.leases:
+            number += 1
+        return f"request-{number}"
