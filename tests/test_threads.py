@@ -1,0 +1,57 @@
+"""Threads on one scheduler and on the trees alone, at small size. Owns sizes and seeds; `stress/threads.py` owns the
+traffic and what must hold, and is what ThreadSanitizer runs at full size (`make tsan`)."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from stress.threads import run_together, stress_scheduler, stress_slots, stress_tree
+
+OPERATIONS = 600  # of each thread
+
+
+@pytest.fixture(params=[5e-3, 1e-6], ids=["usual-switches", "endless-switches"], autouse=True)
+def switch_interval(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How long a thread may keep the GIL: as usual, and so short that it changes hands wherever it can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(request.param)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.parametrize("policy", ["e2", "least_loaded", "longest_prefix"])
+def test_threads_on_one_scheduler_leave_the_books_right(policy: str) -> None:
+    stats = stress_scheduler(OPERATIONS, seed=3, policy=policy)
+    assert stats["scheduled"] >= OPERATIONS, "two writers, each of whose turns opens a request more often than not"
+    assert stats["events"] > 0 and stats["late_calls"] > 0
+
+
+def test_threads_on_one_tree_see_nothing_that_was_never_stored() -> None:
+    stats = stress_tree(OPERATIONS, seed=4)
+    assert stats["nodes"] > 50 and stats["namespaces"] == 3
+
+
+def test_threads_on_one_slot_tree_lose_no_slot() -> None:
+    stats = stress_slots(OPERATIONS, seed=5)
+    assert stats["cached_tokens"] > 0 and stats["short"] < 3 * OPERATIONS
+
+
+def test_a_failure_in_a_thread_is_not_lost_and_stops_the_others() -> None:
+    """Else no stress could fail."""
+    go_on = threading.Event()
+
+    def fail(rng: random.Random, step: int) -> None:
+        raise AssertionError("seen")
+
+    def wait(rng: random.Random, step: int) -> None:
+        done.append(step)
+        go_on.wait(0.001)
+
+    done: list[int] = []
+    with pytest.raises(AssertionError, match="seen"):
+        run_together([(fail, 1), (wait, 1_000_000)], seed=0)
+    assert len(done) < 1_000_000
