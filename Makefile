@@ -3,6 +3,9 @@
 #   make demo    serve real prompts with two workers, round robin against E2; writes demo-out/
 #   make test    the test suite
 #   make check   ruff, mypy, cython-lint
+#   make asan    the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in build/asan
+#   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
+#   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make build   the compiled core, in place
 #   make clean   remove what these made
 #
@@ -15,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
-.PHONY: demo test check build clean
+.PHONY: demo test check asan tsan leaks build clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -29,6 +32,12 @@ check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint preble  # it starts pycodestyle by name
+
+asan tsan: $(VENV)/installed
+	$(BIN)/python tests/stress/sanitize.py $@ $(ARGS)
+
+leaks: $(VENV)/built
+	$(BIN)/python tests/stress/leaks.py $(ARGS)
 
 build: $(VENV)/built
 
