@@ -94,15 +94,13 @@ class SchedulerWorld:
     def __init__(self, size: int, policy: str = "e2") -> None:
         self.clock = ManualClock(1000.0)
         self.sched = GlobalScheduler(
-            [WorkerSpec(f"w{i}", kv_capacity_tokens=5000, block_size=2) for i in range(16)],
+            [WorkerSpec(f"w{i}", kv_capacity_tokens=10**7, block_size=2) for i in range(16)],
             policy=policy,
             config=SchedulerConfig(history_seconds=100.0),
             clock=self.clock,
         )
         for number in range(size):
-            self.sched.schedule([10_000 + number, 1], request_id=number, exclude=["w0"])
-        for number in range(size - 5 if size > 5 else 0):
-            self.sched.finish(number)
+            self.sched.schedule([10_000 + number, 1], request_id=number)  # live, so that the leases fill a slab too
         self.live = {}
         for request, prompt, namespace in (
             *(("a", SYSTEM + LONG, None), ("b", [*SYSTEM, 50, 51], None), ("c", SYSTEM[:4], "lora")),
@@ -114,7 +112,8 @@ class SchedulerWorld:
 
     def facts(self) -> dict[str, object]:
         """All that a caller can know, but for how the tree is cut into nodes, what it takes in memory, and how many
-        namespaces have a root: one without a prompt may stay, and is forgotten like any other."""
+        namespaces have a root: one without a prompt may stay, and is forgotten like any other. No cache is full, so
+        that decisions do not depend on where nodes are cut."""
         self.sched.check()
         stats = self.sched.stats()
         tree = stats.pop("tree")
@@ -318,8 +317,7 @@ def sizes_where_something_grows(world: Any, one_more: Callable[[Any, int], None]
 
 
 def one_more_prompt(world: SchedulerWorld, number: int) -> None:
-    world.sched.schedule(array("i", [20_000 + number, 1]), request_id="more")
-    world.sched.finish("more")
+    world.sched.schedule(array("i", [20_000 + number, 1]), request_id=number)
 
 
 def one_more_insert(world: RadixWorld, number: int) -> None:
