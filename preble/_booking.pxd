@@ -31,6 +31,7 @@ cdef class DecisionCore(E2):
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens, double now) except -1
     cdef int bind_root(self, Order* order, object namespace, bint create) except -1
     cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE
+    cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil
     cdef str choose(self, Order* order, object policy, object asked, Choice* choice)
     cdef int resume(self, Order* order) noexcept nogil
     cdef int place(self, Order* order, Choice* choice) noexcept nogil

@@ -272,6 +272,7 @@ cdef class DecisionCore(E2):
                 self.need_room(request_id)     # a policy that called this scheduler may have changed anything
                 self.need_chosen(choice.worker, reason)
                 self.begin(&order, &view, namespace, max_new_tokens, now)
+                self.look_again(&order, choice.worker)
             choice.usable = self.scratch.terms[choice.worker].usable
             costs = self.costs() if with_costs else None
             if order.root == NONE:
@@ -281,6 +282,15 @@ cdef class DecisionCore(E2):
             release_tokens(&view)
         self.leases[request_id] = choice.lease
         return new_decision(request_id, self.names[choice.worker], choice.usable, view.count, reason, costs)
+
+    cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil:
+        """Size up one worker anew."""
+        cdef Scratch* s = &self.scratch
+        clear_scratch(s)
+        s.next = order.walk.node
+        self.gather(s, order.walk, 0)
+        self.size_up(&s.terms[worker], worker, s.held[worker], order.count)
+        clear_scratch(s)
 
     cdef str choose(self, Order* order, object policy, object asked, Choice* choice):
         """Choose with every worker weighed; returns the reason."""
