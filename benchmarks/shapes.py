@@ -1,16 +1,17 @@
 """Prompt streams shaped like the paper's workloads, as int32 arrays. Owns the generators; seeded, no files but
-Mooncake's trace.
+Mooncake's trace. Needs numpy only, so that peers make the same streams in their own environment.
 
 toolbench200, toolbench1500, toolbench1500-zipf: 400 tokens of system prompt, ~1150 of a tool, ~285 of the request.
 videoqa: ~9.8k tokens of a video and a short question. loogle: ~23.6k of a document and a question. embodied: 64
-interleaved chains that grow from
-1600 to 2950 tokens. mooncake: the conversation trace's 512-token blocks, if its file is given.
+interleaved chains that grow from 1600 to 2950 tokens. mooncake: the conversation trace's 512-token blocks, if its
+file is given.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 VOCABULARY = 32_000
 SHAPES = ("toolbench200", "toolbench1500", "toolbench1500-zipf", "embodied", "videoqa", "loogle", "mooncake")
+LONG = ("videoqa", "loogle", "mooncake")  # a quarter of the prompts is as many tokens as the others have
+DEFAULT_TRACE = Path(__file__).resolve().parent.parent.parent / "shared/workloads/traces/mooncake_conversation.jsonl.gz"
 
 
 def prompts(shape: str, count: int, *, seed: int = 0, trace: Path | None = None) -> list[Tokens]:
@@ -40,6 +43,37 @@ def prompts(shape: str, count: int, *, seed: int = 0, trace: Path | None = None)
             raise ValueError("the mooncake shape needs --trace PATH of conversation_trace.jsonl(.gz)")
         return list(_blocks(trace, count))
     raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+
+
+def digest(stream: list[Tokens]) -> str:
+    """Tells whether two processes, with numpy of two versions perhaps, made the same stream."""
+    checksum = 0
+    for tokens in stream:
+        checksum = zlib.crc32(tokens.tobytes(), checksum)
+    return f"{checksum:08x}"
+
+
+class EndlessTools:
+    """ToolBench prompts for ever, made one at a time and cheaply: one of `tools` shared documents drawn alike, and a
+    question nobody shares."""
+
+    def __init__(self, tools: int, seed: int) -> None:
+        self._rng = np.random.default_rng([seed, 77])
+        system = _text(self._rng, 400)
+        lengths = np.maximum(self._rng.normal(1150, 250, tools), 1150 / 4)
+        self._shared = [np.concatenate([system, _text(self._rng, length)]) for length in lengths]
+        self._buffer = np.empty(1 << 16, np.int32)
+        self._picks: list[int] = []
+
+    def next_prompt(self) -> Tokens:
+        """A view of the one buffer that the next call overwrites: hot in the cache, as a tokenizer leaves it."""
+        if not self._picks:
+            self._picks = self._rng.integers(0, len(self._shared), 4096).tolist()
+        shared = self._shared[self._picks.pop()]
+        end = len(shared) + 285
+        self._buffer[: len(shared)] = shared
+        self._buffer[len(shared) : end] = self._rng.integers(0, VOCABULARY, 285, np.int32)
+        return self._buffer[:end]
 
 
 def _text(rng: np.random.Generator, length: int) -> Tokens:
