@@ -1,181 +1,203 @@
-"""How long a decision takes: `GlobalScheduler.schedule` with E2 and everything on, beside the machine's limit for the
-same prompts.
+"""How long a decision takes: `GlobalScheduler.schedule` with E2 and everything on, beside the machine's limit and
+beside peers for the same prompts. Owns the choice of what is measured and the result's file; each cell is measured in a
+process of its own (`cells.py`, `peers.py`, `scaling.py`, `long_run.py`), and `report.py` makes the tables.
 
-The limit compares each prompt with the part of it that was seen before and copies the rest, in C, over the same
-working set. Times are nanoseconds of one call; the ratio to the limit is what carries over to other machines.
 Placement (hit fraction, load spread) is printed with the speed, because speed bought with bad placement does not count.
 
-    python benchmarks/bench_schedule.py [--shapes toolbench200 loogle] [--workers 8 64 512] [--json OUT]
+    python benchmarks/bench_schedule.py                      every shape, 8, 64 and 512 workers, buffers and lists
+    python benchmarks/bench_schedule.py --shapes toolbench200 --workers 8 --tokens buffer
+    python benchmarks/bench_schedule.py --threads 1 2        also two threads against one
+    python benchmarks/bench_schedule.py --peers              also the peers (`make peers` installs them)
+    python benchmarks/bench_schedule.py --long-run 1000000   also the long run
+    python benchmarks/bench_schedule.py --everything --runs 3 --json RESULT --docs     what `make bench` runs
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import platform
+import os
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from shapes import SHAPES, Tokens, prompts
-
-import preble
+import report
+from facts import facts
+from shapes import DEFAULT_TRACE, LONG, SHAPES
 
 HERE = Path(__file__).resolve().parent
-DEFAULT_TRACE = HERE.parent.parent / "shared/workloads/traces/mooncake_conversation.jsonl.gz"
-IN_FLIGHT = 64
+ROOT = HERE.parent
+PEERS = ("dynamo-radix", "dynamo-select", "ray")
+PEER_SHAPES_MANY_WORKERS = ("toolbench200", "toolbench1500-zipf")  # elsewhere peers are driven with 8 workers only
+SCALING_CELLS = (("toolbench200", False), ("toolbench200", True), ("videoqa", False), ("loogle", False))
+CELL_SECONDS_MAX = 900
+Found = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One cell: a shape at a number of workers, tokens given as a buffer or a list."""
-
-    shape: str
-    workers: int
-    tokens_as: str
-    schedule_ns_p50: float
-    schedule_ns_p99: float
-    finish_ns_p50: float
-    limit_ns_p50: float
-    ratio_to_limit: float
-    hit_fraction: float
-    load_spread: float
-    tree_bytes_per_prompt: float
-
-
-def compiled_limit() -> ctypes.CDLL:
-    """limit.c, compiled into a temporary directory that lives as long as the process."""
-    out = Path(tempfile.mkdtemp(prefix="preble-bench-")) / "limit.so"
-    subprocess.run(["cc", "-O3", "-shared", "-fPIC", str(HERE / "limit.c"), "-o", str(out)], check=True)
-    library = ctypes.CDLL(str(out))
-    library.compare_and_copy.restype = ctypes.c_int64
-    return library
-
-
-def limit_ns(library: ctypes.CDLL, stream: list[Tokens], matched: list[int]) -> float:
-    """p50 of compare + copy for these prompts and the lengths the scheduler matched."""
-    stored = [np.array(tokens) for tokens in stream]
-    out = np.empty(max(map(len, stream)), np.int32)
-    took = np.zeros(len(stream))
-    pointers = ctypes.c_void_p * len(stream)
-    lengths = np.array([len(tokens) for tokens in stream], np.int64)
-    library.compare_and_copy(
-        pointers(*[tokens.ctypes.data for tokens in stream]),
-        pointers(*[tokens.ctypes.data for tokens in stored]),
-        np.array(matched, np.int64).ctypes.data_as(ctypes.c_void_p),
-        lengths.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_int64(len(stream)),
-        out.ctypes.data_as(ctypes.c_void_p),
-        took.ctypes.data_as(ctypes.c_void_p),
+def run_child(script: str, wanted: Found, python: str = sys.executable) -> Found | str:
+    """The line of JSON that a measuring process prints, or what it said when it failed."""
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    done = subprocess.run(
+        [python, str(HERE / script), json.dumps(wanted)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=CELL_SECONDS_MAX,
     )
-    return float(np.percentile(took, 50))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        found: Found = json.loads(lines[-1])
+        return found
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"exit status {done.returncode}"
 
 
-def measure(library: ctypes.CDLL, shape: str, stream: list[Tokens], workers: int, as_list: bool, warm: int) -> Row:
-    """Schedule the whole stream, finishing each request IN_FLIGHT later; the first `warm` are not counted."""
-    clock = preble.ManualClock()
-    scheduler = preble.GlobalScheduler([f"w{i}" for i in range(workers)], clock=clock)
-    inputs = [tokens.tolist() for tokens in stream] if as_list else stream
-    schedule_ns, finish_ns, matched, chosen, live = [], [], [], [], []
-    for position, tokens in enumerate(inputs):
-        clock.advance(0.02)
-        start = time.perf_counter_ns()
-        decision = scheduler.schedule(tokens)
-        schedule_ns.append(time.perf_counter_ns() - start)
-        matched.append(decision.matched_tokens)
-        chosen.append(decision.worker)
-        live.append(decision.request_id)
-        if len(live) > IN_FLIGHT:
-            ended = live.pop(0)
-            start = time.perf_counter_ns()
-            scheduler.finish(ended, output_tokens=43)
-            finish_ns.append(time.perf_counter_ns() - start)
-        if position % 50 == 0:
-            scheduler.tick()
-    scheduler.check()
-    counts = np.bincount(np.unique(chosen[warm:], return_inverse=True)[1], minlength=workers)
-    limit = limit_ns(library, stream[warm:], matched[warm:])
-    p50 = float(np.percentile(schedule_ns[warm:], 50))
-    return Row(
-        shape=shape,
-        workers=workers,
-        tokens_as="list" if as_list else "int32 buffer",
-        schedule_ns_p50=p50,
-        schedule_ns_p99=float(np.percentile(schedule_ns[warm:], 99)),
-        finish_ns_p50=float(np.percentile(finish_ns, 50)),
-        limit_ns_p50=limit,
-        ratio_to_limit=p50 / limit,
-        hit_fraction=sum(matched[warm:]) / sum(map(len, stream[warm:])),
-        load_spread=float(counts.max() / max(counts.mean(), 1e-9)),
-        tree_bytes_per_prompt=scheduler.stats()["tree"]["bytes_used"] / len(stream),
-    )
+class Session:
+    """One run of everything that was asked for; what could not be measured is kept with its reason."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.shapes = [shape for shape in args.shapes if shape != "mooncake" or args.trace.exists()]
+        self.left_out: dict[str, str] = {}
+        if len(self.shapes) < len(args.shapes):
+            self.leave_out("mooncake", "its trace is not there; --trace PATH names it")
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say it now and keep it for the result."""
+        if what not in self.left_out:
+            print(f"{what} left out: {why}", file=sys.stderr)
+        self.left_out[what] = why
+
+    def wanted(self, shape: str, workers: int, **more: Any) -> Found:
+        """What every measuring process is told."""
+        count = self._args.count // 4 if shape in LONG else self._args.count
+        cell = {"shape": shape, "workers": workers, "count": count, "seed": self._args.seed}
+        return {**cell, "trace": str(self._args.trace), **more}
+
+    def one_run(self) -> Found:
+        """All parts, one after the other."""
+        found: Found = {"load_1_minute": round(os.getloadavg()[0], 2), "cells": list(self.cells())}
+        if max(self._args.threads) > 1:
+            found["scaling"] = list(self.scaling())
+        if self._args.long_run:
+            workers = self._args.workers[0]
+            wanted = {"requests": self._args.long_run, "workers": workers, "seed": self._args.seed}
+            found["long_run"] = list(self.kept("long run", run_child("long_run.py", wanted)))
+        if self._args.core:
+            found["core"] = list(self.core())
+        if self._args.peers:
+            digests = {cell["shape"]: cell["digest"] for cell in found["cells"]}
+            found["peers"] = list(self.peers(digests))
+        return found
+
+    def kept(self, what: str, found: Found | str) -> Iterator[Found]:
+        """The figures, or nothing and a note."""
+        if isinstance(found, str):
+            self.leave_out(what, found)
+            return
+        print(report.progress(what, found), flush=True)
+        yield found
+
+    def cells(self) -> Iterator[Found]:
+        """Preble beside the limit."""
+        for shape in self.shapes:
+            for workers in self._args.workers:
+                for tokens in self._args.tokens:
+                    wanted = self.wanted(shape, workers, as_list=tokens == "list")
+                    yield from self.kept(f"{shape}, {workers} workers, {tokens}", run_child("cells.py", wanted))
+
+    def scaling(self) -> Iterator[Found]:
+        """Two threads against one."""
+        for shape, as_list in SCALING_CELLS:
+            if shape in self.shapes:
+                ceiling = (shape, as_list) == SCALING_CELLS[0]
+                wanted = self.wanted(shape, self._args.workers[0], as_list=as_list, ceiling=ceiling)
+                yield from self.kept(f"threads, {shape}, as_list {as_list}", run_child("scaling.py", wanted))
+
+    def core(self) -> Iterator[Found]:
+        """The rows of bench_core.py."""
+        out = Path(self._args.scratch) / "core.json"
+        command = [sys.executable, str(HERE / "bench_core.py"), "--seed", str(self._args.seed), "--json", str(out)]
+        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            self.leave_out("core operations", "bench_core.py failed; run it alone")
+            return
+        yield from json.loads(out.read_text())["rows"]
+
+    def peers(self, digests: dict[str, str]) -> Iterator[Found]:
+        """The peers on the same streams."""
+        python = self._args.peers_env / "bin/python"
+        if not python.exists():
+            self.leave_out("peers", f"no environment {self._args.peers_env.name}; `make peers` installs them")
+            return
+        for shape in self.shapes:
+            many = shape in PEER_SHAPES_MANY_WORKERS
+            for workers in self._args.workers if many else self._args.workers[:1]:
+                for peer in PEERS:
+                    what = f"{peer}, {shape}, {workers} workers"
+                    found = run_child("peers.py", self.wanted(shape, workers, peer=peer), str(python))
+                    if not isinstance(found, str) and found["digest"] != digests.get(shape, found["digest"]):
+                        found = "its environment's numpy makes other prompts from the seed"
+                    yield from self.kept(what, found)
 
 
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
-
-
-def table(rows: list[Row]) -> str:
-    names = ["shape", "workers", "tokens", "p50 us", "p99 us", "finish us", "limit us", "x limit", "hits"]
-    names += ["max/mean load", "bytes/prompt"]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        lines.append(
-            f"| {row.shape} | {row.workers} | {row.tokens_as} | {row.schedule_ns_p50 / 1e3:.2f} "
-            f"| {row.schedule_ns_p99 / 1e3:.2f} | {row.finish_ns_p50 / 1e3:.2f} | {row.limit_ns_p50 / 1e3:.2f} "
-            f"| {row.ratio_to_limit:.1f} | {row.hit_fraction:.3f} | {row.load_spread:.2f} "
-            f"| {row.tree_bytes_per_prompt:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    usual = ["toolbench200", "toolbench1500-zipf", "embodied"]
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=usual)
-    parser.add_argument("--workers", nargs="+", type=int, default=[8])
-    parser.add_argument("--count", type=int, default=6000, help="prompts of each shape (long shapes take a quarter)")
-    parser.add_argument("--lists", action="store_true", help="also give the tokens as lists of ints")
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """What to measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--workers", nargs="+", type=int, default=[8, 64, 512])
+    parser.add_argument("--tokens", nargs="+", choices=("buffer", "list"), default=["buffer", "list"])
+    parser.add_argument("--threads", nargs="+", type=int, choices=(1, 2), default=[1])
+    parser.add_argument("--count", type=int, default=10_000, help="prompts of a shape; long ones take a quarter")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=1, help="repeat all so often; tables give median and least")
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's conversation trace")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    return parser.parse_args()
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers-env", type=Path, default=ROOT / ".venv-peers")
+    parser.add_argument("--long-run", type=int, nargs="?", const=1_000_000, default=0, metavar="REQUESTS")
+    parser.add_argument("--core", action="store_true", help="also bench_core.py")
+    parser.add_argument("--everything", action="store_true", help="--threads 1 2 --long-run --core --peers")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/benchmarks.md")
+    parser.add_argument("--scratch", type=Path, default=HERE / "out", help="where parts are kept meanwhile")
+    args = parser.parse_args(words)
+    if args.everything:
+        args.threads, args.core, args.peers = [1, 2], True, True
+        args.long_run = args.long_run or 1_000_000
+    return args
+
+
+def measured(args: argparse.Namespace) -> Found:
+    """Every run's figures with the facts that repeat them."""
+    session, started = Session(args), time.monotonic()
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    runs = []
+    for number in range(args.runs):
+        print(f"run {number + 1} of {args.runs}", flush=True)
+        runs.append(session.one_run())
+    minutes = round((time.monotonic() - started) / 60, 1)
+    return {"facts": {**facts(args.seed), "minutes": minutes}, "left_out": session.left_out, "runs": runs}
+
+
+def lines_of(parts: Iterable[str]) -> str:
+    """Tables with a blank line between."""
+    return "\n\n".join(part for part in parts if part)
 
 
 def main() -> int:
     args = arguments()
-    library = compiled_limit()
-    rows = []
-    for shape in args.shapes:
-        if shape == "mooncake" and not args.trace.exists():
-            print(f"mooncake left out: no trace at {args.trace}", file=sys.stderr)
-            continue
-        count = args.count if shape.startswith(("tool", "embodied")) else args.count // 4
-        stream = prompts(shape, count, seed=args.seed, trace=args.trace)
-        for workers in args.workers:
-            for as_list in (False, True) if args.lists else (False,):
-                rows.append(measure(library, shape, stream, workers, as_list, len(stream) // 4))
-                print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print("\n" + table(rows))
-    facts = {"commit": commit(), "machine": cpu(), "python": platform.python_version(), "seed": args.seed}
-    print("\n" + ", ".join(f"{name} {value}" for name, value in facts.items()))
+    result = measured(args)
+    print("\n" + lines_of(report.tables(result, report.before())))
     if args.json:
-        report = {**facts, "command": sys.argv, "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(report, indent=1))
-    return 0
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report.rounded(result), indent=1) + "\n")
+    if args.docs:
+        report.write_docs(result)
+    return 1 if not result["runs"][0]["cells"] else 0
 
 
 if __name__ == "__main__":

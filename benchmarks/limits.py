@@ -47,7 +47,8 @@ class Fresh:
         return hot
 
     def _give_list(self, tokens: Tokens) -> list[int]:
-        return tokens.tolist()
+        ids: list[int] = tokens.tolist()
+        return ids
 
 
 class Places:

@@ -72,7 +72,8 @@ class DynamoRadix:
 
     def prepare(self, tokens: Tokens) -> list[int]:
         """As a tokenizer leaves it."""
-        return tokens.tolist()
+        ids: list[int] = tokens.tolist()
+        return ids
 
     def decide(self, tokens: list[int]) -> tuple[int, int]:
         """(worker, its cached tokens)."""

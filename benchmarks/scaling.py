@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +98,11 @@ def warmed(stream: list[Tokens], workers: int) -> preble.GlobalScheduler:
     return scheduler
 
 
+def warmed_operations(stream: list[Tokens], workers: int, kind: str) -> Work:
+    """What a thread does, on a new scheduler that has served these prompts."""
+    return operations(warmed(stream, workers), kind)
+
+
 def ceiling(repeats: int) -> list[dict[str, float]]:
     """How two threads of calls of several lengths scale when nothing is shared but the interpreter."""
     module, rows = limits.compiled(), []
@@ -104,9 +110,9 @@ def ceiling(repeats: int) -> list[dict[str, float]]:
         parts: list[list[Any]] = [[bytearray(size), bytearray(size)] for _ in range(max(THREADS))]
         row: dict[str, float] = {"bytes": size}
         for name, release in (("holding_gil", False), ("releasing_gil", True)):
-            probe = alternately(lambda release=release: comparing(module, release, 2_000), parts, 1)
-            calls = int(probe["per_second_1"] / len(parts[0]) * 2_000 * CEILING_SECONDS) + 1
-            found = alternately(lambda r=release, n=calls: comparing(module, r, n), parts, repeats)
+            probe = seconds_together(comparing(module, release, 2_000), parts[:1])
+            calls = int(2_000 * CEILING_SECONDS / probe) + 1
+            found = alternately(partial(comparing, module, release, calls), parts, repeats)
             row[f"{name}_call_us"] = 1e6 / (found["per_second_1"] / len(parts[0]) * calls)
             row[f"{name}_ratio"] = found["ratio"]
         rows.append(row)
@@ -146,7 +152,7 @@ def measured(cell: dict[str, Any], repeats: int, trace: Path) -> dict[str, Any]:
     gc.freeze()
     found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "operations_per_thread": half}
     for kind in ("mixed", "match", "schedule"):
-        found[kind] = alternately(lambda kind=kind: operations(warmed(warm, cell["workers"]), kind), parts, repeats)
+        found[kind] = alternately(partial(warmed_operations, warm, cell["workers"], kind), parts, repeats)
     return found
 
 

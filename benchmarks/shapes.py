@@ -76,7 +76,7 @@ class EndlessTools:
         return self._buffer[:end]
 
 
-def _text(rng: np.random.Generator, length: int) -> Tokens:
+def _text(rng: np.random.Generator, length: float) -> Tokens:
     return rng.integers(0, VOCABULARY, max(int(length), 1)).astype(np.int32)
 
 
@@ -103,7 +103,7 @@ def _chains(rng: np.random.Generator, count: int) -> Iterator[Tokens]:
     chains = [_text(rng, 1600 + 21 * agent) for agent in range(64)]
     for step in range(count):
         agent = step % 64
-        chains[agent] = np.concatenate([chains[agent], _text(rng, rng.integers(20, 40))])
+        chains[agent] = np.concatenate([chains[agent], _text(rng, int(rng.integers(20, 40)))])
         if len(chains[agent]) > 2950:
             chains[agent] = np.concatenate([chains[agent][:800], _text(rng, 800)])
         yield chains[agent]
