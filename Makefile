@@ -7,6 +7,9 @@
 #   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make build   the compiled core, in place
+#   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
+#   make instructions            instructions per operation against the baseline (valgrind); fails at 5 % more
+#   make instructions-renew REASON="..."   a new baseline
 #   make clean   remove what these made
 #
 # PYTHON chooses the interpreter, ARGS adds arguments: `make test ARGS="-k radix"`, `make demo ARGS="--engine simulated"`.
@@ -15,10 +18,11 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
-.PHONY: demo test check asan tsan leaks build clean
+.PHONY: demo test check asan tsan leaks build bench peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -41,6 +45,26 @@ leaks: $(VENV)/built
 
 build: $(VENV)/built
 
+bench: $(VENV)/built peers
+	$(BIN)/python benchmarks/bench_schedule.py --everything --runs 3 --json benchmarks/results/everything.json --docs $(ARGS)
+
+instructions: $(VENV)/built
+	$(BIN)/python benchmarks/instructions.py
+
+instructions-renew: $(VENV)/built
+	$(BIN)/python benchmarks/instructions.py --renew "$(REASON)"
+
+peers: $(PEERS)/installed
+
+# A peer that cannot be installed is left out of the tables with a message; the next call tries again.
+$(PEERS)/installed: benchmarks/requirements-peers.txt
+	@echo "Installing the peers into $(PEERS), once (about 1 minute)"
+	$(PYTHON) -m venv $(PEERS)
+	@grep -v '^#' $< | { failed=; while read -r peer; do \
+		$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install "$$peer" || \
+			{ failed=1; echo "$$peer cannot be installed; what needs it will be left out"; }; \
+		done; test -n "$$failed" || touch $@; }
+
 # The stamps make a second call fast: a step runs again only if what it was made from is newer.
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -61,5 +85,5 @@ $(VENV)/built: $(SOURCES) $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find preble tests examples benchmarks \( -name '*.so' -o -name '__pycache__' \) -prune -exec rm -rf {} +
