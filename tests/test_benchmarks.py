@@ -125,7 +125,7 @@ def test_what_was_not_measured_does_not_hold(benchmarks: dict[str, ModuleType]) 
     said = verdicts(benchmarks["report"], a_result(a_run(1.0)))
     assert len(said) == len(benchmarks["report"].BARS)
     assert {name for name, verdict in said.items() if verdict == "not measured"} == {
-        "rate at the end of the long run / at its start",
+        "rate after the long run / of a new scheduler",
         "2 threads / 1, half match, half schedule",
         "stored blocks a second, from bytes",
     }
@@ -135,7 +135,7 @@ def test_bars_on_rates_want_more(benchmarks: dict[str, ModuleType]) -> None:
     core = [{"operation": "events as bytes, 64 blocks an event", "tokens": "msgpack", "limit_ns_p50": None}]
     run = a_run(1.0, long_run=[{"ratio": 0.89}], core=[{**core[0], "per_second": 3.1e6}])
     said = verdicts(benchmarks["report"], a_result(run))
-    assert said["rate at the end of the long run / at its start"] == "**no**"
+    assert said["rate after the long run / of a new scheduler"] == "**no**"
     assert said["stored blocks a second, from bytes"] == "yes"
 
 
