@@ -343,8 +343,9 @@ cdef class RadixTree:
 
     def worker_tokens(self, uint32_t worker) -> int:
         """Tokens believed cached on a worker."""
-        self.need_worker(worker)
-        return self.t.workers[worker].tokens
+        with self:
+            self.need_worker(worker)
+            return self.t.workers[worker].tokens
 
     def hits(self, token_ids, now, *, worker=None, namespace=None) -> float:
         """Estimated hits within the window on the node where the known prefix ends, of one worker or of all."""
@@ -434,12 +435,13 @@ cdef class RadixTree:
     def expire(self, now, uint32_t max_nodes=1 << 30) -> int:
         """Forget nodes cached nowhere and unhit for a window, at most `max_nodes` looked at, and empty namespaces;
         returns nodes. Works in slices of EXPIRE_SLICE nodes, so that a decision waits for one of them at the most."""
-        cdef uint32_t removed = 0, found, left = min(max_nodes, load32(&self.t.nodes.live))
+        cdef uint32_t removed = 0, found, left = max_nodes
         cdef double at = finite(now)
         cdef bint more = left > 0
         with nogil:
             while more:
                 guard_enter(&self.t.guard)
+                left = min(left, self.t.nodes.live)
                 found = forget_dead(&self.t, at, min(left, <uint32_t> EXPIRE_SLICE))
                 removed += found
                 left -= min(left, <uint32_t> EXPIRE_SLICE)
@@ -456,29 +458,33 @@ cdef class RadixTree:
     @property
     def bytes_used(self) -> int:
         """Bytes allocated now, as malloc counts them."""
-        return self.t.budget.used
+        with self:
+            return self.t.budget.used
 
     @property
     def node_count(self) -> int:
         """Live nodes, roots included."""
-        return self.t.nodes.live
+        with self:
+            return self.t.nodes.live
 
     @property
     def version(self) -> int:
         """Grows whenever what is cached where changes."""
-        return self.t.version
+        with self:
+            return self.t.version
 
     def stats(self) -> dict[str, int]:
         """Sizes and what the byte budget has cost."""
-        return {
-            "bytes_used": self.t.budget.used,
-            "bytes_max": self.t.budget.limit,
-            "nodes": self.t.nodes.live,
-            "marks": self.t.marks.live,
-            "namespaces": len(self._roots),
-            "shed_nodes": self.t.shed_nodes,
-            "refused_tokens": self.t.refused_tokens,
-        }
+        with self:
+            return {
+                "bytes_used": self.t.budget.used,
+                "bytes_max": self.t.budget.limit,
+                "nodes": self.t.nodes.live,
+                "marks": self.t.marks.live,
+                "namespaces": len(self._roots),
+                "shed_nodes": self.t.shed_nodes,
+                "refused_tokens": self.t.refused_tokens,
+            }
 
     def kernel(self) -> str:
         """Which compare instructions this machine got: "avx512", "avx2" or "plain"."""
