@@ -10,14 +10,16 @@ from asyncio. Paper sections 4.1 and 4.2.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from ._answers import Decision, Match, unit_draw
+from ._blocks import BlockIndex
 from ._booking import DecisionCore
 from ._cost import CostModel, LoadBook
+from ._events import EventBatch
 from ._hot import RequestCalls, finite_time, hashable, output_limit
 from ._radix import RadixTree
 from .clock import Clock, monotonic
@@ -29,15 +31,11 @@ from .errors import (
     NoWorkers,
     UnknownWorker,
 )
-from .kv_index import KvIndex
 from .policy import Policy, RequestView, resolve
 from .types import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
+    BlockKeys,
     CacheEvent,
     Explanation,
-    PrefixEvicted,
     WorkerCost,
     WorkerSpec,
     check_int,
@@ -89,7 +87,7 @@ class _Worker:
 
     spec: WorkerSpec
     index: int
-    blocks: KvIndex
+    blocks: BlockIndex
     draining: bool = False
 
 
@@ -217,7 +215,7 @@ class GlobalScheduler(RequestCalls):
             rows = {name: i for i, name in enumerate(self._core.names) if name is not None}
             assert known == rows, f"workers {known} and core rows {rows} differ"
             for worker in self._workers.values():
-                assert len(worker.blocks) <= worker.blocks.blocks_max, f"worker {worker.spec.id}: too many blocks"
+                worker.blocks.check()
 
     @property
     def policy(self) -> str:
@@ -244,7 +242,7 @@ class GlobalScheduler(RequestCalls):
                 raise DuplicateWorker(f"worker {spec.id!r} exists already")
             index = self._core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self._now())
             blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
-            self._workers[spec.id] = _Worker(spec, index, KvIndex(blocks_max))
+            self._workers[spec.id] = _Worker(spec, index, BlockIndex(self._core.tree, index, blocks_max))
         return spec
 
     def drain_worker(self, worker_id: str) -> None:
@@ -267,16 +265,45 @@ class GlobalScheduler(RequestCalls):
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
         """Take an engine's word on its cache; returns how many events changed a belief.
 
-        Unknown hashes and parents are ignored and counted. Raises UnknownWorker, InvalidInput (an event that is none,
-        or does not fit together; the events before it have been applied).
+        Unknown hashes and parents are ignored and counted. A block with a parent is in its parent's namespace; an event
+        that names another one is ignored, and counted as a conflict. Raises UnknownWorker, InvalidInput (an event that is
+        none, or does not fit together; the events before it have been applied).
         """
         with self._lock:
-            worker = self._worker(worker_id)
-            now = self._now()
-            changed = 0
-            for event in _all_of("events", events, InvalidInput):
-                changed += self._apply_one(worker, event, now)
-                self._counts_here["events"] += 1
+            blocks = self._worker(worker_id).blocks
+            try:
+                return blocks.apply(_all_of("events", events, InvalidInput), self._now())
+            finally:
+                self._counts_here["events"] += blocks.taken
+
+    def apply_raw(
+        self,
+        worker_id: str,
+        payload: Any,
+        *,
+        namespace: Hashable = None,
+        namespace_of: Callable[[BlockKeys], Hashable] | None = None,
+    ) -> int:
+        """Take a batch of cache events as an engine publishes it, MessagePack `[time, events, rank]`; returns how many
+        events changed a belief.
+
+        `payload`: bytes-like, of SGLang or vLLM, events as arrays or as maps. Each data-parallel rank is a worker of its
+        own; the rank in the batch is not looked at. Unknown tags, hashes and parents are ignored and counted (`stats`).
+
+        `namespace`: that of blocks told apart by their tokens only. Blocks with a LoRA, a salt or extra keys are never
+        among them: theirs is `namespace_of(BlockKeys)`, asked once for each distinct keys and remembered (up to 4096), or
+        else `BlockKeys.namespace`: ("lora", name), ("salt", salt), ("extra", keys). Schedule their requests with the same.
+        A block with a parent is in its parent's namespace. Keys that begin in the middle of a prompt (an image) have none:
+        such blocks and what follows them are ignored, and counted as "keyed_blocks".
+
+        Raises UnknownWorker, and InvalidInput saying what is wrong at which byte; then nothing of the batch has been
+        applied. After a MemoryError the events before it have been.
+        """
+        batch = EventBatch(payload)
+        with self._lock:
+            blocks = self._worker(worker_id).blocks
+            changed = blocks.apply_batch(batch, self._now(), namespace, namespace_of)
+            self._counts_here["events"] += len(batch)
             return changed
 
     # --- background ---------------------------------------------------------------------------------------------------
@@ -352,10 +379,7 @@ class GlobalScheduler(RequestCalls):
             "cached_tokens": self._core.tree.worker_tokens(worker.index),
             "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
             "draining": worker.draining,
-            "known_blocks": len(worker.blocks),
-            "orphan_blocks": worker.blocks.orphans,
-            "conflicting_blocks": worker.blocks.conflicts,
-            "block_overflows": worker.blocks.overflows,
+            **worker.blocks.stats(),
         }
 
     def _tick_until(self, stop: threading.Event) -> None:
@@ -365,35 +389,6 @@ class GlobalScheduler(RequestCalls):
             except InvalidTime:  # the clock's fault, and perhaps for once only
                 with self._lock:
                     self._counts_here["failed_ticks"] += 1
-
-    def _apply_one(self, worker: _Worker, event: CacheEvent, now: float) -> bool:
-        """Whether the event changed what the worker is believed to cache."""
-        tree = self._core.tree
-        version = tree.version
-        if isinstance(event, BlockStored):
-            self._apply_stored(worker, event, now)
-        elif isinstance(event, BlockRemoved):
-            for prefix, kept, namespace in worker.blocks.remove(event.block_hashes, event.medium):
-                self._core.removed(prefix, namespace, worker.index, kept)
-        elif isinstance(event, AllBlocksCleared):
-            worker.blocks.clear()
-            tree.clear_worker(worker.index)
-        elif isinstance(event, PrefixEvicted):
-            hashable("PrefixEvicted.namespace", event.namespace)
-            kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
-            tree.unmark(event.token_ids, worker.index, kept, namespace=event.namespace)
-        else:
-            raise InvalidInput(f"events: {event!r} is not a cache event")
-        return tree.version != version
-
-    def _apply_stored(self, worker: _Worker, event: BlockStored, now: float) -> None:
-        hashable("BlockStored.namespace", event.namespace)
-        overflows = worker.blocks.overflows
-        prefix = worker.blocks.store(event)
-        if worker.blocks.overflows > overflows:
-            self._core.tree.clear_worker(worker.index)
-        if prefix:
-            self._core.stored(prefix, event.namespace, worker.index, now)
 
 
 class _Excluding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import InvalidConfig, InvalidInput
 
@@ -83,6 +83,25 @@ class BlockStored:
     block_size: int
     namespace: Hashable = None
     medium: str | None = None
+
+
+class BlockKeys(NamedTuple):
+    """What an engine tells a block apart by beside its tokens: LoRA, salt, and vLLM's extra keys (salts, images, prompt
+    embeddings; the LoRA's name left out)."""
+
+    lora_name: str | None
+    lora_id: int | str | None
+    cache_salt: str | None
+    extra_keys: tuple[Hashable, ...]
+
+    def namespace(self, base: Hashable = None) -> tuple[Hashable, ...]:
+        """The namespace of such blocks unless the caller names another: ("lora", name), ("salt", salt), ("extra",
+        keys), joined in this order where there are several, after `base` if it is not None."""
+        lora = self.lora_name if self.lora_name is not None else self.lora_id
+        parts: tuple[Hashable, ...] = () if base is None else (base,)
+        for kind, value in (("lora", lora), ("salt", self.cache_salt), ("extra", self.extra_keys or None)):
+            parts += () if value is None else (kind, value)
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

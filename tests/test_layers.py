@@ -22,9 +22,10 @@ FLOORS = [
         *("_atomic", "_guard", "_epochs", "_memory", "_compare", "_tokens", "_layout", "_table", "_retired"),
         "_victims",
         *("_nodes", "_tree", "_slots", "_audit", "_radix", "_cost"),
+        *("_msgpack", "_decode", "_events", "_block_table", "_block_places", "_block_store", "_blocks"),
     },
     {"policy", "policies", "metrics", "_e2"},
-    {"scheduler", "kv_index", "local", "_answers", "_booking", "_hot"},
+    {"scheduler", "local", "_answers", "_booking", "_hot"},
     {"transport", "engines", "sim", "workloads", "integrations"},
     {"router", "worker", "gateway", "cli", "demo"},
 ]
