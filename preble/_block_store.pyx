@@ -1,6 +1,6 @@
-"""What events about blocks do to the index of one worker and to the tree, as C functions without Python objects. Owns the
-algorithms, no state: each function takes the `Blocks` and the `Tree` it works on. The Python face is `_blocks.pyx`, the
-hash table is in `_block_table.pxd`, places in `_block_places.pxd`, decoding in `_decode.pyx`.
+"""What events about blocks do to the index of one worker and to the tree, as C functions without Python objects. Owns
+the algorithms, no state: each function takes the `Blocks` and the `Tree` it works on. The Python face is `_blocks.pyx`,
+the hash table is in `_block_table.pxd`, places in `_block_places.pxd`, decoding in `_decode.pyx`.
 
     event: blocks 7, 8 after block 3                 the tree                       the index
                                                      [ ... 3's tokens ]  w          3 -> this node, position 48
@@ -9,8 +9,8 @@ hash table is in `_block_table.pxd`, places in `_block_places.pxd`, decoding in 
 
 A place is a node and its generation, with the position the block ends at. Nodes are split and forgotten without telling
 this index. After a split the position may be in a node further up, so a look climbs to the one that holds it. After the
-node was forgotten its generation differs, and the place is found again from the block before: by the first token, then by
-the fingerprint of all of them. This costs a step per block, of which every stored block pays for a few in advance.
+node was forgotten its generation differs, and the place is found again from the block before: by the first token, then
+by the fingerprint of all of them. This costs a step per block, of which every stored block pays for a few in advance.
 
 A decode stores one block at a time. Its first makes a node; while that has no children and no request ends there
 (GROWN), the next ones lengthen it by putting a longer run in the place of its run, which itself never changes.
@@ -213,7 +213,8 @@ cdef void touch_path(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
 
 
 cdef void confirm_up(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
-    """The worker has the path to node `i` in its cache for certain. Where a mark is confirmed those above it are too."""
+    """The worker has the path to node `i` in its cache for certain. Where a mark is confirmed those above it are
+    too."""
     cdef Node* node = node_at(t, i)
     cdef Entry entry
     while node.parent != NONE:
@@ -311,7 +312,8 @@ cdef int lengthen(Tree* t, uint32_t i, uint32_t worker, Run* run) noexcept nogil
 
 
 cdef Outcome remember_run(Blocks* x, Tree* t, Run* run, double now) noexcept nogil:
-    """Remember and mark the run's tokens; what the tree has no room for is counted there, and the run ends before it."""
+    """Remember and mark the run's tokens; what the tree has no room for is counted there, and the run ends before
+    it."""
     cdef const int32_t* tokens = run.tokens - run.start
     cdef Walk walk = at_root(t, run.node)
     cdef bint is_grown
@@ -428,8 +430,8 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
 # --- removing ---------------------------------------------------------------------------------------------------------
 
 cdef uint32_t kept_end(Tree* t, uint32_t i, uint32_t worker, uint32_t start) noexcept nogil:
-    """How far, from `start` on, the worker needs the path to node `i` for another prompt that leaves it above that node.
-    Changes nothing.
+    """How far, from `start` on, the worker needs the path to node `i` for another prompt that leaves it above that
+    node. Changes nothing.
 
     Looks at SIBLINGS_MAX children of a node; where there are more it says yes, which leaves less than a block believed
     that is gone.

@@ -1,5 +1,5 @@
-# The blocks of one worker by hash, as inline C: a hash table that grows a segment at a time. Owns the memory of blocks and
-# slots; what a block means, and everything about the tree, is in `_blocks.pyx`.
+# The blocks of one worker by hash, as inline C: a hash table that grows a segment at a time. Owns the memory of blocks
+# and slots; what a block means, and everything about the tree, is in `_blocks.pyx`.
 #
 #     directory (2 ** depth pointers)      segments                     slab of blocks
 #       00 ---------------------------\     [tag block, tag block, ...]   48 bytes each, addressed by index
@@ -9,8 +9,8 @@
 #
 # A tag's first `depth` bits choose the directory's entry, its last bits the slot in the segment where probing begins. A
 # full segment is split in two by the next bit of its tags; only its own slots move, and when the directory is too short
-# for that it doubles. So no insertion moves more than one segment, however many blocks there are. Segments never shrink:
-# clearing gives all of them back.
+# for that it doubles. So no insertion moves more than one segment, however many blocks there are. Segments never
+# shrink: clearing gives all of them back.
 
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset

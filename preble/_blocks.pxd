@@ -15,7 +15,7 @@ cdef class BlockIndex:
     cdef uint64_t calls
     cdef dict known_namespaces   # see EventBatch.resolve
     cdef object namespace_of     # the callable whose answers those are
-    cdef readonly uint32_t taken # events of the last call
+    cdef readonly uint32_t taken  # events of the last call
     cdef uint32_t row_of(self, object namespace, uint64_t lora, uint64_t salted, uint64_t extra) except? 0xFFFFFFFE
     cdef uint32_t free_row(self) except? 0xFFFFFFFE
     cdef int place_events(self, EventBatch batch, object namespace) except -1

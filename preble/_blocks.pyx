@@ -1,5 +1,6 @@
-"""What one worker's engine says it caches, as Python sees it. Owns the index of its blocks by hash and which namespaces they
-are in; tokens and marks belong to the tree. What events do is in `_block_store.pyx`, how they are decoded in `_events.pyx`.
+"""What one worker's engine says it caches, as Python sees it. Owns the index of its blocks by hash and which namespaces
+they are in; tokens and marks belong to the tree. What events do is in `_block_store.pyx`, how they are decoded in
+`_events.pyx`.
 
 Bounded: at `blocks_max` everything is forgotten and the worker's cache counts as unknown, which is counted and safe,
 since beliefs only ever cost a miss. Everything happens under the tree's writers' lock.
@@ -10,7 +11,8 @@ from libc.string cimport memcpy, memset
 
 from preble._block_places cimport live_place, place_of, print_above, space_root
 from preble._block_store cimport DONE, Blocks, Space, apply_batch
-from preble._block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at, clear_table, find_key, find_name, name_of
+from preble._block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
+from preble._block_table cimport clear_table, find_key, find_name, name_of
 from preble._decode cimport STORED, Event, Key
 from preble._events cimport EventBatch, key_of
 from preble._layout cimport generation, node_at

@@ -38,7 +38,6 @@ cdef class DecisionCore(E2):
     cdef int commit(self, const Order* order, Choice* choice) noexcept nogil
     cdef int raise_outcome(self, int outcome) except -1
     cdef int explain_unlocked(self, Order* order, Scratch* s, Choice* choice) except -1
-    cdef list rows_of(self, Scratch* s)
     cdef Lease* live_lease(self, int64_t key) noexcept nogil
     cdef int prefilled(self, int64_t key, int64_t cached_tokens, double now) noexcept nogil
     cdef int ended(self, int64_t key, int64_t output_tokens, int64_t cached_tokens, double now) noexcept nogil

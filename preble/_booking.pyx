@@ -9,12 +9,12 @@ A decision has three parts: look and choose (`E2.choose_e2`, or a Python policy)
 from cpython.dict cimport PyDict_Next
 from cpython.ref cimport PyObject
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from preble._answers cimport Decision, Match, new_decision
-from preble._atomic cimport load32, store32
+from preble._atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
 from preble._e2 cimport Choice, E2, Order, Scratch, Terms, clear_scratch, free_scratch, new_scratch
 from preble._epochs cimport reader_enter, reader_leave
@@ -61,6 +61,14 @@ cdef uint32_t shared_end(Tree* t, Walk walk, uint32_t count, uint32_t worker, ui
         i = node.parent
         node = node_at(t, i)
     return start
+
+
+cdef list rows_of(Scratch* s):
+    """(index, usable, L, M, P, total, candidate) of each worker that might take the request."""
+    cdef uint32_t i
+    return [(i, s.terms[i].usable, s.terms[i].load, s.terms[i].eviction, s.terms[i].prefill, s.terms[i].total,
+             bool(s.terms[i].candidate))
+            for i in range(s.workers) if s.terms[i].weighed]
 
 
 cdef class DecisionCore(E2):
@@ -164,7 +172,7 @@ cdef class DecisionCore(E2):
         self.weigh_all(s, order)
         indices = []
         for i in range(s.workers):
-            if self.book.rows[i].eligible:
+            if s.terms[i].weighed:
                 s.terms[i].candidate = True
                 indices.append(i)
         return indices[policy.decide(asked, self.view(indices))] if indices else NONE
@@ -337,6 +345,7 @@ cdef class DecisionCore(E2):
         cdef Order order
         cdef Choice choice
         cdef Scratch own
+        cdef uint64_t changes
         self.need_eligible()
         view_tokens(token_ids, &view)
         try:
@@ -345,23 +354,27 @@ cdef class DecisionCore(E2):
                     self.begin(&order, &view, namespace, max_new_tokens, now)
                     self.book.advance(now)
                     reason = self.choose(&order, policy, asked, &choice)
-                    return choice.worker, reason, view.count, self.rows_of(&self.scratch), self.names_now
+                    return choice.worker, reason, view.count, rows_of(&self.scratch), self.names_now
             order.tokens = view.data
             order.count = view.count
             order.max_new_tokens = max_new_tokens
             order.now = now
             order.everyone = True
             order.writer = False
-            self.bind_root(&order, namespace, False)
-            if new_scratch(&own, self.tree.t.worker_end):
-                raise MemoryError("GlobalScheduler.explain")
-            try:
-                own.workers = own.room
-                self.explain_unlocked(&order, &own, &choice)
-                check_tokens(&view, order.walk.matched)
-                return choice.worker, _REASONS[choice.reason], view.count, self.rows_of(&own), self.names_now
-            finally:
-                free_scratch(&own)
+            while True:
+                changes = load64(&self.tree.t.worker_changes)
+                names = self.names_now
+                self.bind_root(&order, namespace, False)
+                if new_scratch(&own, len(names)):
+                    raise MemoryError("GlobalScheduler.explain")
+                try:
+                    own.workers = own.room
+                    self.explain_unlocked(&order, &own, &choice)
+                    check_tokens(&view, order.walk.matched)
+                    if changes == load64(&self.tree.t.worker_changes):       # else a worker came or went meanwhile
+                        return choice.worker, _REASONS[choice.reason], view.count, rows_of(&own), names
+                finally:
+                    free_scratch(&own)
         finally:
             release_tokens(&view)
 
@@ -384,13 +397,6 @@ cdef class DecisionCore(E2):
             self.need_eligible()
             raise NoWorkers("every worker left while it was explained")
         return 0
-
-    cdef list rows_of(self, Scratch* s):
-        """(index, usable, L, M, P, total, candidate) of each eligible worker."""
-        cdef uint32_t i
-        return [(i, s.terms[i].usable, s.terms[i].load, s.terms[i].eviction, s.terms[i].prefill, s.terms[i].total,
-                 bool(s.terms[i].candidate))
-                for i in range(s.workers) if load32(&self.book.rows[i].eligible) and self.names_now[i] is not None]
 
     def match(self, token_ids, object namespace) -> Match:
         """What each worker is believed to cache. Changes nothing, takes no lock."""

@@ -1,9 +1,9 @@
-"""Engines' batches of cache events, decoded. Owns which fields an event has in which generation of the wire format, and what
-must fit together; makes no Python object. `_events.pyx` is its Python face, `_msgpack.pxd` reads the values.
+"""Engines' batches of cache events, decoded. Owns which fields an event has in which generation of the wire format, and
+what must fit together; makes no Python object. `_events.pyx` is its Python face, `_msgpack.pxd` reads the values.
 
 A batch is `[time, events, rank]`. Each event is a map with its tag under "type" (SGLang from 0.5.20, vLLM from 0.24) or
-an array that begins with it (before these); names and order of the fields are the engines' own. Fields and tags that mean
-nothing here are passed over. The whole batch is decoded and checked before anything is applied.
+an array that begins with it (before these); names and order of the fields are the engines' own. Fields and tags that
+mean nothing here are passed over. The whole batch is decoded and checked before anything is applied.
 
 Sections: digests, room, decoding.
 """
@@ -156,7 +156,7 @@ cdef Trouble key_item(Batch* b, Key* key, Item* item, const uint8_t* at) noexcep
 
 cdef Trouble read_keys(Batch* b, Event* event) noexcept nogil:
     cdef Item item
-    cdef uint32_t i, count
+    cdef uint32_t _i, count
     cdef const uint8_t* at
     cdef Trouble trouble = typed_item(b, &item, HASHES, 1 << ARRAY_ITEM)
     if trouble != FINE:
@@ -166,7 +166,7 @@ cdef Trouble read_keys(Batch* b, Event* event) noexcept nogil:
         return fail(b, OUT_OF_MEMORY, HASHES, b.reader.at)
     event.keys_at = b.key_count
     event.key_count = count
-    for i in range(count):
+    for _i in range(count):
         at = b.reader.at
         trouble = typed_item(b, &item, HASHES, 1 << INT_ITEM | 1 << BYTES_ITEM)
         if trouble == FINE:
@@ -242,12 +242,12 @@ cdef Trouble read_medium(Batch* b, Event* event) noexcept nogil:
 cdef Trouble read_metadata(Batch* b, Event* event) noexcept nogil:
     """SGLang 0.5.18 and 0.5.19 put the salt there."""
     cdef Item item
-    cdef uint32_t i, pairs
+    cdef uint32_t _i, pairs
     cdef Trouble trouble = typed_item(b, &item, METADATA, 1 << NIL_ITEM | 1 << MAP_ITEM)
     if trouble != FINE or item.kind == NIL_ITEM:
         return trouble
     pairs = item.length
-    for i in range(pairs):
+    for _i in range(pairs):
         trouble = typed_item(b, &item, METADATA, 1 << TEXT_ITEM)
         if trouble == FINE:
             if is_text(&item, b"cache_salt", 10):
@@ -361,9 +361,9 @@ cdef Trouble find_tag(Batch* b, uint32_t pairs, EventKind* kind, const uint8_t* 
     """The kind of a map event; the reader ends where it was."""
     cdef const uint8_t* first = b.reader.at
     cdef Item item
-    cdef uint32_t i
+    cdef uint32_t _i
     cdef Trouble trouble
-    for i in range(pairs):
+    for _i in range(pairs):
         trouble = typed_item(b, &item, TAG, 1 << TEXT_ITEM)
         if trouble != FINE:
             return trouble
@@ -381,7 +381,7 @@ cdef Trouble find_tag(Batch* b, uint32_t pairs, EventKind* kind, const uint8_t* 
 cdef Trouble read_map_event(Batch* b, uint32_t pairs, const uint8_t* at) noexcept nogil:
     cdef Event event
     cdef Item name
-    cdef uint32_t i, field, named = 0
+    cdef uint32_t _i, field, named = 0
     cdef Trouble trouble
     memset(&event, 0, sizeof(Event))
     trouble = find_tag(b, pairs, &event.kind, at)
@@ -390,7 +390,7 @@ cdef Trouble read_map_event(Batch* b, uint32_t pairs, const uint8_t* at) noexcep
         pairs = 0
     if trouble != FINE:
         return trouble
-    for i in range(pairs):
+    for _i in range(pairs):
         trouble = typed_item(b, &name, TAG, 1 << TEXT_ITEM)
         if trouble != FINE:
             return trouble
@@ -491,7 +491,7 @@ cdef Trouble own_keys(Batch* b, Event* event, uint64_t* own) noexcept nogil:
 cdef Trouble decode(Batch* b) noexcept nogil:
     """Decode the whole payload, or say in `fault` why not."""
     cdef Item item
-    cdef uint32_t i, parts, events
+    cdef uint32_t _i, parts, events
     cdef const uint8_t* at = b.reader.at
     cdef Trouble trouble = typed_item(b, &item, BATCH, 1 << ARRAY_ITEM)
     parts = item.length
@@ -504,7 +504,7 @@ cdef Trouble decode(Batch* b) noexcept nogil:
     if trouble != FINE:
         return trouble
     events = item.length
-    for i in range(events):
+    for _i in range(events):
         at = b.reader.at
         trouble = typed_item(b, &item, EVENTS, 1 << ARRAY_ITEM | 1 << MAP_ITEM)
         if trouble == FINE:

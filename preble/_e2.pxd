@@ -11,6 +11,7 @@ cdef enum Reason:
     EXPLORE = 1
 
 cdef struct Terms:               # one worker in one decision; seconds unless said
+    bint weighed                 # might take the request
     bint candidate               # was compared
     uint32_t whole               # tokens of the prompt its marks cover, in whole blocks
     uint32_t usable              # of these, at most prompt - 1, in whole blocks

@@ -352,7 +352,8 @@ cdef class E2:
         for i in range(s.workers):
             self.size_up(&s.terms[i], i, s.held[i], order.count)
             s.terms[i].candidate = False
-            if load32(&self.book.rows[i].eligible):
+            s.terms[i].weighed = load32(&self.book.rows[i].eligible) != 0
+            if s.terms[i].weighed:
                 self.weigh(&s.terms[i], i, order, longest)
 
     cdef Choice best_of_all(self, Scratch* s, const Order* order, uint32_t key_end) noexcept nogil:
@@ -363,7 +364,7 @@ cdef class E2:
         memset(&choice, 0, sizeof(Choice))
         choice.worker = NONE
         for i in range(s.workers):
-            s.terms[i].candidate = load32(&self.book.rows[i].eligible) and s.terms[i].whole >= key_end
+            s.terms[i].candidate = s.terms[i].weighed and s.terms[i].whole >= key_end
             if s.terms[i].candidate and (choice.worker == NONE or self.better(&s.terms[i], i, &s.terms[choice.worker],
                                                                               choice.worker)):
                 choice.worker = i

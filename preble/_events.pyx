@@ -1,6 +1,6 @@
 """Engines' cache events at the door, as Python sees them. Owns the way from a payload, or from event objects, to the C
-arrays that `BlockIndex` applies, the words for what is wrong with them, and how a block's LoRA, salt and extra keys become
-a namespace. Keeps nothing after that and knows neither tree nor index; decoding itself is in `_decode.pyx`.
+arrays that `BlockIndex` applies, the words for what is wrong with them, and how a block's LoRA, salt and extra keys
+become a namespace. Keeps nothing after that and knows neither tree nor index; decoding itself is in `_decode.pyx`.
 """
 
 from operator import index

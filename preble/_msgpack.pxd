@@ -1,5 +1,5 @@
-# A MessagePack reader as inline C: heads, skipping, runs of token ids. Owns no state and makes no objects: it points into
-# the caller's buffer. What the values mean is the caller's business (`_events.pyx`).
+# A MessagePack reader as inline C: heads, skipping, runs of token ids. Owns no state and makes no objects: it points
+# into the caller's buffer. What the values mean is the caller's business (`_events.pyx`).
 #
 # Every length that a value claims is checked against the bytes that are left before it is believed, an element being at
 # least one byte, so that no loop and no allocation can be larger than the payload. Skipping counts the values still to

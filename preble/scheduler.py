@@ -266,8 +266,8 @@ class GlobalScheduler(RequestCalls):
         """Take an engine's word on its cache; returns how many events changed a belief.
 
         Unknown hashes and parents are ignored and counted. A block with a parent is in its parent's namespace; an event
-        that names another one is ignored, and counted as a conflict. Raises UnknownWorker, InvalidInput (an event that is
-        none, or does not fit together; the events before it have been applied).
+        that names another one is ignored, and counted as a conflict. Raises UnknownWorker, InvalidInput (an event that
+        is none, or does not fit together; the events before it have been applied).
         """
         with self._lock:
             blocks = self._worker(worker_id).blocks
@@ -287,14 +287,15 @@ class GlobalScheduler(RequestCalls):
         """Take a batch of cache events as an engine publishes it, MessagePack `[time, events, rank]`; returns how many
         events changed a belief.
 
-        `payload`: bytes-like, of SGLang or vLLM, events as arrays or as maps. Each data-parallel rank is a worker of its
-        own; the rank in the batch is not looked at. Unknown tags, hashes and parents are ignored and counted (`stats`).
+        `payload`: bytes-like, of SGLang or vLLM, events as arrays or as maps. Each data-parallel rank is a worker of
+        its own; the rank in the batch is not looked at. Unknown tags, hashes and parents are ignored and counted
+        (`stats`).
 
         `namespace`: that of blocks told apart by their tokens only. Blocks with a LoRA, a salt or extra keys are never
-        among them: theirs is `namespace_of(BlockKeys)`, asked once for each distinct keys and remembered (up to 4096), or
-        else `BlockKeys.namespace`: ("lora", name), ("salt", salt), ("extra", keys). Schedule their requests with the same.
-        A block with a parent is in its parent's namespace. Keys that begin in the middle of a prompt (an image) have none:
-        such blocks and what follows them are ignored, and counted as "keyed_blocks".
+        among them: theirs is `namespace_of(BlockKeys)`, asked once for each distinct keys and remembered (up to 4096),
+        or else `BlockKeys.namespace`: ("lora", name), ("salt", salt), ("extra", keys). Schedule their requests with the
+        same. A block with a parent is in its parent's namespace. Keys that begin in the middle of a prompt (an image)
+        have none: such blocks and what follows them are ignored, and counted as "keyed_blocks".
 
         Raises UnknownWorker, and InvalidInput saying what is wrong at which byte; then nothing of the batch has been
         applied. After a MemoryError the events before it have been.

@@ -1,5 +1,5 @@
-"""Is `max_bytes` what the process really grows by? Fills a scheduler far beyond the bound with tool prompts, churns with
-lengths that vary a hundredfold, and compares the growth of resident memory with what the scheduler says it has.
+"""Is `max_bytes` what the process really grows by? Fills a scheduler far beyond the bound with tool prompts, churns
+with lengths that vary a hundredfold, and compares the growth of resident memory with what the scheduler says it has.
 
 Owns the traffic and the measure; `tests/test_resident.py` owns the bounds. One line of JSON a phase, all in bytes:
 what the scheduler says (`says_bytes`), what malloc has given out for it (`malloc_bytes`), what the process has grown by
