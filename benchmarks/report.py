@@ -231,16 +231,8 @@ def ceiling_table(result: Found) -> str:
 
 def long_run_table(result: Found) -> str:
     """The long run's beginning, end and memory."""
-    names = [
-        "run",
-        "requests",
-        "first, k/s",
-        "last, k/s",
-        "last / first",
-        "least of all / first",
-        "p50 us: first, last",
-        "hits",
-    ]
+    names = ["run", "requests", "first, k/s", "last, k/s", "old / new in turn", "last / first"]
+    names += ["p50 us: first, last", "hits"]
     names += ["RSS grown, MB: warm, end", "tree says, MB: warm, end"]
     lines = []
     for number, run in enumerate(result["runs"], 1):

@@ -139,6 +139,24 @@ def test_bars_on_rates_want_more(benchmarks: dict[str, ModuleType]) -> None:
     assert said["stored blocks a second, from bytes"] == "yes"
 
 
+def test_every_table_has_a_name_for_every_column(benchmarks: dict[str, ModuleType]) -> None:
+    work = {"per_second_1": 9e5, "per_second_2": 1e6, "ratio": 1.1}
+    ceiling = [{"releasing_gil_call_us": 1.0, "releasing_gil_ratio": 1.0, "holding_gil_ratio": 1.0}]
+    scaling = {"shape": "toolbench200", "workers": 8, "as_list": False, "mixed": work, "match": work, "schedule": work}
+    long_run = {"requests": 10, "per_second": [5e4, 6e4], "p50_ns": [9e3, 8e3], "ratio": 0.97, "ratio_in_time": 1.2}
+    names = ("rss_grown_warm_bytes", "rss_grown_end_bytes", "tree_warm_bytes", "tree_end_bytes")
+    long_run |= {"hit_fraction": 0.6, **dict.fromkeys(names, 1e6)}
+    core = [{"operation": "match", "tokens": "list", "limit_ns_p50": 4e3, "ns_p50": 5e3}]
+    core.append({"operation": "evict", "tokens": "-", "limit_ns_p50": None, "per_second": 5e6})
+    run = a_run(1.0, scaling=[{**scaling, "ceiling": ceiling}], long_run=[long_run], core=core)
+    tables = list(benchmarks["report"].tables(a_result(run, run), {"runs": []}))
+    assert len(tables) == 8, "all but peers and placement"
+    for table in tables:
+        widths = {line.replace(" | ", "|").count("|") for line in table.splitlines() if line.startswith("|")}
+        assert len(widths) <= 1, table
+    assert "| 0.970 | 1.200 | 9.00, 8.00 |" in "\n".join(tables)
+
+
 def test_a_peer_that_is_better_in_anything_is_a_loss(benchmarks: dict[str, ModuleType]) -> None:
     peer = {"peer": "p", "version": "1", "shape": "loogle", "workers": 8, "schedule_ns_p50": 5e5}
     peer |= {"schedule_ns_p99": 9e5, "hit_fraction": 0.9, "load_spread": 1.1, "rss_bytes_per_prompt": 2000.0}
