@@ -55,7 +55,7 @@ def run_child(script: str, wanted: Found, python: str = sys.executable) -> Found
     return said[-1] if said else f"exit status {done.returncode}"
 
 
-class Session:
+class Measurement:
     """One run of everything that was asked for; what could not be measured is kept with its reason."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -173,14 +173,14 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def measured(args: argparse.Namespace) -> Found:
     """Every run's figures with the facts that repeat them."""
-    session, started = Session(args), time.monotonic()
+    measurement, started = Measurement(args), time.monotonic()
     args.scratch.mkdir(parents=True, exist_ok=True)
     runs = []
     for number in range(args.runs):
         print(f"run {number + 1} of {args.runs}", flush=True)
-        runs.append(session.one_run())
+        runs.append(measurement.one_run())
     minutes = round((time.monotonic() - started) / 60, 1)
-    return {"facts": {**facts(args.seed), "minutes": minutes}, "left_out": session.left_out, "runs": runs}
+    return {"facts": {**facts(args.seed), "minutes": minutes}, "left_out": measurement.left_out, "runs": runs}
 
 
 def lines_of(parts: Iterable[str]) -> str:

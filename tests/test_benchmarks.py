@@ -207,8 +207,8 @@ def test_everything_means_every_part_and_a_missing_trace_is_said(
     bench = benchmarks["bench_schedule"]
     args = bench.arguments(["--everything", "--trace", str(tmp_path / "none"), "--peers-env", str(tmp_path)])
     assert (args.threads, args.core, args.peers, args.long_run) == ([1, 2], True, True, 1_000_000)
-    session = bench.Session(args)
-    assert "mooncake" not in session.shapes and "mooncake" in session.left_out
-    assert list(session.peers({})) == []
-    assert "make peers" in session.left_out["peers"]
+    measurement = bench.Measurement(args)
+    assert "mooncake" not in measurement.shapes and "mooncake" in measurement.left_out
+    assert list(measurement.peers({})) == []
+    assert "make peers" in measurement.left_out["peers"]
     assert capsys.readouterr().err.count("left out") == 2
