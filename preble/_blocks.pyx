@@ -91,7 +91,7 @@ cdef class BlockIndex:
 
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE:
         cdef uint32_t changed = 0
-        cdef int outcome
+        cdef int outcome = DONE
         with self.tree:
             self.tree.need_beliefs()
             self.tree.need_worker(self.b.worker)
@@ -166,13 +166,14 @@ cdef class BlockIndex:
         """A row that no block and no event of this call uses, NONE if there is none."""
         cdef uint32_t row, room = self.b.space_room, wider
         cdef Space* grown
-        if not self.free_rows:
-            for row in range(room):
-                if self.b.spaces[row].blocks == 0 and self.b.spaces[row].call != self.calls and self.names[row]:
-                    del self.rows[self.names[row]]
-                    self.names[row] = None
-                    self.free_rows.append(row)
-        if len(self.free_rows) * 4 <= room < SPACES_MAX:
+        if self.free_rows:
+            return self.free_rows.pop()
+        for row in range(room):
+            if self.b.spaces[row].blocks == 0 and self.b.spaces[row].call != self.calls and self.names[row]:
+                del self.rows[self.names[row]]
+                self.names[row] = None
+                self.free_rows.append(row)
+        if len(self.free_rows) * 4 <= room < SPACES_MAX:         # so that the next search is as many rows away
             wider = min(max(4, room * 2), <uint32_t> SPACES_MAX)
             grown = <Space*> budget_alloc(&self.b.table.budget, <int64_t> wider * sizeof(Space))
             if grown == NULL:

@@ -1,9 +1,9 @@
-"""Cache events by block hash: the index of one worker, the scheduler's use of it, and replays of recorded engines."""
+"""Cache events as objects: the index of one worker, the scheduler's use of it, and replays of recorded engines. Batches as
+bytes are in test_apply_raw.py, random histories against a model in test_blocks_machine.py."""
 
 from __future__ import annotations
 
 import lzma
-from array import array
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from preble import (
     SchedulerConfig,
     WorkerSpec,
 )
+from preble._blocks import BlockIndex
+from preble._radix import RadixTree
 from preble.errors import InvalidInput, UnknownWorker
-from preble.kv_index import KvIndex
 
 DATA = Path(__file__).parent / "data"
 PROMPT = list(range(100, 112))
@@ -34,10 +35,37 @@ def stored(*hashes: Any, parent: Any = None, start: int = 0, size: int = 4, **mo
     return BlockStored(hashes, parent, PROMPT[start : start + size * len(hashes)], size, **more)
 
 
-def index(*events: BlockStored) -> KvIndex:
-    blocks = KvIndex(100)
+def make_index(blocks_max: int, **tree_knobs: Any) -> tuple[RadixTree, BlockIndex]:
+    tree = RadixTree(**tree_knobs)
+    return tree, BlockIndex(tree, tree.add_worker(10**9), blocks_max)
+
+
+class Index:
+    """An index and its tree, checked after every call."""
+
+    def __init__(self) -> None:
+        self.tree, self._blocks = make_index(100)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._blocks, name)
+
+    def apply(self, events: list[Any]) -> int:
+        changed = self._blocks.apply(events, 1.0)
+        self._blocks.check()
+        self.tree.check()
+        return changed
+
+    def held(self, prompt: list[int], namespace: Hashable = None) -> int:
+        return self.tree.matched(prompt, namespace=namespace)
+
+
+def index(*events: Any) -> Index:
+    blocks = Index()
     for event in events:
-        blocks.store(event)
+        blocks.apply([event])
     return blocks
 
 
@@ -62,75 +90,76 @@ def test_blocks_stored_at_once_or_one_by_one_spell_the_same_prefix(hashes: tuple
         [stored(a, b), stored(c, parent=b, start=8)],
     ):
         blocks = index(*events)
-        assert (blocks.prefix(c), blocks.prefix(b)) == (array("i", PROMPT), array("i", PROMPT[:8]))
-        assert len(blocks) == 3 and blocks.get(c).start == 8
+        assert (blocks.prefix(c), blocks.prefix(b)) == (PROMPT, PROMPT[:8])
+        assert len(blocks) == 3 and blocks.span(c) == (8, 12)
+        assert blocks.tree.show(20) == "(root)\n  [" + " ".join(map(str, PROMPT)) + "]  0:12"
 
 
-def test_storing_says_what_is_cached_now() -> None:
-    blocks = index(stored(1))
-    assert blocks.store(stored(2, 3, parent=1, start=4)) == array("i", PROMPT)
-    assert blocks.store(stored(1)) == array("i", PROMPT[:4])
-    assert len(blocks) == 3
+def test_hashes_of_every_kind_and_range_are_told_apart() -> None:
+    hashes = [0, -1, 1, 2**63, 2**63 - 1, -(2**63), 2**64 - 1, b"", b"\x00", b"\x00\x00", b"\x01", bytes(32), bytes(33)]
+    hashes += [bytes(31) + b"\x01", (5).to_bytes(8, "little"), 5, (5).to_bytes(8, "big"), bytes(range(256))]
+    tree, blocks = make_index(100)
+    for i, block_hash in enumerate(hashes):
+        blocks.apply([BlockStored([block_hash], None, [i, i + 1], 2)], 1.0)
+    assert len(blocks) == len(hashes) and blocks.stats()["conflicting_blocks"] == 0
+    assert [blocks.prefix(block_hash) for block_hash in hashes] == [[i, i + 1] for i in range(len(hashes))]
+    for i, block_hash in enumerate(hashes):
+        assert blocks.apply([BlockRemoved([block_hash])], 1.0) == 1
+        assert (len(blocks), tree.matched([i, i + 1])) == (len(hashes) - i - 1, 0)
+        blocks.check()
 
 
 def test_a_block_whose_parent_is_unknown_is_ignored_and_counted() -> None:
     blocks = index(stored(1))
-    assert blocks.store(stored(3, 4, parent=2, start=4)) is None
-    assert (len(blocks), blocks.orphans) == (1, 2)
+    assert blocks.apply([stored(3, 4, parent=2, start=4)]) == 0
+    assert (len(blocks), blocks.stats()["orphan_blocks"]) == (1, 2)
 
 
 def test_a_block_behind_a_gap_is_ignored_and_not_taken_for_the_start_of_a_prompt() -> None:
     """The parent of its parent is gone, so its way to the prompt's start is not known."""
-    blocks = index(stored(1, 2))
-    blocks.remove([1])
-    assert blocks.prefix(2) is None
-    assert blocks.store(stored(3, parent=2, start=8)) is None
-    assert blocks.orphans == 1
-    blocks.store(stored(1))
-    assert blocks.store(stored(3, parent=2, start=8)) == array("i", PROMPT)
-
-
-def test_removing_gives_the_prefix_and_what_stays() -> None:
-    blocks = index(stored(1, 2, 3))
-    assert blocks.remove([3]) == [(array("i", PROMPT), 8, None)]
-    assert blocks.remove([3, 77]) == []
-    assert len(blocks) == 2
+    blocks = index(stored(1, 2), BlockRemoved([1]))
+    assert blocks.apply([stored(3, parent=2, start=8)]) == 0
+    assert blocks.stats()["orphan_blocks"] == 1
+    blocks.apply([stored(1)])
+    assert blocks.held(PROMPT) == 4, "what hangs off the second block is not known to be whole"
+    assert blocks.apply([stored(3, parent=2, start=8)]) == 1
+    assert blocks.held(PROMPT) == 12
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 2, 1], [2, 1, 3], [3, 3, 1, 2]])
-def test_a_chain_removed_at_once_is_cut_once_whatever_the_order(order: list[int]) -> None:
+def test_a_chain_may_be_removed_in_any_order(order: list[int]) -> None:
     blocks = index(stored(1, 2, 3))
-    assert blocks.remove(order) == [(array("i", PROMPT[:4]), 0, None)]
-    assert len(blocks) == 0
+    assert blocks.apply([BlockRemoved(order)]) == 1
+    assert (len(blocks), blocks.held(PROMPT)) == (0, 0)
+    assert blocks.stats()["unknown_blocks"] == len(order) - 3
 
 
-def test_removing_a_long_chain_costs_one_prefix_not_one_per_block() -> None:
-    """An engine with one-token pages names a whole conversation in one event."""
-    blocks, prefixes = KvIndex(100_000), []
-    blocks.store(BlockStored(range(1, 20_001), None, range(20_000), 1))
-    original = KvIndex.prefix
-    try:
-        KvIndex.prefix = lambda self, key: prefixes.append(key) or original(self, key)  # type: ignore[method-assign]
-        assert [kept for _, kept, _ in blocks.remove(range(1, 20_001))] == [0]
-    finally:
-        KvIndex.prefix = original  # type: ignore[method-assign]
-    assert prefixes == [1]
+def test_a_removed_block_is_known_no_more_and_what_was_before_it_stays() -> None:
+    blocks = index(stored(1, 2, 3))
+    assert [blocks.apply([BlockRemoved([key])]) for key in (3, 77)] == [1, 0]
+    assert (len(blocks), blocks.held(PROMPT), blocks.span(3), blocks.prefix(3)) == (2, 8, None, None)
 
 
 def test_a_block_stays_as_long_as_some_medium_holds_a_copy() -> None:
     blocks = index(stored(1, 2, medium="GPU"), stored(1, 2, medium="CPU"))
-    assert blocks.remove([2], "GPU") == []
-    assert blocks.remove([2], "GPU") == []
-    assert blocks.remove([2], "DISK") == []
-    assert blocks.remove([2], "CPU") == [(array("i", PROMPT[:8]), 4, None)]
-    assert len(blocks) == 1
+    for medium in ("GPU", "GPU", "DISK"):
+        assert blocks.apply([BlockRemoved([2], medium)]) == 0
+    assert blocks.apply([BlockRemoved([2], "CPU")]) == 1
+    assert (len(blocks), blocks.held(PROMPT)) == (1, 4)
 
 
 def test_an_event_that_names_no_medium_means_the_gpu() -> None:
     blocks = index(stored(1, 2))
-    assert blocks.remove([2], "CPU") == []
-    assert blocks.remove([2], "GPU") != []
-    assert index(stored(1, medium="GPU")).remove([1]) != []
+    assert [blocks.apply([BlockRemoved([2], medium)]) for medium in ("CPU", "GPU")] == [0, 1]
+    assert index(stored(1, medium="GPU")).apply([BlockRemoved([1], "")]) == 1
+
+
+def test_media_beyond_those_told_apart_share_one_copy() -> None:
+    blocks = index(*(stored(1, medium=f"tier {i}") for i in range(20)))
+    for i in range(15):
+        assert blocks.apply([BlockRemoved([1], f"tier {i}")]) == 0
+    assert blocks.apply([BlockRemoved([1], "tier 17")]) == 1
+    assert len(blocks) == 0
 
 
 @pytest.mark.parametrize(
@@ -139,46 +168,90 @@ def test_an_event_that_names_no_medium_means_the_gpu() -> None:
         stored(1, parent=1, start=4),
         stored(2, parent=1, start=0),
         stored(5, 5, parent=2, start=8, size=2),
+        stored(5, 6, 5, parent=2, start=6, size=2),
         stored(1, parent=2, start=8),
+        stored(1, size=8),
+        BlockStored([1], None, [*PROMPT[:3], 7], 4),
+        BlockStored([9, 2], None, PROMPT[4:], 4),
+        stored(1, namespace="other"),
+        stored(9, parent=2, start=8, namespace="other"),
     ],
-    ids=["own parent", "other tokens", "twice in one event", "bites its tail"],
+    ids=[
+        *("own parent", "other tokens", "twice in one event", "twice, apart", "bites its tail", "other size"),
+        *("last token differs", "other parent", "other namespace", "not the parent's namespace"),
+    ],
 )
 def test_a_hash_that_means_two_places_is_refused_and_ends_no_walk(event: BlockStored) -> None:
     blocks = index(stored(1, 2))
-    assert blocks.store(event) is None
-    assert (len(blocks), blocks.conflicts) == (2, len(event.block_hashes))
-    assert blocks.prefix(2) == array("i", PROMPT[:8])
+    before = blocks.tree.show(20)
+    assert blocks.apply([event]) == 0
+    assert (len(blocks), blocks.stats()["conflicting_blocks"]) == (2, len(event.block_hashes))
+    assert (blocks.prefix(2), blocks.tree.show(20)) == (PROMPT[:8], before + "\n('other')" * (event.namespace is not None))
 
 
 def test_a_ring_of_blocks_cannot_be_built_by_removing_in_between() -> None:
-    blocks = index(stored(1, 2))
-    blocks.remove([1])
-    blocks.store(stored(1, parent=2, start=8))
-    assert (blocks.prefix(1), blocks.prefix(2)) == (None, None)
+    blocks = index(stored(1, 2), BlockRemoved([1]), stored(1, parent=2, start=8))
+    assert (blocks.span(1), blocks.held(PROMPT), blocks.stats()["orphan_blocks"]) == (None, 0, 1)
+
+
+def test_a_block_with_a_parent_is_in_its_parents_namespace() -> None:
+    blocks = index(stored(1, namespace="a"), stored(2, parent=1, start=4), stored(3, parent=2, start=8, namespace="a"))
+    assert (blocks.held(PROMPT, "a"), blocks.held(PROMPT)) == (12, 0)
 
 
 def test_at_the_bound_everything_is_forgotten_and_counted() -> None:
-    blocks = KvIndex(2)
-    blocks.store(stored(1, 2))
-    assert blocks.store(stored(1, 2)) is not None, "known blocks need no room"
-    assert blocks.overflows == 0
-    assert blocks.store(stored(3, parent=2, start=8)) is None
-    assert (len(blocks), blocks.overflows) == (0, 1)
+    tree, blocks = make_index(2)
+    blocks.apply([stored(1, 2)], 1.0)
+    assert blocks.apply([stored(1, 2)], 1.0) == 0, "known blocks need no room"
+    assert blocks.stats()["block_overflows"] == 0
+    assert blocks.apply([stored(3, parent=2, start=8), stored(4)], 1.0) == 2
+    assert (len(blocks), blocks.stats()["block_overflows"], blocks.blocks_max) == (1, 1, 2)
+    assert tree.matched(PROMPT) == 4
+    blocks.check()
+
+
+def test_clearing_gives_the_memory_back() -> None:
+    tree, blocks = make_index(10**6)
+    blocks.apply([BlockStored(range(1, 50_001), None, range(50_000), 1)], 1.0)
+    assert 48 * 50_000 < blocks.bytes_used < 80 * 50_000
+    blocks.check()
+    assert blocks.apply([AllBlocksCleared()], 1.0) == 1
+    assert (len(blocks), tree.worker_tokens(0)) == (0, 0) and blocks.bytes_used < 1000
+    blocks.check()
+
+
+def test_namespaces_that_no_block_uses_make_room_for_others() -> None:
+    tree, blocks = make_index(100)
+    for i in range(2000):
+        blocks.apply([stored(1, namespace=f"n{i}"), BlockRemoved([1])], 1.0)
+    assert blocks.bytes_used < 60_000
+    blocks.apply([stored(1, namespace="n1"), stored(2, namespace="n2")], 1.0)
+    assert (tree.matched(PROMPT, namespace="n1"), tree.matched(PROMPT, namespace="n2")) == (4, 4)
+    blocks.check()
 
 
 @pytest.mark.parametrize(
     ("event", "field"),
     [
         (BlockStored([1], None, [1, 2, 3], 4), "token_ids: 3 tokens for 1 block_hashes of block_size 4"),
-        (BlockStored([1], None, [1, -2], 2), "token_ids must not be negative"),
-        (BlockStored([1], None, [1.5, 2.5], 2), "token_ids must be ints"),
-        (BlockStored([1], None, [1, 2**31], 2), "token_ids must be ints"),
-        (BlockStored([1], None, None, 2), "token_ids must be ints"),
+        (BlockStored([1], None, [1, -2], 2), r"token_ids\[1\] is -2"),
+        (BlockStored([1], None, [1.5, 2.5], 2), r"token_ids\[0\] is a float"),
+        (BlockStored([1], None, [1, 2**31], 2), r"token_ids\[1\] is 2147483648"),
+        (BlockStored([1], None, None, 2), "token_ids is a NoneType"),
         (BlockStored([1], None, [1, 2], 0), "block_size"),
         (BlockStored([1], None, [1, 2], "2"), "block_size"),
         (BlockStored([[1]], None, [1, 2], 2), "block_hashes"),
-        (BlockStored([1], [2], [1, 2], 2), "block_hashes"),
+        (BlockStored([1], [2], [1, 2], 2), "parent_block_hash"),
         (BlockStored(7, None, [1, 2], 2), "block_hashes"),
+        (BlockStored("ab", None, [1, 2], 1), "block_hashes"),
+        (BlockStored([2**64], None, [1, 2], 2), "block_hashes must be 64-bit ints or bytes"),
+        (BlockStored([-(2**63) - 1], None, [1, 2], 2), "block_hashes"),
+        (BlockStored([True], None, [1, 2], 2), "block_hashes"),
+        (BlockStored([1.0], None, [1, 2], 2), "block_hashes"),
+        (BlockStored(["a"], None, [1, 2], 2), "block_hashes"),
+        (BlockStored([bytes(257)], None, [1, 2], 2), "more than 256 bytes"),
+        (BlockStored([1], None, [True, 2], 2), r"token_ids\[0\] is a bool"),
+        (BlockStored([1], None, [1, 2], 2, medium=7), "medium"),
         (BlockStored([1], None, [1, 2], 2, namespace=[]), "namespace"),
         (BlockRemoved(7), "block_hashes"),
         (BlockRemoved([[7]]), "block_hashes"),
