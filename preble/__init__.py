@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .scheduler import GlobalScheduler as GlobalScheduler
     from .scheduler import SchedulerConfig as SchedulerConfig
     from .types import AllBlocksCleared as AllBlocksCleared
-    from .types import BlockKeys as BlockKeys
     from .types import BlockRemoved as BlockRemoved
     from .types import BlockStored as BlockStored
     from .types import PrefixEvicted as PrefixEvicted
@@ -39,7 +38,6 @@ __version__ = "0.1.0"
 # Public name -> the module that owns it.
 _HOMES = {
     "AllBlocksCleared": "types",
-    "BlockKeys": "types",
     "BlockRemoved": "types",
     "BlockStored": "types",
     "CostModel": "_cost",
