@@ -186,8 +186,10 @@ def test_a_hash_that_means_two_places_is_refused_and_ends_no_walk(event: BlockSt
     before = blocks.tree.show(20)
     assert blocks.apply([event]) == 0
     assert (len(blocks), blocks.stats()["conflicting_blocks"]) == (2, len(event.block_hashes))
-    assert (blocks.prefix(2), blocks.tree.show(20)) == (PROMPT[:8], before + "\n('other')" * (event.namespace is not
-    None))
+    assert (blocks.prefix(2), blocks.tree.show(20)) == (
+        PROMPT[:8],
+        before + "\n('other')" * (event.namespace is not None),
+    )
 
 
 def test_a_ring_of_blocks_cannot_be_built_by_removing_in_between() -> None:

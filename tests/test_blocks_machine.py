@@ -106,7 +106,9 @@ class Model:
                 (namespace, prompt)
                 for namespace, prompt in self.believed
                 if namespace != block.namespace
-                or not (starts_with(prompt, block.prefix) or block.start < len(prompt) and starts_with(block.prefix, prompt))
+                or not (
+                    starts_with(prompt, block.prefix) or block.start < len(prompt) and starts_with(block.prefix, prompt)
+                )
             }
             self.believed.clear()
             for namespace, prompt in kept:
@@ -284,7 +286,9 @@ class BlocksMachine(RuleBasedStateMachine):
         self.index.check()
         self.tree.check()
         for namespace, prompt in self.prompts:
-            expected = max((len(p) for n, p in self.model.believed if n == namespace and starts_with(prompt, p)), default=0)
+            expected = max(
+                (len(p) for n, p in self.model.believed if n == namespace and starts_with(prompt, p)), default=0
+            )
             assert self.tree.matched(list(prompt), namespace=namespace) == expected
         stats = self.index.stats()
         assert {name: stats[name] for name in self.model.counts} == self.model.counts
