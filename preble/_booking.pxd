@@ -36,6 +36,7 @@ cdef class DecisionCore(E2):
     cdef int resume(self, Order* order) noexcept nogil
     cdef int place(self, Order* order, Choice* choice) noexcept nogil
     cdef int commit(self, const Order* order, Choice* choice) noexcept nogil
+    cdef str chosen_name(self, const Choice* choice)
     cdef int raise_outcome(self, int outcome) except -1
     cdef int explain_unlocked(self, Order* order, Scratch* s, Choice* choice) except -1
     cdef Lease* live_lease(self, int64_t key) noexcept nogil

@@ -117,15 +117,21 @@ cdef class DecisionCore(E2):
         self.names_now = tuple(self.names)
         return index
 
-    def close_worker(self, uint32_t index) -> None:
-        """Forget a worker: marks, account, index. Its leases live on until they end."""
+    def close_worker(self, uint32_t index) -> list[object]:
+        """Forget a worker: marks, account, index. Its leases live on until they end; returns their requests' ids.
+
+        Python's lock is held from end to end, so a request that is booked here and whose caller has not been told yet
+        finds out (`chosen_name`).
+        """
         cdef const Cost* cost
+        orphans = self.live_on(index)
         self.set_eligible(index, False)
         self.tree.drop_worker(index)
         cost = self.book.close(index)
         retire_thing(&self.tree.t, <void*> cost, PLAIN, 0)
         self.names[index] = None
         self.names_now = tuple(self.names)
+        return orphans
 
     def set_eligible(self, uint32_t index, bint eligible) -> None:
         """Whether a worker may take new requests."""
@@ -244,6 +250,7 @@ cdef class DecisionCore(E2):
         lease.expected_output = self.book.expected_output(choice.worker, order.max_new_tokens)
         lease.prefill_ns = nanoseconds(seconds)
         choice.lease = self.book.book(choice.worker, lease, order.now)
+        choice.changes = self.tree.t.worker_changes
         if order.root == NONE:
             return BOOKED
         if tree_insert(&self.tree.t, order.walk, order.tokens, order.count, choice.worker, True, order.now, &leaf):
@@ -253,6 +260,19 @@ cdef class DecisionCore(E2):
         booked.leaf = leaf
         booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
         return BOOKED
+
+    cdef str chosen_name(self, const Choice* choice):
+        """The id of the worker a request was booked on, with Python's lock. If that worker has been removed since,
+        None; then nothing stays booked."""
+        cdef Lease* lease
+        if choice.changes == load64(&self.tree.t.worker_changes):
+            return self.names_now[choice.worker]
+        with self.tree:
+            lease = self.book.lease_of(choice.lease)
+            if self.book.is_current(lease):
+                return self.names[choice.worker]
+            self.book.void_lease(lease)
+        return None
 
     cdef int raise_outcome(self, int outcome) except -1:
         """Turn what `place` says into an exception, unless it is BOOKED or ROOT_GONE."""

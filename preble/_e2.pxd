@@ -1,6 +1,6 @@
 # The E2 rule: contents of `_e2.pyx`.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._cost cimport Cost, LoadBook
 from preble._layout cimport Victim, Walk
@@ -45,6 +45,7 @@ cdef struct Choice:
     Reason reason
     uint32_t usable
     int64_t lease                # its key, once booked
+    uint64_t changes             # the tree's worker_changes when it was booked
 
 cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil
 cdef void free_scratch(Scratch* s) noexcept nogil

@@ -19,6 +19,7 @@ cdef class RequestCalls:
     cdef int64_t reasons[2]      # of E2
     cdef double now(self) except? -1.0
     cdef object claim(self, object request_id)
+    cdef object key_of(self, object request_id)
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
     cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1
-    cdef bint answer(self, int ending, object request_id, object key, int64_t cached_tokens) except -1
+    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens) except -1

@@ -10,8 +10,12 @@ arguments, the request ids, the two locks. What the calls do is in `_booking.pyx
 The request id is claimed before Python's lock is let go, so two calls with one id cannot both be placed.
 """
 
+from cpython.dict cimport PyDict_Size
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.ref cimport PyObject
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.string cimport memcpy
 
 from preble._answers cimport Decision, new_decision
 from preble._booking cimport (
@@ -24,6 +28,7 @@ from preble._booking cimport (
     DecisionCore,
 )
 from preble._e2 cimport Choice, Order
+from preble._clock cimport ManualClock
 from preble._epochs cimport reader_enter, reader_leave
 from preble._guard cimport await_python, guard_enter, guard_leave
 from preble._layout cimport Tree, generation, node_at
@@ -32,13 +37,21 @@ from preble._nodes cimport tree_walk
 from preble._retired cimport reclaim
 from preble._tokens cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
 
-from .errors import DuplicateRequest, InvalidInput, InvalidTime, NoWorkers, QueueFull
+from .errors import DuplicateRequest, InvalidInput, InvalidTime, NoWorkers
+
+cdef extern from "Python.h":
+    PyObject* PyDict_GetItemWithError(dict d, object key) except? NULL
+    PyObject* PyDict_SetDefault(dict d, object key, object value) except NULL
+    object PyUnicode_New(Py_ssize_t size, uint32_t greatest)
+    uint8_t* PyUnicode_1BYTE_DATA(object text)
 
 cdef enum:
     ROOT_TRIES = 8               # times a namespace may vanish under a call before it goes unremembered
     TOKENS_MOST = 2147483647
 
 cdef double TIME_MOST = 1e12     # seconds either way, so that the number of a slice of the window always fits 64 bits
+
+cdef bytes _PREFIX = b"request-"
 
 _NOTHING = ()
 _PENDING = PENDING
@@ -71,9 +84,32 @@ def hashable(str name, value) -> None:
 
 cdef int64_t whole(str name, object value, int64_t low) except -2:
     """An int argument in [low, 2**31 - 1]."""
+    cdef int overflow = 0
+    cdef int64_t number
+    if PyLong_CheckExact(value):
+        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if low <= number <= TOKENS_MOST and not overflow:
+            return number
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= TOKENS_MOST:
         raise InvalidInput(f"{name} must be an int in [{low}, {TOKENS_MOST}], got {value!r}")
     return value
+
+
+cdef str numbered(int64_t number):
+    """`request-{number}`, without a formatter."""
+    cdef uint8_t digits[20]
+    cdef int count = 0, i
+    cdef uint8_t* letters
+    while number or not count:
+        digits[count] = <uint8_t> (48 + number % 10)
+        number //= 10
+        count += 1
+    text = PyUnicode_New(len(_PREFIX) + count, 127)
+    letters = PyUnicode_1BYTE_DATA(text)
+    memcpy(letters, <const char*> _PREFIX, len(_PREFIX))
+    for i in range(count):
+        letters[len(_PREFIX) + i] = digits[count - 1 - i]
+    return text
 
 
 def output_limit(max_new_tokens) -> int:
@@ -108,51 +144,64 @@ cdef class RequestCalls:
 
     cdef double now(self) except? -1.0:
         cdef double seconds
-        value = self._clock()
-        if type(value) is not float:
-            return finite_time("what the clock returned", value)
-        seconds = value
+        if type(self._clock) is ManualClock:
+            seconds = (<ManualClock> self._clock).seconds
+        else:
+            value = self._clock()
+            if type(value) is not float:
+                return finite_time("what the clock returned", value)
+            seconds = value
         if not -TIME_MOST <= seconds <= TIME_MOST:
-            finite_time("what the clock returned", value)
+            finite_time("what the clock returned", seconds)
         return seconds
 
     cdef object claim(self, object request_id):
         """Mark a request id as being placed, made up if it is None; returns it."""
         cdef dict leases = self._core.leases
         cdef int64_t number = self._sequence
-        cdef Py_ssize_t known = len(leases)
-        if request_id is not None:
-            if request_id in leases:
-                raise DuplicateRequest(f"request_id {request_id!r} is live")
+        cdef Py_ssize_t known = PyDict_Size(leases)
         if known >= self._core.live_max:
-            raise QueueFull(
-                f"{self._core.live_max} requests are live, the most allowed (SchedulerConfig.live_requests_max)")
+            self._core.need_room(request_id)
         if request_id is not None:
-            leases[request_id] = _PENDING
+            if PyDict_SetDefault(leases, request_id, _PENDING) != <PyObject*> _PENDING or PyDict_Size(leases) == known:
+                raise DuplicateRequest(f"request_id {request_id!r} is live")
             return request_id
         while True:
-            request_id = f"request-{number}"
-            if request_id not in leases:
-                leases[request_id] = _PENDING
+            request_id = numbered(number)
+            PyDict_SetDefault(leases, request_id, _PENDING)
+            if PyDict_Size(leases) > known:
                 return request_id
             number += 1
 
+    cdef object key_of(self, object request_id):
+        """What a request is leased by, None if it is not live. Raises InvalidInput for an id that cannot be one."""
+        cdef PyObject* found
+        try:
+            found = PyDict_GetItemWithError(self._core.leases, request_id)
+        except TypeError:
+            hashable("request_id", request_id)
+            raise
+        return None if found == NULL else <object> found
+
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit):
-        """Decide by E2 and book."""
+        """Decide by E2 and book; anew if the chosen worker is removed meanwhile."""
         cdef DecisionCore core = self._core
         cdef TokenView view
         cdef Order order
         cdef Choice choice
+        cdef str name = None
         order.now = self.now()
         order.max_new_tokens = limit
         if core.eligible_workers == 0 and not any(name is not None for name in core.names):
             raise NoWorkers("the scheduler has no workers; add_worker first")
         request_id = self.claim(request_id)
         try:
-            core.need_eligible()
             view_tokens(token_ids, &view)
             try:
-                self.decide(&view, namespace, &order, &choice)
+                while name is None:
+                    core.need_eligible()
+                    self.decide(&view, namespace, &order, &choice)
+                    name = core.chosen_name(&choice)
             finally:
                 release_tokens(&view)
         except BaseException:
@@ -162,7 +211,7 @@ cdef class RequestCalls:
         self._sequence += 1
         self.scheduled += 1
         self.reasons[<int> choice.reason] += 1
-        return new_decision(request_id, core.names_now[choice.worker], choice.usable, order.count,
+        return new_decision(request_id, name, choice.usable, order.count,
                             _REASONS[<int> choice.reason], None)
 
     cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1:
@@ -213,9 +262,8 @@ cdef class RequestCalls:
         cdef DecisionCore core = self._core
         cdef double now
         cdef int ending
-        hashable("request_id", request_id)
+        found = self.key_of(request_id)
         now = self.now()
-        found = core.leases.get(request_id)
         key = PENDING if found is None else found
         with nogil:
             guard_enter(&core.tree.t.guard)
@@ -223,7 +271,7 @@ cdef class RequestCalls:
             reclaim(&core.tree.t)
             guard_leave(&core.tree.t.guard)
             await_python()
-        return self.answer(ending, None, None, cached)
+        return self.answer(ending, request_id, False, cached)
 
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
         """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
@@ -233,9 +281,8 @@ cdef class RequestCalls:
         cdef DecisionCore core = self._core
         cdef double now
         cdef int ending
-        hashable("request_id", request_id)
+        found = self.key_of(request_id)
         now = self.now()
-        found = core.leases.get(request_id)
         key = PENDING if found is None else found
         with nogil:
             guard_enter(&core.tree.t.guard)
@@ -243,7 +290,7 @@ cdef class RequestCalls:
             reclaim(&core.tree.t)
             guard_leave(&core.tree.t.guard)
             await_python()
-        if not self.answer(ending, request_id, found, cached):
+        if not self.answer(ending, request_id, True, cached):
             return False
         self.finished += 1
         return True
@@ -260,7 +307,7 @@ cdef class RequestCalls:
     def _give_back(self, request_id, double now) -> bool:
         """Cancel without counting it. False if it is not live."""
         cdef DecisionCore core = self._core
-        found = core.leases.get(request_id)
+        found = self.key_of(request_id)
         cdef int64_t key = PENDING if found is None else found
         cdef int ending
         with nogil:
@@ -269,16 +316,16 @@ cdef class RequestCalls:
             reclaim(&core.tree.t)
             guard_leave(&core.tree.t.guard)
             await_python()
-        return ending != LATE and self.answer(ending, request_id, found, -1)
+        return ending != LATE and self.answer(ending, request_id, True, -1)
 
-    cdef bint answer(self, int ending, object request_id, object key, int64_t cached_tokens) except -1:
-        """Whether the request was live; forgets its id if it has ended (`key` is given)."""
+    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens) except -1:
+        """Whether the request was live; forgets its id if it has `ended`."""
         if ending == LATE:
             self.late_calls += 1
             return False
         if ending == TOO_MANY_CACHED:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
-        if key is not None and self._core.leases.get(request_id) == key:     # else placed anew in the meantime
+        if ended:                                # only whoever ended the lease comes here
             del self._core.leases[request_id]
         return True
 

@@ -257,8 +257,7 @@ class GlobalScheduler(RequestCalls):
         cancelled."""
         with self._lock:
             worker = self._worker(worker_id)
-            orphans = self._core.live_on(worker.index)
-            self._core.close_worker(worker.index)
+            orphans = self._core.close_worker(worker.index)
             del self._workers[worker_id]
             return orphans
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 from stress.threads import run_together, stress_scheduler, stress_slots, stress_tree
+
+from preble import Decision, GlobalScheduler, ManualClock
 
 OPERATIONS = 600  # of each thread
 
@@ -55,3 +58,24 @@ def test_a_failure_in_a_thread_is_not_lost_and_stops_the_others() -> None:
     with pytest.raises(AssertionError, match="seen"):
         run_together([(fail, 1), (wait, 1_000_000)], seed=0)
     assert len(done) < 1_000_000
+
+
+def test_a_worker_removed_between_the_booking_and_the_answer_is_not_answered() -> None:
+    """Regression: the answer was a Decision whose worker is None, and the request was among nobody's orphans."""
+    sched = GlobalScheduler(["stays", "goes"], clock=ManualClock())
+    sched.cancel(sched.schedule([1, 2, 3], request_id="first", exclude=["stays"]).request_id)
+    decisions: list[Decision] = []
+    sys.setswitchinterval(1000.0)  # this thread keeps Python's lock until it waits
+    other = threading.Thread(target=lambda: decisions.append(sched.schedule([1, 2, 3], request_id="asked")))
+    sched.drain_worker("stays")
+    with sched._lock:
+        other.start()
+        while "asked" not in sched._core.leases:
+            time.sleep(0.001)
+    while not sched._core.book.live:  # the other thread books it without Python's lock
+        pass
+    sched.add_worker("new")
+    orphans = sched.remove_worker("goes")
+    other.join()
+    assert [decision.worker for decision in decisions] == ["new"] or orphans == ["asked"]
+    sched.check()
