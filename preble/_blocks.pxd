@@ -20,5 +20,6 @@ cdef class BlockIndex:
     cdef uint32_t free_row(self) except? 0xFFFFFFFE
     cdef int place_events(self, EventBatch batch, object namespace) except -1
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE
+    cdef bint evicted(self, object event) except -1
     cdef check_bytes(self, int segments, int entries)
     cdef uint32_t index_of(self, object block_hash) except? 0xFFFFFFFE

@@ -103,7 +103,7 @@ cdef class BlockIndex:
         self.taken += batch.batch.seen
         return changed
 
-    def evicted(self, object event) -> bool:
+    cdef bint evicted(self, object event) except -1:
         """Apply a PrefixEvicted; whether it changed a belief."""
         cdef uint64_t version = self.tree.t.version
         kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)

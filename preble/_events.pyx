@@ -5,8 +5,6 @@ become a namespace. Keeps nothing after that and knows neither tree nor index; d
 
 from operator import index
 
-import msgpack
-
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
@@ -317,6 +315,7 @@ cdef object unpacked(Slice* slice_):
     """A value of the payload as a Python object, None where it is absent; its own bytes where Python has no such."""
     if slice_.data == NULL:
         return None
+    import msgpack                   # here, because most engines name nothing beside tokens, and then nobody needs it
     raw = (<const char*> slice_.data)[:slice_.length]
     try:
         value = msgpack.unpackb(raw, use_list=False)
