@@ -1,10 +1,10 @@
 # Where a worker's blocks end in the tree, as inline C: marks read by position, places and how a lost one is found
-# again. Owns no state and changes nothing but the places that blocks remember; `_blocks.pyx` explains them.
+# again. Owns no state and changes nothing but the places that blocks remember; `_block_store.pyx` explains them.
 
 from libc.stdint cimport uint32_t, uint64_t
 
+from preble._block_layout cimport Blocks
 from preble._block_table cimport Block, block_at, find_name
-from preble._block_store cimport Blocks
 from preble._decode cimport finished_print, print_base
 from preble._layout cimport LIVE, Node, Tree, generation, node_at, run_end
 from preble._layout_parts cimport find_entry

@@ -22,6 +22,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._atomic cimport store32
+from preble._block_layout cimport COPIES_MAX, MEDIUM_BYTES, Copy, Space
 from preble._block_places cimport (
     is_chain_known,
     marked_above,

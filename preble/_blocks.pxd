@@ -2,7 +2,7 @@
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._block_store cimport Blocks
+from preble._block_layout cimport Blocks
 from preble._events cimport EventBatch
 from preble._radix cimport RadixTree
 

@@ -9,8 +9,9 @@ since beliefs only ever cost a miss. Everything happens under the tree's writers
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
+from preble._block_layout cimport Blocks, Space
 from preble._block_places cimport live_place, place_of, print_above, space_root
-from preble._block_store cimport DONE, Blocks, Space, apply_batch
+from preble._block_store cimport DONE, apply_batch
 from preble._block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
 from preble._block_table cimport clear_table, find_key, find_name, name_of
 from preble._decode cimport STORED, Event, Key
