@@ -18,6 +18,7 @@ cdef struct Run:                 # blocks about to be stored: of one event, or o
     uint32_t events
     uint32_t keys_at
     uint32_t count               # blocks
+    uint32_t keyed               # more blocks, which are told apart by more than tokens and so are left out
     uint32_t size                # tokens of each
     uint32_t start
     uint32_t end

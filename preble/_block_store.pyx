@@ -152,7 +152,7 @@ cdef Outcome begin_run(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t ev
         x.conflicts += count
         return IGNORED
     allowed = allowed_blocks(x, event, run.space) if events == 1 else count
-    x.keyed += count - allowed
+    run.keyed = count - allowed
     if allowed == 0 or run.start + <uint64_t> allowed * run.size > POSITIONS_MAX:
         x.conflicts += allowed
         return IGNORED
@@ -407,9 +407,14 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
     cdef Run run
     cdef uint32_t i, end
     cdef uint64_t version = t.version
+    cdef int64_t lost = x.lost
     cdef Outcome outcome = begin_run(x, t, b, first, events, &run)
     if outcome == DONE:
         outcome = store_run(x, t, b, &run, now)
+    if outcome == NO_MEMORY:                 # counts are of what was applied, so that trying again counts it once
+        x.lost = lost
+        return NO_MEMORY
+    x.keyed += run.keyed
     if outcome == DONE:
         end = run.start
         for i in range(first, first + events):
@@ -425,7 +430,7 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
         x.overflows += 1
         forget_all(x, t)
         changed[0] += t.version != version
-    return NO_MEMORY if outcome == NO_MEMORY else DONE
+    return DONE
 
 
 # --- removing ---------------------------------------------------------------------------------------------------------
@@ -499,10 +504,10 @@ cdef void forget_all(Blocks* x, Tree* t) noexcept nogil:
 
 
 cdef Outcome apply_batch(Blocks* x, Tree* t, Batch* b, double now, uint32_t* changed) noexcept nogil:
-    """Apply a decoded batch, event by event; NO_MEMORY leaves the events before applied."""
+    """Apply a decoded batch, event by event. NO_MEMORY leaves the events before applied, and of the one that failed
+    nothing but room for it."""
     cdef uint32_t i = 0, events
     cdef uint64_t version
-    x.unknown_events += b.unknown
     while i < b.event_count:
         events = 1
         if b.events[i].kind == STORED:
@@ -518,4 +523,5 @@ cdef Outcome apply_batch(Blocks* x, Tree* t, Batch* b, double now, uint32_t* cha
                 remove_blocks(x, t, b, &b.events[i])
             changed[0] += t.version != version
         i += events
+    x.unknown_events += b.unknown
     return DONE

@@ -18,6 +18,7 @@ cdef class BlockIndex:
     cdef readonly uint32_t taken  # events of the last call
     cdef uint32_t row_of(self, object namespace, uint64_t lora, uint64_t salted, uint64_t extra) except? 0xFFFFFFFE
     cdef uint32_t free_row(self) except? 0xFFFFFFFE
+    cdef int release_room(self) except -1
     cdef int place_events(self, EventBatch batch, object namespace) except -1
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE
     cdef bint evicted(self, object event) except -1

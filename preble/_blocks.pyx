@@ -33,6 +33,7 @@ cdef class BlockIndex:
     """What one worker's engine says it caches, by block hash, and the marks that follow from it. Thread-safe.
 
     Knows at most `blocks_max` blocks; at the bound everything is forgotten, the worker's marks with it, and counted.
+    While it knows none it takes no memory. Out of memory an event changes nothing, but room made for it may stay.
     """
 
     def __cinit__(self, RadixTree tree not None, uint32_t worker, int64_t blocks_max):
@@ -96,9 +97,12 @@ cdef class BlockIndex:
         with self.tree:
             self.tree.need_beliefs()
             self.tree.need_worker(self.b.worker)
-            self.place_events(batch, namespace)
-            with nogil:
-                outcome = apply_batch(&self.b, &self.tree.t, &batch.batch, now, &changed)
+            try:
+                self.place_events(batch, namespace)
+                with nogil:
+                    outcome = apply_batch(&self.b, &self.tree.t, &batch.batch, now, &changed)
+            finally:
+                self.release_room()
         if outcome != DONE:
             raise MemoryError("cache events")
         self.taken += batch.batch.seen
@@ -189,6 +193,19 @@ cdef class BlockIndex:
             self.free_rows.extend(range(room, wider))
         return self.free_rows.pop() if self.free_rows else NONE
 
+    cdef int release_room(self) except -1:
+        """Give all memory back if no block is known: whatever emptied the index, or failed to fill it."""
+        if self.b.table.count:
+            return 0
+        clear_table(&self.b.table)
+        budget_free(&self.b.table.budget, self.b.spaces, <int64_t> self.b.space_room * sizeof(Space))
+        self.b.spaces = NULL
+        self.b.space_room = 0
+        self.rows.clear()
+        self.names.clear()
+        self.free_rows.clear()
+        return 0
+
     # --- facts ---
 
     @property
@@ -277,6 +294,7 @@ cdef class BlockIndex:
             spaces[block.space] += 1
         assert spaces == [self.b.spaces[i].blocks for i in range(self.b.space_room)], "a namespace miscounts its blocks"
         assert self.rows == {key: i for i, key in enumerate(self.names) if key is not None}, "rows and names differ"
+        assert blocks or self.b.table.budget.used == 0, "an index without blocks holds memory"
         self.check_bytes(len(segments), entries)
 
     cdef check_bytes(self, int segments, int entries):

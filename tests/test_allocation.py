@@ -29,7 +29,15 @@ MUST_FAIL = {
     "insert-split",
     "add-worker",
 }
-MUST_FAIL |= {"apply-stored", "apply-stored-new", "hold-split", "extend-branch", "new-scheduler", "new-radix-tree"}
+MUST_FAIL |= {
+    "apply-stored",
+    "apply-stored-new",
+    "apply-stored-many",
+    "hold-split",
+    "extend-branch",
+    "new-scheduler",
+    "new-radix-tree",
+}
 
 
 def operations() -> list[str]:

@@ -117,11 +117,11 @@ class SchedulerWorld:
         self.sched.check()
         stats = self.sched.stats()
         tree = stats.pop("tree")
-        blocks = {name: account.pop("known_blocks") for name, account in stats["workers"].items()}
+        room = {name: account.pop("block_index_bytes") for name, account in stats["workers"].items()}
         return {
             "stats": stats,
             "lost": [tree["shed_nodes"], tree["refused_tokens"]],
-            "blocks": blocks,
+            "room": room,
             "matches": [repr(self.sched.match(prompt, namespace=ns)) for prompt in KNOWN for ns in NAMESPACES],
             "decisions": [repr(self.sched.explain(prompt, namespace=ns)) for prompt in PROMPTS for ns in (None, "new")],
             "workers": list(self.sched.workers),
@@ -225,6 +225,7 @@ def make(world: NoWorld, maker: Callable[[], object]) -> None:
 
 
 OTHER = [3_000 + n for n in range(50)]
+MANY = list(range(5_000, 6_100))  # blocks: their slab, segments and directory grow
 
 OPERATIONS: dict[str, Operation] = {
     "schedule-new": Operation(SchedulerWorld, lambda w: w.sched.schedule(array("i", OTHER), request_id="x")),
@@ -250,15 +251,14 @@ OPERATIONS: dict[str, Operation] = {
     "finish-at-once": Operation(SchedulerWorld, lambda w: w.sched.finish("a", cached_tokens=1)),
     "cancel": Operation(SchedulerWorld, lambda w: w.sched.cancel("b")),
     "cancel-late": Operation(SchedulerWorld, lambda w: w.sched.cancel("d")),
-    # The index of an engine's blocks comes before the tree: it may know a block whose mark failed; a repeat marks.
-    "apply-stored": Operation(
-        SchedulerWorld, lambda w: w.sched.apply("w5", [BlockStored([9], None, SYSTEM[:6], 6)]), keeps="blocks"
-    ),
+    "apply-stored": Operation(SchedulerWorld, lambda w: w.sched.apply("w5", [BlockStored([9], None, SYSTEM[:6], 6)])),
     "apply-stored-new": Operation(
-        SchedulerWorld, lambda w: w.sched.apply("w5", [BlockStored([9], None, OTHER[:6], 6, "new")]), keeps="blocks"
+        SchedulerWorld, lambda w: w.sched.apply("w5", [BlockStored([9], None, OTHER[:6], 6, "new")])
     ),
-    "apply-stored-below": Operation(
-        SchedulerWorld, lambda w: w.sched.apply("w3", [BlockStored([9], 2, [60, 61], 2)]), keeps="blocks"
+    "apply-stored-below": Operation(SchedulerWorld, lambda w: w.sched.apply("w3", [BlockStored([9], 2, [60, 61], 2)])),
+    # An index that knows blocks keeps the room that it has made for more.
+    "apply-stored-many": Operation(
+        SchedulerWorld, lambda w: w.sched.apply("w3", [BlockStored(MANY, None, MANY, 1)]), keeps="room"
     ),
     "apply-removed": Operation(SchedulerWorld, lambda w: w.sched.apply("w3", [BlockRemoved([2])])),
     "apply-evicted": Operation(
