@@ -23,6 +23,7 @@ from preble import (
     WorkerSpec,
 )
 from preble._blocks import BlockIndex
+from preble._events import EventBatch
 from preble._radix import RadixTree
 from preble.errors import InvalidInput, UnknownWorker
 
@@ -221,6 +222,27 @@ def test_clearing_gives_the_memory_back() -> None:
     assert blocks.apply([AllBlocksCleared()], 1.0) == 1
     assert (len(blocks), tree.worker_tokens(0)) == (0, 0) and blocks.bytes_used == 0
     blocks.check()
+
+
+def test_an_event_that_fails_for_want_of_memory_counts_nothing_and_leaves_an_empty_index_empty() -> None:
+    salted = ["BlockStored", [1, 2], None, PROMPT[:8], 4, None, None, None, [None, ["picture"]]]
+    payload = msgpack.packb([0.0, [["Strange"], salted]])
+    raised = 0
+    for nth in range(1, 100):
+        tree, blocks = make_index(100)
+        before = blocks.stats()
+        blocks.fail_allocation(nth)
+        try:
+            blocks.apply_batch(EventBatch(payload), 1.0)
+            break
+        except MemoryError:
+            raised += 1
+        assert blocks.stats() == before and blocks.bytes_used == 0 and tree.matched(PROMPT) == 0
+        blocks.check()
+        assert blocks.apply_batch(EventBatch(payload), 1.0) == 1
+    counted = blocks.stats()
+    assert (raised, counted["keyed_blocks"], counted["unknown_events"]) == (4, 1, 1)
+    assert len(blocks) == 1 and tree.matched(PROMPT) == 4
 
 
 def test_namespaces_that_no_block_uses_make_room_for_others() -> None:

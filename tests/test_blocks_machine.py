@@ -1,5 +1,5 @@
-"""Random histories of cache events, requests and forgetting, against a naive model: a dict of blocks with their whole prefixes,
-and the set of all prefixes that the worker is believed to cache. Every event goes in as an object or as bytes."""
+"""Random histories of cache events, requests and forgetting, against a naive model: a dict of blocks with their whole
+prefixes, and the set of all prefixes that the worker is believed to cache. Events go in as objects or as bytes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Block:
 
 
 class Model:
-    """What must be known and believed, one worker. `placed(hash)` says whether the index still knows where a block ends; it may
-    have forgotten only what the tree has forgotten."""
+    """What must be known and believed, one worker. `placed(hash)` says whether the index still knows where a block
+    ends; it may have forgotten only what the tree has forgotten."""
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks: dict[Hashable, Block] = {}
