@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -293,11 +294,12 @@ def test_without_a_terminal_the_screen_is_plain_lines(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
-    with (
-        pytest.raises(fleet.WorkerFailed) as failure,
-        fleet.Fleet(1, ["--engine", "torch", "--model", str(tmp_path / "nowhere")], tmp_path, "broken"),
-    ):
-        raise AssertionError("the fleet must not get ready")
+    async def start() -> None:
+        async with fleet.Fleet(1, ["--engine", "torch", "--model", str(tmp_path / "nowhere")], tmp_path, "broken"):
+            raise AssertionError("the fleet must not get ready")
+
+    with pytest.raises(fleet.WorkerFailed) as failure:
+        asyncio.run(start())
     message = str(failure.value)
     assert "worker-0 ended with exit code 2" in message
     assert "no such directory" in message
@@ -316,6 +318,38 @@ def test_calibration_prompts_share_no_prefix() -> None:
     prompts = [experiment.rotated(tokens, turn, 1500) for turn in range(12)]
     assert {len(prompt) for prompt in prompts} == {1500}
     assert len({prompt[0] for prompt in prompts}) == len(prompts)
+
+
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_ends_the_demo_where_it_waits_and_not_between_two_steps(
+    number: signal.Signals, ending: type[BaseException]
+) -> None:
+    """Else it could come right after a socket was made, and closing the router would wait for that socket forever."""
+    done: list[str] = []
+
+    async def work() -> None:
+        try:
+            signal.raise_signal(number)
+            done.append("socket made")
+            await asyncio.Event().wait()
+        finally:
+            signal.raise_signal(number)  # somebody is impatient
+            for _ in range(10):
+                await asyncio.sleep(0)
+            done.append("socket closed")
+
+    with pytest.raises(ending) as ended:
+        asyncio.run(program.until_asked_to_end(work()))
+    assert done == ["socket made", "socket closed"]
+    assert ending is KeyboardInterrupt or ended.value.args == (128 + number,)
+
+
+def test_work_that_cancels_itself_is_not_taken_for_a_signal() -> None:
+    async def work() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(program.until_asked_to_end(work()))
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -385,6 +419,7 @@ def test_a_demo_that_is_asked_to_end_takes_its_workers_along(tmp_path: Path) -> 
             assert demo.poll() is None
         log = tmp_path / "logs" / "round_robin-worker-1.log"
         while not (log.exists() and fleet.ready_endpoint(log)):
+            assert demo.poll() is None
             time.sleep(0.05)
         demo.terminate()
         assert demo.wait(60) == 128 + signal.SIGTERM

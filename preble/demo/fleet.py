@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ class WorkerFailed(PrebleError):
 
 
 class Fleet:
-    """`preble worker` processes on loopback, each pinned to a core where there are enough. A context manager.
+    """`preble worker` processes on loopback, each pinned to a core where there are enough. An async context manager.
 
     `arguments` follow `preble worker` for every process; the fleet adds each one's id, address and core. A new fleet
     has empty caches.
@@ -37,17 +38,17 @@ class Fleet:
         self._logs = [log_directory / f"{label}-{worker}.log" for worker in self.worker_ids]
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Fleet:
+    async def __aenter__(self) -> Fleet:
         try:
             for number in range(len(self.worker_ids)):
                 self._processes.append(self._start(number))
-            self._wait_ready()
+            await self._wait_ready()
         except BaseException:
             self.stop()
             raise
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
@@ -74,7 +75,7 @@ class Fleet:
         """The ends of all logs."""
         return "\n".join(f"--- {log}\n{tail(log)}" for log in self._logs)
 
-    def _wait_ready(self) -> None:
+    async def _wait_ready(self) -> None:
         """Wait for every worker's READY line, which tells its endpoint."""
         deadline = time.monotonic() + READY_SECONDS
         for number, log in enumerate(self._logs):
@@ -82,7 +83,7 @@ class Fleet:
                 self.check()
                 if time.monotonic() > deadline:
                     raise self.failure(number, f"was not ready within {READY_SECONDS:g} s")
-                time.sleep(POLL_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
             self.endpoints.append(endpoint)
 
     def stop(self) -> None:

@@ -27,6 +27,7 @@ T = TypeVar("T")
 POLICIES = ("round_robin", "e2")
 MODEL = "llama-20m"
 OUTPUT_TOKENS = 12
+ENDINGS = (signal.SIGINT, signal.SIGTERM)  # ways in which a process is asked to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,9 @@ def run_demo(args: argparse.Namespace, screen: Screen | None = None) -> int:
     check_extras(settings, plot_wanted=args.plot is not None)
     workdir = args.workdir or Path(tempfile.mkdtemp(prefix="preble-demo-"))
     started = time.monotonic()
-    # So that the workers are stopped whichever way this process is asked to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     demo = Demo(settings, workdir, screen)
     demo.prepare()
-    phases = asyncio.run(demo.measure())
+    phases = asyncio.run(until_asked_to_end(demo.measure()))
     note = demo.note()
     sys.stdout.write(f"\n{report.table(phases)}\n\n{report.headline(phases)}.\n")
     sys.stdout.write(note.replace(". ", ".\n") + "\n")
@@ -86,6 +85,33 @@ def run_demo(args: argparse.Namespace, screen: Screen | None = None) -> int:
         sys.stdout.write(f"Picture: {plot_path}\n")
     sys.stdout.write(f"The demo took {time.monotonic() - started:.0f} s.\n")
     return say_failures(phases, demo)
+
+
+async def until_asked_to_end(work: Awaitable[T]) -> T:
+    """Await `work`; when this process is asked to end, cancel it and then end as the signal would have it.
+
+    An exception out of a signal handler comes between any two instructions: a socket that was just made would belong to
+    nobody yet, and closing the router waits for all of them. A cancelled task unwinds from where it waits.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    asked: list[int] = []
+
+    def ask_to_end(number: int) -> None:
+        asked.append(number)
+        if len(asked) == 1 and task is not None:  # once, since a second time would interrupt the unwinding
+            task.cancel()
+
+    if sys.platform != "win32":
+        for number in ENDINGS:
+            loop.add_signal_handler(number, ask_to_end, number)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not asked:
+            raise
+        if asked[0] == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + asked[0]) from None
 
 
 def check_extras(settings: Settings, *, plot_wanted: bool) -> None:
@@ -154,7 +180,7 @@ class Demo:
     async def _calibrate(self) -> None:
         settings = self.settings
         self.screen.say("3/5 calibration: how fast these workers are, so that round robin nearly saturates them")
-        with self._fleet("calibration") as fleet:
+        async with self._fleet("calibration") as fleet:
             self.calibration = await self._guarded(
                 fleet, calibrate(fleet, self._foreign_tokens(), settings.output_tokens)
             )
@@ -181,7 +207,7 @@ class Demo:
         assert self.calibration is not None
         self.screen.say(f"{number}/5 {policy}: fresh workers with empty caches, the same prompts at the same times")
         tally = Tally(policy, len(prompts))
-        with self._fleet(policy) as fleet:
+        async with self._fleet(policy) as fleet:
             await self._guarded(fleet, warm_up(fleet, self._foreign_tokens()))
             with self.screen.phase(tally) as update:
                 phase = run_phase(
