@@ -66,23 +66,35 @@ cdef extern from * nogil:
     }
     #endif
 
+    enum { PREBLE_KERNELS = 3 };
+    static const char *const preble_kernel_names[PREBLE_KERNELS] = {"plain", "avx2", "avx512"};
+
+    /* The kernels from plain to wide; NULL for what this machine cannot run. */
+    static preble_kernel preble_kernel_at(int width) {
+    #ifdef PREBLE_X86
+        __builtin_cpu_init();
+        if (width == 1) return __builtin_cpu_supports("avx2") ? preble_common_avx2 : NULL;
+        if (width == 2) return __builtin_cpu_supports("avx512f") ? preble_common_avx512 : NULL;
+    #endif
+        return width == 0 ? preble_common_plain : NULL;
+    }
+
     static preble_kernel preble_common = preble_common_plain;
     static const char *preble_kernel_name = "plain";
 
     #ifdef PREBLE_X86
     __attribute__((constructor)) static void preble_pick_kernel(void) {
-        __builtin_cpu_init();
-        if (__builtin_cpu_supports("avx512f")) {
-            preble_common = preble_common_avx512;
-            preble_kernel_name = "avx512";
-        } else if (__builtin_cpu_supports("avx2")) {
-            preble_common = preble_common_avx2;
-            preble_kernel_name = "avx2";
+        for (int width = 0; width < PREBLE_KERNELS; width++) {
+            if (preble_kernel_at(width) == NULL) continue;
+            preble_common = preble_kernel_at(width);
+            preble_kernel_name = preble_kernel_names[width];
         }
     }
     #endif
     """
-    ctypedef uint32_t (*Kernel)(const int32_t* a, const int32_t* b, uint32_t count) noexcept nogil
+    ctypedef uint32_t (*Kernel "preble_kernel")(const int32_t* a, const int32_t* b, uint32_t count) noexcept nogil
     uint32_t common_prefix "preble_common"(const int32_t* a, const int32_t* b, uint32_t count)
-    uint32_t common_plain "preble_common_plain"(const int32_t* a, const int32_t* b, uint32_t count)
+    int KERNELS "PREBLE_KERNELS"
+    Kernel kernel_at "preble_kernel_at"(int width)           # tests: each that this machine can run, or NULL
+    const char** kernel_names "preble_kernel_names"
     const char* kernel_name "preble_kernel_name"

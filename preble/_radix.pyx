@@ -16,7 +16,7 @@ from libc.string cimport memcpy, memset
 
 from preble._atomic cimport load32, load64, store32, store64, store_signed
 from preble._audit cimport check_tree, show_tree
-from preble._compare cimport common_prefix, common_plain, kernel_name
+from preble._compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
 from preble._epochs cimport epochs_close, epochs_init, reader_enter, reader_leave
 from preble._guard cimport await_python, guard_close, guard_enter, guard_init, guard_leave, guard_try
 from preble._layout cimport (
@@ -70,15 +70,22 @@ cdef double finite(object now) except? -1.0:
     return value
 
 
-def common_tokens(a, b) -> tuple[int, int]:
-    """How many leading tokens of two int32 buffers agree, by the machine's widest instructions and by plain ones."""
+def common_tokens(a, b) -> dict[str, int]:
+    """Tests only: how many leading tokens of two int32 buffers agree, by each kernel that this machine can run."""
     cdef TokenView one, two
-    view_tokens(a, &one)
+    cdef Kernel kernel
+    cdef int width
+    view_tokens(a, &one, allow_empty=True)
     try:
-        view_tokens(b, &two)
+        view_tokens(b, &two, allow_empty=True)
         try:
             count = min(one.count, two.count)
-            return common_prefix(one.data, two.data, count), common_plain(one.data, two.data, count)
+            answer = {}
+            for width in range(KERNELS):
+                kernel = kernel_at(width)
+                if kernel != NULL:
+                    answer[kernel_names[width].decode()] = kernel(one.data, two.data, count)
+            return answer
         finally:
             release_tokens(&two)
     finally:
