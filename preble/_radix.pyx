@@ -497,6 +497,22 @@ cdef class RadixTree:
         """Which compare instructions this machine got: "avx512", "avx2" or "plain"."""
         return (<bytes> kernel_name).decode()
 
+    def begin_read(self) -> int:
+        """Tests only: take a reader's slot, as each read does for some microseconds; `end_read` gives it back."""
+        cdef uint32_t slot
+        with nogil:
+            slot = reader_enter(&self.t.epochs)
+        return slot
+
+    def end_read(self, uint32_t slot) -> None:
+        """Tests only: give back what `begin_read` took."""
+        reader_leave(&self.t.epochs, slot)
+
+    @property
+    def retired_things(self) -> int:
+        """Tests only: what is unlinked and not freed yet, since a reader may look at it. Takes no lock."""
+        return load32(&self.t.epochs.count)
+
     def fail_allocation(self, int64_t nth) -> None:
         """Tests only: let the nth allocation from now fail (0: none)."""
         self.t.budget.fail_after = nth
