@@ -257,7 +257,7 @@ cdef class BlockIndex:
 
     cdef uint32_t index_of(self, object block_hash) except? 0xFFFFFFFE:
         cdef Key key
-        key_of(block_hash, &key)
+        key_of(block_hash, "block_hash", &key)
         return find_key(&self.b.table, &key)
 
     def fail_allocation(self, int64_t nth) -> None:

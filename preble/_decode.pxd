@@ -6,7 +6,7 @@ from preble._memory cimport Budget
 from preble._msgpack cimport Item, Reader, Trouble
 
 cdef enum:
-    HASH_BYTES_MAX = 256
+    HASH_BYTES_MAX = 1024
 
 cdef enum Field:
     OTHER = 0

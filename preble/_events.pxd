@@ -19,4 +19,4 @@ cdef class EventBatch:
     cdef int add_medium(self, object medium, Event* event) except -1
     cdef int push(self, Event* event) except -1
 
-cdef int key_of(object block_hash, Key* key) except -1
+cdef int key_of(object block_hash, str name, Key* key) except -1

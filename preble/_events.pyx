@@ -193,7 +193,6 @@ cdef class EventBatch:
 
     cdef int add_stored(self, object event) except -1:
         cdef Event stored
-        cdef Item item
         memset(&stored, 0, sizeof(Event))
         stored.kind = STORED
         stored.block_size = check_int("BlockStored.block_size", event.block_size, 1, 2**31 - 1, InvalidInput)
@@ -206,8 +205,7 @@ cdef class EventBatch:
         self.add_keys(event.block_hashes, &stored)
         if event.parent_block_hash is not None:
             stored.has_parent = True
-            hash_item(event.parent_block_hash, "BlockStored.parent_block_hash", &item)
-            key_item(&self.batch, &stored.parent, &item, NULL)
+            key_of(event.parent_block_hash, "BlockStored.parent_block_hash", &stored.parent)
         self.add_medium(event.medium, &stored)
         if <uint64_t> stored.key_count * stored.block_size != stored.token_count:
             raise InvalidInput(f"BlockStored.token_ids: {stored.token_count} tokens for {stored.key_count} "
@@ -249,7 +247,6 @@ cdef class EventBatch:
         return 0
 
     cdef int add_keys(self, object block_hashes, Event* event) except -1:
-        cdef Item item
         cdef str owner = "BlockStored" if event.kind == STORED else "BlockRemoved"
         if isinstance(block_hashes, (str, bytes)) or not hasattr(block_hashes, "__iter__"):
             raise InvalidInput(f"{owner}.block_hashes must be ints or bytes in a list, got {block_hashes!r}")
@@ -258,9 +255,9 @@ cdef class EventBatch:
             raise MemoryError("cache events")
         event.keys_at = self.batch.key_count
         event.key_count = len(hashes)
+        name = f"{owner}.block_hashes"
         for block_hash in hashes:
-            hash_item(block_hash, f"{owner}.block_hashes", &item)
-            key_item(&self.batch, &self.batch.keys[self.batch.key_count], &item, NULL)
+            key_of(block_hash, name, &self.batch.keys[self.batch.key_count])
             self.batch.key_count += 1
         return 0
 
@@ -281,32 +278,32 @@ cdef class EventBatch:
         return 0
 
 
-cdef int hash_item(object block_hash, str name, Item* item) except -1:
-    """A block hash that came as an object."""
-    if isinstance(block_hash, bytes):
-        item.kind = BYTES_ITEM
-        item.data = <const uint8_t*> PyBytes_AS_STRING(block_hash)
-        item.length = <uint32_t> min(PyBytes_GET_SIZE(block_hash), <Py_ssize_t> HASH_BYTES_MAX + 1)
-        if item.length > HASH_BYTES_MAX:
-            raise InvalidInput(f"{name}: {_TROUBLES[HASH_TOO_LONG]}")
-        return 0
-    try:
-        number = index(block_hash)
-    except TypeError:
-        number = None
-    if number is None or isinstance(block_hash, bool) or not -2**63 <= number < 2**64:
-        raise InvalidInput(f"{name} must be 64-bit ints or bytes, got {block_hash!r}")
-    item.kind = INT_ITEM
-    item.negative = number < 0
-    item.number = <uint64_t> (number & 0xffffffffffffffff)
-    return 0
-
-
-cdef int key_of(object block_hash, Key* key) except -1:
-    """The key of a block hash that came as an object."""
+cdef int key_of(object block_hash, str name, Key* key) except -1:
+    """The key of a block hash that came as an object. Ints of more than 64 bits are known by their bytes."""
     cdef Batch none
     cdef Item item
-    hash_item(block_hash, "block_hash", &item)
+    cdef bytes octets
+    if isinstance(block_hash, bytes):
+        octets = block_hash
+    else:
+        try:
+            number = index(block_hash)
+        except TypeError:
+            number = None
+        if number is None or isinstance(block_hash, bool):
+            raise InvalidInput(f"{name} must be ints or bytes, got {block_hash!r}")
+        if -2**63 <= number < 2**64:
+            item.kind = INT_ITEM
+            item.negative = number < 0
+            item.number = <uint64_t> (number & 0xffffffffffffffff)
+            key_item(&none, key, &item, NULL)
+            return 0
+        octets = b"int" + number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    if PyBytes_GET_SIZE(octets) > HASH_BYTES_MAX:
+        raise InvalidInput(f"{name}: {_TROUBLES[HASH_TOO_LONG]}")
+    item.kind = BYTES_ITEM
+    item.data = <const uint8_t*> PyBytes_AS_STRING(octets)
+    item.length = <uint32_t> PyBytes_GET_SIZE(octets)
     key_item(&none, key, &item, NULL)
     return 0
 
