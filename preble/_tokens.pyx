@@ -64,7 +64,38 @@ cdef extern from * nogil:
         }
         return count;
     }
+
+    /* All ids of a run or-ed: negative if one of them is. Wide where the machine is, as in _compare.pxd. */
+    #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
+    #include <immintrin.h>
+    __attribute__((target("avx2")))
+    static int32_t preble_signs_avx2(const int32_t *ids, uint32_t count) {
+        __m256i all[4];
+        for (int lane = 0; lane < 4; lane++) all[lane] = _mm256_setzero_si256();
+        uint32_t i = 0;
+        int32_t signs = 0;
+        for (; i + 32 <= count; i += 32)
+            for (int lane = 0; lane < 4; lane++)
+                all[lane] = _mm256_or_si256(all[lane], _mm256_loadu_si256((const __m256i *)(ids + i + 8 * lane)));
+        all[0] = _mm256_or_si256(_mm256_or_si256(all[0], all[1]), _mm256_or_si256(all[2], all[3]));
+        if (_mm256_movemask_ps(_mm256_castsi256_ps(all[0]))) return -1;
+        for (; i < count; i++) signs |= ids[i];
+        return signs;
+    }
+    #define PREBLE_WIDE_SIGNS __builtin_cpu_supports("avx2")
+    #else
+    #define PREBLE_WIDE_SIGNS 0
+    #define preble_signs_avx2(ids, count) 0
+    #endif
+
+    static inline int32_t preble_signs(const int32_t *ids, uint32_t count) {
+        int32_t signs = 0;
+        if (PREBLE_WIDE_SIGNS) return preble_signs_avx2(ids, count);
+        for (uint32_t i = 0; i < count; i++) signs |= ids[i];
+        return signs;
+    }
     """
+    int32_t signs_of "preble_signs"(const int32_t* ids, uint32_t count) nogil
     Py_ssize_t plain_tokens "preble_tokens"(PyObject** items, Py_ssize_t count, int32_t* out)
 
 
@@ -102,13 +133,9 @@ cdef int check_tokens(TokenView* view, uint32_t first) except -1:
 
 cdef bint has_negative(const TokenView* view, uint32_t first) noexcept nogil:
     """Whether an id from position `first` on is negative: what check_tokens would raise for."""
-    cdef uint32_t i
-    cdef int32_t signs = 0
-    if view.checked:
+    if view.checked or first >= view.count:
         return False
-    for i in range(first, view.count):
-        signs |= view.data[i]
-    return signs < 0
+    return signs_of(view.data + first, view.count - first) < 0
 
 
 cdef void release_tokens(TokenView* view) noexcept:

@@ -255,6 +255,17 @@ def test_ids_of_the_known_part_are_not_read_twice_but_never_stored_wrong() -> No
     assert tree.show(2) == "(root)\n  [0 1 ...100]"
 
 
+@pytest.mark.parametrize("count", [1, 7, 31, 32, 33, 64, 95, 130])
+def test_a_negative_id_is_found_wherever_it_stands(count: int) -> None:
+    tree = RadixTree()
+    for at in range(count):
+        prompt = np.full(count, 2**31 - 1, np.int32)
+        tree.match(prompt)
+        prompt[at] = -(2**31)
+        with pytest.raises(InvalidTokens, match=rf"token_ids\[{at}\]"):
+            tree.match(prompt)
+
+
 def test_a_list_that_changes_while_it_is_read_is_refused() -> None:
     prompt: list[object] = [1, 2]
 
