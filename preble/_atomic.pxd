@@ -10,12 +10,24 @@ cdef extern from * nogil:
     """
     #define preble_load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
     #define preble_store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
-    #define preble_swap(p, v) __atomic_exchange_n((p), (v), __ATOMIC_SEQ_CST)
+    /* Keeps later loads behind an earlier read-and-write. A locked instruction of x86 does that by itself. */
+    static inline void preble_fence(void) {
+    #if !defined(__x86_64__) && !defined(__i386__)
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    #endif
+    }
+    static inline uint64_t preble_swap(uint64_t *p, uint64_t value) {
+        uint64_t before = __atomic_exchange_n(p, value, __ATOMIC_SEQ_CST);
+        preble_fence();
+        return before;
+    }
     #define preble_claim(p, v) preble_claim_64((p), (v))
 
     static inline int preble_claim_64(uint64_t *p, uint64_t value) {
         uint64_t nothing = 0;
-        return __atomic_compare_exchange_n(p, &nothing, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+        int claimed = __atomic_compare_exchange_n(p, &nothing, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+        preble_fence();
+        return claimed;
     }
     static inline void preble_raise(uint32_t *p, uint32_t least) {
         uint32_t seen = __atomic_load_n(p, __ATOMIC_RELAXED);

@@ -83,12 +83,6 @@ cdef class DecisionCore(E2):
         self.leases = {}
         self.live_max = live_max
 
-    def __dealloc__(self):
-        cdef uint32_t i
-        if self.book is not None:
-            for i in range(self.book.end):
-                free(<void*> self.book.rows[i].cost)
-
     # --- workers ---
 
     def open_worker(self, str name, int64_t capacity_tokens, uint32_t block_size, CostModel cost, double now) -> int:
@@ -410,6 +404,8 @@ cdef class DecisionCore(E2):
             slot = reader_enter(&t.epochs)
             if order.root != NONE and generation(node_at(t, order.root)) == order.root_generation:
                 order.walk = tree_walk(t, order.walk, order.tokens, order.count)
+            else:
+                order.walk = at_root(t, NONE)    # the namespace has gone, and its root may be another node by now
             choice[0] = self.choose_e2(s, order)
             reader_leave(&t.epochs, slot)
             await_python()

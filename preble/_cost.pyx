@@ -366,8 +366,12 @@ cdef class LoadBook:
             raise MemoryError("LoadBook")
 
     def __dealloc__(self):
+        cdef uint32_t i
         if self.leases.chunks != NULL:
             slab_close(&self.leases, &self.budget)
+        if self.rows != NULL:
+            for i in range(self.end):
+                free(<void*> self.rows[i].cost)
         free(self.workers)
         free(self.rows)
 

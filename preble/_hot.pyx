@@ -37,7 +37,7 @@ from preble._nodes cimport tree_walk
 from preble._retired cimport reclaim
 from preble._tokens cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
 
-from .errors import DuplicateRequest, InvalidInput, InvalidTime, NoWorkers
+from .errors import DuplicateRequest, InvalidInput, InvalidTime, InvalidTokens, NoWorkers
 
 cdef extern from "Python.h":
     PyObject* PyDict_GetItemWithError(dict d, object key) except? NULL
@@ -247,6 +247,7 @@ cdef class RequestCalls:
                 await_python()
         if outcome == NEGATIVE_TOKEN:
             check_tokens(view, 0)
+            raise InvalidTokens("token_ids changed while they were read")
         if outcome != BOOKED:
             core.raise_outcome(outcome)
         return 0

@@ -30,7 +30,8 @@
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
 #   V1  a worker's list of next victims is a copy of the beginning of its recency list (see _victims.pxd)
-#   B1  budget.used is the sum of all live allocations, retired ones included
+#   B1  budget.used is the sum of all live allocations, retired ones included; directories of slabs, reader slots and
+#       the queue of retired things are not counted: their size is fixed
 #
 # Memory: nodes and marks live in slabs of fixed chunks that never move, addressed by 32-bit index; token runs are
 # separate blocks that are never changed after they are linked (a split makes two new ones), so a reader sees a whole

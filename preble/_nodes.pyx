@@ -63,7 +63,11 @@ from preble._victims cimport victims_cut, victims_gone
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 cdef uint32_t take_node(Tree* t, TokenRun* run, uint32_t parent) noexcept nogil:
-    """A fresh node owning `run`, not linked anywhere yet. Needs slab_reserve."""
+    """A fresh node owning `run`, not linked anywhere yet. Needs slab_reserve.
+
+    The generation moves on here as well as in free_node: a reader that met the node just as it was freed has noted the
+    number between, which no live node has.
+    """
     cdef uint32_t i = slab_take(&t.nodes)
     cdef Node* node = node_at(t, i)
     store_run(&node.run, run)
@@ -73,7 +77,7 @@ cdef uint32_t take_node(Tree* t, TokenRun* run, uint32_t parent) noexcept nogil:
     store32(&node.parent, parent)
     node.first_child = node.prev_sibling = node.next_sibling = NONE
     node.older = node.newer = NONE
-    store32(&node.state, generation(node) << STATE_BITS | LIVE)
+    store32(&node.state, (generation(node) + 1) << STATE_BITS | LIVE)
     return i
 
 
@@ -101,10 +105,10 @@ cdef void unlist_child(Tree* t, uint32_t i) noexcept nogil:
 cdef void free_node(Tree* t, uint32_t i) noexcept nogil:
     """Retire a node that nothing links to any more. Its generation moves on, so that old references are recognised."""
     cdef Node* node = node_at(t, i)
+    store32(&node.state, (generation(node) + 1) << STATE_BITS)       # first: a root is found by its generation alone
     retire_run(t, node.run)
     if node.block != NULL:
         retire_memory(t, node.block, block_bytes(node.block.room))
-    store32(&node.state, (generation(node) + 1) << STATE_BITS)
     retire_thing(t, NULL, NODE, i)
 
 

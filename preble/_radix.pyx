@@ -3,8 +3,8 @@ each, how often each was hit within the window, and each worker's recency order.
 arguments), no policy.
 
 The algorithms are in `_tree.pyx` and `_nodes.pyx`, layout, pictures and invariants in `_layout.pxd`, `check` and `show`
-in `_audit.pyx`. Every public method is one uninterrupted step under the GIL, so threads may share a tree. Workers are
-dense indices here; their names belong to the scheduler. Paper section 4.2.
+in `_audit.pyx`. Threads may share a tree: what changes it holds the writers' lock, `match` holds a reader's slot and no
+lock. Workers are dense indices here; their names belong to the scheduler. Paper section 4.2.
 """
 
 from collections import deque
@@ -222,14 +222,16 @@ cdef class RadixTree:
             if i == WORKERS_MAX:
                 raise InvalidConfig(f"at most {WORKERS_MAX} workers")
             self.reserve_worker(i)
-            self.t.workers[i].recency.oldest = self.t.workers[i].recency.newest = NONE
+            store32(&self.t.workers[i].recency.oldest, NONE)
+            self.t.workers[i].recency.newest = NONE
             store_signed(&self.t.workers[i].capacity, capacity_tokens)
             store32(&self.t.worker_end, max(self.t.worker_end, i + 1))
             store64(&self.t.worker_changes, self.t.worker_changes + 1)
         return i
 
     cdef int reserve_worker(self, uint32_t i) except -1:
-        """A zeroed row for worker `i`. MemoryError changes nothing."""
+        """An empty row for worker `i`: a fresh one is zeroed; one whose worker was dropped is empty already, and readers
+        may look at it still. MemoryError changes nothing."""
         cdef uint32_t room = max(16, self.t.worker_room * 2)
         cdef WorkerMarks* old = self.t.workers
         cdef WorkerMarks* grown
@@ -243,7 +245,6 @@ cdef class RadixTree:
             store_workers(&self.t.workers, grown)
             retire_memory(&self.t, old, self.t.worker_room * sizeof(WorkerMarks))
             self.t.worker_room = room
-        memset(&self.t.workers[i], 0, sizeof(WorkerMarks))
         return 0
 
     def drop_worker(self, uint32_t worker) -> None:

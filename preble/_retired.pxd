@@ -2,7 +2,7 @@
 # the tree's `epochs`.
 #
 # Bytes stay in the budget, and items in their slab's count, until they are really freed. With no reader about, that is
-# when the writer leaves (`tree_leave`), so that between operations nothing is owed.
+# when the writer leaves (`RadixTree.leave`), so that between operations nothing is owed.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free

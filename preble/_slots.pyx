@@ -154,10 +154,11 @@ cdef class SlotTree(RadixTree):
             check_tokens(&view, hold.matched_tokens)
             view_slots(slots, &slot_view)
             try:
-                if view.count != hold.matched_tokens + slot_view.count:
-                    raise InvalidInput(
-                        f"slots: {slot_view.count} given, {view.count} tokens less {hold.matched_tokens} held are new")
                 with self:
+                    self.need_hold(hold)         # another thread may have released or extended it meanwhile
+                    if view.count != hold.matched_tokens + slot_view.count:
+                        raise InvalidInput(f"slots: {slot_view.count} given, {view.count} tokens less "
+                                           f"{hold.matched_tokens} held are new")
                     return self.grow(hold, view.data, slot_view.data, view.count)
             finally:
                 release_tokens(&slot_view)
@@ -233,9 +234,9 @@ cdef class SlotTree(RadixTree):
     def release(self, Hold hold, now) -> None:
         """Unpin; what no other hold pins becomes evictable and most recently used. A second release raises
         InvalidInput."""
-        self.need_hold(hold)
         finite(now)
         with self:
+            self.need_hold(hold)
             node_at(&self.t, self.root_above(hold.node)).hits -= 1
             self.unpin(hold.node)
             hold.released = True
