@@ -12,8 +12,7 @@ this index. After a split the position may be in a node further up, so a look cl
 node was forgotten its generation differs, and the place is found again from the block before: by the first token, then
 by the fingerprint of all of them. This costs a step per block, of which every stored block pays for a few in advance.
 
-A decode stores one block at a time. Its first makes a node; while that has no children and no request ends there
-(GROWN), the next ones lengthen it by putting a longer run in the place of its run, which itself never changes.
+A stored run leaves the tree as a request for the same tokens would: it ends at the end of a node.
 
 Sections: copies, storing, removing.
 """
@@ -49,30 +48,23 @@ from preble._block_table cimport (
 from preble._decode cimport CLEARED, STORED, Batch, Event, Key
 from preble._layout cimport (
     CONFIRMED,
-    GROWN,
-    LISTED,
     TOUCHED,
     Entry,
     Node,
-    TokenRun,
     Tree,
     Walk,
     mark_at,
     node_at,
     run_end,
-    store_run as link_tokens,
 )
-from preble._layout_parts cimport add_tokens, find_entry, new_run, retire_run, run_bytes, set_end, touch_mark
-from preble._memory cimport NONE, charged
+from preble._layout_parts cimport find_entry, touch_mark
+from preble._memory cimport NONE
 from preble._nodes cimport at_root, tree_walk
 from preble._tree cimport drop_below, evict_tokens, tree_insert
-from preble._victims cimport victims_cut
 
 cdef enum:
-    GROWN_TOKENS = 1024          # a node is lengthened up to here, so that copying its run stays cheap
     SIBLINGS_MAX = 64            # children looked at before a removed block is taken to share its first tokens
     AHEAD = 16                   # blocks whose slots are fetched before they are looked at
-    TOUCH_TOKENS = 256           # a decode's path becomes its worker's newest again every so many tokens
     CREDIT = 8                   # steps that each stored block pays for
     CREDIT_MAX = 1 << 24
     POSITIONS_MAX = 1 << 28      # tokens of a prompt
@@ -153,7 +145,7 @@ cdef Outcome begin_run(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t ev
         return IGNORED
     allowed = allowed_blocks(x, event, run.space) if events == 1 else count
     run.keyed = count - allowed
-    if allowed == 0 or run.start + <uint64_t> allowed * run.size > POSITIONS_MAX:
+    if (allowed == 0 and (count or run.parent == NONE)) or run.start + <uint64_t> allowed * run.size > POSITIONS_MAX:
         x.conflicts += allowed
         return IGNORED
     run.count = allowed
@@ -188,10 +180,11 @@ cdef Outcome look_up(Blocks* x, Batch* b, Run* run) noexcept nogil:
 
 
 cdef bint is_believed(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
-    """Whether a run of known blocks is believed cached, as the engine's word. Its path is in use then."""
+    """Whether a run of known blocks is believed cached, as the engine's word, and ends at a node's end. Its path is in
+    use then."""
     cdef uint32_t i = place_of(x, t, b.found[run.keys_at + run.count - 1])
     cdef Entry entry
-    if i == NONE or marked_end(node_at(t, i), x.worker) < run.end:
+    if i == NONE or run_end(node_at(t, i).run) != run.end or marked_end(node_at(t, i), x.worker) < run.end:
         return False
     entry = find_entry(node_at(t, i), x.worker)
     if not mark_at(t, entry.mark).flags & CONFIRMED:
@@ -270,67 +263,18 @@ cdef void unlink_run(Blocks* x, Batch* b, Run* run, uint32_t count) noexcept nog
             unlink_block(&x.table, b.found[run.keys_at + i])
 
 
-cdef void mark_longer(Tree* t, Node* node, uint32_t worker) noexcept nogil:
-    """The worker's mark on a node that was lengthened covers all of it."""
-    cdef Entry entry = find_entry(node, worker)
-    if mark_at(t, entry.mark).flags & LISTED:
-        victims_cut(t, worker, entry.mark)
-    add_tokens(&t.workers[worker], <int64_t> run_end(node.run) - entry.end)
-    set_end(node, worker, entry, run_end(node.run))
-    t.version += 1
-
-
-cdef int lengthen(Tree* t, uint32_t i, uint32_t worker, Run* run) noexcept nogil:
-    """Let a node that events made end with the run. 1 if so, 0 if it must stay as it is, -1 when memory is out."""
-    cdef Node* node = node_at(t, i)
-    cdef TokenRun* old = node.run
-    cdef TokenRun* grown
-    cdef uint32_t length = old.length + (run.end - run.start)
-    cdef bint is_due             # to become the worker's newest
-    if (not node.state & GROWN or node.first_child != NONE or run_end(node.run) != run.start or length > GROWN_TOKENS
-            or marked_end(node, worker) != run.start):
-        return 0
-    if t.budget.used + charged(run_bytes(t, length)) > t.budget.limit:
-        return 0
-    grown = new_run(t, old.start, NULL, NULL, length)
-    if grown == NULL:
-        return -1
-    is_due = length // TOUCH_TOKENS != old.length // TOUCH_TOKENS
-    memcpy(&grown.tokens[0], &old.tokens[0], old.length * sizeof(int32_t))
-    memcpy(&grown.tokens[old.length], run.tokens, (length - old.length) * sizeof(int32_t))
-    link_tokens(&node.run, grown)
-    retire_run(t, old)
-    mark_longer(t, node, worker)
-    if is_due:
-        touch_path(t, i, worker)
-    confirm_up(t, i, worker)
-    if t.workers[worker].tokens > t.workers[worker].capacity:
-        evict_tokens(t, worker, t.workers[worker].tokens - t.workers[worker].capacity)
-    run.leaf = i
-    run.leaf_end = run.end
-    run.marked = run.start
-    return 1
-
-
 cdef Outcome remember_run(Blocks* x, Tree* t, Run* run, double now) noexcept nogil:
     """Remember and mark the run's tokens; what the tree has no room for is counted there, and the run ends before
     it."""
     cdef const int32_t* tokens = run.tokens - run.start
     cdef Walk walk = at_root(t, run.node)
-    cdef bint is_grown
-    cdef int grown = lengthen(t, run.node, x.worker, run)
-    if grown:
-        return DONE if grown > 0 else NO_MEMORY
     walk.inside = run.start - node_at(t, run.node).run.start
     walk.matched = run.start
     walk = tree_walk(t, walk, tokens, run.end)
     run.marked = min(marked_above(t, walk.node, x.worker), walk.matched)
-    is_grown = walk.matched == run.end == run_end(node_at(t, walk.node).run) and node_at(t, walk.node).state & GROWN
     if tree_insert(t, walk, tokens, run.end, x.worker, False, now, &run.leaf):
         return NO_MEMORY
     run.leaf_end = run_end(node_at(t, run.leaf).run)
-    if run.leaf_end == run.end and (is_grown or walk.matched < run.end):       # no request has asked for this end
-        store32(&node_at(t, run.leaf).state, node_at(t, run.leaf).state | GROWN)
     confirm_up(t, run.leaf, x.worker)
     return DONE
 
@@ -355,7 +299,7 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
     cdef Outcome outcome = look_up(x, b, run)
     if outcome != DONE:
         return outcome
-    if run.fresh == 0 and is_believed(x, t, b, run):
+    if run.fresh == 0 and run.count and is_believed(x, t, b, run):
         run.marked = run.end
         note_copies(x, b, run)
         return DONE
@@ -388,8 +332,9 @@ cdef void note_copies(Blocks* x, Batch* b, Run* run) noexcept nogil:
 
 cdef bint continues(Event* event, Event* other, Batch* b) noexcept nogil:
     """Whether an event's blocks follow right after another's, in the same place in every respect."""
-    cdef Key* last = &b.keys[event.keys_at + event.key_count - 1]
-    return (other.kind == STORED and other.has_parent and other.parent.lo == last.lo and other.parent.hi == last.hi
+    cdef Key* last = &b.keys[event.keys_at + max(event.key_count, 1) - 1]
+    return (event.key_count and other.key_count and other.kind == STORED and other.has_parent
+            and other.parent.lo == last.lo and other.parent.hi == last.hi
             and other.block_size == event.block_size and other.group == event.group
             and other.keys_at == event.keys_at + event.key_count
             and other.tokens_at == event.tokens_at + event.token_count
@@ -418,7 +363,8 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
     if outcome == DONE:
         end = run.start
         for i in range(first, first + events):
-            changed[0] += end < run.leaf_end and end + b.events[i].token_count > run.marked
+            changed[0] += ((end < run.leaf_end or b.events[i].key_count == 0)      # no block: word of the one before
+                           and end + b.events[i].token_count > run.marked)
             end += b.events[i].token_count
     elif events > 1 and (outcome == CONFLICT or outcome == OVERFLOW):
         for i in range(first, first + events):

@@ -106,7 +106,7 @@ cdef Trouble keep_event(Batch* b, Event* event) noexcept nogil:
     if event.kind == UNKNOWN_EVENT:
         b.unknown += 1
         return FINE
-    if event.kind != CLEARED and event.key_count == 0:
+    if event.kind != CLEARED and event.key_count == 0 and not event.has_parent:
         return FINE
     if event.kind == CLEARED and b.event_count and b.events[b.event_count - 1].kind == CLEARED:
         return FINE

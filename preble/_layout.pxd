@@ -74,13 +74,12 @@ cdef struct Node:                # 64 bytes, one cache line
     uint32_t next_sibling
     uint32_t older               # aging list (marked or unmarked)
     uint32_t newer
-    uint32_t state               # (r) generation << STATE_BITS | GROWN | TOUCHED | LIVE
+    uint32_t state               # (r) generation << STATE_BITS | TOUCHED | LIVE
 
 cdef enum:
     LIVE = 1
     TOUCHED = 2                  # a prompt passed since it was made or last looked at for max_bytes
-    GROWN = 4                    # made by cache events alone: no request ever ended on it, so its run may be replaced
-    STATE_BITS = 3
+    STATE_BITS = 2
 
 cdef enum:
     CONFIRMED = 1                # an engine has reported, or finished computing, this prefix

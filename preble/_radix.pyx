@@ -230,8 +230,8 @@ cdef class RadixTree:
         return i
 
     cdef int reserve_worker(self, uint32_t i) except -1:
-        """An empty row for worker `i`: a fresh one is zeroed; one whose worker was dropped is empty already, and readers
-        may look at it still. MemoryError changes nothing."""
+        """An empty row for worker `i`: a fresh one is zeroed; one whose worker was dropped is empty already, and
+        readers may look at it still. MemoryError changes nothing."""
         cdef uint32_t room = max(16, self.t.worker_room * 2)
         cdef WorkerMarks* old = self.t.workers
         cdef WorkerMarks* grown

@@ -13,7 +13,6 @@ from preble._atomic cimport store32, store64
 from preble._layout cimport (
     CONFIRMED,
     LISTED,
-    GROWN,
     TOUCHED,
     Entry,
     List,
@@ -101,8 +100,6 @@ cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, 
         untouch(node_at(t, walk.node))                         # its first request is no second chance
     if worker != NONE and t.workers[worker].tokens > t.workers[worker].capacity:            # 5
         evict_tokens(t, worker, t.workers[worker].tokens - t.workers[worker].capacity)
-    if node_at(t, walk.node).state & GROWN:                    # whoever holds on to this end keeps it
-        store32(&node_at(t, walk.node).state, node_at(t, walk.node).state & ~<uint32_t> GROWN)
     leaf[0] = walk.node
     return 0
 

@@ -93,7 +93,7 @@ def test_blocks_stored_at_once_or_one_by_one_spell_the_same_prefix(hashes: tuple
         blocks = index(*events)
         assert (blocks.prefix(c), blocks.prefix(b)) == (PROMPT, PROMPT[:8])
         assert len(blocks) == 3 and blocks.span(c) == (8, 12)
-        assert blocks.tree.show(20) == "(root)\n  [" + " ".join(map(str, PROMPT)) + "]  0:12"
+        assert (blocks.held(PROMPT), blocks.tree.node_count) == (12, 1 + len(events))
 
 
 def test_hashes_of_every_kind_and_range_are_told_apart() -> None:

@@ -43,6 +43,6 @@ def test_reports_are_taken_once(tmp_path: Path) -> None:
 def test_every_pattern_of_core_tests_that_is_there_means_a_file() -> None:
     """A renamed test file must not drop out of the sanitizer's run unseen."""
     needed = {"test_radix*", "test_slots*", "test_tokens*", "test_cost*", "test_scheduler*", "test_threads*"}
-    needed |= {"test_allocation*", "test_kv_index*", "test_local*", "test_leaks*"}
+    needed |= {"test_allocation*", "test_blocks*", "test_epochs*", "test_local*", "test_leaks*"}
     assert needed <= set(CORE_TESTS)
     assert not [name for name in needed if not list((ROOT / "tests").glob(f"{name}.py"))]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COPIED = ("preble", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 LEFT_OUT = ("*.so", "*.pyd", "__pycache__")  # names of what builds and runs leave behind
 CORE_TESTS = (
-    *("test_radix*", "test_slots*", "test_tokens*", "test_cost*", "test_e2*", "test_scheduler*", "test_kv_index*"),
+    *("test_radix*", "test_slots*", "test_tokens*", "test_cost*", "test_e2*", "test_scheduler*", "test_epochs*"),
     *(
         "test_blocks*",
         "test_events*",
