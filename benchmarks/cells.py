@@ -4,6 +4,7 @@ driving of `GlobalScheduler` and its timing; the table is `report.py`'s, the cho
 A process a cell makes resident memory mean something: what an earlier cell freed is not there to be used again. The
 process is pinned to one core. Every request is scheduled, and finished IN_FLIGHT requests later; the clock is a manual
 one that advances by 20 ms a request, and every 50 requests the scheduler ticks. The first quarter warms up.
+Memory is the growth over the stream, with what a first scheduler loads into the process left out.
 
     python benchmarks/cells.py '{"shape": "toolbench200", "workers": 8, "as_list": false, "count": 6000, "seed": 0}'
 
@@ -103,6 +104,7 @@ def measured(shape: str, workers: int, as_list: bool, count: int, seed: int, tra
     """The cell's figures. Raises ValueError for an unknown shape or a missing trace."""
     stream = prompts(shape, count, seed=seed, trace=trace)
     warm = len(stream) // 4
+    Run(stream[:1], workers, as_list).drive()  # modules, code and what else a process needs once
     run = Run(stream, workers, as_list)
     before = resident_bytes()
     gc.freeze()  # the stream is no garbage, and would be looked through again and again
