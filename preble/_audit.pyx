@@ -15,6 +15,7 @@ from preble._layout cimport (
     Victims,
     WorkerMarks,
     end_of,
+    generation,
     mark_at,
     node_at,
     run_end,
@@ -54,6 +55,7 @@ cdef check_node(Tree* t, uint32_t i):
     cdef Node* node = node_at(t, i)
     cdef Node* above
     cdef uint32_t at
+    assert generation(node) & 1, f"G1: node {i} is live with a number that was noted of it when it was free"
     if node.parent == NONE:
         assert node.run.length == 0 and node.run.start == 0, f"R1: root {i} has tokens"
         assert entry_count(node) == 0, f"R1: root {i} has marks"

@@ -21,6 +21,8 @@
 #
 # Invariants (`RadixTree.check` asserts each)
 #   R1  children of a node start with different tokens; only roots have empty runs; a run starts where its parent's ends
+#   G1  a live node's generation is odd, a freed one's even: a number that a reader noted of a node just freed is never
+#       that of a live one, so a walk that ended there is not taken for one that holds
 #   R2  the child table holds exactly the (parent, first token) -> child pairs
 #   M1  an entry ends within its node, past its start; a worker marks a node only if it marks the whole of the parent
 #       (prefix closure)
