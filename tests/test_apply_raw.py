@@ -30,29 +30,31 @@ SIZE = 4
 FIELDS = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"]
 FIELDS += ["lora_name", "extra_keys", "group_idx"]
 POSITIONS = {"BlockStored": FIELDS, "BlockRemoved": ["block_hashes", "medium", "group_idx"], "AllBlocksCleared": []}
+Event = dict[str, Any]
+Space = tuple[Hashable, ...]
 CLEARED = {"type": "AllBlocksCleared"}
 
 # --- what engines write -----------------------------------------------------------------------------------------------
 
 
-def stored(*hashes: Any, parent: Any = None, start: int = 0, **more: Any) -> dict[str, Any]:
+def stored(*hashes: Any, parent: Any = None, start: int = 0, **more: Any) -> Event:
     """Blocks of PROMPT from position `start` on, as a map."""
     tokens = PROMPT[start : start + SIZE * len(hashes)]
     fields = {"block_hashes": list(hashes), "parent_block_hash": parent, "token_ids": tokens, "block_size": SIZE}
     return {"type": "BlockStored", **fields, **more}
 
 
-def removed(*hashes: Any, **more: Any) -> dict[str, Any]:
+def removed(*hashes: Any, **more: Any) -> Event:
     return {"type": "BlockRemoved", "block_hashes": list(hashes), **more}
 
 
-def as_array(event: dict[str, Any]) -> list[Any]:
+def as_array(event: Event) -> list[Any]:
     """The same event as older engines wrote it: the tag, then the fields in order, absent ones nil."""
     names = POSITIONS[event["type"]]
     return [event["type"], *(event.get(name) for name in names)]
 
 
-def as_object(event: dict[str, Any], namespace: Hashable = None) -> Any:
+def as_object(event: Event, namespace: Hashable = None) -> Any:
     if event["type"] == "AllBlocksCleared":
         return AllBlocksCleared()
     if event["type"] == "BlockRemoved":
@@ -62,7 +64,7 @@ def as_object(event: dict[str, Any], namespace: Hashable = None) -> Any:
     return BlockStored(event["block_hashes"], parent, event["token_ids"], event["block_size"], space, medium)
 
 
-FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {"map": dict, "array": as_array}
+FORMS: dict[str, Callable[[Event], Any]] = {"map": dict, "array": as_array}
 either_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -110,7 +112,7 @@ def recorded_payloads(name: str) -> list[bytes]:
     return [record["payload"] for record in records if record["kind"] == "event"]
 
 
-def note_prefixes(prefixes: dict[Any, list[int]], events: list[dict[str, Any]]) -> None:
+def note_prefixes(prefixes: dict[Any, list[int]], events: list[Event]) -> None:
     """Enter the whole prompt that each stored event ends, under its last block's hash, and those of blocks between."""
     for event in events:
         if event["type"] == "BlockStored":
@@ -160,7 +162,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(EVENTS, max_size=4), max_size=6))
-def test_maps_arrays_and_objects_are_the_same_history(history: list[list[dict[str, Any]]]) -> None:
+def test_maps_arrays_and_objects_are_the_same_history(history: list[list[Event]]) -> None:
     by_map, by_array, by_object = scheduler(), scheduler(), scheduler()
     for events in history:
         changed = by_object.apply("w", [as_object(event) for event in events])
@@ -243,7 +245,7 @@ def test_fields_may_come_in_any_order_and_unknown_ones_are_passed_over() -> None
 @either_form
 def test_copies_in_media_and_groups_are_told_apart(form: str) -> None:
     sched, write = scheduler(), FORMS[form]
-    copies: list[dict[str, Any]] = [{"medium": "GPU"}, {"medium": "CPU"}, {"medium": "GPU", "group_idx": 3}]
+    copies: list[Event] = [{"medium": "GPU"}, {"medium": "CPU"}, {"medium": "GPU", "group_idx": 3}]
     sched.apply_raw("w", batch(*(write(stored(1, **copy)) for copy in copies)))
     for copy in copies:
         assert held(sched) == 4
@@ -271,7 +273,7 @@ def test_an_unknown_worker_is_refused_and_the_others_are_as_before() -> None:
 
 # --- namespaces -------------------------------------------------------------------------------------------------------
 
-KEYED: list[tuple[dict[str, Any], BlockKeys, tuple[Hashable, ...]]] = [
+KEYED: list[tuple[Event, BlockKeys, Space]] = [
     ({"lora_name": "a"}, BlockKeys("a", None, None, ()), ("lora", "a")),
     ({"lora_id": 0}, BlockKeys(None, 0, None, ()), ("lora", 0)),
     ({"lora_id": "x"}, BlockKeys(None, "x", None, ()), ("lora", "x")),
@@ -301,8 +303,8 @@ each_keyed = pytest.mark.parametrize(("fields", "keys", "namespace"), KEYED)
 
 
 @each_keyed
-def test_blocks_told_apart_by_more_than_tokens_have_their_own_namespace(
-    fields: dict[str, Any], keys: BlockKeys, namespace: tuple[Hashable, ...]
+def test_blocks_told_apart_by_more_than_tokens_have_a_namespace(
+    fields: Event, keys: BlockKeys, namespace: Space
 ) -> None:
     sched, plain = scheduler(), scheduler()
     assert keys.namespace() == namespace
@@ -314,9 +316,7 @@ def test_blocks_told_apart_by_more_than_tokens_have_their_own_namespace(
 
 
 @each_keyed
-def test_the_callers_namespaces_come_before_the_keys(
-    fields: dict[str, Any], keys: BlockKeys, namespace: tuple[Hashable, ...]
-) -> None:
+def test_the_callers_namespaces_come_before_the_keys(fields: Event, keys: BlockKeys, namespace: Space) -> None:
     sched = scheduler()
     sched.apply_raw("w", batch(stored(1, 2, 3), stored(4, 5, 6, **fields)), namespace="model")
     assert held(sched, namespace="model") == held(sched, namespace=("model", *namespace)) == 12
@@ -324,9 +324,7 @@ def test_the_callers_namespaces_come_before_the_keys(
 
 
 @each_keyed
-def test_namespace_of_is_asked_once_for_each_distinct_keys(
-    fields: dict[str, Any], keys: BlockKeys, namespace: tuple[Hashable, ...]
-) -> None:
+def test_namespace_of_is_asked_once_for_each_distinct_keys(fields: Event, keys: BlockKeys, namespace: Space) -> None:
     sched, asked = scheduler(), []
 
     def namespace_of(names: BlockKeys) -> Hashable:
@@ -381,7 +379,7 @@ def test_a_namespace_of_that_raises_changes_nothing_and_is_asked_again() -> None
 
 
 @pytest.mark.parametrize("fields", [{}, {"lora_name": "a"}])
-def test_a_block_with_a_parent_is_in_its_parents_namespace(fields: dict[str, Any]) -> None:
+def test_a_block_with_a_parent_is_in_its_parents_namespace(fields: Event) -> None:
     sched = scheduler()
     sched.apply_raw("w", batch(stored(1, lora_name="a")))
     sched.apply_raw("w", batch(stored(2, 3, parent=1, start=4, **fields)), namespace="ignored")
@@ -393,9 +391,7 @@ def test_a_block_with_a_parent_is_in_its_parents_namespace(fields: dict[str, Any
     "fields", [{"lora_name": "b"}, {"lora_id": 3}, {"cache_salt": "s"}, {"extra_keys": [["k"]] * 2}]
 )
 @pytest.mark.parametrize("first", [{}, {"lora_name": "a"}])
-def test_blocks_that_name_other_keys_than_their_parent_are_ignored_and_counted(
-    fields: dict[str, Any], first: dict[str, Any]
-) -> None:
+def test_blocks_that_name_other_keys_than_their_parent_are_ignored_and_counted(fields: Event, first: Event) -> None:
     sched = scheduler()
     sched.apply_raw("w", batch(stored(1, **first)))
     assert sched.apply_raw("w", batch(stored(2, 3, parent=1, start=4, **fields))) == 0
@@ -403,18 +399,12 @@ def test_blocks_that_name_other_keys_than_their_parent_are_ignored_and_counted(
     sched.check()
 
 
+MIDDLE: list[tuple[list[Any], int]] = [([None, None, ["image"]], 2), ([None, ["image"], ["image"]], 1)]
+MIDDLE += [([[], ["image"], None], 1), ([["k"], ["image"], ["k"]], 1), ([["k"], ["k"], ["k", "image"]], 2)]
+
+
 @either_form
-@pytest.mark.parametrize(
-    ("extra", "kept"),
-    [
-        ([None, None, ["image"]], 2),
-        ([None, ["image"], ["image"]], 1),
-        ([[], ["image"], None], 1),
-        ([["k"], ["image"], ["k"]], 1),
-        ([["k"], ["k"], ["image"]], 2),
-        ([["k"], ["k"], ["k", "image"]], 2),
-    ],
-)
+@pytest.mark.parametrize(("extra", "kept"), MIDDLE)
 def test_keys_that_begin_in_the_middle_of_a_prompt_are_counted_and_what_follows_is_ignored(
     extra: list[Any], kept: int, form: str
 ) -> None:
@@ -431,7 +421,7 @@ def test_keys_that_begin_in_the_middle_of_a_prompt_are_counted_and_what_follows_
 @pytest.mark.parametrize(
     "empty", [{"lora_name": ""}, {"cache_salt": ""}, {"extra_keys": []}, {"extra_keys": [[], None, []]}]
 )
-def test_empty_names_and_keys_are_none(empty: dict[str, Any]) -> None:
+def test_empty_names_and_keys_are_none(empty: Event) -> None:
     sched = scheduler()
     sched.apply_raw("w", batch(stored(1, 2, 3, **empty)))
     assert held(sched) == 12
@@ -645,7 +635,7 @@ def test_a_field_named_twice_is_refused(field: str) -> None:
 @pytest.mark.parametrize(
     "changes", [{"token_ids": PROMPT[:7]}, {"block_size": 5}, {"block_hashes": [1]}, {"block_size": 2**31 - 1}]
 )
-def test_blocks_and_tokens_that_do_not_fit_are_refused(changes: dict[str, Any], form: str) -> None:
+def test_blocks_and_tokens_that_do_not_fit_are_refused(changes: Event, form: str) -> None:
     write = FORMS[form]
     payload = batch(write(stored(3)), write({**stored(1, 2), **changes}))
     byte = refused(kept(), payload, "event 1: token_ids does not fit: block_size times the number")
