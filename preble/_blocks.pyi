@@ -13,13 +13,10 @@ class BlockIndex:
 
     # events
     def apply(self, events: Iterable[CacheEvent], now: float) -> int: ...
-    def apply_batch(
-        self,
-        batch: EventBatch,
-        now: float,
-        namespace: Hashable = None,
-        namespace_of: Callable[[BlockKeys], Hashable] | None = None,
-    ) -> int: ...
+    def resolve(
+        self, batch: EventBatch, namespace: Hashable, namespace_of: Callable[[BlockKeys], Hashable] | None
+    ) -> None: ...
+    def apply_batch(self, batch: EventBatch, now: float, namespace: Hashable = None) -> int: ...
 
     # facts
     @property

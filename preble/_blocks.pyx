@@ -81,14 +81,20 @@ cdef class BlockIndex:
             raise
         return changed + self.run_batch(batch, None, now)
 
-    def apply_batch(self, EventBatch batch not None, double now, object namespace=None,
-                    object namespace_of=None) -> int:
-        """Apply a decoded batch; returns how many events changed a belief. See `GlobalScheduler.apply_raw`."""
-        self.taken = 0
+    def resolve(self, EventBatch batch not None, object namespace, object namespace_of) -> None:
+        """Find the namespaces of a batch's blocks that are told apart by more than tokens. Runs the caller's
+        `namespace_of`, which may do anything; nothing else of this index is in its middle then."""
         if namespace_of is not self.namespace_of and namespace_of != self.namespace_of:
             self.known_namespaces.clear()
             self.namespace_of = namespace_of
         batch.resolve(namespace, namespace_of, self.known_namespaces)
+        if namespace_of is not self.namespace_of and namespace_of != self.namespace_of:      # it called here itself
+            self.known_namespaces.clear()
+
+    def apply_batch(self, EventBatch batch not None, double now, object namespace=None) -> int:
+        """Apply a decoded and resolved batch; returns how many events changed a belief. See
+        `GlobalScheduler.apply_raw`."""
+        self.taken = 0
         return self.run_batch(batch, namespace, now)
 
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE:

@@ -97,8 +97,8 @@ cdef class EventBatch:
             raise InvalidInput(f"payload must be bytes-like, got a {type(payload).__name__}")
         try:
             PyObject_GetBuffer(payload, &self.buffer, PyBUF_SIMPLE)
-        except BufferError as error:
-            raise InvalidInput(f"payload is not contiguous: {error}") from None
+        except (BufferError, ValueError) as error:       # numpy and a released memoryview raise the latter
+            raise InvalidInput(f"payload is not contiguous, or not readable: {error}") from None
         self.borrowed = True
         if self.buffer.len > PAYLOAD_MAX:
             raise InvalidInput(f"payload has {self.buffer.len} bytes, at most {PAYLOAD_MAX} are allowed")
@@ -143,6 +143,7 @@ cdef class EventBatch:
         and forgets them all when there are too many."""
         cdef uint32_t i
         cdef Event* event
+        check_hashable("namespace", namespace)
         for i in range(self.batch.event_count):
             event = &self.batch.events[i]
             if event.kind != STORED or event.has_parent or not (event.lora or event.salted or event.extra_first):
@@ -152,7 +153,9 @@ cdef class EventBatch:
                 if len(known) >= KNOWN_MAX:
                     known.clear()
                 names = self.names_of(event)
-                known[key] = names.namespace(namespace) if namespace_of is None else namespace_of(names)
+                answer = names.namespace(namespace) if namespace_of is None else namespace_of(names)
+                check_hashable("what namespace_of returns", answer)
+                known[key] = answer
             event.namespace = len(self.namespaces)
             self.namespaces.append(known[key])
         return 0
@@ -276,6 +279,15 @@ cdef class EventBatch:
         if keep_event(&self.batch, event) != FINE:
             raise MemoryError("cache events")
         return 0
+
+
+cdef int check_hashable(str name, object namespace) except -1:
+    """Before anything is made for a namespace, or remembered of it."""
+    try:
+        hash(namespace)
+    except TypeError as error:
+        raise InvalidInput(f"{name} must be hashable: {error}") from None
+    return 0
 
 
 cdef int key_of(object block_hash, str name, Key* key) except -1:

@@ -299,10 +299,17 @@ class GlobalScheduler(RequestCalls):
         Raises UnknownWorker, and InvalidInput saying what is wrong at which byte; then nothing of the batch has been
         applied. After a MemoryError the events before it have been.
         """
+        if payload is None:
+            raise InvalidInput("payload must be bytes-like, got a NoneType")
+        if namespace_of is not None and not callable(namespace_of):
+            raise InvalidInput(f"namespace_of must be callable or None, got {namespace_of!r}")
         batch = EventBatch(payload)
         with self._lock:
             blocks = self._worker(worker_id).blocks
-            changed = blocks.apply_batch(batch, self._now(), namespace, namespace_of)
+            blocks.resolve(batch, namespace, namespace_of)
+            if self._worker(worker_id).blocks is not blocks:
+                raise UnknownWorker(f"worker {worker_id!r} was removed and added again by namespace_of")
+            changed = blocks.apply_batch(batch, self._now(), namespace)
             self._counts_here["events"] += len(batch)
             return changed
 

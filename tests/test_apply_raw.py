@@ -359,7 +359,11 @@ def test_answers_of_namespace_of_are_remembered_up_to_4096() -> None:
 
 def test_a_namespace_of_that_raises_changes_nothing_and_is_asked_again() -> None:
     sched, payload = scheduler(), batch(stored(1, 2), stored(3, lora_name="a"))
-    refused(sched, batch(stored(1)), "namespace must be hashable", namespace=[])
+    for event in (stored(1), stored(1, lora_name="a"), CLEARED):
+        refused(sched, batch(event), "namespace must be hashable", namespace=[])
+    for answer in ([], {}):
+        refused(sched, payload, "what namespace_of returns must be hashable", namespace_of=lambda names, _=answer: _)
+    refused(sched, payload, "namespace_of must be callable or None", namespace_of="lora")
     before = sched.stats()
     answers: list[Any] = [LookupError("no such LoRA"), KeyboardInterrupt(), "found"]
 
@@ -674,13 +678,16 @@ def test_a_part_of_a_larger_buffer_is_read_to_its_end_and_not_beyond() -> None:
     assert refused(sched, around[3 : 2 + len(payload)], "ends inside a value") is not None
 
 
-@pytest.mark.parametrize("payload", ["text", 3, [1.5, [], 0], object(), {}])
+@pytest.mark.parametrize("payload", ["text", 3, [1.5, [], 0], object(), {}, None])
 def test_what_is_no_buffer_is_refused(payload: Any) -> None:
     refused(kept(), payload, f"payload must be bytes-like, got a {type(payload).__name__}")
 
 
 def test_a_buffer_with_gaps_and_one_that_is_too_large_are_refused() -> None:
     refused(kept(), memoryview(WHOLE)[::2], "payload is not contiguous")
+    refused(kept(), np.zeros((8, 8), np.uint8).T[1:, 1:], "payload is not contiguous")
+    (released := memoryview(WHOLE)).release()
+    refused(kept(), released, "not readable: operation forbidden on released memoryview")
     refused(kept(), bytes(2**24 + 1), "payload has 16777217 bytes, at most 16777216")
     assert refused(kept(), b"\x92\x00" + b"\xdd" + struct.pack(">I", 2**24 - 7) + bytes(2**24 - 7), "events must") == 7
 

@@ -546,3 +546,48 @@ def test_beliefs_from_events_are_what_the_engine_says_it_reused(name: str) -> No
             assert sched.match(record["token_ids"]).matched_tokens.get("w", 0) == record["cached_tokens"]
             compared += 1
     assert compared >= 10
+
+
+# --- a namespace_of that does more than answer ------------------------------------------------------------------------
+
+
+def keyed_payload(lora: str, block_hash: int = 1) -> bytes:
+    """One block of [1, 2] that a LoRA tells apart."""
+    return msgpack.packb([1.0, [["BlockStored", [block_hash], None, [1, 2], 2, None, None, lora]], 0])
+
+
+def test_a_namespace_of_that_removes_the_worker_marks_nobody_else() -> None:
+    """Regression: the worker that got its index was believed to cache the blocks."""
+    sched = GlobalScheduler(["w"], clock=ManualClock(1.0))
+
+    def replaces(keys: object) -> str:
+        sched.remove_worker("w")
+        sched.add_worker("z")
+        return "theirs"
+
+    with pytest.raises(UnknownWorker, match="'w'"):
+        sched.apply_raw("w", keyed_payload("adapter"), namespace_of=replaces)
+    assert sched.match([1, 2, 3], namespace="theirs").matched_tokens == {}
+    sched.check()
+
+
+def test_answers_of_a_nested_namespace_of_are_not_taken_for_the_outer_ones() -> None:
+    """Regression: what the outer one answered was remembered as the inner one's."""
+    sched = GlobalScheduler([WorkerSpec("w", block_size=2)], clock=ManualClock(1.0))
+
+    def inner(keys: object) -> str:
+        return "inner"
+
+    def outer(keys: object) -> str:
+        sched.apply_raw("w", keyed_payload("other", 7), namespace_of=inner)
+        return "outer"
+
+    sched.apply_raw("w", keyed_payload("adapter"), namespace_of=outer)
+    sched.apply_raw("w", keyed_payload("adapter", 2), namespace_of=inner)
+    assert {space: sched.match([1, 2, 3], namespace=space).known_tokens for space in ("inner", "outer")} == {
+        "inner": 2,
+        "outer": 2,
+    }
+    stats = sched.stats()["workers"]["w"]
+    assert (stats["conflicting_blocks"], stats["orphan_blocks"]) == (0, 0)
+    sched.check()

@@ -186,7 +186,9 @@ class BlocksMachine(RuleBasedStateMachine):
             changed = self.index.apply(events, self.now)
         else:
             payload = msgpack.packb([self.now, [as_wire(event, form) for event in events], 0])
-            changed = self.index.apply_batch(EventBatch(payload), self.now, None, lambda keys: keys.lora_name)
+            batch = EventBatch(payload)
+            self.index.resolve(batch, None, lambda keys: keys.lora_name)
+            changed = self.index.apply_batch(batch, self.now)
         assert (changed > 0) >= (before != self.model.believed) or len(events) > 1
 
     @rule(
