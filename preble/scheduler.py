@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -173,6 +174,12 @@ class GlobalScheduler(RequestCalls):
         lock."""
         limit = output_limit(max_new_tokens)
         hashable("namespace", namespace)
+        with nullcontext() if self._policy is None else self._lock:  # a Python policy's scores are of these very books
+            return self._explained(token_ids, namespace, max_new_tokens, limit)
+
+    def _explained(
+        self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None, limit: int
+    ) -> Explanation:
         now = self._now()
         asked = self._asked(token_ids, namespace, max_new_tokens)
         chosen, reason, prompt, rows, names = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)

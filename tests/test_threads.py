@@ -7,12 +7,13 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from stress.threads import run_together, stress_scheduler, stress_slots, stress_tree
 
-from preble import Decision, GlobalScheduler, ManualClock
+from preble import Decision, GlobalScheduler, ManualClock, Policy
+from preble.policy import RequestView, WorkersView
 
 OPERATIONS = 600  # of each thread
 
@@ -79,3 +80,27 @@ def test_a_worker_removed_between_the_booking_and_the_answer_is_not_answered() -
     other.join()
     assert [decision.worker for decision in decisions] == ["new"] or orphans == ["asked"]
     sched.check()
+
+
+def test_a_policy_is_asked_for_an_explanation_with_the_books_held_still() -> None:
+    """Regression: the scores shown were of rows that another thread's decision had filled meanwhile."""
+    others: list[threading.Thread] = []
+
+    class Watched(Policy):
+        name = reason = "watched"
+
+        def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+            other = threading.Thread(target=lambda: sched.finish(first))
+            other.start()
+            other.join(0.02)
+            assert other.is_alive(), "a request ended while the policy looked at the books"
+            others.append(other)
+            return [0.0] * len(workers)
+
+    sched = GlobalScheduler(["a", "b"], policy="least_loaded", clock=ManualClock())
+    first = sched.schedule([1, 2, 3]).request_id
+    sched._policy = Watched()
+    assert sched.explain([1, 2, 3]).worker == "b", "fewer live requests, as the scores are alike"
+    for other in others:
+        other.join()
+    assert len(others) == 2, "once to choose, once to show"
