@@ -213,8 +213,6 @@ cdef class DecisionCore(E2):
     cdef int place(self, Order* order, Choice* choice) noexcept nogil:
         """Decide by E2 and book, as the writer; returns an Outcome. Whatever is not BOOKED has changed nothing."""
         cdef Scratch* s = &self.scratch
-        if self.resume(order):
-            return ROOT_GONE
         self.book.advance(order.now)
         s.workers = self.tree.t.worker_end
         choice[0] = self.choose_e2(s, order)

@@ -47,6 +47,12 @@ cdef inline void epochs_close(Epochs* e) noexcept nogil:
     free(e.slots)
     free(e.queue)
 
+cdef inline bint reader_try(Epochs* e, uint32_t* slot) noexcept nogil:
+    # Begin to read if this thread's first slot is free.
+    slot[0] = (thread_number() - 1) % <uint32_t> READERS_MAX
+    raise32(&e.used, slot[0] + 1)
+    return claim64(&e.slots[slot[0] * SLOT_WORDS], load64(&e.epoch))
+
 cdef inline uint32_t reader_enter(Epochs* e) noexcept nogil:
     # Begin to read; returns the slot to leave with.
     cdef uint32_t slot = (thread_number() - 1) % <uint32_t> READERS_MAX

@@ -21,5 +21,6 @@ cdef class RequestCalls:
     cdef object claim(self, object request_id)
     cdef object key_of(self, object request_id)
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
+    cdef int walk_and_place(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil
     cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1
     cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens) except -1

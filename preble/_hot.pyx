@@ -30,10 +30,11 @@ from preble._booking cimport (
 from preble._e2 cimport Choice, Order
 from preble._clock cimport ManualClock
 from preble._epochs cimport reader_enter, reader_leave
-from preble._guard cimport await_python, guard_enter, guard_leave
+from preble._guard cimport await_python, guard_enter, guard_leave, guard_try
 from preble._layout cimport Tree, generation, node_at
 from preble._memory cimport NONE
 from preble._nodes cimport tree_walk
+from preble._radix cimport SHORT_TOKENS
 from preble._retired cimport reclaim
 from preble._tokens cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
 
@@ -231,6 +232,10 @@ cdef class RequestCalls:
                 if tries < ROOT_TRIES:
                     core.bind_root(order, namespace, True)
             tries += 1
+            if view.count <= SHORT_TOKENS and guard_try(&t.guard):
+                outcome = self.walk_and_place(view, order, choice, False)
+                guard_leave(&t.guard)
+                continue
             with nogil:
                 if order.root != NONE:
                     slot = reader_enter(&t.epochs)
@@ -241,8 +246,7 @@ cdef class RequestCalls:
                     outcome = NEGATIVE_TOKEN
                 else:
                     guard_enter(&t.guard)
-                    outcome = core.place(order, choice)
-                    reclaim(t)
+                    outcome = self.walk_and_place(view, order, choice, True)
                     guard_leave(&t.guard)
                 await_python()
         if outcome == NEGATIVE_TOKEN:
@@ -251,6 +255,17 @@ cdef class RequestCalls:
         if outcome != BOOKED:
             core.raise_outcome(outcome)
         return 0
+
+    cdef int walk_and_place(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil:
+        """Walk on from where the order's walk is, decide and book. As the writer; `checked` if no token is negative."""
+        cdef int outcome
+        if self._core.resume(order):
+            return ROOT_GONE
+        if not checked and has_negative(view, order.walk.matched):
+            return NEGATIVE_TOKEN
+        outcome = self._core.place(order, choice)
+        reclaim(&self._core.tree.t)
+        return outcome
 
     # --- the rest of a request's life ---
 
@@ -266,12 +281,9 @@ cdef class RequestCalls:
         found = self.key_of(request_id)
         now = self.now()
         key = PENDING if found is None else found
-        with nogil:
-            guard_enter(&core.tree.t.guard)
-            ending = core.prefilled(key, cached, now)
-            reclaim(&core.tree.t)
-            guard_leave(&core.tree.t.guard)
-            await_python()
+        core.tree.enter()
+        ending = core.prefilled(key, cached, now)
+        core.tree.leave()
         return self.answer(ending, request_id, False, cached)
 
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
@@ -285,12 +297,9 @@ cdef class RequestCalls:
         found = self.key_of(request_id)
         now = self.now()
         key = PENDING if found is None else found
-        with nogil:
-            guard_enter(&core.tree.t.guard)
-            ending = core.ended(key, output, cached, now)
-            reclaim(&core.tree.t)
-            guard_leave(&core.tree.t.guard)
-            await_python()
+        core.tree.enter()
+        ending = core.ended(key, output, cached, now)
+        core.tree.leave()
         if not self.answer(ending, request_id, True, cached):
             return False
         self.finished += 1
@@ -311,12 +320,9 @@ cdef class RequestCalls:
         found = self.key_of(request_id)
         cdef int64_t key = PENDING if found is None else found
         cdef int ending
-        with nogil:
-            guard_enter(&core.tree.t.guard)
-            ending = core.cancelled(key, now)
-            reclaim(&core.tree.t)
-            guard_leave(&core.tree.t.guard)
-            await_python()
+        core.tree.enter()
+        ending = core.cancelled(key, now)
+        core.tree.leave()
         return ending != LATE and self.answer(ending, request_id, True, -1)
 
     cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens) except -1:

@@ -7,6 +7,9 @@ from preble._tokens cimport TokenView
 
 cdef double finite(object now) except? -1.0
 
+cdef enum:
+    SHORT_TOKENS = 16384         # a prompt up to here is walked sooner than Python's lock changes hands and comes back
+
 cdef struct Held:                # what each worker holds of a prompt
     Walk walk
     uint32_t prompt              # tokens asked about
@@ -28,6 +31,7 @@ cdef class RadixTree:
     cdef int need_worker(self, uint32_t worker) except -1
     cdef int need_beliefs(self) except -1
     cdef int reserve_worker(self, uint32_t i) except -1
+    cdef void read_path(self, TokenView* view, Held* found, uint32_t slot) noexcept nogil
     cdef int look(self, object token_ids, object namespace, Held* found) except -1
     cdef int held(self, TokenView* view, Held* found) except -1
     cdef bint walk_python(self, object token_ids, object namespace, Walk* walk) except -1

@@ -17,7 +17,7 @@ from libc.string cimport memcpy, memset
 from preble._atomic cimport load32, load64, store32, store64, store_signed
 from preble._audit cimport check_tree, show_tree
 from preble._compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
-from preble._epochs cimport epochs_close, epochs_init, reader_enter, reader_leave
+from preble._epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
 from preble._guard cimport await_python, guard_close, guard_enter, guard_init, guard_leave, guard_try
 from preble._layout cimport (
     LIVE,
@@ -319,14 +319,20 @@ cdef class RadixTree:
         found.met = found.held + max(workers, 1)
         if found.walk.node == NONE:
             return 0
+        if view.count <= SHORT_TOKENS and reader_try(&self.t.epochs, &slot):
+            self.read_path(view, found, slot)
+            return 0
         with nogil:
-            slot = reader_enter(&self.t.epochs)
-            if generation(node_at(&self.t, found.walk.node)) == found.walk.generation:
-                found.walk = tree_walk(&self.t, found.walk, view.data, view.count)
-                found.count = held_on_path(&self.t, found.walk, found.held, found.met, workers)
-            reader_leave(&self.t.epochs, slot)
+            self.read_path(view, found, reader_enter(&self.t.epochs))
             await_python()
         return 0
+
+    cdef void read_path(self, TokenView* view, Held* found, uint32_t slot) noexcept nogil:
+        """Walk and gather, as the reader that holds `slot`, and give it back."""
+        if generation(node_at(&self.t, found.walk.node)) == found.walk.generation:
+            found.walk = tree_walk(&self.t, found.walk, view.data, view.count)
+            found.count = held_on_path(&self.t, found.walk, found.held, found.met, found.workers)
+        reader_leave(&self.t.epochs, slot)
 
     cdef bint walk_python(self, object token_ids, object namespace, Walk* walk) except -1:
         """Walk Python token ids, as the writer; False if the namespace is unknown."""
