@@ -7,9 +7,9 @@ arguments, the request ids, the two locks. What the calls do is in `_booking.pyx
     with the writers' lock    make sure of the walk, choose, book, insert
     with Python's lock        the answer
 
-That is how a long prompt is placed. One of up to SHORT_TOKENS, and any end of a request, keeps Python's lock throughout
-if the writers' lock is free at once: it is done sooner than Python's lock changes hands and comes back. The request id is
-claimed before Python's lock is let go, so two calls with one id cannot both be placed.
+That is how a long prompt is placed. One of up to SHORT_TOKENS, and any end of a request, keeps Python's lock
+throughout if the writers' lock is free: it is done sooner than Python's lock changes hands and comes back. The request id
+is claimed before Python's lock is let go, so two calls with one id cannot both be placed.
 """
 
 from cpython.dict cimport PyDict_Size
