@@ -8,8 +8,8 @@ arguments, the request ids, the two locks. What the calls do is in `_booking.pyx
     with Python's lock        the answer
 
 That is how a long prompt is placed. One of up to SHORT_TOKENS, and any end of a request, keeps Python's lock
-throughout if the writers' lock is free: it is done sooner than Python's lock changes hands and comes back. The request id
-is claimed before Python's lock is let go, so two calls with one id cannot both be placed.
+throughout if the writers' lock is free: it is done sooner than Python's lock changes hands and comes back. The
+request id is claimed before Python's lock is let go, so two calls with one id cannot both be placed.
 """
 
 from cpython.dict cimport PyDict_Size
