@@ -196,7 +196,7 @@ def main() -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report.rounded(result), indent=1) + "\n")
     if args.docs:
-        report.write_docs(result)
+        report.write_docs(report.rounded(result))
     return 1 if not result["runs"][0]["cells"] else 0
 
 
