@@ -3,7 +3,7 @@ function that books a decision (`commit`); the rule is `_e2.pyx`, the calls of u
 `scheduler.py`.
 
 A decision has three parts: look and choose (`E2.choose_e2`, or a Python policy), then `commit` (lease, marks, hits).
-`place` does all three as the tree's writer, without Python's lock. An explanation does the first two as a reader.
+`place` does all three as the tree's writer and touches no Python object. An explanation does the first two as a reader.
 """
 
 from cpython.dict cimport PyDict_Next
@@ -26,41 +26,14 @@ from preble._nodes cimport at_root, confirmed_tokens, tree_walk, walk_holds
 from preble._radix cimport RadixTree
 from preble._retired cimport PLAIN, retire_thing
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._tree cimport confirm_path, drop_below, drop_beside, take_back, tree_insert
+from preble._tree cimport confirm_path, drop_beside, take_back, tree_insert
 
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
 cdef enum:
-    SIBLINGS_MAX = 64            # children looked at before a removed block is taken to share its first tokens
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
 _REASONS = ("exploit", "explore")
-
-
-cdef uint32_t shared_end(Tree* t, Walk walk, uint32_t count, uint32_t worker, uint32_t start) noexcept nogil:
-    """How far, from `start` on, the worker needs the walked prefix for another one that leaves it before `count`.
-    Changes nothing.
-
-    Looks at SIBLINGS_MAX children of a node; where there are more it says yes, which leaves less than a block
-    believed that is gone.
-    """
-    cdef uint32_t i = walk.node, below = NONE, child, looked
-    cdef Node* node = node_at(t, i)
-    cdef bint is_whole = walk.matched == count
-    if not is_whole and find_entry(node, worker).end > walk.matched:
-        return walk.matched
-    while node.parent != NONE and node.run.start + node.run.length > start:
-        child = NONE if is_whole and below == NONE else node.first_child
-        looked = 0
-        while child != NONE:
-            if looked == SIBLINGS_MAX or (child != below and find_entry(node_at(t, child), worker).end):
-                return node.run.start + node.run.length
-            looked += 1
-            child = node_at(t, child).next_sibling
-        below = i
-        i = node.parent
-        node = node_at(t, i)
-    return start
 
 
 cdef list rows_of(Scratch* s):
@@ -426,46 +399,6 @@ cdef class DecisionCore(E2):
             self.size_up(&terms, i, match.held.held[i], match.held.prompt)
             match.held.held[i] = terms.usable
         return match
-
-    # --- what engines say ---
-
-    def stored(self, token_ids, object namespace, uint32_t worker, double now) -> None:
-        """An engine says that a worker caches this prefix: mark it, as known and not only predicted."""
-        cdef TokenView view
-        cdef Order order
-        cdef uint32_t leaf
-        view_tokens(token_ids, &view)
-        try:
-            self.begin(&order, &view, namespace, 0, now)
-            if order.root == NONE:
-                self.bind_root(&order, namespace, True)
-            if order.root == NONE:
-                return
-            if tree_insert(&self.tree.t, order.walk, view.data, view.count, worker, False, now, &leaf):
-                raise MemoryError("GlobalScheduler.apply")
-            confirm_path(&self.tree.t, leaf, worker)
-        finally:
-            release_tokens(&view)
-
-    def removed(self, token_ids, object namespace, uint32_t worker, uint32_t start) -> None:
-        """An engine says that a worker no longer caches the block that ends this prefix and begins at `start`: unmark
-        every prefix through the whole of it. Blocks that only begin alike stay."""
-        cdef TokenView view
-        cdef Order order
-        cdef uint32_t kept, i
-        view_tokens(token_ids, &view)
-        try:
-            self.begin(&order, &view, namespace, 0, 0.0)
-        finally:
-            release_tokens(&view)
-        if order.root == NONE or order.walk.matched <= start:
-            return
-        kept = shared_end(&self.tree.t, order.walk, order.count, worker, start)
-        if kept < order.walk.matched:
-            i = order.walk.node
-            while node_at(&self.tree.t, i).run.start > kept:
-                i = node_at(&self.tree.t, i).parent
-            drop_below(&self.tree.t, i, worker, kept)
 
     def advance(self, double now) -> None:
         """Let assigned work that is older than the window expire."""
