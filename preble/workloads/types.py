@@ -1,0 +1,79 @@
+"""Requests to replay: prompts as token ids, output lengths, arrivals, and what must come before what. Owns their data.
+
+Readers, generators and arrival processes make these; the simulator, the study and the benchmarks use them. A prompt is
+kept as the parts it is made of, which requests share, and becomes one array only when it is asked for: a workload of
+72,000 prompts of 3,900 tokens each fits in the memory of its segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidInput
+from ..types import check_int
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRequest:
+    """One request of a workload. Raises `InvalidInput` naming the field.
+
+    `parts`: int32 arrays, shape [n] each, whose concatenation is the prompt; requests share them, nobody writes to
+    them. `group`: the prefix group it belongs to (tool, document, video, problem, agent). `output_tokens`: how many
+    tokens it generates; `output_ids`: those tokens where they are known, shape [output_tokens].
+
+    `arrival_seconds`: when it is sent, from the start of the workload. In a closed loop it is sent `pause_seconds`
+    after the request named `after` has finished, and not before `arrival_seconds`.
+    """
+
+    request_id: str
+    parts: tuple[Int32Array, ...]
+    output_tokens: int
+    group: str = ""
+    arrival_seconds: float = 0.0
+    after: str | None = None
+    pause_seconds: float = 0.0
+    output_ids: Int32Array | None = None
+
+    def __post_init__(self) -> None:
+        check_int("PromptRequest.output_tokens", self.output_tokens, 1, 2**31 - 1, InvalidInput)
+        if not self.parts or not any(len(part) for part in self.parts):
+            raise InvalidInput(f"PromptRequest.parts of {self.request_id!r} are empty")
+        for name in ("arrival_seconds", "pause_seconds"):
+            seconds = getattr(self, name)
+            if not math.isfinite(seconds) or seconds < 0.0:
+                raise InvalidInput(f"PromptRequest.{name} must be finite and at least 0, got {seconds!r}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The prompt, shape [prompt_tokens], int32. Made anew at each access where there are several parts."""
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+
+    def at(self, arrival_seconds: float) -> PromptRequest:
+        """The same request, arriving then."""
+        return replace(self, arrival_seconds=arrival_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival (of the file, where none were drawn). `name` is for titles, `source` says where the
+    requests come from and `arrivals` how their times were made ("none", "poisson 4 rps", "traced", ...)."""
+
+    name: str
+    requests: Sequence[PromptRequest]
+    source: str = ""
+    arrivals: str = "none"
+
+    def __len__(self) -> int:
+        return len(self.requests)
