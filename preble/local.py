@@ -20,27 +20,16 @@ Life of a request
 from __future__ import annotations
 
 import math
-import operator
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ._batch import Batch, BatchItem, LiveRequest, StepOutput, decoding_count, prefilling
 from .clock import Clock, monotonic
 from .errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from .local_cache import KvCache
 from .local_queue import WaitingQueue
-from .local_types import (
-    NO_TOKENS,
-    TOKEN_ID_MAX,
-    Batch,
-    BatchItem,
-    Int32Array,
-    LiveRequest,
-    LocalConfig,
-    LocalLoad,
-    LocalRequest,
-    StepOutput,
-)
+from .local_types import Int32Array, LocalConfig, LocalLoad, LocalRequest
 from .types import AllBlocksCleared, PrefixEvicted, check_int
 
 __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "LocalScheduler", "StepOutput"]
@@ -73,7 +62,6 @@ class LocalScheduler:
         self._running: list[LiveRequest] = []  # oldest first
         self._live: dict[str, LiveRequest] = {}  # request id -> every request, waiting or running
         self._batch: Batch | None = None  # in flight
-        self._in_flight: list[LiveRequest] = []  # of its items, in order
         self._arrived = 0
         self._step = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -137,28 +125,27 @@ class LocalScheduler:
         now = self._time(now)
         if self._batch is not None:
             raise InvalidInput(f"batch {self._batch.step} is in flight: complete or discard it first")
-        batch = Batch([], self._step)
+        batch = Batch(self._step)
         self._make_room_for_decodes(now)  # 1.
         self._schedule_decodes(batch)  # 2.
-        budget = self._schedule_prefills(batch, self.config.token_budget - len(batch.items))  # 3.
+        budget = self._schedule_prefills(batch, self.config.token_budget - len(batch))  # 3.
         self._admit(batch, budget, now)  # 4.
-        assert batch.items or not self._live, "requests are live and none can run"
-        if batch.items:
+        assert batch or not self._live, "requests are live and none can run"
+        if batch:
             self._batch = batch
             self._step += 1
         return batch
 
     def _make_room_for_decodes(self, now: float) -> None:
         """Preempt until every decoding request can have a slot. The oldest alone always can: `add` saw to it."""
-        while sum(live.decoding for live in self._running) > self._cache.available_tokens:
+        while decoding_count(self._running) > self._cache.available_tokens:
             self._preempt(self._running[-1], now)
 
     def _schedule_decodes(self, batch: Batch) -> None:
         """A token for every decoding request. They fit the budget: each took at least a token of it to be admitted."""
-        decoding = [live for live in self._running if live.decoding]
-        slots = self._cache.take(len(decoding))
-        for i, live in enumerate(decoding):
-            self._schedule(batch, live, slots[i : i + 1])
+        count = decoding_count(self._running)
+        if count:
+            batch.add_decodes(self._running, self._cache.take(count))
 
     def _schedule_prefills(self, batch: Batch, budget: int) -> int:
         """Give chunks to requests in mid-prefill; returns the budget left.
@@ -166,11 +153,11 @@ class LocalScheduler:
         A chunk shrinks to the memory there is, down to nothing where decodes have grown into what was there at its
         admission: they end and leave theirs. Without decodes all of it is there, so that something can always run.
         """
-        for live in [live for live in self._running if not live.decoding]:
+        for live in prefilling(self._running):
             count = min(budget, live.prefill_end - live.computed, self._cache.available_tokens)
             if count == 0:
                 break
-            self._schedule(batch, live, self._cache.take(count))
+            batch.add_chunk(live, self._cache.take(count))
             budget -= count
         return budget
 
@@ -191,7 +178,7 @@ class LocalScheduler:
             if not self._start_running(live, now):
                 break
             count = min(budget, live.prefill_end - live.computed)
-            self._schedule(batch, live, self._cache.take(count))
+            batch.add_chunk(live, self._cache.take(count))
             budget -= count
         self._waiting.end_round()
         self._counts["deferred"] += deferrals
@@ -207,8 +194,9 @@ class LocalScheduler:
         end = live.cached_now + extra
         if extra == 0 or end >= live.known_tokens:
             return False
-        prefilling = (other for other in self._running if not other.decoding)
-        return any(other.prefill_end >= end and _share(other, live, end, extra) for other in prefilling)
+        return any(
+            other.prefill_end >= end and _share(other, live, end, extra) for other in prefilling(self._running)
+        )
 
     def _start_running(self, live: LiveRequest, now: float) -> bool:
         """Move a waiting request to the running ones, holding its cached prefix, if memory allows; False otherwise.
@@ -239,24 +227,6 @@ class LocalScheduler:
         self._counts["admitted"] += 1
         return True
 
-    def _schedule(self, batch: Batch, live: LiveRequest, slots: Int32Array) -> None:
-        """Put a running request's next tokens into the batch, one for each of `slots`."""
-        start, end = live.computed, live.computed + len(slots)
-        live.slots[start:end] = slots
-        live.scheduled = len(slots)
-        batch.items.append(
-            BatchItem(
-                request_id=live.request.request_id,
-                start=start,
-                token_ids=live.tokens[start:end],
-                write_slots=live.slots[start:end],
-                context_slots=live.slots[:end],
-                samples=end == live.known_tokens,
-                is_decode=live.decoding,
-            )
-        )
-        self._in_flight.append(live)
-
     # --- the batch is done --------------------------------------------------------------------------------------------
 
     def complete(self, batch: Batch, tokens: Mapping[str, int], now: float | None = None) -> list[StepOutput]:
@@ -267,16 +237,18 @@ class LocalScheduler:
         changed.
         """
         now = self._time(now)
-        if not batch.items:
+        if not batch:
             return []
-        sampled = self._check_completion(batch, tokens)
-        outputs = []
-        for live, token in sampled:
-            self._book_computed(live, now)
-            if token is not None:
-                outputs.append(self._book_output(live, token, now))
+        self._check_in_flight(batch)
+        picked = batch.sampled(tokens)
+        outputs: list[StepOutput] = []
+        for live in batch.book_decodes(picked, outputs):
+            self._end(live, now)
+        self._counts["computed_tokens"] += len(outputs)
+        for live, token in zip(batch.prefills, picked[batch.decode_count :], strict=True):
+            if live.scheduled:  # not cancelled in flight
+                self._book_chunk(batch, live, token, outputs, now)
         self._batch = None
-        self._in_flight.clear()
         return outputs
 
     def discard(self, batch: Batch) -> None:
@@ -284,56 +256,34 @@ class LocalScheduler:
 
         Raises `InvalidInput` if `batch` is not the one in flight.
         """
-        if not batch.items:
+        if not batch:
             return
         self._check_in_flight(batch)
-        for live in self._in_flight:
+        for live in batch.lives:
             self._drop_in_flight(live)
         self._batch = None
-        self._in_flight.clear()
 
     def _check_in_flight(self, batch: Batch) -> None:
         if batch is not self._batch:
             raise InvalidInput(f"batch {batch.step} is not the one in flight")
 
-    def _check_completion(self, batch: Batch, tokens: Mapping[str, int]) -> list[tuple[LiveRequest, int | None]]:
-        """Pair the requests of the batch that are still live with their sampled tokens."""
-        self._check_in_flight(batch)
-        pairs: list[tuple[LiveRequest, int | None]] = []
-        for live, item in zip(self._in_flight, batch.items, strict=True):
-            if not live.scheduled:
-                continue  # cancelled in flight
-            token = None
-            if item.samples:
-                token = _sampled_token(tokens, item.request_id)
-            pairs.append((live, token))
-        return pairs
-
-    def _book_computed(self, live: LiveRequest, now: float) -> None:
-        """The scheduled tokens are computed. Those of a prompt are published; a decode's stay private until it ends."""
-        assert live.hold is not None
-        was_decoding = live.decoding
+    def _book_chunk(
+        self, batch: Batch, live: LiveRequest, token: int | None, outputs: list[StepOutput], now: float
+    ) -> None:
+        """A prefill chunk is computed: publish it at once. What a decode computes stays private until it ends."""
         self._counts["computed_tokens"] += live.scheduled
-        live.computed += live.scheduled
-        live.scheduled = 0
-        if not was_decoding:
-            self._publish(live, now)
+        output = batch.book_chunk(live, token)
+        self._publish(live, now)
+        if output is not None:
+            outputs.append(output)
+            if output.finish_reason is not None:
+                self._end(live, now)
 
-    def _book_output(self, live: LiveRequest, token: int, now: float) -> StepOutput:
-        """Append an output token and end the request if it was the last."""
-        assert live.cached_tokens is not None
-        index = live.output_count
-        live.append(token)
-        reason = None
-        if token in live.request.stop_token_ids:
-            reason = "stop"
-        elif live.output_count == live.request.max_new_tokens:
-            reason = "length"
-        if reason is not None:
-            self._stop_running(live, now)
-            del self._live[live.request.request_id]
-            self._counts["finished"] += 1
-        return StepOutput(live.request.request_id, token, index, live.cached_tokens, reason)
+    def _end(self, live: LiveRequest, now: float) -> None:
+        """A request has its last token."""
+        self._stop_running(live, now)
+        del self._live[live.request.request_id]
+        self._counts["finished"] += 1
 
     # --- leaving the running ones -------------------------------------------------------------------------------------
 
@@ -349,8 +299,7 @@ class LocalScheduler:
         self._publish(live, now)
         self._cache.release(live.hold, now)
         live.hold = None
-        live.slots = NO_TOKENS
-        live.computed = 0
+        live.drop_slots()
         self._running.remove(live)
 
     def _publish(self, live: LiveRequest, now: float) -> None:
@@ -440,17 +389,6 @@ class LocalScheduler:
 
 def _by_arrival(live: LiveRequest) -> int:
     return live.number
-
-
-def _sampled_token(tokens: Mapping[str, int], request_id: str) -> int:
-    """The token an engine sampled for a request, as a plain int."""
-    if request_id not in tokens:
-        raise InvalidInput(f"tokens has none for request {request_id!r}")
-    try:
-        token = operator.index(tokens[request_id])  # numpy and torch integers are welcome, floats are not
-    except TypeError:
-        raise InvalidInput(f"tokens[{request_id!r}] must be an int, got {tokens[request_id]!r}") from None
-    return check_int(f"tokens[{request_id!r}]", token, 0, TOKEN_ID_MAX, InvalidInput)
 
 
 def _share(other: LiveRequest, live: LiveRequest, end: int, extra: int) -> bool:

@@ -34,7 +34,8 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Protocol
 
-from .local_types import Int32Array, LiveRequest, LocalConfig
+from ._batch import LiveRequest
+from .local_types import Int32Array, LocalConfig
 
 REBIN_PER_ROUND = 256
 

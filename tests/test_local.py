@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from model_local import PretendDevice, expected_output
 
+from preble._batch import LiveRequest
 from preble.clock import ManualClock
 from preble.errors import DuplicateRequest, InvalidConfig, InvalidInput, InvalidTime, InvalidTokens, QueueFull
 from preble.local import LocalConfig, LocalRequest, LocalScheduler
 from preble.local_cache import KvCache, SlotPool
 from preble.local_queue import WaitingQueue
-from preble.local_types import LiveRequest
 from preble.types import AllBlocksCleared, PrefixEvicted
 
 

@@ -11,7 +11,7 @@ the same tokens, and one that was handed a wrong, missing or doubled token says 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from ..local import Batch, LocalConfig, LocalRequest, LocalScheduler, StepOutput
 from ..types import CacheEvent, check_int
 from .base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk
 
+NO_TOKENS: Mapping[str, int] = {}
 HASH_FACTOR = 0x9E3779B97F4A7C15
 MASK64 = (1 << 64) - 1
 
@@ -91,7 +92,7 @@ class SimulatedEngine:
         )
         self._live: dict[str, _Live] = {}
         self._ended: list[OutputChunk] = []  # last chunks of requests that ended between steps
-        self._batch = Batch([], 0)
+        self._batch = Batch()
         self._closed = False
 
     @property
@@ -106,10 +107,10 @@ class SimulatedEngine:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, planned_ids: npt.NDArray[np.int32] | None = None) -> None:
         """Queue a request; an output that would outgrow the KV capacity ends there, with reason "length".
 
-        Raises `DuplicateRequest`, `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed.
+        `planned_ids` is the answer, where it is known (a replay): as many tokens as the request may still have. Raises `DuplicateRequest`, `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed.
         """
         if self._closed:
             raise EngineError("the engine is closed")
@@ -135,11 +136,11 @@ class SimulatedEngine:
             max_new_tokens=min(left, room),
             stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self._info.eos_token_ids),
             namespace=request.namespace,
+            planned_ids=None if planned_ids is None else planned_ids[: min(left, room)],
         )
         self._scheduler.add(local)
-        self._live[request.request_id] = _Live(
-            prefix_hash(local.token_ids), request.output_offset, not sampling.ignore_eos
-        )
+        state = prefix_hash(local.token_ids) if planned_ids is None else 0
+        self._live[request.request_id] = _Live(state, request.output_offset, not sampling.ignore_eos)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its last chunk (finish_reason "abort") comes from the next `step`. False if it is not live."""
@@ -165,19 +166,30 @@ class SimulatedEngine:
         Call `end_step` when they have passed. Until then requests may be submitted and aborted. Raises
         `InvalidInput` where the step before has not ended.
         """
-        self._batch = self._scheduler.next_batch()
-        chunks = [(len(i.token_ids), i.start + len(i.token_ids)) for i in self._batch.items if not i.is_decode]
-        decodes = [item.start + 1 for item in self._batch.items if item.is_decode]
-        return self._cost_model.iteration_time(chunks, decodes) if self._batch.items else 0.0
+        self._batch = batch = self._scheduler.next_batch()
+        return self._cost_model.iteration_time(batch.chunks(), batch.decode_contexts()) if batch else 0.0
 
     def end_step(self) -> list[OutputChunk]:
         """Finish the step that `begin_step` began; returns its chunks, after those of requests aborted before now."""
-        batch, self._batch = self._batch, Batch([], 0)
-        sampling = [item.request_id for item in batch.items if item.samples and item.request_id in self._live]
-        tokens = {request_id: self._next_token(self._live[request_id]) for request_id in sampling}
+        batch, self._batch = self._batch, Batch()
+        tokens = {request_id: self._next_token(self._live[request_id]) for request_id in batch.sampling()}
         chunks, self._ended = self._ended, []
         chunks.extend(self._book(output) for output in self._scheduler.complete(batch, tokens))
         return chunks
+
+    def end_batch(self) -> list[StepOutput]:
+        """`end_step` for a simulator that wants no chunks: the batch's output tokens. Only where every live request has
+        `planned_ids`; raises `InvalidInput` otherwise, and nothing has changed."""
+        unplanned = self._batch.sampling()
+        if unplanned:
+            raise InvalidInput(f"end_batch is for requests with planned_ids; {unplanned[0]!r} has none")
+        batch, self._batch = self._batch, Batch()
+        outputs = self._scheduler.complete(batch, NO_TOKENS)
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._live[output.request_id]
+        self._ended.clear()  # nobody asks for the chunks of aborted requests
+        return outputs
 
     def has_work(self) -> bool:
         """True while a request is live or a chunk waits to be returned."""

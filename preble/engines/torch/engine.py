@@ -137,7 +137,7 @@ class TorchEngine:
         """
         chunks, self._ended = self._ended, []
         batch = self._scheduler.next_batch()
-        if batch.items:
+        if batch:
             chunks.extend(self._run(batch))
         return chunks
 
