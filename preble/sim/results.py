@@ -1,0 +1,134 @@
+"""What a simulation found: one row a request, the workers' busy time, and summaries. Owns measuring, not running.
+
+Times are seconds from the start of the workload. A latency runs from a request's arrival to its last token, TTFT to
+its first. A request that was refused or broken off has none (NaN) and counts against goodput.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidInput
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one run; seconds, fractions, tokens. `tpot` is the time between output tokens, `normalised` the
+    latency per output token, `load_spread` the busiest worker's busy time over the mean."""
+
+    requests: int
+    finished: int
+    refused: int
+    mean_latency_seconds: float
+    p50_latency_seconds: float
+    p90_latency_seconds: float
+    p99_latency_seconds: float
+    mean_ttft_seconds: float
+    p50_ttft_seconds: float
+    p99_ttft_seconds: float
+    mean_tpot_seconds: float
+    p50_tpot_seconds: float
+    p99_tpot_seconds: float
+    mean_normalised_seconds: float
+    p50_normalised_seconds: float
+    p99_normalised_seconds: float
+    hit_fraction: float
+    load_spread: float
+    busy_fraction: float
+    makespan_seconds: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Field names and values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """One run. Every array has a row a request, in the workload's order; `worker` is an index into `workers`, -1 where
+    the request was never placed; `placed_tokens` is what the scheduler believed cached, `cached_tokens` what was.
+    """
+
+    request_ids: tuple[str, ...]
+    workers: tuple[str, ...]
+    arrival_seconds: Floats
+    first_token_seconds: Floats
+    finish_seconds: Floats
+    worker: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+    placed_tokens: Ints
+    cached_tokens: Ints
+    busy_seconds: Floats
+    counts: Mapping[str, int]
+    scheduler_stats: Mapping[str, Any]
+
+    @property
+    def latency_seconds(self) -> Floats:
+        """Arrival to last token; NaN where unfinished."""
+        return self.finish_seconds - self.arrival_seconds
+
+    @property
+    def ttft_seconds(self) -> Floats:
+        """Arrival to first token; NaN where there was none."""
+        return self.first_token_seconds - self.arrival_seconds
+
+    @property
+    def trace_hash(self) -> str:
+        """A digest of where and when (to the nanosecond) every request ran: equal for equal runs, on every machine."""
+        digest = hashlib.sha256("\n".join((*self.workers, *self.request_ids)).encode())
+        for seconds in (self.arrival_seconds, self.first_token_seconds, self.finish_seconds, self.busy_seconds):
+            digest.update(np.where(np.isnan(seconds), -1, np.round(seconds * 1e9)).astype("<i8").tobytes())
+        for numbers in (self.worker, self.prompt_tokens, self.output_tokens, self.placed_tokens, self.cached_tokens):
+            digest.update(numbers.astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    def goodput(self, ttft_seconds: float, warmup_seconds: float = 0.0) -> float:
+        """Share of all requests whose first token came within `ttft_seconds`; the unfinished and refused count as
+        missed."""
+        counted = self.arrival_seconds >= warmup_seconds
+        if not counted.any():
+            raise InvalidInput(f"warmup_seconds: no request arrived after {warmup_seconds!r}")
+        return float(np.mean((self.ttft_seconds <= ttft_seconds)[counted]))
+
+    def summary(self, warmup_seconds: float = 0.0) -> Summary:
+        """Figures over the requests that arrived from `warmup_seconds` on. Raises `InvalidInput` if none did."""
+        counted = self.arrival_seconds >= warmup_seconds
+        done = counted & ~np.isnan(self.finish_seconds)
+        if not counted.any():
+            raise InvalidInput(f"warmup_seconds: no request arrived after {warmup_seconds!r}")
+        latency, ttft, output = self.latency_seconds[done], self.ttft_seconds[done], self.output_tokens[done]
+        decoded = output > 1
+        tpot = (latency - ttft)[decoded] / (output[decoded] - 1)
+        admitted = done & (self.cached_tokens >= 0)
+        makespan = float(np.nanmax(self.finish_seconds)) if done.any() else 0.0
+        return Summary(
+            requests=int(counted.sum()),
+            finished=int(done.sum()),
+            refused=self.counts["refused"],
+            **_spread("latency", latency, (50, 90, 99)),
+            **_spread("ttft", ttft, (50, 99)),
+            **_spread("tpot", tpot, (50, 99)),
+            **_spread("normalised", latency / output, (50, 99)),
+            hit_fraction=float(self.cached_tokens[admitted].sum() / max(1, self.prompt_tokens[admitted].sum())),
+            load_spread=float(self.busy_seconds.max() / max(self.busy_seconds.mean(), 1e-12)),
+            busy_fraction=float(self.busy_seconds.mean() / makespan) if makespan else 0.0,
+            makespan_seconds=makespan,
+        )
+
+
+def _spread(name: str, values: Floats, percentiles: tuple[int, ...]) -> dict[str, float]:
+    """Mean and percentiles, NaN where there is nothing to measure."""
+    found = {f"mean_{name}_seconds": float(np.mean(values)) if len(values) else float("nan")}
+    for percentile in percentiles:
+        value = float(np.percentile(values, percentile)) if len(values) else float("nan")
+        found[f"p{percentile}_{name}_seconds"] = value
+    return found

@@ -1,0 +1,280 @@
+"""The simulation: a workload through the real global scheduler to simulated workers. Owns every request's life.
+
+What happens to a request
+  1. It arrives: at its time, or in a closed loop when the one before it has finished. The scheduler places it.
+  2. `network_seconds` later its worker queues it; the worker's engine runs iteration after iteration (`worker.py`).
+  3. Its first token and its end are reported to the scheduler `event_delay_seconds` after they happened, as are the
+     evictions, of which some batches may be lost.
+  4. If its worker dies, it is placed again once that is noticed: prompt and emitted tokens go to another worker, as
+     `Router` does it, and only the tokens still missing are generated.
+A request that an engine refuses (too long for it, queue full) is counted, and so are those that wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..clock import ManualClock
+from ..errors import InvalidConfig, InvalidInput, UnknownWorker
+from ..local import StepOutput
+from ..scheduler import GlobalScheduler
+from ..types import CacheEvent, WorkerSpec
+from ..workloads.types import Int32Array, PromptRequest, Workload
+from .config import Fault, SimConfig, WorkerDeath, WorkerDrain, WorkerJoin
+from .results import Result
+from .timeline import Timeline
+from .worker import SimWorker
+
+TICK_SECONDS = 1.0
+Progress = Callable[[int, int, float], None]
+
+
+def simulate(workload: Workload, config: SimConfig | None = None, *, progress: Progress | None = None) -> Result:
+    """Run a workload to its end, or to `config.until_seconds`. The same arguments give the same result, everywhere.
+
+    `progress(ended, requests, virtual_seconds)` is called about once a virtual second. Raises `InvalidInput` for a
+    workload that is empty, names a request twice, or waits for one it does not have, and what the scheduler raises.
+    """
+    return Simulation(workload, config or SimConfig(), progress).run()
+
+
+class _Flight:
+    """A request on its way: its row, what it asked for, and how much of its answer has come."""
+
+    __slots__ = ("emitted", "planned_ids", "request", "row", "worker")
+
+    def __init__(self, request: PromptRequest, row: int, planned_ids: Int32Array) -> None:
+        self.request = request
+        self.row = row
+        self.planned_ids = planned_ids
+        self.emitted = 0
+        self.worker: SimWorker | None = None
+
+
+class Simulation:
+    """One run; see the module. `simulate` is its face."""
+
+    def __init__(self, workload: Workload, config: SimConfig, progress: Progress | None) -> None:
+        self._config = config
+        self._requests = workload.requests
+        self._rows = _rows_of(self._requests)
+        self._after = self._successors()
+        self._progress = progress
+        self._clock = ManualClock()
+        self._timeline = Timeline(self._clock)
+        self._scheduler = GlobalScheduler(
+            policy=config.policy, cost_model=config.cost_model, config=config.scheduler, clock=self._clock,
+            seed=config.seed,
+        )  # fmt: skip
+        self._rng = np.random.default_rng([config.seed, 1])  # for lost events
+        self._workers: dict[str, SimWorker] = {}
+        self._all_workers: list[SimWorker] = []
+        self._flights: dict[str, _Flight] = {}
+        self._ended = 0
+        self._counts = {"refused": 0, "cut_off": 0, "resumed": 0, "lost_event_batches": 0, "event_batches": 0}
+        count = len(self._requests)
+        self._arrival, self._first, self._finish = (np.full(count, np.nan) for _ in range(3))
+        self._worker, self._placed, self._cached = (np.full(count, -1, np.int64) for _ in range(3))
+
+    def run(self) -> Result:
+        """Everything, in order."""
+        for spec in self._config.specs():
+            self._add_worker(spec)
+        for fault in self._config.faults:
+            self._timeline.at(fault.at_seconds, self._fault, fault)
+        for request in self._requests:
+            if request.after is None:
+                self._timeline.at(request.arrival_seconds, self._arrive, request)
+        self._timeline.at(TICK_SECONDS, self._tick)
+        self._timeline.run(self._config.until_seconds)
+        return self._result()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _arrive(self, request: PromptRequest) -> None:
+        row = self._rows[request.request_id]
+        self._arrival[row] = self._timeline.now
+        flight = _Flight(request, row, _answer(request, row))
+        self._flights[request.request_id] = flight
+        self._place(flight)
+
+    def _place(self, flight: _Flight) -> None:
+        """Let the scheduler choose a worker and send the request there, with what is emitted of its answer."""
+        request, row = flight.request, flight.row
+        token_ids = request.token_ids
+        if flight.emitted:
+            token_ids = np.concatenate([token_ids, flight.planned_ids[: flight.emitted]])
+        left = flight.planned_ids[flight.emitted :]
+        decision = self._scheduler.schedule(token_ids, request_id=request.request_id, max_new_tokens=len(left))
+        flight.worker = self._workers[decision.worker]
+        if self._placed[row] < 0:
+            self._placed[row] = decision.matched_tokens
+        self._worker[row] = self._all_workers.index(flight.worker)
+        if self._config.network_seconds:
+            self._timeline.at(
+                self._timeline.now + self._config.network_seconds, self._submit, (flight, flight.worker, token_ids, left)
+            )
+        else:
+            self._submit((flight, flight.worker, token_ids, left))
+
+    def _submit(self, sent: tuple[_Flight, SimWorker, Int32Array, Int32Array]) -> None:
+        flight, worker, token_ids, left = sent
+        if flight.worker is worker and not worker.submit(flight.request.request_id, token_ids, left):
+            self._scheduler.cancel(flight.request.request_id)
+            del self._flights[flight.request.request_id]
+            self._give_up(flight.request, "refused")
+
+    def _give_up(self, request: PromptRequest, why: str) -> None:
+        """A request ends without an answer, and with it all that wait for it."""
+        hopeless = [(request, why)]
+        while hopeless:
+            request, why = hopeless.pop()
+            self._counts[why] += 1
+            self._ended += 1
+            hopeless.extend((successor, "cut_off") for successor in self._after.pop(request.request_id, ()))
+
+    def _deliver(self, worker: SimWorker, outputs: Sequence[StepOutput], events: Sequence[CacheEvent]) -> None:
+        """An iteration has ended: note first and last tokens, and tell the scheduler."""
+        now = self._timeline.now
+        news: list[tuple[str, int | None, int | None]] = []  # (request, its cached tokens, its output tokens)
+        for output in outputs:
+            last = output.finish_reason is not None
+            flight = self._flights[output.request_id]
+            flight.emitted += 1
+            if output.index == 0:
+                news.append((output.request_id, output.cached_tokens, None))
+                if flight.emitted == 1:
+                    self._first[flight.row] = now
+                    self._cached[flight.row] = output.cached_tokens
+            if last:
+                news.append((output.request_id, None, flight.emitted))
+                self._finish_flight(flight)
+        if events:
+            self._counts["event_batches"] += 1
+            if self._config.event_loss and self._rng.random() < self._config.event_loss:
+                self._counts["lost_event_batches"] += 1
+                events = ()
+        if not (news or events):
+            return
+        if self._config.event_delay_seconds:
+            self._timeline.at(now + self._config.event_delay_seconds, self._report, (worker, news, events))
+        else:
+            self._report((worker, news, events))
+
+    def _finish_flight(self, flight: _Flight) -> None:
+        now = self._timeline.now
+        self._finish[flight.row] = now
+        self._ended += 1
+        del self._flights[flight.request.request_id]
+        for successor in self._after.pop(flight.request.request_id, ()):
+            self._timeline.at(max(successor.arrival_seconds, now + successor.pause_seconds), self._arrive, successor)
+
+    def _report(
+        self, told: tuple[SimWorker, list[tuple[str, int | None, int | None]], Sequence[CacheEvent]]
+    ) -> None:
+        """The scheduler hears of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
+        worker, news, events = told
+        for request_id, cached_tokens, output_tokens in news:
+            flight = self._flights.get(request_id)
+            if output_tokens is not None:
+                self._scheduler.finish(request_id, output_tokens=output_tokens)
+            elif flight is None or flight.worker is worker:  # else it was placed anew since
+                self._scheduler.first_token(request_id, cached_tokens=cached_tokens)
+        if events and self._workers.get(worker.name) is worker:
+            self._scheduler.apply(worker.name, events)
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _add_worker(self, spec: WorkerSpec) -> None:
+        config = self._config
+        running = config.local.max_running if spec.max_running is None else spec.max_running
+        local = replace(config.local, kv_capacity_tokens=spec.kv_capacity_tokens, max_running=running)
+        model = config.model_of(spec)
+        worker = SimWorker(spec.id, model, local, self._timeline, self._deliver, config.step_seconds)
+        self._scheduler.add_worker(spec)
+        self._workers[spec.id] = worker
+        self._all_workers.append(worker)
+
+    def _fault(self, fault: Fault) -> None:
+        if isinstance(fault, WorkerJoin):
+            self._add_worker(fault.spec)
+            return
+        worker = self._workers.get(fault.worker)
+        if worker is None:
+            raise UnknownWorker(f"SimConfig.faults: there is no worker {fault.worker!r} at {fault.at_seconds} s")
+        if isinstance(fault, WorkerDrain):
+            self._scheduler.drain_worker(fault.worker)
+        elif isinstance(fault, WorkerDeath):
+            worker.die()
+            self._timeline.at(self._timeline.now + fault.noticed_after_seconds, self._notice_death, worker)
+
+    def _notice_death(self, worker: SimWorker) -> None:
+        """Forget a dead worker; its requests go elsewhere, in the order in which they arrived."""
+        del self._workers[worker.name]
+        self._scheduler.remove_worker(worker.name)
+        if not self._workers:
+            raise InvalidConfig("SimConfig.faults: the last worker died")
+        for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
+            self._scheduler.cancel(flight.request.request_id)
+            self._counts["resumed"] += 1
+            self._place(flight)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _tick(self, _: object) -> None:
+        self._scheduler.tick()
+        if self._progress is not None:
+            self._progress(self._ended, len(self._requests), self._timeline.now)
+        if self._ended < len(self._requests):
+            self._timeline.at(self._timeline.now + TICK_SECONDS, self._tick)
+
+    # --- before and after ---------------------------------------------------------------------------------------------
+
+    def _successors(self) -> dict[str, list[PromptRequest]]:
+        """Request id -> the requests that wait for it."""
+        found: dict[str, list[PromptRequest]] = defaultdict(list)
+        for request in self._requests:
+            if request.after is not None:
+                if request.after not in self._rows:
+                    raise InvalidInput(f"request {request.request_id!r} is after {request.after!r}, which is not there")
+                found[request.after].append(request)
+        return dict(found)
+
+    def _result(self) -> Result:
+        requests = self._requests
+        return Result(
+            request_ids=tuple(request.request_id for request in requests),
+            workers=tuple(worker.name for worker in self._all_workers),
+            arrival_seconds=self._arrival,
+            first_token_seconds=self._first,
+            finish_seconds=self._finish,
+            worker=self._worker,
+            prompt_tokens=np.array([request.prompt_tokens for request in requests], np.int64),
+            output_tokens=np.array([request.output_tokens for request in requests], np.int64),
+            placed_tokens=self._placed,
+            cached_tokens=self._cached,
+            busy_seconds=np.array([worker.busy_seconds for worker in self._all_workers]),
+            counts={**self._counts, "iterations": sum(worker.iterations for worker in self._all_workers)},
+            scheduler_stats=self._scheduler.stats(),
+        )
+
+
+def _rows_of(requests: Sequence[PromptRequest]) -> dict[str, int]:
+    """Request id -> its row."""
+    rows = {request.request_id: row for row, request in enumerate(requests)}
+    if not rows:
+        raise InvalidInput("workload: it has no requests")
+    if len(rows) < len(requests):
+        raise InvalidInput(f"workload: {len(requests) - len(rows)} request ids occur more than once")
+    return rows
+
+
+def _answer(request: PromptRequest, row: int) -> Int32Array:
+    """The tokens a request is answered with: its own, or such as no other request has."""
+    if request.output_ids is not None:
+        return request.output_ids[: request.output_tokens]
+    return np.arange(request.output_tokens, dtype=np.int32) + np.int32((row * 7919) % 1_000_000_007)

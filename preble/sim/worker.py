@@ -1,0 +1,74 @@
+"""One simulated worker: the simulated engine, iteration after iteration on the timeline. Owns when iterations begin and
+end; the batches are the real local scheduler's, and what follows from their tokens is the simulation's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .._cost import CostModel
+from ..engines.simulated import GenerationRequest, SimulatedEngine
+from ..errors import InvalidInput, QueueFull
+from ..local import LocalConfig, StepOutput
+from ..types import CacheEvent, SamplingParams
+from ..workloads.types import Int32Array
+from .timeline import Timeline
+
+Deliver = Callable[["SimWorker", Sequence[StepOutput], Sequence[CacheEvent]], None]
+
+
+class SimWorker:
+    """An engine that runs whenever it has work. `deliver(worker, outputs, events)` is called as an iteration ends."""
+
+    def __init__(
+        self,
+        name: str,
+        cost_model: CostModel,
+        config: LocalConfig,
+        timeline: Timeline,
+        deliver: Deliver,
+        step_seconds: float,
+    ) -> None:
+        self.name = name
+        self.busy_seconds = 0.0
+        self.iterations = 0
+        self.engine = SimulatedEngine(cost_model, config, clock=lambda: timeline.now, time_scale=0.0)
+        self._timeline = timeline
+        self._deliver = deliver
+        self._step_seconds = step_seconds
+        self._running = False
+        self._dead = False
+
+    def submit(self, request_id: str, token_ids: Int32Array, planned_ids: Int32Array) -> bool:
+        """Queue a request; False if the engine refuses it, or is dead and nobody has noticed yet."""
+        if self._dead:
+            return True  # it is lost: whoever notices the death sends it elsewhere
+        sampling = SamplingParams(max_new_tokens=len(planned_ids), ignore_eos=True)
+        try:
+            self.engine.submit(GenerationRequest(request_id, token_ids, sampling), planned_ids)
+        except (QueueFull, InvalidInput):
+            return False
+        if not self._running:
+            self._begin()
+        return True
+
+    def die(self) -> None:
+        """Stop at once; what it computes is never heard of."""
+        self._dead = True
+        self.engine.close()
+
+    def _begin(self) -> None:
+        seconds = self.engine.begin_step()
+        self._running = seconds > 0.0
+        if self._running:
+            seconds += self._step_seconds
+            self.busy_seconds += seconds
+            self.iterations += 1
+            self._timeline.at(self._timeline.now + seconds, self._end)
+
+    def _end(self, _: object) -> None:
+        if self._dead:
+            return
+        outputs = self.engine.end_batch()
+        events = self.engine.take_events()
+        self._begin()  # first: what follows from the outputs may submit to this very worker
+        self._deliver(self, outputs, events)
