@@ -30,7 +30,7 @@ from .errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from .local_cache import KvCache
 from .local_queue import WaitingQueue
 from .local_types import Int32Array, LocalConfig, LocalLoad, LocalRequest
-from .types import AllBlocksCleared, PrefixEvicted, check_int
+from .types import AllBlocksCleared, PrefixEvicted
 
 __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "LocalScheduler", "StepOutput"]
 
@@ -64,6 +64,7 @@ class LocalScheduler:
         self._batch: Batch | None = None  # in flight
         self._arrived = 0
         self._step = 0
+        self._decodes_till_look = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -126,15 +127,35 @@ class LocalScheduler:
         if self._batch is not None:
             raise InvalidInput(f"batch {self._batch.step} is in flight: complete or discard it first")
         batch = Batch(self._step)
-        self._make_room_for_decodes(now)  # 1.
-        self._schedule_decodes(batch)  # 2.
-        budget = self._schedule_prefills(batch, self.config.token_budget - len(batch))  # 3.
-        self._admit(batch, budget, now)  # 4.
+        if self.config.chunked_prefill:
+            self._make_room_for_decodes(now)  # 1.
+            self._schedule_decodes(batch)  # 2.
+            budget = self._schedule_prefills(batch, self.config.token_budget - len(batch))  # 3.
+            self._admit(batch, budget, now)  # 4.
+        else:
+            self._prefill_or_decode(batch, now)
         assert batch or not self._live, "requests are live and none can run"
         if batch:
             self._batch = batch
             self._step += 1
         return batch
+
+    def _prefill_or_decode(self, batch: Batch, now: float) -> None:
+        """Without chunks: whole prompts if any can be admitted, else a decode iteration.
+
+        A prefill is under way already only where the iteration that should have computed it was discarded.
+        """
+        self._schedule_prefills(batch, self.config.kv_capacity_tokens)
+        if not batch and self._decodes_till_look == 0:
+            self._admit(batch, self.config.token_budget, now)
+        if batch:
+            return
+        self._make_room_for_decodes(now)
+        self._schedule_decodes(batch)
+        self._decodes_till_look = (self._decodes_till_look or self.config.decodes_per_look) - 1
+        if not batch:  # nothing decodes: nothing to wait for
+            self._decodes_till_look = 0
+            self._admit(batch, self.config.token_budget, now)
 
     def _make_room_for_decodes(self, now: float) -> None:
         """Preempt until every decoding request can have a slot. The oldest alone always can: `add` saw to it."""
@@ -175,9 +196,13 @@ class LocalScheduler:
                 self._waiting.defer(live)
                 deferrals += 1
                 continue
+            if not self.config.chunked_prefill and len(batch) and live.uncached_now > budget:
+                break  # it is computed whole, in a later iteration; a longer one than the budget goes alone
             if not self._start_running(live, now):
                 break
-            count = min(budget, live.prefill_end - live.computed)
+            count = live.prefill_end - live.computed
+            if self.config.chunked_prefill:
+                count = min(budget, count)
             batch.add_chunk(live, self._cache.take(count))
             budget -= count
         self._waiting.end_round()
@@ -194,9 +219,7 @@ class LocalScheduler:
         end = live.cached_now + extra
         if extra == 0 or end >= live.known_tokens:
             return False
-        return any(
-            other.prefill_end >= end and _share(other, live, end, extra) for other in prefilling(self._running)
-        )
+        return any(other.prefill_end >= end and _share(other, live, end, extra) for other in prefilling(self._running))
 
     def _start_running(self, live: LiveRequest, now: float) -> bool:
         """Move a waiting request to the running ones, holding its cached prefix, if memory allows; False otherwise.
@@ -353,7 +376,9 @@ class LocalScheduler:
         """Assert every invariant, among them that each KV slot has exactly one owner. Cost: the capacity."""
         self._waiting.check()
         assert len(self._live) == len(self._running) + len(self._waiting), "a live request neither runs nor waits"
-        places = min(self.config.max_running, self.config.token_budget)
+        places = self.config.max_running
+        if self.config.chunked_prefill:
+            places = min(places, self.config.token_budget)
         assert len(self._running) <= places, f"{len(self._running)} requests run, there is room for {places}"
         assert self._running == sorted(self._running, key=_by_arrival), "running requests are out of order"
         for live in self._running:

@@ -31,6 +31,10 @@ class LocalConfig:
     waited longer than `max_wait_seconds` goes before all others, oldest first, in every order (math.inf: never).
     `min_shared_tokens` delays a request while a running one is computing that many tokens of its prompt (0: never
     delay).
+
+    `chunked_prefill` False is how engines worked before Sarathi, for comparison with them: prompts are computed whole,
+    in iterations of their own that go before all decoding; `token_budget` then bounds the prompt tokens of an iteration
+    that computes several. The queue is looked at before every `decodes_per_look`-th decode iteration.
     """
 
     kv_capacity_tokens: int
@@ -41,6 +45,8 @@ class LocalConfig:
     priority_groups: int = 10
     max_wait_seconds: float = 30.0
     min_shared_tokens: int = 32
+    chunked_prefill: bool = True
+    decodes_per_look: int = 1
 
     def __post_init__(self) -> None:
         check_int("LocalConfig.kv_capacity_tokens", self.kv_capacity_tokens, 1, 2**31 - 1)
@@ -49,6 +55,9 @@ class LocalConfig:
         check_int("LocalConfig.max_waiting", self.max_waiting, 1, 1_000_000)
         check_int("LocalConfig.priority_groups", self.priority_groups, 1, 1_000)
         check_int("LocalConfig.min_shared_tokens", self.min_shared_tokens, 0, 2**31 - 1)
+        check_int("LocalConfig.decodes_per_look", self.decodes_per_look, 1, 1_000_000)
+        if not isinstance(self.chunked_prefill, bool):
+            raise InvalidConfig(f"LocalConfig.chunked_prefill must be True or False, got {self.chunked_prefill!r}")
         if self.order not in ORDERS:
             raise InvalidConfig(f"LocalConfig.order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if isinstance(self.max_wait_seconds, bool) or not isinstance(self.max_wait_seconds, (int, float)):

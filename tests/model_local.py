@@ -108,6 +108,7 @@ class NaiveLocal:
         self.credits = dict.fromkeys(range(config.priority_groups + 1), 0)
         self.cached_at_start: dict[str, int] = {}
         self.arrived = 0
+        self.decodes_till_look = 0
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
@@ -170,8 +171,29 @@ class NaiveLocal:
 
     def next_batch(self, now: float) -> list[tuple[str, int, int, bool, bool]]:
         batch: list[tuple[str, int, int, bool, bool]] = []
-        budget = self.config.token_budget
+        if not self.config.chunked_prefill:
+            return self.next_whole_batch(batch, now)
+        self.decode_all(batch)
+        budget = self.continue_prefills(batch, self.config.token_budget - len(batch))
+        self.admit(batch, budget, now)
+        return batch
 
+    def next_whole_batch(
+        self, batch: list[tuple[str, int, int, bool, bool]], now: float
+    ) -> list[tuple[str, int, int, bool, bool]]:
+        """Without chunks: what was discarded, or else newcomers where it is time to look, or else decodes."""
+        self.continue_prefills(batch, self.config.kv_capacity_tokens)
+        if not batch and self.decodes_till_look == 0:
+            self.admit(batch, self.config.token_budget, now)
+        if not batch:
+            self.decode_all(batch)
+            self.decodes_till_look = (self.decodes_till_look or self.config.decodes_per_look) - 1
+            if not batch:
+                self.decodes_till_look = 0
+                self.admit(batch, self.config.token_budget, now)
+        return batch
+
+    def decode_all(self, batch: list[tuple[str, int, int, bool, bool]]) -> None:
         def decoding() -> list[NaiveRequest]:
             return [r for r in self.running() if r.decoding]
 
@@ -182,17 +204,16 @@ class NaiveLocal:
             self.cache.evict(max(len(decodes) - self.free(), self.config.kv_capacity_tokens // 256))
         for request in decodes:
             self.schedule(request, 1, batch)
-        budget -= len(batch)
 
+    def continue_prefills(self, batch: list[tuple[str, int, int, bool, bool]], budget: int) -> int:
+        """Gives the budget left."""
         for request in [r for r in self.running() if not r.decoding]:
             count = min(budget, request.prefill_end - request.computed, self.available())
             if count == 0:
                 break
             self.schedule(request, count, batch)
             budget -= count
-
-        self.admit(batch, budget, now)
-        return batch
+        return budget
 
     def admit(self, batch: list[tuple[str, int, int, bool, bool]], budget: int, now: float) -> None:
         if budget <= 0 or len(self.running()) >= self.config.max_running or len(self.running()) == len(self.requests):
@@ -206,12 +227,17 @@ class NaiveLocal:
             if self.is_being_computed(request):
                 passed_over.add(request.request_id)
                 continue
+            uncached = len(request.known) - min(self.cached_now(request), len(request.known) - 1)
+            if not self.config.chunked_prefill and batch and uncached > budget:
+                break
             if not self.fits(request):
                 break
             if by_turn and self.config.order == "priority":
                 self.charge(self.group(request), passed_over)
             self.start(request)
-            count = min(budget, request.prefill_end - request.computed)
+            count = request.prefill_end - request.computed
+            if self.config.chunked_prefill:
+                count = min(budget, count)
             self.schedule(request, count, batch)
             budget -= count
         for group in self.credits:

@@ -393,6 +393,50 @@ def test_output_tokens_are_cached_too_all_but_the_last():
     assert worker.iterate() == {"turn2": (29, 3)}
 
 
+# --- without chunked prefill ------------------------------------------------------------------------------------------
+
+
+def test_without_chunks_whole_prompts_go_before_all_decoding():
+    worker = Worker(token_budget=50, min_shared_tokens=0, chunked_prefill=False)
+    worker.add("a", numbers(0, 30), max_new=3)
+    assert worker.iterate() == {"a": (0, 30)}
+    worker.add("long", numbers(100, 80), max_new=2)  # over the budget: alone
+    worker.add("b", numbers(200, 30), max_new=2)
+    worker.add("c", numbers(300, 20), max_new=2)
+    assert worker.iterate() == {"long": (0, 80)}
+    assert worker.iterate() == {"b": (0, 30), "c": (0, 20)}
+    assert worker.iterate() == {"a": (30, 1), "long": (80, 1), "b": (30, 1), "c": (20, 1)}
+    worker.run()
+
+
+def test_without_chunks_newcomers_wait_for_the_agreed_number_of_decodes():
+    worker = Worker(token_budget=50, min_shared_tokens=0, chunked_prefill=False, decodes_per_look=3)
+    worker.add("a", numbers(0, 30), max_new=9)
+    assert [worker.iterate(), worker.iterate()] == [{"a": (0, 30)}, {"a": (30, 1)}]
+    worker.add("b", numbers(100, 30), max_new=1)
+    plans = [worker.iterate() for _ in range(3)]
+    assert plans == [{"a": (31, 1)}, {"a": (32, 1)}, {"b": (0, 30)}]
+    worker.run()
+
+
+def test_a_planned_answer_needs_no_sampling_and_survives_preemption():
+    scheduler = LocalScheduler(LocalConfig(60, token_budget=40, min_shared_tokens=0), clock=ManualClock())
+    plans = {name: np.arange(first, first + 20, dtype=np.int32) for name, first in (("a", 100), ("b", 200))}
+    for name, plan in plans.items():
+        scheduler.add(LocalRequest(name, numbers(len(name) * 500 + int(plan[0]), 20), 20, planned_ids=plan))
+    said = {"a": [], "b": []}
+    while batch := scheduler.next_batch():
+        assert batch.sampling() == []
+        for output in scheduler.complete(batch, {}):
+            said[output.request_id].append(output.token)
+        scheduler.check()
+    assert said == {name: plan.tolist() for name, plan in plans.items()}
+    assert scheduler.stats()["preempted"] > 0, "the two outgrow 60 tokens together"
+
+
+# --- sharing what is being computed -----------------------------------------------------------------------------------
+
+
 def test_a_prefix_is_shared_while_its_owner_still_prefills():
     worker = Worker(token_budget=40, min_shared_tokens=0)
     worker.add("a", numbers(0, 100))
@@ -892,7 +936,8 @@ def test_a_clock_that_jumps_back_harms_nothing():
     "options",
     [{"kv_capacity_tokens": 0}, {"token_budget": 0}, {"max_running": 0}, {"max_waiting": 0}, {"order": "lifo"},
      {"priority_groups": 0}, {"max_wait_seconds": -1.0}, {"max_wait_seconds": math.nan}, {"max_wait_seconds": "1"},
-     {"min_shared_tokens": -1}, {"token_budget": 1.5}, {"max_running": True}],
+     {"min_shared_tokens": -1}, {"chunked_prefill": 1}, {"decodes_per_look": 0},
+     {"token_budget": 1.5}, {"max_running": True}],
 )  # fmt: skip
 def test_configurations_out_of_range_are_refused_by_name(options):
     (name,) = options
@@ -944,3 +989,9 @@ def test_the_same_requests_give_the_same_batches_every_time():
         return [list(plan.items()) for plan in worker.run()]
 
     assert plans() == plans()
+
+
+@pytest.mark.parametrize("planned", [[1, 2], [1, 2, 3, 4], [1, -2, 3], [1.0, 2.0, 3.0], []])
+def test_a_plan_that_is_not_the_whole_answer_is_refused(planned):
+    with pytest.raises(InvalidTokens, match="planned_ids"):
+        LocalRequest("a", [1, 2], 3, planned_ids=planned)

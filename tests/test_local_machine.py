@@ -39,6 +39,8 @@ configs = st.builds(
     priority_groups=st.sampled_from([1, 3, 10]),
     max_wait_seconds=st.sampled_from([0.0, 2.0, 8.0, float("inf")]),
     min_shared_tokens=st.sampled_from([0, 1, 3, 6]),
+    chunked_prefill=st.sampled_from([True, True, False]),
+    decodes_per_look=st.sampled_from([1, 3]),
 )
 
 
@@ -54,6 +56,7 @@ class LocalMachine(RuleBasedStateMachine):
         self.device = PretendDevice()
         self.believed: set = set()  # what a router would believe is cached, by the events alone
         self.outputs: dict[str, list[int]] = {}
+        self.discarded = False  # was any iteration?
         self.requests: dict[str, tuple] = {}
         self.add(first, max_new, frozenset(), None)
 
@@ -99,7 +102,9 @@ class LocalMachine(RuleBasedStateMachine):
         shape = [(i.request_id, i.start, len(i.token_ids), i.samples, i.is_decode) for i in batch.items]
         assert shape == plan
         assert bool(shape) == bool(self.model.requests), "work waits, but nothing runs"
-        assert batch.total_tokens <= self.config.token_budget
+        bounded = self.config.chunked_prefill or (batch.prefill_tokens and len(batch) > 1)
+        assert batch.total_tokens <= self.config.token_budget or not bounded or self.resumes_discarded(batch)
+        assert self.config.chunked_prefill or not (batch.decode_count and batch.prefill_tokens)
         tokens = self.device.run(batch, {r.request_id: (r.namespace, r.known) for r in self.model.requests.values()})
         self.real.check()
         if cancelled is not None and cancelled < len(plan):
@@ -107,8 +112,13 @@ class LocalMachine(RuleBasedStateMachine):
         if fails:
             self.real.discard(batch)
             self.model.discard()
+            self.discarded = True
         else:
             self.finish_iteration(batch, plan, tokens)
+
+    def resumes_discarded(self, batch):
+        """Without chunks, a discarded iteration is computed again as it was."""
+        return not self.config.chunked_prefill and self.discarded
 
     def finish_iteration(self, batch, plan, tokens):
         outputs = self.real.complete(batch, tokens)
@@ -197,6 +207,8 @@ def random_config(rng):
         priority_groups=rng.choice([1, 3, 10]),
         max_wait_seconds=rng.choice([0.0, 4.0, 20.0, float("inf")]),
         min_shared_tokens=rng.choice([0, 1, 3, 6]),
+        chunked_prefill=rng.choice([True, True, False]),
+        decodes_per_look=rng.choice([1, 3]),
     )
 
 

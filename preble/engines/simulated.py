@@ -110,7 +110,8 @@ class SimulatedEngine:
     def submit(self, request: GenerationRequest, planned_ids: npt.NDArray[np.int32] | None = None) -> None:
         """Queue a request; an output that would outgrow the KV capacity ends there, with reason "length".
 
-        `planned_ids` is the answer, where it is known (a replay): as many tokens as the request may still have. Raises `DuplicateRequest`, `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed.
+        `planned_ids` is the answer, where it is known (a replay): as many tokens as the request may still have.
+        Raises `DuplicateRequest`, `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed.
         """
         if self._closed:
             raise EngineError("the engine is closed")

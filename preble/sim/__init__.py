@@ -1,9 +1,9 @@
 """Discrete-event simulation of a fleet: real schedulers, simulated engines, a virtual clock. Owns nothing itself.
 
-    from preble import sim, workloads
-    workload = workloads.poisson(workloads.generate("toolbench", requests=2000, groups=200, seed=0), rps=8, seed=0)
-    result = sim.simulate(workload, sim.SimConfig(workers=2, policy="e2"))
-    print(result.summary())
+from preble import sim, workloads
+workload = workloads.poisson(workloads.generate("toolbench", requests=2000, groups=200, seed=0), rps=8, seed=0)
+result = sim.simulate(workload, sim.SimConfig(workers=2, policy="e2"))
+print(result.summary())
 """
 
 from .config import SimConfig as SimConfig

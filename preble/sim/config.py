@@ -12,7 +12,6 @@ from ..policy import Policy
 from ..scheduler import SchedulerConfig
 from ..types import WorkerSpec, check_int
 
-
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration
 
 

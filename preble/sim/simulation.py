@@ -116,7 +116,9 @@ class Simulation:
         self._worker[row] = self._all_workers.index(flight.worker)
         if self._config.network_seconds:
             self._timeline.at(
-                self._timeline.now + self._config.network_seconds, self._submit, (flight, flight.worker, token_ids, left)
+                self._timeline.now + self._config.network_seconds,
+                self._submit,
+                (flight, flight.worker, token_ids, left),
             )
         else:
             self._submit((flight, flight.worker, token_ids, left))
@@ -173,9 +175,7 @@ class Simulation:
         for successor in self._after.pop(flight.request.request_id, ()):
             self._timeline.at(max(successor.arrival_seconds, now + successor.pause_seconds), self._arrive, successor)
 
-    def _report(
-        self, told: tuple[SimWorker, list[tuple[str, int | None, int | None]], Sequence[CacheEvent]]
-    ) -> None:
+    def _report(self, told: tuple[SimWorker, list[tuple[str, int | None, int | None]], Sequence[CacheEvent]]) -> None:
         """The scheduler hears of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
         worker, news, events = told
         for request_id, cached_tokens, output_tokens in news:
