@@ -10,7 +10,8 @@ A round is one visit of the scheduler:
 
 Who is next:
   1. preempted requests, the longest-serving first: they hold output that somebody is reading;
-  2. requests that waited longer than the age bound, oldest first, so that nothing starves;
+  2. at every OVERDUE_EVERY-th pick the oldest request, if it waited longer than the age bound, so that nothing
+     starves;
   3. the order of the configuration. "priority" (paper section 4.3): group g of 0..P holds the requests with floor(P x
      cached / known tokens) = g, oldest first. Groups take turns in proportion to their weights max(1, g): out of 56
      picks with all groups full and P = 10, ten are from group 10, nine from group 9, ..., one from group 1 and one from
@@ -38,6 +39,7 @@ from ._batch import LiveRequest
 from .local_types import Int32Array, LocalConfig
 
 REBIN_PER_ROUND = 256
+OVERDUE_EVERY = 8  # where all went first who are overdue, an overloaded worker would serve in order of arrival
 
 
 class CacheView(Protocol):
@@ -67,6 +69,7 @@ class WaitingQueue:
         self._credits = [0] * self._group_count()
         self._deferred: list[LiveRequest] = []
         self._picked_by_turn = False
+        self._turns = OVERDUE_EVERY - 1  # picks by turn since one for age
         self._round_version = cache.version  # the cache's version as the round began
         self._sweep_left = 0
         self._sweep_next = 0  # the number at which it goes on
@@ -136,7 +139,7 @@ class WaitingQueue:
             live = self._preempted[0]
         elif not self._arrivals:
             return None
-        elif now - self._oldest().arrival_seconds > self._config.max_wait_seconds:
+        elif self._turns >= OVERDUE_EVERY - 1 and self._is_overdue(now):
             live = self._oldest()
         else:
             live = self._head_by_turn()
@@ -148,8 +151,10 @@ class WaitingQueue:
         """Remove the request last peeked at: it was admitted. Its group pays for the turn."""
         if self._picked_by_turn:
             self._charge(live.place[0])
+            self._turns += 1
         elif not live.resumes:
             self.overdue_picks += 1
+            self._turns = 0
         self._withdraw(live)
         self._leave(live)
 
@@ -188,6 +193,9 @@ class WaitingQueue:
         return max(1, group)
 
     # --- places -------------------------------------------------------------------------------------------------------
+
+    def _is_overdue(self, now: float) -> bool:
+        return now - self._oldest().arrival_seconds > self._config.max_wait_seconds
 
     def _oldest(self) -> LiveRequest:
         return self._live[self._arrivals[0]]

@@ -27,8 +27,8 @@ class LocalConfig:
 
     `token_budget` is the number of tokens computed in one iteration: decodes first, the rest for prefill chunks.
     `max_waiting` bounds newcomers; preempted requests come back on top of it, at most one for each place among the
-    running. `order` is how waiting requests are chosen: "priority" (paper), "fcfs" or "longest_prefix". A request that
-    waited longer than `max_wait_seconds` goes before all others, oldest first, in every order (math.inf: never).
+    running. `order` is how waiting requests are chosen: "priority" (paper), "fcfs" or "longest_prefix". Of those that
+    waited longer than `max_wait_seconds` the oldest has every eighth turn, in every order (math.inf: never).
     `min_shared_tokens` delays a request while a running one is computing that many tokens of its prompt (0: never
     delay).
 

@@ -109,6 +109,7 @@ class NaiveLocal:
         self.cached_at_start: dict[str, int] = {}
         self.arrived = 0
         self.decodes_till_look = 0
+        self.turns = 7  # picks by turn since one for age; every eighth pick may be for age
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
@@ -234,6 +235,10 @@ class NaiveLocal:
                 break
             if by_turn and self.config.order == "priority":
                 self.charge(self.group(request), passed_over)
+            if by_turn:
+                self.turns += 1
+            elif not request.preempted:
+                self.turns = 0
             self.start(request)
             count = request.prefill_end - request.computed
             if self.config.chunked_prefill:
@@ -256,7 +261,7 @@ class NaiveLocal:
         waiting = self.newcomers(passed_over)
         if not waiting:
             return None, False
-        if now - waiting[0].arrival > self.config.max_wait_seconds:
+        if self.turns >= 7 and now - waiting[0].arrival > self.config.max_wait_seconds:
             return waiting[0], False
         if self.config.order == "longest_prefix":
             return min(waiting, key=lambda r: (-self.cached_at_start[r.request_id], r.number)), True

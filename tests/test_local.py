@@ -236,17 +236,28 @@ def test_beyond_the_bound_the_request_about_to_be_picked_is_still_looked_up():
     assert picks(queue, 1) == [39]
 
 
-def test_the_age_bound_comes_before_the_groups_oldest_first():
+def test_every_eighth_pick_is_the_oldest_that_waited_too_long():
     cache = FixedCache()
     cache.set(5, 100)
     queue = make_queue(cache, max_wait_seconds=30.0)
     for k in range(3):
         waiting(queue, k, arrival=float(k))
-    for k in range(10, 20):
+    for k in range(10, 30):
         waiting(queue, k, first=5, arrival=3.0)
     assert picks(queue, 2, now=30.0) == [10, 11]
-    assert picks(queue, 3, now=31.5) == [0, 1, 12]
+    assert picks(queue, 10, now=32.5) == [0, 12, 13, 14, 1, 15, 16, 17, 2, 18], "1 is picked by its group's turn"
     assert queue.overdue_picks == 2
+
+
+def test_an_overloaded_worker_goes_on_serving_what_is_cached():
+    """Everybody is overdue: served oldest first, nothing would be cached any more when its turn comes."""
+    worker = Worker(capacity=100, token_budget=100, max_running=1, max_wait_seconds=5.0, min_shared_tokens=0)
+    for k in range(24):
+        worker.add(f"{k}", [*numbers(1000 * (k % 3), 60), 7000 + k], max_new=1)
+    worker.clock.advance(100.0)
+    worker.run()
+    assert worker.stats()["cached_tokens"] >= 24 // 2 * 60, "in order of arrival no prefix would be met again in time"
+    assert worker.stats()["overdue_picks"] >= 3
 
 
 def test_longest_prefix_takes_the_most_cached_tokens_and_then_the_oldest():
