@@ -1,0 +1,77 @@
+"""Text to token ids: Mistral's real tokenizer, and one without dependencies. Owns both; chat templates are not its.
+
+A `Tokenizer` encodes a piece of text on its own: no token is added before or after, and equal text gives equal ids.
+Ids are below `vocabulary_size`, so that whatever needs ids of its own (pseudo-tokens of a video) takes them above.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import MissingExtra
+from ..types import check_int
+from .types import Int32Array
+
+RESERVED_IDS = 3  # unknown, beginning, end: as in Mistral's vocabulary
+BOS_ID = 1
+WORDS_VOCABULARY = 32_000
+# A word or signs with the blank before them, long ones in pieces. On tool descriptions, documents, action logs and code
+# this gives 3.9, 4.1, 3.3 and 3.7 characters a token; Mistral's tokenizer 4.1, 3.6, 2.7 and 3.4.
+PIECE = re.compile(r"\s?\w{1,6}|\s?[^\w\s]{1,3}|\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A vocabulary and the function that encodes with it. `bos_id` leads a prompt; `encode` never adds it."""
+
+    name: str
+    vocabulary_size: int
+    bos_id: int
+    encode_ids: Callable[[str], Sequence[int]]
+
+    def encode(self, text: str) -> Int32Array:
+        """Token ids of `text`, shape [tokens], int32, not writable. Empty for the empty text."""
+        ids = np.asarray(self.encode_ids(text), dtype=np.int32)
+        ids.setflags(write=False)
+        return ids
+
+
+def mistral() -> Tokenizer:
+    """Mistral 7B v0.1's tokenizer (32,000 entries), from the file that mistral-common carries; nothing is downloaded.
+
+    Raises `MissingExtra` without mistral-common or sentencepiece.
+    """
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise MissingExtra('Mistral\'s tokenizer needs sentencepiece: pip install "preble[mistral]"') from error
+    # The package is only looked up: importing it would load pydantic and an HTTP client for one data file.
+    found = find_spec("mistral_common")
+    folders = (found.submodule_search_locations or []) if found else []
+    model = next((p for p in (Path(f) / "data" / "tokenizer.model.v1" for f in folders) if p.exists()), None)
+    if model is None:
+        raise MissingExtra('Mistral\'s tokenizer lies in mistral-common: pip install "preble[mistral]"')
+    processor = SentencePieceProcessor(model_file=str(model))
+    return Tokenizer("mistral-v1", processor.vocab_size(), processor.bos_id(), processor.encode)
+
+
+def words(seed: int = 0) -> Tokenizer:
+    """A tokenizer without files or dependencies: pieces of words, each hashed (CRC-32) to an id.
+
+    Lengths are near a real tokenizer's on English text, ids are alike on every machine; unlike pieces may rarely share
+    an id, and ids cannot be decoded. `seed` gives another numbering. Raises `InvalidConfig` for a seed out of range.
+    """
+    check_int("words.seed", seed, 0, 2**32 - 1)
+    span = WORDS_VOCABULARY - RESERVED_IDS
+
+    def encode_ids(text: str) -> list[int]:
+        return [RESERVED_IDS + zlib.crc32(piece.encode("utf-8", "surrogatepass"), seed) % span for piece in PIECE.findall(text)]
+
+    return Tokenizer("words", WORDS_VOCABULARY, BOS_ID, encode_ids)
