@@ -72,6 +72,9 @@ def words(seed: int = 0) -> Tokenizer:
     span = WORDS_VOCABULARY - RESERVED_IDS
 
     def encode_ids(text: str) -> list[int]:
-        return [RESERVED_IDS + zlib.crc32(piece.encode("utf-8", "surrogatepass"), seed) % span for piece in PIECE.findall(text)]
+        return [
+            RESERVED_IDS + zlib.crc32(piece.encode("utf-8", "surrogatepass"), seed) % span
+            for piece in PIECE.findall(text)
+        ]
 
     return Tokenizer("words", WORDS_VOCABULARY, BOS_ID, encode_ids)
