@@ -160,7 +160,8 @@ def logs(path: Path) -> Iterator[tuple[Row, str]]:
         for row in json_rows(path):
             yield row, row.text("traj")
         return
-    start, lines = 0, []
+    start = 0
+    lines: list[str] = []
     for number, line in numbered_lines(path):
         if line.startswith(ROOM):
             if lines:

@@ -91,5 +91,5 @@ def recognised(path: Path) -> str:
         if found is None and any(line.startswith(ROOM) for _, line in numbered_lines(path)):
             found = "alfworld"
     if found is None:
-        raise InvalidInput(f"path: {path} is of no known format ({sorted(READERS)}); first line {first:.60!r}")
+        raise InvalidInput(f"path: {path} is of no known format ({sorted(READERS)}); first line {first[:60]!r}")
     return found
