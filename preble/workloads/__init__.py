@@ -5,6 +5,15 @@ tools = workloads.read("tool_use.jsonl.gz", tokenizer=workloads.mistral())
 hour = workloads.poisson(workloads.zipf(tools, 1.1, requests=10_000, seed=0), rps=4.0, seed=0)
 """
 
+from .arrivals import arrival_times as arrival_times
+from .arrivals import azure_times as azure_times
+from .arrivals import closed_loop as closed_loop
+from .arrivals import merged as merged
+from .arrivals import poisson as poisson
+from .arrivals import take as take
+from .arrivals import traced as traced
+from .arrivals import zipf as zipf
+from .generators import generate as generate
 from .readers import read as read
 from .tokenizers import Tokenizer as Tokenizer
 from .tokenizers import mistral as mistral
