@@ -55,7 +55,7 @@ class Study:
         return float((self.shared_fraction * self.prompt_tokens).sum() / self.prompt_tokens.sum())
 
 
-def study(workload: Workload) -> Study:
+def measure(workload: Workload) -> Study:
     """Measure a workload. Takes memory for its parts and its radix tree. Raises `InvalidInput` if it is empty."""
     if not len(workload):
         raise InvalidInput(f"workload {workload.name!r} has no requests")

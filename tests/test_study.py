@@ -1,0 +1,270 @@
+"""The study of prompts: the radix tree against prefixes counted one by one, Table 1's columns, table, JSON and figures.
+
+The shared workload files, where they are, must give the figures of their own README to the last digit.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preble import cli, workloads
+from preble.errors import InvalidInput, MissingExtra
+from preble.study import plot, report
+from preble.study.statistics import Study, measure, summary
+from preble.study.tree import PromptTree, common_prefix
+from preble.workloads import PromptRequest, Workload
+
+SHARED = Path(os.environ.get("PREBLE_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "workloads"
+
+
+def array(*tokens: int) -> np.ndarray:
+    """Tokens as a part."""
+    return np.array(tokens, np.int32)
+
+
+def workload(prompts: Sequence[Sequence[np.ndarray]], arrivals: str = "none", name: str = "made") -> Workload:
+    """Prompts, given as their parts, one second apart; every one of two output tokens."""
+    requests = [
+        PromptRequest(str(i), tuple(parts), 2, group=str(i % 2), arrival_seconds=float(i))
+        for i, parts in enumerate(prompts)
+    ]
+    return Workload(name, requests, arrivals=arrivals)
+
+
+SYSTEM, TOOL_A, TOOL_B = np.arange(4, dtype=np.int32), np.arange(10, 16, dtype=np.int32), array(20, 21)
+# Two tools after one system prompt: (4 + 6 + 1 tokens) three times, (4 + 2 + 1) twice.
+TOOLS = [
+    [SYSTEM, TOOL_A, array(30)],
+    [SYSTEM, TOOL_A, array(31)],
+    [SYSTEM, TOOL_B, array(30)],
+    [SYSTEM, TOOL_A, array(32)],
+    [SYSTEM, TOOL_B, array(31)],
+]
+
+
+# --- the radix tree ---------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_shares_what_came_before_it_even_inside_a_node_and_across_parts() -> None:
+    tree = PromptTree()
+    assert tree.add([array(1, 2, 3, 4)])[1] == 0
+    assert tree.add([array(1), array(2, 3), array(5)])[1] == 3
+    assert tree.add([array(1, 2)])[1] == 2
+    assert tree.add([array(), array(1, 2, 3), array(), array(4, 6)])[1] == 4
+    assert tree.add([array(7)])[1] == 0
+    assert tree.count() == 6  # 1 2 | 3 | 4 | 6 | 5 | 7
+    assert tree.root.requests == 5
+
+
+def test_a_split_keeps_what_ends_below_it() -> None:
+    tree = PromptTree()
+    long, _ = tree.add([array(1, 2, 3, 4)])
+    short, _ = tree.add([array(1, 2, 3)])
+    tree.count()
+    assert (long.tokens, long.requests, short.tokens, short.requests) == (1, 1, 3, 2)
+    assert long.key is short
+
+
+def test_common_prefix() -> None:
+    assert common_prefix(array(1, 2, 3), array(1, 2, 3)) == 3
+    assert common_prefix(array(1, 2, 3), array(1, 5, 3)) == 1
+    assert common_prefix(array(9), array(8)) == 0
+
+
+def counted_one_by_one(prompts: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int], list[int]]:
+    """(shared tokens, key portion's tokens) of every prompt and the requests of every key portion, by brute force.
+
+    A node ends where a prompt ends or where two different tokens follow.
+    """
+    follow: dict[tuple[int, ...], set[int]] = {}
+    shared, keys = [], []
+    for prompt in prompts:
+        shared.append(next((n for n in range(len(prompt), 0, -1) if prompt[:n] in follow), 0))
+        for n in range(len(prompt)):
+            follow.setdefault(prompt[:n], set()).add(prompt[n])
+        follow.setdefault(prompt, set())
+    ends = set(prompts)
+    for prompt in prompts:
+        start, key = 0, ((), 0)
+        for n in range(1, len(prompt) + 1):
+            if prompt[:n] in ends or len(follow[prompt[:n]]) > 1:
+                key = (prompt[:n], n - start) if n - start > start else key
+                start = n
+        keys.append(key)
+    per_key = [sum(prompt[: len(path)] == path for prompt in prompts) for path, _ in set(keys)]
+    return shared, [tokens for _, tokens in keys], per_key
+
+
+@st.composite
+def prompts_in_parts(draw: st.DrawFn) -> list[list[np.ndarray]]:
+    """Prompts from a few parts of a few tokens: some share parts by identity, some only by content."""
+    part = st.lists(st.integers(0, 2), min_size=0, max_size=5)
+    pool = [np.array(tokens, np.int32) for tokens in draw(st.lists(part, min_size=1, max_size=6))]
+    pick = st.tuples(st.integers(0, len(pool) - 1), st.booleans())
+    drawn = draw(st.lists(st.lists(pick, min_size=1, max_size=5), min_size=1, max_size=12))
+    made = [[pool[i].copy() if copied else pool[i] for i, copied in picks] for picks in drawn]
+    return [parts for parts in made if any(map(len, parts))]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(prompts_in_parts())
+def test_the_tree_finds_what_counting_prefixes_finds(prompts: list[list[np.ndarray]]) -> None:
+    if not prompts:
+        return
+    whole = [tuple(np.concatenate(parts).tolist()) for parts in prompts]
+    shared, key_tokens, per_key = counted_one_by_one(whole)
+    found = measure(workload(prompts))
+    lengths = np.array([len(prompt) for prompt in whole])
+    assert np.rint(found.shared_fraction * lengths).tolist() == shared
+    assert np.rint(found.key_fraction * lengths).tolist() == key_tokens
+    assert sorted(found.requests_per_key) == sorted(per_key)
+
+
+# --- Table 1's columns ------------------------------------------------------------------------------------------------
+
+
+def test_the_columns_of_two_tools() -> None:
+    study = measure(workload(TOOLS))
+    assert (study.requests, study.groups, study.nodes) == (5, 2, 8)
+    assert study.prompt_tokens.tolist() == [11, 11, 7, 11, 7]
+    assert study.prompt_to_output.tolist() == [5.5, 5.5, 3.5, 5.5, 3.5]
+    assert (study.shared_fraction * study.prompt_tokens).tolist() == pytest.approx([0, 10, 4, 10, 6])
+    assert study.hit_fraction == pytest.approx(30 / 47)
+    # Tool A has more tokens than the system prompt, tool B fewer: there the system prompt is the key portion.
+    assert (study.key_fraction * study.prompt_tokens).tolist() == pytest.approx([6, 6, 4, 6, 4])
+    assert sorted(study.requests_per_key) == [3, 5]
+    assert study.requests_per_key_below is not None and study.requests_per_key_below.tolist() == [3]
+
+
+def test_a_key_portion_of_all_requests_is_no_exception_where_it_is_the_only_one() -> None:
+    study = measure(workload([[SYSTEM, array(30)], [SYSTEM, array(31)]]))
+    assert study.requests_per_key.tolist() == [2]
+    assert study.requests_per_key_below is None
+
+
+def test_gaps_are_those_of_open_loop_arrivals() -> None:
+    assert measure(workload(TOOLS)).gap_seconds is None
+    traced = workload(TOOLS, arrivals="traced")
+    gaps = measure(traced).gap_seconds
+    assert gaps is not None and gaps.tolist() == [1, 1, 1, 1]
+    waiting = [PromptRequest("w", (SYSTEM,), 1, arrival_seconds=0.5, after="0")]
+    closed = measure(Workload("closed", [*traced.requests[:2], *waiting], arrivals="traced")).gap_seconds
+    assert closed is not None and closed.tolist() == [1]
+    assert measure(Workload("one", traced.requests[:1], arrivals="traced")).gap_seconds is None
+
+
+def test_an_empty_workload_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="'empty' has no requests"):
+        measure(Workload("empty", []))
+
+
+def test_summaries_use_the_population_deviation() -> None:
+    found = summary(np.array([1.0, 3.0]))
+    assert (found["count"], found["mean"], found["std"], found["min"], found["max"], found["p50"]) == (2, 2, 1, 1, 3, 2)
+
+
+# --- table and JSON ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_markdown_that_lines_up() -> None:
+    stream = io.StringIO()
+    report.write_table([measure(workload(TOOLS)), measure(workload(TOOLS, "traced", "timed"))], stream)
+    header, rule, first, second = stream.getvalue().splitlines()
+    assert len({len(header), len(rule), len(first), len(second)}) == 1
+    cells = [cell.strip() for cell in first.strip("|").split("|")]
+    assert cells == [
+        *("made", "5", "2", "9 ± 2", "2.0 ± 0.0", "5.5", "64.9 ± 34.8", "63.8", "55.6 ± 1.3"),
+        *("4.0 ± 1.0 (3.0 ± 0.0)", "-"),
+    ]
+    assert second.strip("| ").endswith("| 1000")
+
+
+def test_a_terminal_gets_the_same_cells_from_rich() -> None:
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    report.write_table([measure(workload(TOOLS))], stream)
+    assert "made" in stream.getvalue() and "|---" not in stream.getvalue()
+
+
+def test_the_terminal_gets_markdown_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    report.write_table([measure(workload(TOOLS))], stream)
+    assert stream.getvalue().startswith("| workload")
+
+
+def test_the_json_has_every_column_or_null() -> None:
+    content = report.document([measure(workload(TOOLS))], {"limit": None})
+    found = json.loads(json.dumps(content, allow_nan=False))["workloads"][0]
+    assert found["prompt_tokens"]["p50"] == 11 and found["hit_fraction"] == pytest.approx(30 / 47)
+    assert found["gap_seconds"] is None and found["requests_per_key_below"]["count"] == 1
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    """Width and height in pixels."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def test_figures_of_many_workloads(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    studies = [measure(workload(TOOLS, "traced" if i % 2 else "none", f"w{i}")) for i in range(9)]
+    plot.draw_figure_4(tmp_path / "deep" / "figure4.png", studies, "note")
+    plot.draw_figure_5(tmp_path / "figure5.png", studies, "note")
+    assert min(png_size(tmp_path / "deep" / "figure4.png")) > 800
+    assert min(png_size(tmp_path / "figure5.png")) > 800
+
+
+def test_every_workload_has_its_own_line() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    studies = [measure(workload(TOOLS, name=f"w{i}")) for i in range(2 * len(plot.COLOURS))]
+    axes = figure.subplots()
+    plot.draw_panel(axes, plot.PROMPT, studies)
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(studies)
+
+
+def test_arrivals_at_one_moment_are_drawn_on_the_left_edge() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    requests = [PromptRequest(str(i), (SYSTEM,), 1) for i in range(3)]
+    axes = figure.subplots()
+    plot.draw_panel(axes, plot.FIGURE_5[0], [measure(Workload("burst", requests, arrivals="traced"))])
+    assert axes.get_xscale() == "log" and 0 < axes.get_xlim()[0] < axes.get_xlim()[1]
+
+
+def test_a_distribution_starts_at_0_and_ends_at_1() -> None:
+    x, share = plot.distribution(np.array([0.0, 5.0, 5.0, 9.0]), 0.5)
+    assert x.tolist() == [0.5, 0.5, 5, 9]
+    assert share.tolist() == [0, 0.25, 0.75, 1]
+
+
+def test_the_axis_of_nines() -> None:
+    assert plot.nines(np.array([0.0, 0.9, 0.99, 1.0])).tolist() == pytest.approx([0, 1, 2, 3])
+    assert [plot.short(value) for value in (0.1, 10.0, 1000.0, 25000.0)] == ["0.1", "10", "1k", "25k"]
+
+
+def test_figures_without_matplotlib_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra, match=r"preble\[bench\]"):
+        plot.draw_figure_4(tmp_path / "figure4.png", [measure(workload(TOOLS))], "")
