@@ -190,6 +190,32 @@ def test_the_table_is_markdown_that_lines_up() -> None:
     assert second.strip("| ").endswith("| 1000")
 
 
+def test_a_trace_without_text_says_nothing_of_sharing() -> None:
+    requests = [PromptRequest(str(i), (array(i, 7, 7),), 1, arrival_seconds=i * 0.25) for i in range(3)]
+    study = measure(Workload("lengths", requests, arrivals="traced"))
+    assert not study.has_sharing
+    assert report.table_row(study) == ["lengths", "3", "1", "3 ± 0", "1.0 ± 0.0", "3.0", *["-"] * 4, "250"]
+    assert [panel.shown(study) is None for panel in plot.FIGURE_4] == [False, False, False, True, True, True]
+
+
+def test_a_table_too_wide_for_the_terminal_is_turned_and_cut() -> None:
+    rows = [["name", "tokens"], ["a", "11"], ["b", "22"], ["c", "33"]]
+    assert report.table_width(rows) == 1 + 7 + 9
+    assert report.fitted(rows, 17) == [rows]
+    assert report.fitted(rows, 16) == [
+        [("name", "a"), ("tokens", "11")],
+        [("name", "b"), ("tokens", "22")],
+        [("name", "c"), ("tokens", "33")],
+    ]
+    wide = [["name", "some tokens", "other tokens"], *rows_of_three("a", "b", "c")]
+    assert report.fitted(wide, 26) == [report.turned(wide[:3]), report.turned([wide[0], wide[3]])]
+
+
+def rows_of_three(*names: str) -> list[list[str]]:
+    """A row of one-letter cells for each name."""
+    return [[name, "1", "2"] for name in names]
+
+
 def test_a_terminal_gets_the_same_cells_from_rich() -> None:
     pytest.importorskip("rich")
 

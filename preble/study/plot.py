@@ -32,7 +32,12 @@ class Panel:
     title: str
     values: Callable[[Study], Values | None]
     fractions: bool = False
+    sharing: bool = False
     of: str = "requests"
+
+    def shown(self, study: Study) -> Values | None:
+        """What to draw of a workload: nothing of sharing in a trace that does not say what is shared."""
+        return self.values(study) if study.has_sharing or not self.sharing else None
 
 
 PROMPT = Panel("Prompt length, tokens", lambda study: study.prompt_tokens)
@@ -42,9 +47,11 @@ FIGURE_4 = (
     PROMPT,
     OUTPUT,
     RATIO,
-    Panel("Shared prefix, part of the prompt (nines)", lambda study: study.shared_fraction, fractions=True),
-    Panel("Key portion, part of the prompt (nines)", lambda study: study.key_fraction, fractions=True),
-    Panel("Requests that share a key portion", lambda study: study.requests_per_key, of="key portions"),
+    Panel(
+        "Shared prefix, part of the prompt (nines)", lambda study: study.shared_fraction, fractions=True, sharing=True
+    ),
+    Panel("Key portion, part of the prompt (nines)", lambda study: study.key_fraction, fractions=True, sharing=True),
+    Panel("Requests that share a key portion", lambda study: study.requests_per_key, sharing=True, of="key portions"),
 )
 FIGURE_5 = (
     Panel("Time between arrivals, ms (0 at the left edge)", lambda study: milliseconds(study.gap_seconds), of="gaps"),
@@ -95,7 +102,7 @@ def draw(path: Path, studies: Sequence[Study], panels: Sequence[Panel], across: 
 def draw_panel(axes: Any, panel: Panel, studies: Sequence[Study]) -> None:
     """The distributions of one quantity, a line for each workload that has it."""
     shown = [
-        (number, study, values) for number, study in enumerate(studies) if (values := panel.values(study)) is not None
+        (number, study, values) for number, study in enumerate(studies) if (values := panel.shown(study)) is not None
     ]
     low, high = scale_x(axes, panel, [values for _, _, values in shown])
     for number, study, values in shown:
@@ -127,7 +134,7 @@ def scale_x(axes: Any, panel: Panel, columns: Sequence[Values]) -> tuple[float, 
 
 def nines(fractions: Values) -> Values:
     """Fractions as how many nines they have: 0.9 is 1, 0.99 is 2; at most those of the last tick."""
-    return -np.log10(1 - np.minimum(fractions, FRACTION_TICKS[-1]))
+    return np.asarray(-np.log10(1 - np.minimum(fractions, FRACTION_TICKS[-1])))
 
 
 def short(value: float) -> str:

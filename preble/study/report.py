@@ -27,9 +27,6 @@ HEADER = (
 
 def table_row(study: Study) -> list[str]:
     """The cells of one workload, in the order of `HEADER`; "-" where it has no such value."""
-    per_key = mean_and_std(study.requests_per_key)
-    if study.requests_per_key_below is not None:
-        per_key += f" ({mean_and_std(study.requests_per_key_below)})"
     return [
         study.name,
         str(study.requests),
@@ -37,11 +34,21 @@ def table_row(study: Study) -> list[str]:
         mean_and_std(study.prompt_tokens, digits=0),
         mean_and_std(study.output_tokens),
         f"{summary(study.prompt_to_output)['p50']:.1f}",
+        *(sharing_cells(study) if study.has_sharing else ["-"] * 4),
+        "-" if study.gap_seconds is None else f"{summary(study.gap_seconds)['p50'] * 1000:.0f}",
+    ]
+
+
+def sharing_cells(study: Study) -> list[str]:
+    """The cells that tell what prompts share."""
+    per_key = mean_and_std(study.requests_per_key)
+    if study.requests_per_key_below is not None:
+        per_key += f" ({mean_and_std(study.requests_per_key_below)})"
+    return [
         mean_and_std(study.shared_fraction * 100),
         f"{study.hit_fraction * 100:.1f}",
         mean_and_std(study.key_fraction * 100),
         per_key,
-        "-" if study.gap_seconds is None else f"{summary(study.gap_seconds)['p50'] * 1000:.0f}",
     ]
 
 
@@ -66,19 +73,44 @@ def write_table(studies: Sequence[Study], stream: TextIO) -> None:
 
 
 def write_rich(rows: Sequence[Sequence[str]], stream: TextIO) -> bool:
-    """Write the rows as a rich table; False without rich."""
+    """Write the rows as rich tables no wider than the terminal; False without rich."""
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         return False
-    table = Table(*rows[0])
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console(file=stream).print(table)
+    console = Console(file=stream)
+    for block in fitted(rows, console.width):
+        table = Table(*block[0])
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in block[1:]:
+            table.add_row(*row)
+        console.print(table)
     return True
+
+
+def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]]]:
+    """Rows as one table if it fits into `width` characters, else turned, with as many workloads side by side as fit."""
+    if table_width(rows) <= width:
+        return [list(rows)]
+    blocks: list[list[Sequence[str]]] = []
+    for row in rows[1:]:
+        if blocks and table_width(turned([rows[0], *blocks[-1], row])) <= width:
+            blocks[-1].append(row)
+        else:
+            blocks.append([row])
+    return [turned([rows[0], *block]) for block in blocks]
+
+
+def turned(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Columns as rows."""
+    return list(zip(*rows, strict=True))
+
+
+def table_width(rows: Sequence[Sequence[str]]) -> int:
+    """Characters of the table's lines, rules and blanks between columns included."""
+    return 1 + sum(max(map(len, column)) + 3 for column in turned(rows))
 
 
 def made_by() -> str:

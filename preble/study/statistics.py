@@ -54,6 +54,11 @@ class Study:
         """Of all prompt tokens together, the part that an infinite prefix cache holds."""
         return float((self.shared_fraction * self.prompt_tokens).sum() / self.prompt_tokens.sum())
 
+    @property
+    def has_sharing(self) -> bool:
+        """True if any two prompts begin alike. Traces of lengths without text do not say what is shared."""
+        return bool(self.shared_fraction.any())
+
 
 def measure(workload: Workload) -> Study:
     """Measure a workload. Takes memory for its parts and its radix tree. Raises `InvalidInput` if it is empty."""
