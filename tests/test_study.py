@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from preble import cli, workloads
 from preble.errors import InvalidInput, MissingExtra
-from preble.study import plot, report
+from preble.study import plot, program, report
 from preble.study.statistics import Study, measure, summary
 from preble.study.tree import PromptTree, common_prefix
 from preble.workloads import PromptRequest, Workload
@@ -294,3 +294,125 @@ def test_figures_without_matplotlib_name_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"preble\[bench\]"):
         plot.draw_figure_4(tmp_path / "figure4.png", [measure(workload(TOOLS))], "")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def write_files(folder: Path) -> list[str]:
+    """A file of prompts with its segments, and a trace of lengths; returns their names."""
+    segments = [{"id": "sys", "text": "one two three four"}, {"id": "v", "pseudo": {"n_tokens": 9}, "n_tokens": 9}]
+    prompts = [
+        {"id": str(i), "group": "v", "parts": [{"seg": "sys"}, {"seg": "v"}, {"text": text}], "output_tokens": 3}
+        | {"output_kind": "synthetic", "output_tokens_t1": 5}
+        for i, text in enumerate(["five", "six", "five"])
+    ]
+    for name, rows in (("mine", prompts), ("mine_segments", segments)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    times = ["2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.0319600,3180,8"]
+    (folder / "azure.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *times]) + "\n")
+    return [str(folder / "mine.jsonl"), str(folder / "azure.csv")]
+
+
+def test_the_command_writes_table_json_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = write_files(tmp_path)
+    assert cli.main(["study", *files, "--tokenizer", "words", "--output", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr()
+    assert [line.split()[1] for line in told.out.splitlines()[2:4]] == ["mine", "azure"]
+    assert "tokenizer words" in told.out and "mine: 3 requests" in told.err
+    found = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert [one["requests"] for one in found["workloads"]] == [3, 2]
+    # Of three prompts of 1 + n + 9 + 1 tokens, the second lacks one token in the cache and the third none.
+    tokens = found["workloads"][0]["prompt_tokens"]["mean"]
+    assert found["workloads"][0]["shared_fraction"]["mean"] == pytest.approx(((tokens - 1) / tokens + 1) / 3)
+    assert found["workloads"][1]["gap_seconds"]["p50"] == pytest.approx(0.052)
+    assert min(png_size(tmp_path / "out" / "figure4.png")) > 800
+    assert min(png_size(tmp_path / "out" / "figure5.png")) > 800
+
+
+def test_the_command_says_what_it_does_not_draw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    command = ["study", write_files(tmp_path)[0], "--tokenizer", "words", "--limit", "2", "--output", str(tmp_path)]
+    assert cli.main([*command, "--json", str(tmp_path / "else" / "where.json")]) == 0
+    assert "No figure 5: none of these workloads has arrivals" in capsys.readouterr().out
+    assert json.loads((tmp_path / "else" / "where.json").read_text())["workloads"][0]["requests"] == 2
+    monkeypatch.setattr("preble.study.program.find_spec", lambda name: None)
+    assert cli.main(command) == 0
+    assert "No figures: they need matplotlib" in capsys.readouterr().out
+
+
+def test_the_command_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["study", str(tmp_path / "none.jsonl"), "--tokenizer", "words"]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["study", str(tmp_path), "--limit", "0"])
+
+
+def test_without_mistral_s_tokenizer_the_other_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> workloads.Tokenizer:
+        raise MissingExtra("pip install it")
+
+    monkeypatch.setattr(workloads, "mistral", missing)
+    with pytest.raises(MissingExtra, match="pip install it; or choose --tokenizer words"):
+        program.tokenizer_named("mistral")
+
+
+# --- the shared files -------------------------------------------------------------------------------------------------
+
+
+def shared_file(name: str) -> Path:
+    """A file of the shared workloads; skips the test where they are not."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"needs the shared workload files: {path} is missing")
+    return path
+
+
+def readme_row(name: str) -> list[str]:
+    """The cells of the row of "this folder" in the shared README: what the study must print."""
+    lines = shared_file("README.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith(f"| {name} |")]
+    cells = next(row for row in rows if row[1] == "this folder")
+    return [cells[0], *cells[2:-1], cells[-1].replace(" without the system-prompt node", "")]
+
+
+PROMPT_FILES = ["tool_use", "embodied_agent", "programming", "programming_synth", "video_qa", "document_qa"]
+
+
+@pytest.mark.parametrize("name", PROMPT_FILES)
+def test_shared_prompts_have_the_statistics_of_their_readme(name: str) -> None:
+    path, expected = shared_file(f"prompts/{name}.jsonl.gz"), readme_row(name)
+    try:
+        tokenizer = workloads.mistral()
+    except MissingExtra as error:
+        pytest.skip(str(error))
+    cells = dict(zip(report.HEADER, report.table_row(measure(workloads.read(path, tokenizer=tokenizer))), strict=True))
+    columns = ("workload", "requests", "groups", "prompt tokens", "output tokens", "shared prefix %", "key portion %")
+    assert [cells[column] for column in (*columns, "requests per key portion")] == expected
+
+
+# Requests, prompt tokens, output tokens, and what the section "Traces" of the README says besides.
+TRACES: dict[str, list[str]] = {
+    "azure_code_2023.csv.gz": ["8819", "2048 ± 1974", "28 ± 60", "median gap 64 ms"],
+    "azure_conv_2023.csv.gz": ["19366", "1155 ± 1109", "211 ± 163", "median gap 118 ms"],
+    "mooncake_conversation.jsonl.gz": ["5606", "12935 ± 16805", "346 ± 251", "34.7 % hit"],
+    "mooncake_synthetic.jsonl.gz": ["3993", "15325 ± 18380", "149 ± 178", "65.1 % hit"],
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_shared_traces_have_the_figures_of_their_readme(name: str) -> None:
+    study = measure(workloads.read(shared_file(f"traces/{name}")))
+    lengths = [report.mean_and_std(values, digits=0) for values in (study.prompt_tokens, study.output_tokens)]
+    assert study.gap_seconds is not None
+    said = f"{study.hit_fraction * 100:.1f} % hit" if study.has_sharing else f"median gap {median_ms(study):.0f} ms"
+    assert [str(study.requests), *lengths, said] == TRACES[name]
+
+
+def median_ms(study: Study) -> float:
+    """Median time between arrivals."""
+    assert study.gap_seconds is not None
+    return float(np.median(study.gap_seconds)) * 1000

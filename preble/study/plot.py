@@ -48,9 +48,14 @@ FIGURE_4 = (
     OUTPUT,
     RATIO,
     Panel(
-        "Shared prefix, part of the prompt (nines)", lambda study: study.shared_fraction, fractions=True, sharing=True
+        "Shared prefix, part of the prompt (uneven scale)",
+        lambda study: study.shared_fraction,
+        fractions=True,
+        sharing=True,
     ),
-    Panel("Key portion, part of the prompt (nines)", lambda study: study.key_fraction, fractions=True, sharing=True),
+    Panel(
+        "Key portion, part of the prompt (uneven scale)", lambda study: study.key_fraction, fractions=True, sharing=True
+    ),
     Panel("Requests that share a key portion", lambda study: study.requests_per_key, sharing=True, of="key portions"),
 )
 FIGURE_5 = (
@@ -84,15 +89,17 @@ def draw(path: Path, studies: Sequence[Study], panels: Sequence[Panel], across: 
     except ImportError as error:
         raise MissingExtra('the figures need matplotlib: pip install "preble[bench]"') from error
     names = [study.name for study in studies]
-    across_legend = min(across + 2, len(names))
-    top = 0.925 - 0.032 * -(-len(names) // across_legend)
+    legend_rows = -(-len(names) // (2 * across))
+    top = 0.925 - 0.032 * legend_rows
     figure = Figure(figsize=(4.6 * across, 8.2), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(rect=(0.01, 0.03, 0.98, top - 0.03), w_pad=0.12, h_pad=0.10)
     axes = figure.subplots(2, across).flat
     for place, panel in zip(axes, panels, strict=True):
         draw_panel(place, panel, studies)
     lines, _ = axes[0].get_legend_handles_labels()  # the first panel has every workload
-    figure.legend(lines, names, loc="upper left", bbox_to_anchor=(0.012, 0.945), ncols=across_legend, **LEGEND)
+    figure.legend(
+        lines, names, loc="upper left", bbox_to_anchor=(0.012, 0.945), ncols=-(-len(names) // legend_rows), **LEGEND
+    )
     figure.text(0.02, 0.968, title, fontsize=16, fontweight="bold", va="center")
     figure.text(0.02, 0.015, footnote, fontsize=8.5, color=GREY, va="center")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from .. import workloads
 from ..demo.report import write_json
+from ..errors import MissingExtra
 from . import plot, report
 from .statistics import Study, measure
 
 
 def run_study(args: argparse.Namespace) -> int:
     """Study `args.files`. Raises `InvalidInput` for a file that cannot be read, `MissingExtra` for a tokenizer."""
-    tokenizer = workloads.words() if args.tokenizer == "words" else workloads.mistral()
+    tokenizer = tokenizer_named(args.tokenizer)
     studies = [study_file(path, tokenizer, args.limit) for path in args.files]
     report.write_table(studies, sys.stdout)
     sys.stdout.write(f"{report.made_by()}; tokenizer {tokenizer.name}\n")
@@ -26,6 +27,14 @@ def run_study(args: argparse.Namespace) -> int:
     sys.stdout.write(f"JSON: {json_path}\n")
     draw_figures(studies, args.output)
     return 0
+
+
+def tokenizer_named(name: str) -> workloads.Tokenizer:
+    """The tokenizer of `--tokenizer`. Raises `MissingExtra` for mistral where it is not installed."""
+    try:
+        return workloads.words() if name == "words" else workloads.mistral()
+    except MissingExtra as error:
+        raise MissingExtra(f"{error}; or choose --tokenizer words") from error
 
 
 def study_file(path: Path, tokenizer: workloads.Tokenizer, limit: int | None) -> Study:
