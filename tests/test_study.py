@@ -263,12 +263,18 @@ def test_figures_of_many_workloads(tmp_path: Path) -> None:
     assert min(png_size(tmp_path / "figure5.png")) > 800
 
 
-def test_every_workload_has_its_own_line() -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    studies = [measure(workload(TOOLS, name=f"w{i}")) for i in range(2 * len(plot.COLOURS))]
-    axes = figure.subplots()
-    plot.draw_panel(axes, plot.PROMPT, studies)
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(studies)
+def test_every_workload_has_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    styles: list[tuple[object, object]] = []  # a drawn line calls every dash pattern "--"
+    monkeypatch.setattr(axes, "step", lambda *_, color, linestyle, **__: styles.append((color, linestyle)))
+    plot.draw_panel(axes, plot.PROMPT, [measure(workload(TOOLS, name=f"w{i}")) for i in range(plot.LINES_MAX)])
+    assert len(styles) == len(set(styles)) == plot.LINES_MAX
+
+
+def test_the_legend_takes_as_many_rows_as_long_names_need() -> None:
+    assert plot.rows_of_legend(["a"] * 10, 13.8) == 1
+    assert plot.rows_of_legend(["mooncake_conversation"] * 10, 13.8) == 3
+    assert plot.rows_of_legend(["x" * 500] * 2, 13.8) == 2
 
 
 def test_arrivals_at_one_moment_are_drawn_on_the_left_edge() -> None:
@@ -347,6 +353,8 @@ def test_the_command_says_what_it_does_not_draw(
 def test_the_command_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["study", str(tmp_path / "none.jsonl"), "--tokenizer", "words"]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+    assert cli.main(["study", *[str(tmp_path / "none.jsonl")] * (plot.LINES_MAX + 1), "--tokenizer", "words"]) == 2
+    assert "FILE: at most 21" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["study", str(tmp_path), "--limit", "0"])
 

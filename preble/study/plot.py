@@ -15,10 +15,13 @@ from .statistics import Study, Values
 # An axis of fractions near 1: equally far apart are 0, 90, 99 and 99.9 %, and what is above lies on the right edge.
 FRACTION_TICKS = (0.0, 0.5, 0.9, 0.99, 0.999)
 FRACTION_LABELS = ("0%", "50%", "90%", "99%", "99.9%+")
-# Colours that stay apart for the colour-blind; with more workloads than colours they come again, dashed.
+# Colours that stay apart for the colour-blind; with more workloads than colours they come again in another dash.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
 DASHES = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)))
+LINES_MAX = len(COLOURS) * len(DASHES)  # as many can be told apart
 GREY = "#555555"
+WIDTH_INCHES = 4.6  # of a panel
+LEGEND_LINE_INCHES, LEGEND_LETTER_INCHES = 0.75, 0.1  # of an entry, at the font size below
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 11, "handlelength": 2.4, "columnspacing": 1.8}
 
 
@@ -89,21 +92,27 @@ def draw(path: Path, studies: Sequence[Study], panels: Sequence[Panel], across: 
     except ImportError as error:
         raise MissingExtra('the figures need matplotlib: pip install "preble[bench]"') from error
     names = [study.name for study in studies]
-    legend_rows = -(-len(names) // (2 * across))
+    legend_rows = rows_of_legend(names, WIDTH_INCHES * across)
     top = 0.925 - 0.032 * legend_rows
-    figure = Figure(figsize=(4.6 * across, 8.2), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH_INCHES * across, 8.2), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(rect=(0.01, 0.03, 0.98, top - 0.03), w_pad=0.12, h_pad=0.10)
     axes = figure.subplots(2, across).flat
     for place, panel in zip(axes, panels, strict=True):
         draw_panel(place, panel, studies)
     lines, _ = axes[0].get_legend_handles_labels()  # the first panel has every workload
-    figure.legend(
-        lines, names, loc="upper left", bbox_to_anchor=(0.012, 0.945), ncols=-(-len(names) // legend_rows), **LEGEND
-    )
+    columns = -(-len(names) // legend_rows)
+    figure.legend(lines, names, loc="upper left", bbox_to_anchor=(0.012, 0.945), ncols=columns, **LEGEND)
     figure.text(0.02, 0.968, title, fontsize=16, fontweight="bold", va="center")
     figure.text(0.02, 0.015, footnote, fontsize=8.5, color=GREY, va="center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def rows_of_legend(names: Sequence[str], width_inches: float) -> int:
+    """Rows that the legend needs so that its columns, each as wide as the longest name, stay inside the figure."""
+    longest_inches = LEGEND_LINE_INCHES + LEGEND_LETTER_INCHES * max(map(len, names))
+    across = max(1, int(width_inches // longest_inches))
+    return -(-len(names) // across)
 
 
 def draw_panel(axes: Any, panel: Panel, studies: Sequence[Study]) -> None:

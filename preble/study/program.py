@@ -11,13 +11,15 @@ from pathlib import Path
 
 from .. import workloads
 from ..demo.report import write_json
-from ..errors import MissingExtra
+from ..errors import InvalidInput, MissingExtra
 from . import plot, report
 from .statistics import Study, measure
 
 
 def run_study(args: argparse.Namespace) -> int:
-    """Study `args.files`. Raises `InvalidInput` for a file that cannot be read, `MissingExtra` for a tokenizer."""
+    """Study `args.files`. Raises `InvalidInput` for too many or one that cannot be read, `MissingExtra`."""
+    if len(args.files) > plot.LINES_MAX:
+        raise InvalidInput(f"FILE: at most {plot.LINES_MAX} can be told apart in one figure, got {len(args.files)}")
     tokenizer = tokenizer_named(args.tokenizer)
     studies = [study_file(path, tokenizer, args.limit) for path in args.files]
     report.write_table(studies, sys.stdout)
