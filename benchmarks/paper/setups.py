@@ -1,0 +1,143 @@
+"""The experiments' ingredients by name: systems (policy and engine), fleets, workloads. Owns their parameters.
+
+Parameters are those of the published experiments' configuration (WukLab/preble at 8e7906a, read, not copied) where
+there is one; where the paper compared its scheduler with chunked prefill to a baseline without, both are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from preble import LocalConfig, Policy
+from preble.policies.oracle import OraclePartition
+from preble.workloads import Workload, azure_times, generate, merged, poisson, traced
+
+OVER = 10**6  # waiting requests: no simulated engine refuses one for a full queue
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Equal workers. `kv_tokens` each; `chunk` is the token budget with chunked prefill, `batch` that of whole prompts
+    without it (SGLang: the larger of the context length and a sixth of the KV capacity)."""
+
+    title: str
+    workers: int
+    cost_model: str
+    kv_tokens: int
+    chunk: int = 512
+    batch: int = 33_086
+
+
+FLEETS: Mapping[str, Fleet] = {
+    "2xa6000": Fleet("2 x A6000, Mistral-7B", 2, "mistral-7b/a6000", 198_516),
+    "4xa6000": Fleet("4 x A6000, Mistral-7B", 4, "mistral-7b/a6000", 198_516),
+    "2xh100-tp4": Fleet("2 x (4 H100, TP4), Llama-3-70B", 2, "llama-3-70b/h100-tp4", 390_000, batch=65_000),
+    "2xa6000-vllm": Fleet("2 x A6000, 7B on vLLM", 2, "llama-2-7b/a6000-vllm", 198_516, batch=32_768),
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """A policy over engines of one kind. `policy` "oracle_partition" is built from the workload's groups."""
+
+    title: str
+    policy: str
+    engine: str = "ours"
+    local: Mapping[str, Any] = field(default_factory=dict)
+
+
+ENGINES: Mapping[str, Mapping[str, Any]] = {
+    # Chunked prefill, the paper's priority groups.
+    "ours": {},
+    # SGLang in spring 2024: longest prefix first, prompts whole and before all decoding, ten decodes in a row.
+    "sglang": {
+        "chunked_prefill": False, "order": "longest_prefix", "decodes_per_look": 10, "min_shared_tokens": 0,
+        "max_wait_seconds": float("inf"),
+    },
+    # vLLM with prefix caching in spring 2024: first come, first served, no chunks.
+    "vllm": {
+        "chunked_prefill": False, "order": "fcfs", "min_shared_tokens": 0, "max_wait_seconds": float("inf"),
+    },
+}  # fmt: skip
+
+SYSTEMS: Mapping[str, System] = {
+    "sglang_rr": System("round robin, SGLang engine", "round_robin", "sglang"),
+    "rr": System("round robin, our engine", "round_robin"),
+    "sglang_oracle": System("oracle partition, SGLang engine", "oracle_partition", "sglang"),
+    "oracle": System("oracle partition, our engine", "oracle_partition"),
+    "e2-paper": System("E2 as printed in the paper, our engine", "e2-paper"),
+    "e2": System("Preble (E2), our engine", "e2"),
+    "vllm_rr": System("round robin, vLLM engine", "round_robin", "vllm"),
+    "vllm_oracle": System("oracle partition, vLLM engine", "oracle_partition", "vllm"),
+    "vllm_e2": System("Preble (E2), vLLM engine", "e2", "vllm"),
+    "e2-fcfs": System("E2, first come first served", "e2", "ours", {"order": "fcfs"}),
+    "e2-lpm": System("E2, longest prefix first", "e2", "ours", {"order": "longest_prefix"}),
+    "e2-nobound": System("E2, priority groups, no age bound", "e2", "ours", {"max_wait_seconds": float("inf")}),
+}
+
+
+def local_config(fleet: Fleet, system: System) -> LocalConfig:
+    """The local scheduler of every worker."""
+    settings: dict[str, Any] = {**ENGINES[system.engine], **system.local}
+    budget = fleet.chunk if settings.get("chunked_prefill", True) else fleet.batch
+    base = LocalConfig(fleet.kv_tokens, token_budget=budget, max_running=512, max_waiting=OVER)
+    return replace(base, **settings)
+
+
+def policy_of(system: System, workload: Workload) -> str | Policy:
+    """The policy as `SimConfig` takes it."""
+    if system.policy == "oracle_partition":
+        return OraclePartition({request.request_id: request.group for request in workload.requests})
+    return system.policy
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the paper's workloads: requests for `seconds` x rps, over `groups` for two GPUs (scaled with more)."""
+
+    title: str
+    generator: str
+    groups: int
+    seconds: float = 300.0
+    zipf: float | None = None
+
+
+SOURCES: Mapping[str, Source] = {
+    "toolbench": Source("ToolBench", "toolbench", 200),
+    "embodied": Source("Embodied agent", "embodied", 200),
+    "programming": Source("Programming", "programming", 100, seconds=625.0),
+    "videoqa": Source("Video QA", "videoqa", 150),
+    "loogle": Source("LooGLE", "loogle", 24, seconds=561.0),
+    "toolbench-zipf": Source("ToolBench, Zipf 1.1", "toolbench", 320, zipf=1.1),
+}
+
+
+@lru_cache(maxsize=2)
+def workload_of(name: str, fleet: str, rps: float, seed: int, share: float) -> Workload:
+    """Requests of a source with Poisson arrivals; `share` of the experiment's length."""
+    if name == "azure-mix":
+        return azure_mix(seed, share)
+    source = SOURCES[name]
+    groups = round(source.groups * FLEETS[fleet].workers / 2)
+    requests = max(round(source.seconds * rps * share), 8)
+    made = generate(
+        source.generator, requests=requests, groups=min(groups, requests), seed=seed, zipf=source.zipf
+    )  # fmt: skip
+    return poisson(made, rps, seed + 1)
+
+
+def azure_mix(seed: int, share: float) -> Workload:
+    """Figure 8: tools at the times of Azure's code trace, videos at those of its conversations, times x 0.7."""
+    tools, videos = round(7200 * share), round(1800 * share)
+    tool = generate("toolbench", requests=tools, groups=min(400, tools), seed=seed)
+    video = generate("videoqa", requests=videos, groups=min(300, videos), seed=seed)
+    return merged(
+        "azure-mix",
+        [
+            traced(tool, azure_times("code", tools, seed), 0.7),
+            traced(video, azure_times("conversation", videos, seed), 0.7),
+        ],
+    )
