@@ -1,9 +1,10 @@
-"""Placement rules. Owns the `Policy` interface, the simple built-in policies and the table of names; decides, never
+"""The interface of placement rules. Owns `Policy`, what a policy sees, and how a name becomes one; decides, never
 books.
 
 A policy sees one request and the eligible workers as columns, scores each (lower is better) and picks one. It keeps no
-state: what it needs (a running number, chance) comes with the request, so that explaining and making a decision
-agree. "e2", the default, is compiled (`_e2.pyx`) and appears here by name only.
+state: what it needs (a running number, chance, what `needs` names) comes with the request, so that explaining and
+making a decision agree. "e2", the default, is compiled (`_e2.pyx`) and appears here by name only; the other built-in
+rules are in `preble/policies/`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import InvalidConfig, InvalidInput
+from .policies import NAMES, build
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class RequestView:
     """The request as a policy sees it.
 
     `sequence` counts the decisions booked so far; `draw` is in [0, 1) and depends only on the scheduler's seed and
-    `sequence`.
+    `sequence`. `request_id` is None where the caller named none. `known` has what the policy's `needs` name, each with
+    a value for every worker id; see `preble/policies/known.py`.
     """
 
     token_ids: Any
@@ -30,6 +33,8 @@ class RequestView:
     max_new_tokens: int | None
     sequence: int
     draw: float
+    request_id: Hashable = None
+    known: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class WorkersView:
     """The eligible workers, one entry a worker in every column, in a fixed order.
 
     `load_seconds`, `eviction_seconds`, `prefill_seconds` are the L, M and P of the paper for this request; `waiting_*`
-    is work     that was booked and has not produced a first token yet.
+    is work that was booked and has not produced a first token yet.
     """
 
     ids: Sequence[str]
@@ -60,12 +65,14 @@ class Policy:
     """Base of all policies. Override `score`, or `pick` for rules that are not a minimum. Must not keep or change
     state.
 
-    `reason` is what decisions carry as their reason. Errors raised here reach the caller of `schedule`; nothing is
-    booked then.
+    `reason` is what decisions carry as their reason. `needs` names the books that the scheduler shall keep for this
+    policy ("active_blocks", "placed_requests", "paper_history", "window_costs"); what they say comes with the request.
+    Errors raised here reach the caller of `schedule`; nothing is booked then.
     """
 
     name = "custom"
     reason = "custom"
+    needs: tuple[str, ...] = ()
 
     def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
         """One number a worker, lower is better. For a policy that only picks: zeros."""
@@ -103,51 +110,7 @@ class Policy:
         return position
 
 
-class RoundRobin(Policy):
-    """Each worker in turn."""
-
-    name = reason = "round_robin"
-
-    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
-        turn = request.sequence % len(workers)
-        return [0.0 if i == turn else 1.0 for i in range(len(workers))]
-
-
-class Random(Policy):
-    """Any worker, all alike."""
-
-    name = reason = "random"
-
-    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
-        chosen = int(request.draw * len(workers))
-        return [0.0 if i == chosen else 1.0 for i in range(len(workers))]
-
-
-class LeastLoaded(Policy):
-    """The fewest live requests; among equals the least prefill outstanding."""
-
-    name = reason = "least_loaded"
-
-    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
-        return [float(live) for live in workers.live_requests]
-
-    def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
-        waiting = workers.waiting_prefill_seconds
-        return min(range(len(scores)), key=lambda i: (scores[i], waiting[i], i))
-
-
-class LongestPrefix(Policy):
-    """The longest cached prefix; among equals the fewest live requests."""
-
-    name = reason = "longest_prefix"
-
-    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
-        return [-float(matched) for matched in workers.matched_tokens]
-
-
-_BUILT_IN: Mapping[str, type[Policy]] = {kind.name: kind for kind in (RoundRobin, Random, LeastLoaded, LongestPrefix)}
-
-POLICIES = ("e2", *_BUILT_IN)
+POLICIES = ("e2", *NAMES)
 
 
 def resolve(policy: str | Policy | type[Policy]) -> Policy | None:
@@ -160,6 +123,11 @@ def resolve(policy: str | Policy | type[Policy]) -> Policy | None:
         return policy
     if policy == "e2":
         return None
-    if isinstance(policy, str) and policy in _BUILT_IN:
-        return _BUILT_IN[policy]()
+    if isinstance(policy, str):
+        try:
+            built_in = build(policy)
+        except LookupError as error:
+            raise InvalidConfig(error.args[0]) from None
+        if isinstance(built_in, Policy):
+            return built_in
     raise InvalidConfig(f"policy must be one of {', '.join(POLICIES)} or a preble.Policy, got {policy!r}")
