@@ -10,6 +10,7 @@ from preble._tokens cimport TokenView
 cdef class RequestCalls:
     cdef public DecisionCore _core
     cdef public object _policy   # None: E2
+    cdef public object _books    # of the policy; None: it needs none
     cdef public object _clock
     cdef public int64_t _sequence                # decisions booked so far
     cdef int64_t scheduled
@@ -23,4 +24,5 @@ cdef class RequestCalls:
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
     cdef int walk_and_place(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil
     cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1
-    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens) except -1
+    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens,
+                     int64_t output_tokens) except -1

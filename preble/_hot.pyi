@@ -6,10 +6,12 @@ from typing import Any
 from ._answers import Decision
 from ._booking import DecisionCore
 from .policy import Policy
+from .scheduler_books import PolicyBooks
 
 class RequestCalls:
     _core: DecisionCore
     _policy: Policy | None
+    _books: PolicyBooks | None
     _clock: Callable[[], float]
     _sequence: int
     def schedule(

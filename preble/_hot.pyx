@@ -286,7 +286,7 @@ cdef class RequestCalls:
         core.tree.enter()
         ending = core.prefilled(key, cached, now)
         core.tree.leave()
-        return self.answer(ending, request_id, False, cached)
+        return self.answer(ending, request_id, False, cached, -1)
 
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
         """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
@@ -302,7 +302,7 @@ cdef class RequestCalls:
         core.tree.enter()
         ending = core.ended(key, output, cached, now)
         core.tree.leave()
-        if not self.answer(ending, request_id, True, cached):
+        if not self.answer(ending, request_id, True, cached, output):
             return False
         self.finished += 1
         return True
@@ -325,15 +325,18 @@ cdef class RequestCalls:
         core.tree.enter()
         ending = core.cancelled(key, now)
         core.tree.leave()
-        return ending != LATE and self.answer(ending, request_id, True, -1)
+        return ending != LATE and self.answer(ending, request_id, True, -1, -1)
 
-    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens) except -1:
-        """Whether the request was live; forgets its id if it has `ended`."""
+    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens,
+                     int64_t output_tokens) except -1:
+        """Whether the request was live; forgets its id if it has `ended`. A policy that needs books has them told."""
         if ending == LATE:
             self.late_calls += 1
             return False
         if ending == TOO_MANY_CACHED:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
+        if self._books is not None:              # before the id is free for another request
+            self._tell_books(request_id, ended, output_tokens)
         if ended:                                # only whoever ended the lease comes here
             del self._core.leases[request_id]
         return True

@@ -32,6 +32,7 @@ from preble._layout cimport (
     generation,
     mark_at,
     node_at,
+    run_end,
     store_workers,
 )
 from preble._layout_parts cimport find_entry, free_run, hits_estimate, new_run
@@ -354,6 +355,21 @@ cdef class RadixTree:
         """Tokens of the longest prefix believed cached on `worker`. Changes nothing."""
         self.need_worker(worker)
         return self.match(token_ids, namespace=namespace)[1].get(worker, 0)
+
+    def path(self, token_ids, *, namespace=None) -> list[int]:
+        """Where each node on a prompt's known path ends, from the top, in tokens from the prompt's start; the last ends
+        where the prompt is not known any more. Changes nothing; O(tokens + nodes)."""
+        cdef Walk walk
+        cdef uint32_t i
+        ends = []
+        with self:
+            if self.walk_python(token_ids, namespace, &walk):
+                i = walk.node
+                while node_at(&self.t, i).parent != NONE:
+                    ends.append(min(run_end(node_at(&self.t, i).run), walk.matched))
+                    i = node_at(&self.t, i).parent
+        ends.reverse()
+        return ends
 
     def worker_tokens(self, uint32_t worker) -> int:
         """Tokens believed cached on a worker."""
