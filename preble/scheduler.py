@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._answers import Decision, Match, unit_draw
 from ._blocks import BlockIndex
@@ -41,6 +41,9 @@ from .types import (
     WorkerSpec,
     check_int,
 )
+
+if TYPE_CHECKING:
+    from .scheduler_books import PolicyBooks
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
@@ -126,6 +129,7 @@ class GlobalScheduler(RequestCalls):
             victims_max=self.config.victims_max,
             live_max=self.config.live_requests_max,
         )
+        self._books = _open_books(self._policy, self._core.tree)
         self._workers: dict[str, _Worker] = {}
         self._lock = self._core.tree  # the writers' lock: recursive, and let go of Python's while it waits
         self._counts_here = dict.fromkeys(("events", "expired_leases", "expired_nodes", "failed_ticks"), 0)
@@ -151,14 +155,22 @@ class GlobalScheduler(RequestCalls):
             now = self._now()
             if request_id is None:
                 request_id = self._new_id()
-            asked = self._asked(token_ids, namespace, max_new_tokens)
+            asked = self._asked(token_ids, namespace, max_new_tokens, request_id, now)
             with _Excluding(self, exclude):
                 decision = self._core.schedule(
                     token_ids, request_id, namespace, output_limit(max_new_tokens), now, self._policy, asked, explain
                 )
             self._booked()
             self._count_reason(decision.reason)
+            if self._books is not None and asked is not None:
+                self._books.booked(decision, asked, now)
             return decision
+
+    def _tell_books(self, request_id: Hashable, ended: bool, output_tokens: int) -> None:
+        """A live request has its first token or is over; called by the calls of its life."""
+        with self._lock:
+            if self._books is not None:
+                self._books.told(request_id, ended, output_tokens)
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -168,20 +180,31 @@ class GlobalScheduler(RequestCalls):
         return self._core.match(token_ids, namespace)
 
     def explain(
-        self, token_ids: TokenIds, *, namespace: Hashable = None, max_new_tokens: int | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        request_id: Hashable = None,
+        namespace: Hashable = None,
+        max_new_tokens: int | None = None,
     ) -> Explanation:
         """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
-        lock."""
+        lock. `request_id` is for policies that look at it; it need not be free."""
         limit = output_limit(max_new_tokens)
         hashable("namespace", namespace)
+        hashable("request_id", request_id)
         with nullcontext() if self._policy is None else self._lock:  # a Python policy's scores are of these very books
-            return self._explained(token_ids, namespace, max_new_tokens, limit)
+            return self._explained(token_ids, request_id, namespace, max_new_tokens, limit)
 
     def _explained(
-        self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None, limit: int
+        self,
+        token_ids: TokenIds,
+        request_id: Hashable,
+        namespace: Hashable,
+        max_new_tokens: int | None,
+        limit: int,
     ) -> Explanation:
         now = self._now()
-        asked = self._asked(token_ids, namespace, max_new_tokens)
+        asked = self._asked(token_ids, namespace, max_new_tokens, request_id, now)
         chosen, reason, prompt, rows, names = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
         scores = self._scores(asked, rows)
         costs = tuple(
@@ -211,6 +234,7 @@ class GlobalScheduler(RequestCalls):
                 "live_requests": len(self._core.leases),
                 "reasons": {**self._e2_reasons(), **self._reasons},
                 "tree": self._core.tree.stats(),
+                "policy_books": {} if self._books is None else self._books.stats(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
             }
 
@@ -223,6 +247,8 @@ class GlobalScheduler(RequestCalls):
             assert known == rows, f"workers {known} and core rows {rows} differ"
             for worker in self._workers.values():
                 worker.blocks.check()
+            if self._books is not None:
+                self._books.check(self._core.leases)
 
     @property
     def policy(self) -> str:
@@ -250,6 +276,8 @@ class GlobalScheduler(RequestCalls):
             index = self._core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self._now())
             blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
             self._workers[spec.id] = _Worker(spec, index, BlockIndex(self._core.tree, index, blocks_max))
+            if self._books is not None:
+                self._books.opened(spec.id, index, cost)
         return spec
 
     def drain_worker(self, worker_id: str) -> None:
@@ -266,6 +294,8 @@ class GlobalScheduler(RequestCalls):
             worker = self._worker(worker_id)
             orphans = self._core.close_worker(worker.index)
             del self._workers[worker_id]
+            if self._books is not None:
+                self._books.closed(worker_id)
             return orphans
 
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
@@ -364,12 +394,15 @@ class GlobalScheduler(RequestCalls):
     def _now(self) -> float:
         return finite_time("what the clock returned", self._clock())
 
-    def _asked(self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None) -> RequestView | None:
+    def _asked(
+        self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None, request_id: Hashable, now: float
+    ) -> RequestView | None:
         """The request as a Python policy sees it; E2 needs none."""
         if self._policy is None:
             return None
         draw = unit_draw(self._seed, self._sequence)
-        return RequestView(token_ids, namespace, max_new_tokens, self._sequence, draw)
+        known = {} if self._books is None else self._books.known(token_ids, namespace, now)
+        return RequestView(token_ids, namespace, max_new_tokens, self._sequence, draw, request_id, known)
 
     def _scores(self, asked: RequestView | None, rows: Sequence[tuple[Any, ...]]) -> Sequence[float]:
         if self._policy is None or asked is None:
@@ -438,6 +471,15 @@ def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise error(f"{name} must be an iterable, such as a list, got {values!r}")
     return values
+
+
+def _open_books(policy: Policy | None, tree: RadixTree) -> PolicyBooks | None:
+    """The books a policy needs; None for those that need none, which load nothing for it."""
+    if policy is None or not policy.needs:
+        return None
+    from .scheduler_books import PolicyBooks
+
+    return PolicyBooks(policy.needs, tree)
 
 
 def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
