@@ -8,14 +8,13 @@ what it holds of a worker under that worker's id and forgets it with the worker.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, deque
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ._answers import Decision
 from ._cost import CostModel
@@ -25,46 +24,31 @@ from .policies.known import ActiveBlocks, PaperHistory, WindowCosts
 from .policy import RequestView
 
 BLOCK_TOKENS = 16
-UInt64Array = npt.NDArray[np.uint64]
-
-_chances = np.random.default_rng(16)
-_WEIGHTS = _chances.integers(1, 2**64, BLOCK_TOKENS, dtype=np.uint64) | np.uint64(1)
-_STRIDE, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
-def block_keys(token_ids: Any, namespace: Hashable) -> list[int]:
-    """A 64-bit key for each whole block of 16 tokens, which tells that block and all before it. Two prompts with a key
-    in common have, but for a chance of 2**-64, all tokens up to there in common."""
-    tokens = np.asarray(token_ids)
-    whole = len(tokens) // BLOCK_TOKENS
-    blocks = tokens[: whole * BLOCK_TOKENS].astype(np.uint64).reshape(whole, BLOCK_TOKENS) @ _WEIGHTS
-    blocks += np.arange(whole, dtype=np.uint64) * _STRIDE + np.uint64(hash(namespace) % 2**64)
-    blocks ^= blocks >> np.uint64(30)
-    blocks *= _FIRST
-    blocks ^= blocks >> np.uint64(27)
-    blocks *= _SECOND
-    blocks ^= blocks >> np.uint64(31)
-    keys: list[int] = np.cumsum(blocks, dtype=np.uint64).tolist()
-    return keys
+def token_bytes(token_ids: Any) -> bytes:
+    """Token ids that are known to be valid, as 4 bytes each."""
+    return np.asarray(token_ids).astype("<i4", copy=False).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a book may look at to say what a policy shall know. `matched`, `held`: tokens in the tree, the latter by
-    worker index."""
+    """What a book may look at to say what a policy shall know."""
 
     token_ids: Any
     namespace: Hashable
     now: float
-    matched: int
-    held: Mapping[int, int]
+    tree: RadixTree
+
+    def match(self) -> tuple[int, dict[int, int]]:
+        """(tokens in the tree, {worker index: tokens cached}). Raises InvalidTokens, so it comes before the ids are
+        read."""
+        return self.tree.match(self.token_ids, namespace=self.namespace)
 
 
 class Book:
     """Base of the books: whoever keeps one overrides what concerns it."""
-
-    def __init__(self, tree: RadixTree) -> None:
-        self.tree = tree
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         """A worker has joined."""
@@ -95,8 +79,7 @@ class Book:
 class PlacedRequests(Book):
     """How many requests each worker was ever given."""
 
-    def __init__(self, tree: RadixTree) -> None:
-        super().__init__(tree)
+    def __init__(self) -> None:
         self._placed: dict[str, int] = {}
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
@@ -106,7 +89,7 @@ class PlacedRequests(Book):
         del self._placed[worker]
 
     def known(self, question: Question) -> Mapping[str, int]:
-        return self._placed
+        return dict(self._placed)
 
     def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
         self._placed[decision.worker] += 1
@@ -114,19 +97,59 @@ class PlacedRequests(Book):
 
 @dataclass(slots=True, eq=False)
 class _Active:
-    """A worker's live requests: how many of them hold each block, and the tokens they have yet to prefill."""
+    """A worker's live requests: their prompts' whole blocks in order, how many of these differ, tokens to prefill.
 
-    counts: Counter[int] = field(default_factory=Counter)
+    The longest beginning that a prompt shares with any other is the one it shares with a neighbour in that order, so
+    the blocks that it adds, or takes along when it goes, are found without a look at the others.
+    """
+
+    prompts: dict[Hashable, list[bytes]] = field(default_factory=dict)  # by namespace; none is empty
+    blocks: int = 0
     prefill_tokens: int = 0
+
+    def new_blocks(self, namespace: Hashable, prompt: bytes) -> int:
+        """How many of a prompt's blocks no live request has. O(blocks + log requests)."""
+        order = self.prompts.get(namespace, [])
+        place, shared = bisect_left(order, prompt), 0
+        for neighbour in order[max(place - 1, 0) : place + 1]:
+            shared = common_blocks(prompt, neighbour, shared)
+        return len(prompt) // BLOCK_BYTES - shared
+
+    def add(self, namespace: Hashable, prompt: bytes, new_blocks: int) -> None:
+        """A request is live, whose prompt has so many new blocks."""
+        insort(self.prompts.setdefault(namespace, []), prompt)
+        self.blocks += new_blocks
+
+    def remove(self, namespace: Hashable, prompt: bytes) -> None:
+        """A request is over."""
+        order = self.prompts[namespace]
+        del order[bisect_left(order, prompt)]
+        if not order:
+            del self.prompts[namespace]
+        self.blocks -= self.new_blocks(namespace, prompt)
+
+
+def common_blocks(one: bytes, other: bytes, least: int) -> int:
+    """How many whole blocks two prompts begin with alike, or `least` if that is more."""
+    most = min(len(one), len(other)) // BLOCK_BYTES
+    if least >= most or not other.startswith(one[: (least + 1) * BLOCK_BYTES]):
+        return least
+    while least < most:
+        middle = (least + most + 1) // 2
+        if other.startswith(one[: middle * BLOCK_BYTES]):
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 class ActiveBlockBook(Book):
-    """The different blocks of the prompts of each worker's live requests. O(blocks of the prompt) an event."""
+    """The different blocks of the prompts of each worker's live requests."""
 
-    def __init__(self, tree: RadixTree) -> None:
-        super().__init__(tree)
+    def __init__(self) -> None:
         self._workers: dict[str, _Active] = {}
-        self._live: dict[Hashable, tuple[_Active, list[int], int]] = {}  # whose, its blocks, tokens to prefill
+        # Of each live request: on whom, its namespace, its whole blocks, its tokens that are yet to prefill.
+        self._live: dict[Hashable, tuple[_Active, Hashable, bytes, int]] = {}
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         self._workers[worker] = _Active()
@@ -135,54 +158,46 @@ class ActiveBlockBook(Book):
         del self._workers[worker]
 
     def known(self, question: Question) -> ActiveBlocks:
-        keys = block_keys(question.token_ids, question.namespace)
+        question.match()
+        whole = len(question.token_ids) // BLOCK_TOKENS * BLOCK_BYTES
+        prompt, workers = token_bytes(question.token_ids)[:whole], self._workers.items()
         return ActiveBlocks(
-            keys=keys,
-            prefill_tokens={name: active.prefill_tokens for name, active in self._workers.items()},
-            blocks={name: len(active.counts) for name, active in self._workers.items()},
-            new_blocks={name: len(keys) - leading(keys, active.counts) for name, active in self._workers.items()},
+            prompt=prompt,
+            prefill_tokens={name: active.prefill_tokens for name, active in workers},
+            blocks={name: active.blocks for name, active in workers},
+            new_blocks={name: active.new_blocks(question.namespace, prompt) for name, active in workers},
         )
 
     def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
-        active, keys = self._workers[decision.worker], asked.known["active_blocks"].keys
-        missed = decision.prompt_tokens - decision.matched_tokens
-        active.counts.update(keys)
+        told: ActiveBlocks = asked.known["active_blocks"]
+        active, missed = self._workers[decision.worker], decision.prompt_tokens - decision.matched_tokens
+        active.add(asked.namespace, told.prompt, told.new_blocks[decision.worker])
         active.prefill_tokens += missed
-        self._live[decision.request_id] = active, keys, missed
+        self._live[decision.request_id] = active, asked.namespace, told.prompt, missed
 
     def prefilled(self, request_id: Hashable) -> None:
         if request_id in self._live:
-            active, keys, missed = self._live[request_id]
+            active, namespace, prompt, missed = self._live[request_id]
             active.prefill_tokens -= missed
-            self._live[request_id] = active, keys, 0
+            self._live[request_id] = active, namespace, prompt, 0
 
     def ended(self, request_id: Hashable, output_tokens: int) -> None:
-        if request_id not in self._live:
-            return
-        active, keys, missed = self._live.pop(request_id)
-        active.prefill_tokens -= missed
-        counts = active.counts
-        for key in keys:
-            if counts[key] == 1:
-                del counts[key]
-            else:
-                counts[key] -= 1
+        if request_id in self._live:
+            active, namespace, prompt, missed = self._live.pop(request_id)
+            active.prefill_tokens -= missed
+            active.remove(namespace, prompt)
 
     def check(self, live: Collection[Hashable]) -> None:
         assert self._live.keys() <= set(live), "blocks of requests that are over"
         for name, active in self._workers.items():
-            own = [(keys, missed) for whose, keys, missed in self._live.values() if whose is active]
-            counts = Counter(key for keys, _ in own for key in keys)
-            assert active.counts == counts, f"worker {name!r}: blocks are miscounted"
-            assert active.prefill_tokens == sum(missed for _, missed in own), f"worker {name!r}: tokens to prefill"
+            own = [one[1:] for one in self._live.values() if one[0] is active]
+            ends = {(space, prompt[:end]) for space, prompt, _ in own for end in range(64, len(prompt) + 1, 64)}
+            assert active.blocks == len(ends), f"worker {name!r}: {active.blocks} blocks booked, {len(ends)} there"
+            assert active.prefill_tokens == sum(missed for _, _, missed in own), f"worker {name!r}: tokens to prefill"
+            assert sum(map(len, active.prompts.values())) == len(own), f"worker {name!r}: prompts"
 
     def stats(self) -> dict[str, int]:
-        return {"requests": len(self._live), "blocks": sum(len(active.counts) for active in self._workers.values())}
-
-
-def leading(keys: list[int], among: Mapping[int, int]) -> int:
-    """How many of the first keys are `among` those given. A key is only there if all before it are."""
-    return bisect_left(keys, True, key=lambda key: key not in among)
+        return {"requests": len(self._live), "blocks": sum(active.blocks for active in self._workers.values())}
 
 
 @dataclass(slots=True, eq=False)
@@ -204,8 +219,7 @@ class WindowCostBook(Book):
     decode_nanoseconds = round(45 * 0.15e9)  # of one prompt, however often it came
     requests_max = 1 << 18
 
-    def __init__(self, tree: RadixTree) -> None:
-        super().__init__(tree)
+    def __init__(self) -> None:
         self._cost: dict[str, CostModel] = {}
         self._nanoseconds: dict[str, int] = {}
         self._requests: dict[str, int] = {}
@@ -226,10 +240,10 @@ class WindowCostBook(Book):
     def known(self, question: Question) -> WindowCosts:
         self._forget(question.now - self.window_seconds)
         seconds = {name: nanoseconds * 1e-9 for name, nanoseconds in self._nanoseconds.items()}
-        return WindowCosts(question.matched, seconds, dict(self._requests))
+        return WindowCosts(question.match()[0], seconds, dict(self._requests))
 
     def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
-        key = (asked.namespace, np.asarray(asked.token_ids).astype("<i4", copy=False).tobytes())
+        key = (asked.namespace, token_bytes(asked.token_ids))
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = self._priced(decision, asked)
@@ -309,8 +323,7 @@ class PaperHistoryBook(Book):
     requests_max = 500  # H: the paper gives no number
     unknown_output_tokens = 45.0
 
-    def __init__(self, tree: RadixTree) -> None:
-        super().__init__(tree)
+    def __init__(self) -> None:
         self._workers: dict[str, _History] = {}
         self._live: dict[Hashable, _Routed] = {}
 
@@ -322,24 +335,19 @@ class PaperHistoryBook(Book):
 
     def known(self, question: Question) -> PaperHistory:
         workers = self._workers
-        end = self._longest_node_end(question)
+        matched, held = question.match()
+        end = longest_node_end(question.tree.path(question.token_ids, namespace=question.namespace)) if matched else 0
         fleet = self._mean_output(workers.values(), self.unknown_output_tokens)
         return PaperHistory(
-            known_tokens=question.matched,
-            holders=frozenset(name for name, one in workers.items() if end and question.held.get(one.index, 0) >= end),
+            known_tokens=matched,
+            holders=frozenset(name for name, one in workers.items() if end and held.get(one.index, 0) >= end),
             prefill_seconds={name: one.prefill_nanoseconds * 1e-9 for name, one in workers.items()},
             decode_seconds={
                 name: len(one.routed) * one.cost.decode_time(self._mean_output((one,), fleet)) if one.routed else 0.0
                 for name, one in workers.items()
             },
-            eviction_seconds=self._eviction_of(len(question.token_ids), question.now),
+            eviction_seconds=self._eviction_of(question),
         )
-
-    def _longest_node_end(self, question: Question) -> int:
-        """Where the node with the most tokens on the known path ends, the deepest of equals; 0 if nothing is known."""
-        ends = self.tree.path(question.token_ids, namespace=question.namespace) if question.matched else []
-        lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        return max(zip(lengths, ends, strict=True), default=(0, 0))[1]
 
     def _mean_output(self, workers: Iterable[_History], unknown: float) -> float:
         finished = output = 0
@@ -348,14 +356,16 @@ class PaperHistoryBook(Book):
             output += one.output_tokens
         return output / finished if finished else unknown
 
-    def _eviction_of(self, prompt_tokens: int, now: float) -> Callable[[str], float]:
+    def _eviction_of(self, question: Question) -> Callable[[str], float]:
         """M, asked for only where it counts: PT_j * N_j of what the worker would evict for the prompt's length."""
+
+        prompt_tokens = len(question.token_ids)
 
         def eviction_seconds(worker: str) -> float:
             one = self._workers[worker]
             return sum(
                 hits * one.cost.prefill_time(tokens, before + tokens)
-                for tokens, before, hits in self.tree.victims(one.index, prompt_tokens, now)
+                for tokens, before, hits in question.tree.victims(one.index, prompt_tokens, question.now)
             )
 
         return eviction_seconds
@@ -394,6 +404,12 @@ class PaperHistoryBook(Book):
         return {"requests": len(self._live), "routed": sum(len(one.routed) for one in self._workers.values())}
 
 
+def longest_node_end(ends: list[int]) -> int:
+    """Of nodes that lie one after the other and end there: where the longest ends, the deepest of equals."""
+    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return max(zip(lengths, ends, strict=True))[1]
+
+
 BOOKS: Mapping[str, type[Book]] = {
     "active_blocks": ActiveBlockBook,
     "placed_requests": PlacedRequests,
@@ -410,7 +426,7 @@ class PolicyBooks:
         if strange:
             raise InvalidConfig(f"policy needs must be of {', '.join(BOOKS)}, got {', '.join(map(repr, strange))}")
         self._tree = tree
-        self._books = {need: BOOKS[need](tree) for need in needs}
+        self._books = {need: BOOKS[need]() for need in needs}
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         """A worker has joined."""
@@ -424,7 +440,7 @@ class PolicyBooks:
 
     def known(self, token_ids: Any, namespace: Hashable, now: float) -> dict[str, Any]:
         """What the books say to this request, by need. Raises InvalidTokens, InvalidInput."""
-        question = Question(token_ids, namespace, now, *self._tree.match(token_ids, namespace=namespace))
+        question = Question(token_ids, namespace, now, self._tree)
         return {need: book.known(question) for need, book in self._books.items()}
 
     def booked(self, decision: Decision, asked: RequestView, now: float) -> None:

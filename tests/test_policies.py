@@ -235,7 +235,7 @@ def test_a_match_of_exactly_the_threshold_is_not_enough() -> None:
 
 
 def blocks(prefill: Sequence[int], held: Sequence[int], new: Sequence[int]) -> ActiveBlocks:
-    return ActiveBlocks([], by_id(prefill), by_id(held), by_id(new))
+    return ActiveBlocks(b"", by_id(prefill), by_id(held), by_id(new))
 
 
 def test_kv_cost_is_the_published_sum_in_blocks() -> None:

@@ -4,8 +4,7 @@ both rules; the costs of the second one's window are kept by the scheduler."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
-from statistics import fmean, pstdev
+from math import inf, sqrt
 
 from ..policy import Policy, RequestView, WorkersView
 from .known import WindowCosts
@@ -32,7 +31,8 @@ class AibrixPrefix(Policy):
     def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
         live = workers.live_requests
         percent = [100 * matched // len(request.token_ids) for matched in workers.matched_tokens]
-        most = fmean(live) + pstdev(live)
+        mean = sum(live) / len(live)
+        most = mean + sqrt(sum((requests - mean) ** 2 for requests in live) / len(live))
         fit = [percent[i] > 0 and live[i] <= most for i in range(len(workers))]
         if is_imbalanced(live) or not any(fit):
             return [float(requests) for requests in live]

@@ -3,7 +3,7 @@ fill them in (`preble/scheduler_books.py`), for policies that name them in `need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 class ActiveBlocks:
     """Need "active_blocks": blocks of the prompts of live requests; those that several share count once a worker.
 
-    `keys`: of the request's whole blocks, each telling the block and all before it. By worker id: `prefill_tokens`,
-    uncached tokens of requests before their first token; `blocks`, different blocks; `new_blocks`, those that this
-    request would add.
+    `prompt`: the request's whole blocks, 4 bytes a token. By worker id: `prefill_tokens`, uncached tokens of requests
+    before their first token; `blocks`, different blocks; `new_blocks`, those that this request would add.
     """
 
-    keys: Sequence[int]
+    prompt: bytes
     prefill_tokens: Mapping[str, int]
     blocks: Mapping[str, int]
     new_blocks: Mapping[str, int]
