@@ -66,8 +66,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 TREE_BYTES_MAX = 1 << 40  # no limit in practice: a tree that forgets would make first touches of old tokens
+ROUNDING_SECONDS = 1e-9  # sums round, and who is on time must not be called late for it
 BISECTIONS = 40
-TTFT, LATENCY = "ttft", "latency"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,10 @@ class Flow:
 
     def on_time(self, x_seconds: float) -> int:
         """At most so many requests can have a flow time of `x_seconds` or less."""
-        jobs = len(self.works)
-        able = self.floors[:jobs] <= x_seconds
-        others = int((self.floors[jobs:] <= x_seconds).sum())
-        return others + on_time_most(self.releases[able], self.works[able] / self.speed, x_seconds)
+        jobs, within = len(self.works), x_seconds + ROUNDING_SECONDS
+        able = self.floors[:jobs] <= within
+        others = int((self.floors[jobs:] <= within).sum())
+        return others + on_time_most(self.releases[able], self.works[able] / self.speed, within)
 
     def percentile(self, share: float) -> float:
         """Lower bound of the flow time at `share` (0 to 1) of the requests, as `numpy.percentile` interpolates.
@@ -276,7 +276,7 @@ class Prices:
         self._knots = np.array(coefficients["knots"], float)
         self._context: tuple[float, float, float, float] = coefficients["context"]  # type: ignore[assignment]
         self._pair: tuple[float, float, float, float, float] = coefficients["pair"]  # type: ignore[assignment]
-        context: Floats = np.arange(1.0, tokens_max + 1.0)
+        context = np.arange(1, tokens_max + 1).astype(np.float64)
         token_rate = self._token_rate(token_budget)
         single = self._pair_seconds(1.0, context)
         prefill = token_rate + self._attention_price(context, token_budget)
