@@ -36,7 +36,10 @@ EVERY_TERM = CostModel(
     pair=(60.0, 0.004, 0.0002, 0.0003, 0.00005),
     name="every term",
 )
-MODELS = [PER_TOKEN, EVERY_TERM, *(CostModel.preset(name) for name in CostModel.presets())]
+# What a chunk costs before its first token, and context that is almost free at first.
+CHUNKS_COST = CostModel([(0, 0.0), (64, 0.064)], pair=(0.0, 0.05, 0.0, 0.0, 1e-5), name="chunks cost")
+FREE_AT_FIRST = CostModel([(0, 0.0), (64, 0.02)], context=(50.0, 0.0005, -0.04, 0.001), name="free at first")
+MODELS = [PER_TOKEN, EVERY_TERM, CHUNKS_COST, FREE_AT_FIRST, *(CostModel.preset(name) for name in CostModel.presets())]
 
 jobs = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=5).map(sorted)
 
@@ -214,6 +217,15 @@ def test_known_outputs_own_tokens_of_later_prompts() -> None:
     owned, repeated = first_touch([first, second], np.array([1, 0]))
     assert owned.tolist() == [0, 6] and repeated.tolist() == [3, 0]
     assert lower_bounds([first, second], PER_TOKEN, 1).least_prefill_tokens == 3
+
+
+def test_outputs_that_an_earlier_prompt_holds_are_not_counted_twice() -> None:
+    prompt_first = prompt("second", [1, 2, 7, 8, 9, 4], 2)
+    output_later = prompt("first", [1, 2], 3, at=1.0, output_ids=np.array([7, 8, 9], np.int32))
+    bounds = lower_bounds([output_later, prompt_first], PER_TOKEN, 1)
+    assert bounds.least_prefill_tokens == 3
+    assert bounds.latency.works.tolist() == pytest.approx([0.07, 0.0])
+    assert bounds.latency.floors.tolist() == pytest.approx([0.07, 0.03])
 
 
 # --- workloads --------------------------------------------------------------------------------------------------------
