@@ -39,7 +39,15 @@ EVERY_TERM = CostModel(
 # What a chunk costs before its first token, and context that is almost free at first.
 CHUNKS_COST = CostModel([(0, 0.0), (64, 0.064)], pair=(0.0, 0.05, 0.0, 0.0, 1e-5), name="chunks cost")
 FREE_AT_FIRST = CostModel([(0, 0.0), (64, 0.02)], context=(50.0, 0.0005, -0.04, 0.001), name="free at first")
-MODELS = [PER_TOKEN, EVERY_TERM, CHUNKS_COST, FREE_AT_FIRST, *(CostModel.preset(name) for name in CostModel.presets())]
+SHORT_CHUNKS = CostModel([(0, 0.0), (10, 1.0)], pair=(4.0, -0.04, 1.0, 1e-4, 0.0), name="short chunks")
+MODELS = [
+    PER_TOKEN,
+    EVERY_TERM,
+    CHUNKS_COST,
+    FREE_AT_FIRST,
+    SHORT_CHUNKS,
+    *(CostModel.preset(name) for name in CostModel.presets()),
+]
 
 jobs = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=5).map(sorted)
 
@@ -134,6 +142,7 @@ def test_a_dropped_job_never_leaves_the_clock_late() -> None:
     releases, works = np.array([0.0, 0.0, 4.0]), np.array([5.0, 1.0, 1.0])
     assert on_time_most(releases, works, 1.5) == 2  # the long one goes
     assert on_time_most(releases, works, 6.0) == 3
+    assert on_time_most(np.array([0.0, 10.0]), np.array([1.0, 3.0]), 2.0) == 1  # no work is done before it comes
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
@@ -153,6 +162,23 @@ def test_prices_of_a_batch_never_sum_to_more_than_its_time(
         price = sum(prices.prefill[end] - prices.prefill[end - new] for new, end in chunks)
         price += sum(prices.decode[context] - prices.decode[context - 1] for context in decodes)
         assert price <= model.iteration_time(chunks, decodes) + SLACK
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=st.sampled_from(MODELS),
+    position=st.integers(1, 150),
+    chunk=st.integers(1, 150),
+    beyond=st.sampled_from([0, 1, 40, 400]),
+    chunks=st.integers(1, 4),
+)
+def test_a_token_pays_at_most_its_share_of_any_batch(
+    model: CostModel, position: int, chunk: int, beyond: int, chunks: int
+) -> None:
+    prices = Prices(model, chunk * chunks, position)
+    end = max(position, chunk) + beyond
+    share = model.iteration_time([(chunk, end)] * chunks) / (chunk * chunks)
+    assert prices.prefill[position] - prices.prefill[position - 1] <= share + SLACK
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -305,11 +305,9 @@ class Prices:
         return np.where(context <= start, flat, base + slope * context)
 
     def _context_rate(self) -> float:
-        """Least context(C) / C: at the end of the flat part, and there or at infinity beyond it."""
-        start, flat, base, slope = self._context
-        if start <= 0.0:
-            return slope  # the base is not negative then, as the model does not fall
-        return min(flat / start, slope + min(0.0, base) / start)
+        """Least context(C) / C: at the end of the flat part, or at infinity, for beyond it the model does not fall."""
+        start, flat, _, slope = self._context
+        return slope if start <= 0.0 else min(flat / start, slope)
 
     def _pair_seconds(self, chunk: float, context: Floats) -> Floats:
         start, base, q, s, qs = self._pair
@@ -318,19 +316,18 @@ class Prices:
     def _attention_price(self, position: Floats, token_budget: int) -> Floats:
         """Least of (context + pair) / q over chunks of q tokens that end at s >= max(position, q).
 
-        Both parts grow with s, and s / q is at least max(position / q, 1). With the pair term what is left is a / q + b
-        on either side of q = position, so its least value is at an end of either; without it q is as large as it
-        can be.
+        Both parts grow with s, and s / q is at least max(position / q, 1). Without the pair term q is best as large as
+        it can be, and shorter chunks are no better with it, as it is not negative where it begins. Beyond, what is left
+        is a / q + b on either side of q = position, so its least value is at an end of either.
         """
         start, base, q, s, qs = self._pair
         rate = self._context_rate()
-        best = np.full(len(position), np.inf)
-        for chunk in (np.ones(len(position)), np.minimum(position, token_budget), np.full(len(position), token_budget)):
+        free = start / position  # the largest chunk without the pair term
+        best = np.where(free >= 1.0, rate * np.maximum(position / np.clip(free, 1.0, token_budget), 1.0), np.inf)
+        for chunk in (np.clip(free, 1.0, token_budget), np.minimum(position, token_budget), float(token_budget)):
             per_token = base / chunk + q + (s + rate) * np.maximum(position / chunk, 1.0) + qs * position
             best = np.minimum(best, per_token)
-        free = np.minimum(start / position, token_budget)  # the largest chunk without the pair term
-        without = rate * np.maximum(position / np.maximum(free, 1.0), 1.0)
-        return np.where(free >= 1.0, np.minimum(best, without), best)
+        return best
 
 
 def _running_sums(values: Floats) -> Floats:
