@@ -40,14 +40,11 @@ EVERY_TERM = CostModel(
 CHUNKS_COST = CostModel([(0, 0.0), (64, 0.064)], pair=(0.0, 0.05, 0.0, 0.0, 1e-5), name="chunks cost")
 FREE_AT_FIRST = CostModel([(0, 0.0), (64, 0.02)], context=(50.0, 0.0005, -0.04, 0.001), name="free at first")
 SHORT_CHUNKS = CostModel([(0, 0.0), (10, 1.0)], pair=(4.0, -0.04, 1.0, 1e-4, 0.0), name="short chunks")
-MODELS = [
-    PER_TOKEN,
-    EVERY_TERM,
-    CHUNKS_COST,
-    FREE_AT_FIRST,
-    SHORT_CHUNKS,
-    *(CostModel.preset(name) for name in CostModel.presets()),
-]
+WHOLE_CHUNKS = CostModel(
+    [(0, 0.0), (64, 0.01)], context=(0.0, 0.0, 0.0, 0.01), pair=(100.0, -0.2, 0.01, 0.01, 0.0), name="whole chunks"
+)
+MADE_UP = [PER_TOKEN, EVERY_TERM, CHUNKS_COST, FREE_AT_FIRST, SHORT_CHUNKS, WHOLE_CHUNKS]
+MODELS = [*MADE_UP, *(CostModel.preset(name) for name in CostModel.presets())]
 
 jobs = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=5).map(sorted)
 
@@ -168,14 +165,16 @@ def test_prices_of_a_batch_never_sum_to_more_than_its_time(
 @given(
     model=st.sampled_from(MODELS),
     position=st.integers(1, 150),
-    chunk=st.integers(1, 150),
+    chunk=st.integers(1, 150) | st.none(),
     beyond=st.sampled_from([0, 1, 40, 400]),
     chunks=st.integers(1, 4),
+    room=st.sampled_from([1, 8]),
 )
 def test_a_token_pays_at_most_its_share_of_any_batch(
-    model: CostModel, position: int, chunk: int, beyond: int, chunks: int
+    model: CostModel, position: int, chunk: int | None, beyond: int, chunks: int, room: int
 ) -> None:
-    prices = Prices(model, chunk * chunks, position)
+    chunk = position if chunk is None else chunk
+    prices = Prices(model, chunk * chunks * room, position)
     end = max(position, chunk) + beyond
     share = model.iteration_time([(chunk, end)] * chunks) / (chunk * chunks)
     assert prices.prefill[position] - prices.prefill[position - 1] <= share + SLACK

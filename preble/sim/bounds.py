@@ -317,14 +317,16 @@ class Prices:
         """Least of (context + pair) / q over chunks of q tokens that end at s >= max(position, q).
 
         Both parts grow with s, and s / q is at least max(position / q, 1). Without the pair term q is best as large as
-        it can be, and shorter chunks are no better with it, as it is not negative where it begins. Beyond, what is left
-        is a / q + b on either side of q = position, so its least value is at an end of either.
+        it can be. Chunks no longer than that, or than `root`, the shortest prompt that meets the term, are no better
+        with it, as it is not negative where it begins. Beyond, what is left is a / q + b on either side of
+        q = position, so its least value is at an end of either.
         """
         start, base, q, s, qs = self._pair
         rate = self._context_rate()
-        free = start / position  # the largest chunk without the pair term
+        free, root = start / position, max(0.0, start) ** 0.5  # `free`: the largest chunk without the pair term
         best = np.where(free >= 1.0, rate * np.maximum(position / np.clip(free, 1.0, token_budget), 1.0), np.inf)
-        for chunk in (np.clip(free, 1.0, token_budget), np.minimum(position, token_budget), float(token_budget)):
+        ends = (np.clip(free, 1.0, token_budget), np.clip(position, root, token_budget), float(token_budget))
+        for chunk in ends:
             per_token = base / chunk + q + (s + rate) * np.maximum(position / chunk, 1.0) + qs * position
             best = np.minimum(best, per_token)
         return best
