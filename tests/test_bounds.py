@@ -52,7 +52,7 @@ jobs = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max
 def flow_of(releases_and_works: list[tuple[int, int]], workers: int) -> Flow:
     """Jobs whose floor is their own work."""
     releases, works = np.array(releases_and_works, float).T
-    return Flow(releases, works, works, workers)
+    return Flow(releases, works, works / 2, works, workers)
 
 
 def best_schedule(
@@ -280,6 +280,15 @@ def test_equal_prompts_compute_a_token_each() -> None:
     assert bounds.least_prefill_tokens == 5
     assert bounds.hit_fraction_ceiling == pytest.approx(0.75)
     assert bounds.goodput(0.02) == pytest.approx(0.8)
+
+
+def test_requests_without_work_still_have_their_iteration() -> None:
+    model = CostModel([(0, 0.1), (512, 0.1)])
+    bounds = lower_bounds([prompt(str(i), range(256)) for i in range(4)], model, 1)
+    assert bounds.ttft.works.tolist() == pytest.approx([0.05, 0.0, 0.0, 0.0])
+    assert bounds.ttft.tails.tolist() == pytest.approx([0.05, 0.1, 0.1, 0.1])
+    assert bounds.mean_ttft_terms["mean_busy"] == pytest.approx((0.025 + 0.05 + 0.3) / 4)
+    assert bounds.mean_ttft_seconds == bounds.mean_ttft_terms["floor"] == pytest.approx(0.1)
 
 
 def test_a_queue_is_seen_by_every_bound() -> None:

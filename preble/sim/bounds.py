@@ -28,8 +28,9 @@ A real schedule becomes a preemptive one of jobs (release r_i, work w_i = the pr
 machine as fast as all workers together, where no job ends later than i's first token. Of all such schedules
   - the shortest remaining work first has the least mean completion (SRPT);
   - in a real one, job i is worked on by one worker, at rate 1 at most, so it ends at least w_i / 2 after the mean
-    time at which its work is done; the sum of these mean times is least where the shortest job (by its whole size)
-    goes first, as it is linear in the work done at each moment;
+    time at which its work is done, and at least half the iteration of its first output token, as work in that one
+    is spread over it and all other work is before it; the sum of these mean times is least where the shortest job (by
+    its whole size) goes first, as it is linear in the work done at each moment;
   - first in, first out has the least longest wait;
   - at most so many jobs end within x seconds as Moore and Hodgson's rule finds: in order of arrival, and when one is
     late, the largest taken so far is dropped. Dropping only subtracts its work from the clock, so the clock is early,
@@ -102,12 +103,14 @@ class Bounds:
 class Flow:
     """Jobs on one machine that does `speed` seconds of work a second, and requests that count with a floor alone.
 
-    `releases`, `works`: shape [jobs], in order of release; `floors`: shape [requests], those of the jobs first, in
-    their order. All in seconds.
+    `releases`, `works`: shape [jobs], in order of release; `tails`: shape [jobs], the least time from when a job's work
+    is done on average (its release, where it has none) to its end; `floors`: shape [requests], those of the jobs
+    first, in their order. All in seconds.
     """
 
     releases: Floats
     works: Floats
+    tails: Floats
     floors: Floats
     speed: int
 
@@ -119,7 +122,7 @@ class Flow:
         flows = {
             "floor": float(self.floors[: len(self.works)].sum()),
             "srpt": float((ended - self.releases).sum()),
-            "mean_busy": float((busy - self.releases + self.works / 2).sum()),
+            "mean_busy": float((busy - self.releases + self.tails).sum()),
         }
         return {name: (flow + others) / len(self.floors) for name, flow in flows.items()}
 
@@ -183,8 +186,10 @@ def lower_bounds(
     floors = np.maximum(one_token, np.where(is_open, works, 0.0))
     opened, closed = order[is_open[order]], order[~is_open[order]]
     both = np.concatenate([opened, closed])
-    ttft = Flow(releases[opened], works[opened], floors[both], workers)
-    latency = Flow(releases[opened], (works + decode_works)[opened], (floors + decode_floors)[both], workers)
+    tails = np.where(works > 0.0, floors / 2, floors)
+    ttft = Flow(releases[opened], works[opened], tails[opened], floors[both], workers)
+    sizes = (works + decode_works)[opened]
+    latency = Flow(releases[opened], sizes, sizes / 2, (floors + decode_floors)[both], workers)
 
     terms = ttft.mean_terms()
     mean_ttft = max(terms.values())
