@@ -316,6 +316,15 @@ def test_prefix_hash_moves_few_prompts_when_a_worker_goes() -> None:
     assert min(Counter(before).values()) > 60
 
 
+def test_prefix_hash_stays_at_a_home_that_is_exactly_at_the_bound() -> None:
+    home, live = PrefixHash().home(PROMPT, None, [f"w{i}" for i in range(5)]), [4, 4, 3, 3, 3]
+    live[home] = 5
+    live[home - 1] += 19 - sum(live)  # 1.25 * 20 / 5 is 5
+    assert decides(PrefixHash(), asked(), fleet(live)) == home
+    live[home] = 6
+    assert decides(PrefixHash(), asked(), fleet(live)) != home
+
+
 def test_prefix_hash_gives_a_busy_homes_request_to_the_least_loaded() -> None:
     home = PrefixHash().home(PROMPT, None, ["w0", "w1", "w2"])
     live = [4, 4, 4]
@@ -338,9 +347,9 @@ def test_the_oracle_deals_groups_in_turn_and_keeps_each_together() -> None:
 
 def test_the_oracle_follows_homes_that_are_given_while_they_may_take_requests() -> None:
     policy = OraclePartition(GROUPS, {"a": "w2", "d": "gone"})
-    choices = [decides(policy, asked(request_id=name), fleet([0, 0, 0])) for name in GROUPS]
+    choices = [decides(policy, asked(request_id=name), fleet([5, 0, 0])) for name in GROUPS]
     assert choices == [2, 1, 2, 2, 0]  # d's home is not there: dealt like the others
-    assert decides(policy, asked(request_id="r0"), fleet([0, 0])) == 0
+    assert decides(policy, asked(request_id="r0"), fleet([5, 0])) == 0
 
 
 def test_the_oracle_wants_to_know_every_request() -> None:

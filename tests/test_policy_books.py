@@ -314,6 +314,13 @@ def test_decode_time_is_of_the_mean_output_of_finished_requests_in_the_history(m
     assert decode() == pytest.approx({"w0": 2 * COST.decode_time(20), "w1": 2 * COST.decode_time(70)})
     sched.schedule([4] * 50, request_id=4)  # pushes out the first, with its ten tokens
     assert decode()["w0"] == pytest.approx(2 * COST.decode_time(30))
+    sched.schedule([5] * 50, request_id=5)
+    sched.schedule([6] * 50, request_id=6)
+    sched.schedule([7] * 50, request_id=7)
+    sched.schedule([8] * 50, request_id=8)  # the history of w0 is now 6 and 8
+    sched.finish(4, output_tokens=999)  # too late to count
+    seconds = 2 * COST.decode_time(45)  # of what is in the histories, nothing has finished
+    assert decode() == pytest.approx({"w0": seconds, "w1": seconds})
     sched.check()
 
 

@@ -33,10 +33,10 @@ class AibrixPrefix(Policy):
         percent = [100 * matched // len(request.token_ids) for matched in workers.matched_tokens]
         mean = sum(live) / len(live)
         most = mean + sqrt(sum((requests - mean) ** 2 for requests in live) / len(live))
-        fit = [percent[i] > 0 and live[i] <= most for i in range(len(workers))]
-        if is_imbalanced(live) or not any(fit):
+        if is_imbalanced(live):
             return [float(requests) for requests in live]
-        return ranks([(not fit[i], -percent[i], live[i]) for i in range(len(workers))])
+        # The least loaded is never above the mean, so where no match counts it comes out first.
+        return ranks([(live[i] > most, -percent[i], live[i]) for i in range(len(workers))])
 
     def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
         return drawn_least(scores, request.draw)

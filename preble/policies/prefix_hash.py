@@ -36,7 +36,7 @@ class PrefixHash(Policy):
     """The worker whose point on a hash ring follows the hash of the first `prefix_tokens` tokens, unless it is busy.
 
     A worker is busy with more than `load_factor * (live requests of all + 1) / workers` live requests. Then the least
-    loaded of those that are not busy takes the request; if all are, the ring's worker does after all.
+    loaded takes the request, by order among equals; it is never busy, since the bound is above the mean.
     """
 
     name = reason = "prefix_hash"
@@ -59,6 +59,4 @@ class PrefixHash(Policy):
         live = workers.live_requests
         bound = self.load_factor * (sum(live) + 1) / len(workers)
         busy = [requests > bound for requests in live]
-        return ranks(
-            [(i != home or busy[i], busy[i], busy[i] and i != home, live[i]) for i in range(len(workers))],
-        )
+        return ranks([(i != home or busy[i], busy[i], live[i]) for i in range(len(workers))])
