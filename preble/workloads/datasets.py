@@ -29,7 +29,8 @@ TOKENS_PER_FRAME = 256
 NEXTQA_COLUMNS = ("video", "frame_count", "question", "answer", "a0", "a1", "a2", "a3", "a4")
 API_FIELDS = ("api_name", "api_description", "required_parameters", "optional_parameters", "method")
 ROOM = "You are in the middle of a room"
-ACTION = re.compile(r"(?:Act \d+: ?)?>\s?(.*)")
+# "> go to desk 1" in prompts and logs, "Act 1: go to desk 1" in what ReAct prints.
+ACTION = re.compile(r"(?:Act \d+: ?(?:> ?)?|> ?)(.*)")
 OBSERVATION = re.compile(r"Obs \d+: ?")
 
 
@@ -85,10 +86,10 @@ def read_loogle(into: Collector) -> None:
 
 def questions(row: Row) -> Iterator[tuple[str, str]]:
     """(question, answer) of a LooGLE line."""
-    if "question" in row.values:
+    if "qa_pairs" not in row.values:
         yield row.text("question"), row.text("answer")
         return
-    pairs = row.values.get("qa_pairs")
+    pairs = row.values["qa_pairs"]
     if pairs == "none":
         yield "What is a summary of the document?", row.text("output")
         return
@@ -178,7 +179,7 @@ def read_log(into: Collector, row: Row, log: str, group: str) -> None:
     """The requests of one trajectory."""
     task, steps = split_log(log)
     if not steps:
-        raise row.wrong("the log has no action (a line that starts with '>')")
+        raise row.wrong("the log has no action (a line that starts with '>' or 'Act 1:')")
     parts: list[Int32Array] = [into.bos, into.encode(f"{HOUSE_SYSTEM}{task}\n>")]
     after = None
     for turn, (action, observation) in enumerate(steps):
