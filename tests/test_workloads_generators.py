@@ -68,6 +68,20 @@ def test_lengths_are_those_of_table_1(name: str) -> None:
     assert 100 * shared_fraction(workload).mean() == pytest.approx(row.shared_percent[0], abs=4.0)
 
 
+@pytest.mark.parametrize("name", ["toolbench", "videoqa", "programming", "embodied"])
+def test_key_portions_are_those_of_table_1(name: str) -> None:
+    requests, groups = SIZES[name]
+    workload = generate(name, requests=requests, groups=groups, seed=4, shape="table1")
+    fractions = []
+    for request in workload.requests:
+        system, own = (
+            (0, len(request.parts[1])) if name == "embodied" else (len(request.parts[1]), len(request.parts[2]))
+        )
+        # The deepest part longer than all before it: the group's own, or the system prompt where that is longer.
+        fractions.append((own if own > system else system) / request.prompt_tokens)
+    assert 100 * np.mean(fractions) == pytest.approx(TABLE1[name].key_portion_percent[0], abs=5.0)
+
+
 def test_the_tools_lengths_have_the_published_quantiles() -> None:
     tokens = prompt_tokens(generate("toolbench", requests=7800, groups=200, seed=4))
     assert np.mean(tokens <= 1024) == pytest.approx(0.107, abs=0.03)

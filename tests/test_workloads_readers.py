@@ -145,6 +145,14 @@ def test_azure_prompts_share_nothing() -> None:
     assert [starts_alike(trace, a, b) for a, b in ((0, 1), (0, 2), (1, 2))] == [0, 0, 0]
 
 
+def test_traces_of_two_files_share_one_token_at_most(tmp_path: Path) -> None:
+    shutil.copy(DATA / "azure.csv", tmp_path / "other.csv")
+    here, there = read(DATA / "azure.csv").requests, read(tmp_path / "other.csv").requests
+    blocks = read(DATA / "mooncake.jsonl").requests
+    for one, two in [*zip(here, there, strict=True), *zip(here, blocks, strict=True)]:
+        assert starts_alike(Workload("two", [one, two]), 0, 1) <= 1
+
+
 def test_toolbench_shares_the_tools_and_draws_outputs() -> None:
     one, two = read(DATA / "toolbench.json").requests
     assert (one.request_id, one.group) == ("11", "Rain Radar")
@@ -229,6 +237,7 @@ def test_a_file_may_be_zipped(tmp_path: Path) -> None:
         ("mooncake.jsonl", "[0, 1, 3]", "[0, 1]", r"mooncake\.jsonl, line 2: 1536 tokens need 3 hash_ids, got 2"),
         ("mooncake.jsonl", "[0, 1, 3]", "[0, 1, -3]", r"mooncake\.jsonl, line 2: 'hash_ids' must be"),
         ("mooncake.jsonl", '"timestamp": 250', '"timestamp": "x"', r"mooncake\.jsonl, line 2: 'timestamp' must be"),
+        ("mooncake.jsonl", '"timestamp": 1500', '"timestamp": 249', r"mooncake\.jsonl, line 3: 'timestamp' must be"),
         ("azure.csv", "04.0319600", "04:0319600", r"azure\.csv, line 3: 'TIMESTAMP' must look like"),
         ("azure.csv", "18:17:04", "18:16:04", r"azure\.csv, line 3: 'TIMESTAMP' is earlier"),
         ("azure.csv", ",31,8", ",31", r"azure\.csv, line 3: must have 3 fields"),
@@ -344,6 +353,21 @@ def test_shared_traces_have_the_published_lengths() -> None:
         assert len(requests) == count
         assert [round(float(x)) for x in (prompts.mean(), prompts.std(), outputs.mean(), outputs.std())] == lengths
         assert seconds is None or round(requests[-1].arrival_seconds) == seconds
+
+
+@needs_shared
+@pytest.mark.parametrize(("name", "hit_percent"), [("mooncake_conversation", 34.7), ("mooncake_synthetic", 65.1)])
+def test_an_infinite_cache_of_blocks_hits_as_published(name: str, hit_percent: float) -> None:
+    seen: set[int] = set()
+    hit = total = 0
+    for request in read(SHARED / "traces" / f"{name}.jsonl.gz").requests:
+        tokens = request.token_ids
+        heads = tokens[::512].tolist()  # ids name whole prefixes, so equal ids have equal blocks before them
+        known = sum(head in seen for head in heads)
+        hit += min(known * 512, len(tokens))
+        total += len(tokens)
+        seen.update(heads)
+    assert round(100 * hit / total, 1) == hit_percent
 
 
 @needs_shared

@@ -27,6 +27,7 @@ AZURE_GAPS = {"code": (3435.948 / 8818, 0.064), "conversation": (3501.721 / 1936
 def poisson(workload: Workload, rps: float, seed: int) -> Workload:
     """Requests arrive independently, `rps` a second on average, in the workload's order.
 
+    In a closed loop a request still waits for the one it follows, and is not sent before it has arrived.
     Raises `InvalidInput` unless `rps` is positive and finite.
     """
     check_positive("rps", rps)

@@ -37,8 +37,8 @@ class Collector:
         self._ids: set[str] = set()
         self._encoded: dict[str, Int32Array] = {}
         self._pseudo: dict[str, Int32Array] = {}
-        name = path.name.split(".")[0]
-        range_of_file = zlib.crc32(name.encode("utf-8", "surrogateescape")) % PSEUDO_RANGES
+        self.stem = path.name.split(".")[0]
+        range_of_file = zlib.crc32(self.stem.encode("utf-8", "surrogateescape")) % PSEUDO_RANGES
         self._pseudo_base = tokenizer.vocabulary_size + range_of_file * PSEUDO_IDS_PER_FILE
 
     @property

@@ -73,7 +73,7 @@ def read(
         raise InvalidInput(f"path: {place} holds no request")
     source = f"{place.name} ({name}, tokenizer {into.tokenizer.name}, outputs {outputs})"
     arrivals = "of the trace" if name in TRACES else "none"
-    return Workload(place.name.split(".")[0], into.requests, source, arrivals)
+    return Workload(into.stem, into.requests, source, arrivals)
 
 
 def recognised(path: Path) -> str:

@@ -1,11 +1,13 @@
 """Reads published traces: arrival times and lengths, without text. Owns how lengths become tokens.
 
-A trace tells which blocks are equal, not what is in them. So a block is one token id of its own followed by a filler
-that all blocks share: unlike blocks differ at their first token, and a trace of 10**8 tokens takes some megabytes.
+A trace tells which blocks are equal, not what is in them. So a block opens with two ids, its own and its file's,
+followed by a filler that all blocks share: unlike blocks of a file differ at their first token, those of two files at
+their second, and a trace of 10**8 tokens takes some megabytes.
 """
 
 from __future__ import annotations
 
+import zlib
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -16,29 +18,33 @@ from .types import Int32Array
 
 MOONCAKE_BLOCK_TOKENS = 512
 FILLER_IDS = 1000
+FILE_IDS = 1 << 20
 PROMPT_TOKENS_MAX = 1 << 22
 SECOND = timedelta(seconds=1)
 
 
 class Blocks:
-    """Parts of blocks by id. Equal ids give the same array objects."""
+    """Parts of a file's blocks by id. Equal ids give the same array objects."""
 
-    def __init__(self, vocabulary_size: int) -> None:
-        self._first_id = vocabulary_size
+    def __init__(self, into: Collector) -> None:
+        self._first_id = into.tokenizer.vocabulary_size
+        self._file_id = self._first_id + zlib.crc32(into.stem.encode("utf-8", "surrogateescape")) % FILE_IDS
         self._heads: dict[int, Int32Array] = {}
+        self._tails: dict[int, Int32Array] = {}
         self._filler = np.arange(PROMPT_TOKENS_MAX, dtype=np.int32) % FILLER_IDS
         self._filler.setflags(write=False)
-        self._tails: dict[int, Int32Array] = {}
 
     def parts(self, block_id: int, tokens: int) -> tuple[Int32Array, Int32Array]:
-        """The first `tokens` of a block: its own id, then filler."""
+        """The first `tokens` of a block: the two ids, then filler."""
         head = self._heads.get(block_id)
         if head is None:
-            head = self._heads[block_id] = np.array([self._first_id + block_id], dtype=np.int32)
+            head = self._heads[block_id] = np.array([self._first_id + block_id, self._file_id], dtype=np.int32)
             head.setflags(write=False)
+        if tokens <= len(head):
+            return head[:tokens], self._filler[:0]
         tail = self._tails.get(tokens)
         if tail is None:
-            tail = self._tails[tokens] = self._filler[: tokens - 1]
+            tail = self._tails[tokens] = self._filler[: tokens - len(head)]
         return head, tail
 
 
@@ -46,9 +52,11 @@ def read_mooncake(into: Collector) -> None:
     """Mooncake's jsonl: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for 512 tokens).
 
     Equal ids are equal tokens; the last block is cut to `input_length`. The group is the second id (the first block is
-    the same for all of the conversation trace), so that requests of one conversation share it.
+    the same for all of the conversation trace), so that requests of one conversation share it. A row earlier than the
+    one before it is refused.
     """
-    blocks = Blocks(into.tokenizer.vocabulary_size)
+    blocks = Blocks(into)
+    last = 0
     for row in json_rows(into.path):
         if into.full:
             return
@@ -57,16 +65,18 @@ def read_mooncake(into: Collector) -> None:
             raise row.wrong(f"{tokens} tokens need {-(-tokens // MOONCAKE_BLOCK_TOKENS)} hash_ids, got {len(ids)}")
         if not all(isinstance(i, int) and 0 <= i < 2**30 for i in ids):
             raise row.wrong("'hash_ids' must be integers from 0 to 2**30 - 1")
+        at = row.integer("timestamp", last)
+        last = at
         parts: list[Int32Array] = []
         for place, block_id in enumerate(ids):
             parts += blocks.parts(block_id, min(MOONCAKE_BLOCK_TOKENS, tokens - place * MOONCAKE_BLOCK_TOKENS))
         into.add(
             row,
-            f"{into.path.name.split('.')[0]}-{row.line}",
+            f"{into.stem}-{row.line}",
             parts,
             (max(1, row.integer("output_length", 0)), None),
             group=str(ids[min(1, len(ids) - 1)]),
-            arrival_seconds=row.integer("timestamp", 0) / 1000.0,
+            arrival_seconds=at / 1000.0,
         )
 
 
@@ -75,7 +85,7 @@ def read_azure(into: Collector) -> None:
 
     Arrivals count from the first row; a row earlier than the one before it is refused.
     """
-    blocks = Blocks(into.tokenizer.vocabulary_size)
+    blocks = Blocks(into)
     first = last = None
     for row in csv_rows(into.path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         if into.full:
@@ -91,7 +101,7 @@ def read_azure(into: Collector) -> None:
         number = len(into.requests)
         into.add(
             row,
-            f"{into.path.name.split('.')[0]}-{row.line}",
+            f"{into.stem}-{row.line}",
             list(blocks.parts(number, tokens)),
             (max(1, row.integer("GeneratedTokens", 0)), None),
             group=str(number),
