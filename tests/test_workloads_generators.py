@@ -99,6 +99,16 @@ def test_conversations_are_like_the_first_half_of_mooncakes_trace() -> None:
     assert hit == pytest.approx(0.347, abs=0.03)
 
 
+def test_one_conversation_opens_with_the_system_prompt_and_the_mean_first_message() -> None:
+    (request,) = generate("conversation", requests=1, groups=1, seed=0).requests
+    assert request.prompt_tokens == 512 + 12_200
+
+
+def test_conversations_stay_within_their_context() -> None:
+    tokens = prompt_tokens(generate("conversation", requests=4000, groups=2000, seed=0))
+    assert 125_000 < tokens.max() <= 131_072
+
+
 # --- the experiments --------------------------------------------------------------------------------------------------
 
 

@@ -141,7 +141,7 @@ def test_azure_prompts_share_nothing() -> None:
     trace = read(DATA / "azure.csv")
     assert [r.prompt_tokens for r in trace.requests] == [48, 31, 1]
     assert [r.output_tokens for r in trace.requests] == [10, 8, 1]
-    assert [r.arrival_seconds for r in trace.requests] == [0.0, 0.052, 2.0]
+    assert [r.arrival_seconds for r in trace.requests] == [0.0, 0.052, 2.000472]
     assert [starts_alike(trace, a, b) for a, b in ((0, 1), (0, 2), (1, 2))] == [0, 0, 0]
 
 
@@ -201,6 +201,22 @@ def test_alfworld_turns_follow_each_other_and_extend_the_prompt(
         assert all(a is b for a, b in zip(one.parts, two.parts, strict=False)) and len(two.parts) == len(one.parts) + 1
     first_of_second = next(r for r in requests if r.group == "t0001")
     assert first_of_second.after is None
+
+
+@pytest.mark.parametrize("name", ["alfworld.jsonl", "alfworld.txt"])
+def test_an_alfworld_step_is_the_action_and_what_was_seen(name: str) -> None:
+    texts = {
+        "alfworld.jsonl": " take cup 1 from drawer 1\nYou pick up the cup 1 from the drawer 1.\n>",
+        "alfworld.txt": " open fridge 1\nYou open the fridge 1.\nIn it, you see an apple 1.\n>",
+    }
+    steps = {tuple(part.tolist()) for request in read(DATA / name).requests for part in request.parts[2:]}
+    seen = {
+        "alfworld.jsonl": " go to drawer 1\nThe drawer 1 is open. In it, you see a cup 1.\n>",
+        "alfworld.txt": " go to desk 1\nOn the desk 1, you see a bowl 1.\n>",
+    }
+    assert tuple(words().encode(seen[name]).tolist()) in steps
+    last = tuple(words().encode(texts[name]).tolist())
+    assert (last in steps) == (name == "alfworld.txt"), "what the last action led to is in no prompt"
 
 
 def test_apps_gives_the_first_solution_or_draws_a_length() -> None:
