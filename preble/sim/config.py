@@ -1,4 +1,5 @@
-"""What a simulation is told: the fleet, the policy, the delays, and what goes wrong when. Owns its validation."""
+"""What a simulation is told: the fleet, the policy, the delays, and what goes wrong when. Owns its validation, of which
+the faults' is in `faults.py`."""
 
 from __future__ import annotations
 
@@ -6,41 +7,14 @@ import math
 from dataclasses import dataclass, field
 
 from .._cost import CostModel
-from ..errors import InvalidConfig
+from ..errors import DuplicateWorker, InvalidConfig
 from ..local import LocalConfig
 from ..policy import Policy
 from ..scheduler import SchedulerConfig
 from ..types import WorkerSpec, check_int
+from .faults import Fault, WorkerJoin, check_faults, check_seconds
 
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDeath:
-    """A worker stops, with all it has, at `at_seconds`; the router notices `noticed_after_seconds` later."""
-
-    at_seconds: float
-    worker: str
-    noticed_after_seconds: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerJoin:
-    """A new, empty worker is added. A dead one may come back under its name."""
-
-    at_seconds: float
-    spec: WorkerSpec
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDrain:
-    """A worker gets no more requests and ends those that it has."""
-
-    at_seconds: float
-    worker: str
-
-
-Fault = WorkerDeath | WorkerJoin | WorkerDrain
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +27,8 @@ class SimConfig:
     step_seconds: what an iteration takes beside the model (the engine's own scheduling, detokenising).
     network_seconds: from router to worker; events of a worker reach the router `event_delay_seconds` after they
     happen, and a share of `event_loss` of its batches of cache events never does.
+    faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
+    each other here: a name must be there when something happens to it, and somebody must be left.
     until_seconds: when the simulation is broken off; requests not finished by then count as unfinished.
     """
 
@@ -70,19 +46,37 @@ class SimConfig:
     until_seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, int):
-            check_int("SimConfig.workers", self.workers, 1, 65_536)
         check_int("SimConfig.seed", self.seed, 0, 2**63 - 1)
         for name in ("step_seconds", "network_seconds", "event_delay_seconds"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise InvalidConfig(f"SimConfig.{name} must be finite and at least 0, got {getattr(self, name)!r}")
-        if not 0.0 <= self.event_loss <= 1.0:
+            check_seconds(f"SimConfig.{name}", getattr(self, name))
+        check_seconds("SimConfig.event_loss", self.event_loss)
+        if self.event_loss > 1.0:
             raise InvalidConfig(f"SimConfig.event_loss must be in [0, 1], got {self.event_loss!r}")
-        if not self.until_seconds > 0.0:
-            raise InvalidConfig(f"SimConfig.until_seconds must be positive, got {self.until_seconds!r}")
-        for fault in self.faults:
-            if not 0.0 <= fault.at_seconds < math.inf:
-                raise InvalidConfig(f"SimConfig.faults: at_seconds must be finite and at least 0, got {fault!r}")
+        if self.until_seconds != math.inf:
+            check_seconds("SimConfig.until_seconds", self.until_seconds)
+        if self.until_seconds == 0.0:
+            raise InvalidConfig("SimConfig.until_seconds must be positive, got 0")
+        for name, kind in (("scheduler", SchedulerConfig), ("local", LocalConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidConfig(f"SimConfig.{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        self._check_fleet()
+
+    def _check_fleet(self) -> None:
+        """The workers at the start and all that happens to them."""
+        if isinstance(self.workers, int):
+            check_int("SimConfig.workers", self.workers, 1, 65_536)
+        elif not isinstance(self.workers, tuple | list) or not self.workers:
+            raise InvalidConfig(f"SimConfig.workers must be a number or a tuple of WorkerSpec, got {self.workers!r}")
+        specs = self.specs()
+        for spec in specs:
+            if not isinstance(spec, WorkerSpec):
+                raise InvalidConfig(f"SimConfig.workers must be WorkerSpecs, got {spec!r}")
+        names = [spec.id for spec in specs]
+        if len(set(names)) < len(names):
+            raise DuplicateWorker(f"SimConfig.workers: a name occurs twice in {names}")
+        check_faults(names, self.faults)
+        for spec in [*specs, *(fault.spec for fault in self.faults if isinstance(fault, WorkerJoin))]:
+            self.model_of(spec)
 
     def specs(self) -> list[WorkerSpec]:
         """The workers at the start."""
@@ -91,6 +85,9 @@ class SimConfig:
         return [WorkerSpec(f"w{i}", kv_capacity_tokens=self.local.kv_capacity_tokens) for i in range(self.workers)]
 
     def model_of(self, spec: WorkerSpec) -> CostModel:
-        """How long a worker's iterations take."""
+        """How long a worker's iterations take. Raises `InvalidConfig` for what is neither preset nor model."""
         model = self.cost_model if spec.cost_model is None else spec.cost_model
-        return CostModel.preset(model) if isinstance(model, str) else model
+        model = CostModel.preset(model) if isinstance(model, str) else model
+        if not isinstance(model, CostModel):
+            raise InvalidConfig(f"cost_model of worker {spec.id!r} must be a CostModel or a preset name, got {model!r}")
+        return model

@@ -1,7 +1,7 @@
 """What a simulation found: one row a request, the workers' busy time, and summaries. Owns measuring, not running.
 
 Times are seconds from the start of the workload. A latency runs from a request's arrival to its last token, TTFT to
-its first. A request that was refused or broken off has none (NaN) and counts against goodput.
+its first. A request that did not finish has no latency (NaN) and counts against goodput.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
+# How a request ended. Cut off: it waited for one that was refused, and was never sent.
+UNFINISHED, FINISHED, REFUSED, CUT_OFF = range(4)
+OUTCOMES = ("unfinished", "finished", "refused", "cut_off")
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of one run; seconds, fractions, tokens. `tpot` is the time between output tokens, `normalised` the
-    latency per output token, `load_spread` the busiest worker's busy time over the mean."""
+    latency per output token, `load_spread` the busiest worker's busy time over the mean; busy times are of the whole
+    run. Latencies, TTFT and hits are those of finished requests."""
 
     requests: int
     finished: int
     refused: int
+    cut_off: int
+    unfinished: int
     mean_latency_seconds: float
     p50_latency_seconds: float
     p90_latency_seconds: float
@@ -54,7 +62,11 @@ class Summary:
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
     """One run. Every array has a row a request, in the workload's order; `worker` is an index into `workers`, -1 where
-    the request was never placed; `placed_tokens` is what the scheduler believed cached, `cached_tokens` what was.
+    the request was never placed, else where it was placed last; `outcome` an index into `OUTCOMES`. `placed_tokens` is
+    what the scheduler believed cached when it placed the request first, `cached_tokens` what was at its first admission
+    (-1: never admitted); `output_tokens` is what it got, which is what it asked for where it finished, unless the
+    engine had no more room. `arrival_seconds` is NaN for a request that was never sent; of one cut off, it is when that
+    happened.
     """
 
     request_ids: tuple[str, ...]
@@ -62,6 +74,7 @@ class Result:
     arrival_seconds: Floats
     first_token_seconds: Floats
     finish_seconds: Floats
+    outcome: npt.NDArray[np.int8]
     worker: Ints
     prompt_tokens: Ints
     output_tokens: Ints
@@ -87,38 +100,44 @@ class Result:
         digest = hashlib.sha256("\n".join((*self.workers, *self.request_ids)).encode())
         for seconds in (self.arrival_seconds, self.first_token_seconds, self.finish_seconds, self.busy_seconds):
             digest.update(np.where(np.isnan(seconds), -1, np.round(seconds * 1e9)).astype("<i8").tobytes())
-        for numbers in (self.worker, self.prompt_tokens, self.output_tokens, self.placed_tokens, self.cached_tokens):
+        tokens = (self.prompt_tokens, self.output_tokens, self.placed_tokens, self.cached_tokens)
+        for numbers in (self.outcome, self.worker, *tokens):
             digest.update(numbers.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
     def goodput(self, ttft_seconds: float, warmup_seconds: float = 0.0) -> float:
         """Share of all requests whose first token came within `ttft_seconds`; the unfinished and refused count as
         missed."""
+        met = (self.outcome == FINISHED) & (self.ttft_seconds <= ttft_seconds)
+        return float(np.mean(met[self._counted(warmup_seconds)]))
+
+    def _counted(self, warmup_seconds: float) -> npt.NDArray[np.bool_]:
+        """The requests to measure: those sent from then on. Raises `InvalidInput` if there are none."""
         counted = self.arrival_seconds >= warmup_seconds
         if not counted.any():
             raise InvalidInput(f"warmup_seconds: no request arrived after {warmup_seconds!r}")
-        return float(np.mean((self.ttft_seconds <= ttft_seconds)[counted]))
+        return counted
 
     def summary(self, warmup_seconds: float = 0.0) -> Summary:
         """Figures over the requests that arrived from `warmup_seconds` on. Raises `InvalidInput` if none did."""
-        counted = self.arrival_seconds >= warmup_seconds
-        done = counted & ~np.isnan(self.finish_seconds)
-        if not counted.any():
-            raise InvalidInput(f"warmup_seconds: no request arrived after {warmup_seconds!r}")
+        counted = self._counted(warmup_seconds)
+        done = counted & (self.outcome == FINISHED)
         latency, ttft, output = self.latency_seconds[done], self.ttft_seconds[done], self.output_tokens[done]
         decoded = output > 1
         tpot = (latency - ttft)[decoded] / (output[decoded] - 1)
-        admitted = done & (self.cached_tokens >= 0)
         makespan = float(np.nanmax(self.finish_seconds)) if done.any() else 0.0
+        outcomes = np.bincount(self.outcome[counted], minlength=len(OUTCOMES)).tolist()
         return Summary(
             requests=int(counted.sum()),
-            finished=int(done.sum()),
-            refused=self.counts["refused"],
+            finished=outcomes[FINISHED],
+            refused=outcomes[REFUSED],
+            cut_off=outcomes[CUT_OFF],
+            unfinished=outcomes[UNFINISHED],
             **_spread("latency", latency, (50, 90, 99)),
             **_spread("ttft", ttft, (50, 99)),
             **_spread("tpot", tpot, (50, 99)),
             **_spread("normalised", latency / output, (50, 99)),
-            hit_fraction=float(self.cached_tokens[admitted].sum() / max(1, self.prompt_tokens[admitted].sum())),
+            hit_fraction=float(self.cached_tokens[done].sum() / max(1, self.prompt_tokens[done].sum())),
             load_spread=float(self.busy_seconds.max() / max(self.busy_seconds.mean(), 1e-12)),
             busy_fraction=float(self.busy_seconds.mean() / makespan) if makespan else 0.0,
             makespan_seconds=makespan,

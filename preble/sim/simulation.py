@@ -7,37 +7,46 @@ What happens to a request
      evictions, of which some batches may be lost.
   4. If its worker dies, it is placed again once that is noticed: prompt and emitted tokens go to another worker, as
      `Router` does it, and only the tokens still missing are generated.
-A request that an engine refuses (too long for it, queue full) is counted, and so are those that wait for it.
+A request that an engine refuses (too long for it, queue full), or the scheduler (its bounds), is counted, and so are
+those that wait for it and are never sent. An answer that would outgrow the engine's KV capacity ends there, counted as
+truncated. Each request ends once: `Result.outcome`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ..clock import ManualClock
-from ..errors import InvalidConfig, InvalidInput, UnknownWorker
+from ..errors import CapacityExceeded, InvalidInput
 from ..local import StepOutput
 from ..scheduler import GlobalScheduler
 from ..types import CacheEvent, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
-from .config import Fault, SimConfig, WorkerDeath, WorkerDrain, WorkerJoin
-from .results import Result
+from .config import SimConfig
+from .faults import Fault, WorkerDrain, WorkerJoin
+from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .timeline import Timeline
 from .worker import SimWorker
 
 TICK_SECONDS = 1.0
+COUNTERS = (
+    *("resumed", "truncated", "faults"),
+    *("event_batches", "lost_event_batches", "late_event_batches"),
+)
 Progress = Callable[[int, int, float], None]
 
 
 def simulate(workload: Workload, config: SimConfig | None = None, *, progress: Progress | None = None) -> Result:
     """Run a workload to its end, or to `config.until_seconds`. The same arguments give the same result, everywhere.
 
-    `progress(ended, requests, virtual_seconds)` is called about once a virtual second. Raises `InvalidInput` for a
-    workload that is empty, names a request twice, or waits for one it does not have, and what the scheduler raises.
+    `progress(ended, requests, virtual_seconds)` is called about once a virtual second and at the end. Raises
+    `InvalidInput` for a workload that is empty, names a request twice, waits for one it does not have or for itself, or
+    has an `output_ids` of the wrong length; `NoWorkers` where a request comes and every worker drains; and what the
+    scheduler raises.
     """
     return Simulation(workload, config or SimConfig(), progress).run()
 
@@ -56,7 +65,7 @@ class _Flight:
 
 
 class Simulation:
-    """One run; see the module. `simulate` is its face."""
+    """One run; see the module. `simulate` is its face; `scheduler` and `workers` are there to be looked at."""
 
     def __init__(self, workload: Workload, config: SimConfig, progress: Progress | None) -> None:
         self._config = config
@@ -66,17 +75,19 @@ class Simulation:
         self._progress = progress
         self._clock = ManualClock()
         self._timeline = Timeline(self._clock)
-        self._scheduler = GlobalScheduler(
+        self.scheduler = GlobalScheduler(
             policy=config.policy, cost_model=config.cost_model, config=config.scheduler, clock=self._clock,
             seed=config.seed,
         )  # fmt: skip
         self._rng = np.random.default_rng([config.seed, 1])  # for lost events
         self._workers: dict[str, SimWorker] = {}
-        self._all_workers: list[SimWorker] = []
+        self.workers: list[SimWorker] = []  # all there ever were
         self._flights: dict[str, _Flight] = {}
         self._ended = 0
-        self._counts = {"refused": 0, "cut_off": 0, "resumed": 0, "lost_event_batches": 0, "event_batches": 0}
+        self._counts = dict.fromkeys(COUNTERS, 0)
         count = len(self._requests)
+        self._outcome = np.full(count, UNFINISHED, np.int8)
+        self._emitted = np.zeros(count, np.int64)
         self._arrival, self._first, self._finish = (np.full(count, np.nan) for _ in range(3))
         self._worker, self._placed, self._cached = (np.full(count, -1, np.int64) for _ in range(3))
 
@@ -91,6 +102,8 @@ class Simulation:
                 self._timeline.at(request.arrival_seconds, self._arrive, request)
         self._timeline.at(TICK_SECONDS, self._tick)
         self._timeline.run(self._config.until_seconds)
+        if self._progress is not None:
+            self._progress(self._ended, len(self._requests), self._timeline.now)
         return self._result()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -109,11 +122,15 @@ class Simulation:
         if flight.emitted:
             token_ids = np.concatenate([token_ids, flight.planned_ids[: flight.emitted]])
         left = flight.planned_ids[flight.emitted :]
-        decision = self._scheduler.schedule(token_ids, request_id=request.request_id, max_new_tokens=len(left))
+        try:
+            decision = self.scheduler.schedule(token_ids, request_id=request.request_id, max_new_tokens=len(left))
+        except CapacityExceeded:
+            self._refuse(flight)
+            return
         flight.worker = self._workers[decision.worker]
         if self._placed[row] < 0:
             self._placed[row] = decision.matched_tokens
-        self._worker[row] = self._all_workers.index(flight.worker)
+        self._worker[row] = flight.worker.number
         if self._config.network_seconds:
             self._timeline.at(
                 self._timeline.now + self._config.network_seconds,
@@ -126,18 +143,27 @@ class Simulation:
     def _submit(self, sent: tuple[_Flight, SimWorker, Int32Array, Int32Array]) -> None:
         flight, worker, token_ids, left = sent
         if flight.worker is worker and not worker.submit(flight.request.request_id, token_ids, left):
-            self._scheduler.cancel(flight.request.request_id)
-            del self._flights[flight.request.request_id]
-            self._give_up(flight.request, "refused")
+            self.scheduler.cancel(flight.request.request_id)
+            self._refuse(flight)
 
-    def _give_up(self, request: PromptRequest, why: str) -> None:
-        """A request ends without an answer, and with it all that wait for it."""
-        hopeless = [(request, why)]
+    def _refuse(self, flight: _Flight) -> None:
+        """A request ends without an answer, or with half of one, and with it all that wait for it, unsent."""
+        del self._flights[flight.request.request_id]
+        self._end(flight.row, REFUSED, flight.emitted)
+        hopeless = list(self._after.pop(flight.request.request_id, ()))
         while hopeless:
-            request, why = hopeless.pop()
-            self._counts[why] += 1
-            self._ended += 1
-            hopeless.extend((successor, "cut_off") for successor in self._after.pop(request.request_id, ()))
+            request = hopeless.pop()
+            row = self._rows[request.request_id]
+            self._arrival[row] = self._timeline.now
+            self._end(row, CUT_OFF, 0)
+            hopeless.extend(self._after.pop(request.request_id, ()))
+
+    def _end(self, row: int, outcome: int, emitted: int) -> None:
+        """A request has its outcome, once."""
+        assert self._outcome[row] == UNFINISHED, f"request {self._requests[row].request_id!r} ends twice"
+        self._outcome[row] = outcome
+        self._emitted[row] = emitted
+        self._ended += 1
 
     def _deliver(self, worker: SimWorker, outputs: Sequence[StepOutput], events: Sequence[CacheEvent]) -> None:
         """An iteration has ended: note first and last tokens, and tell the scheduler."""
@@ -170,7 +196,8 @@ class Simulation:
     def _finish_flight(self, flight: _Flight) -> None:
         now = self._timeline.now
         self._finish[flight.row] = now
-        self._ended += 1
+        self._end(flight.row, FINISHED, flight.emitted)
+        self._counts["truncated"] += flight.emitted < len(flight.planned_ids)
         del self._flights[flight.request.request_id]
         for successor in self._after.pop(flight.request.request_id, ()):
             self._timeline.at(max(successor.arrival_seconds, now + successor.pause_seconds), self._arrive, successor)
@@ -181,11 +208,13 @@ class Simulation:
         for request_id, cached_tokens, output_tokens in news:
             flight = self._flights.get(request_id)
             if output_tokens is not None:
-                self._scheduler.finish(request_id, output_tokens=output_tokens)
+                self.scheduler.finish(request_id, output_tokens=output_tokens)
             elif flight is None or flight.worker is worker:  # else it was placed anew since
-                self._scheduler.first_token(request_id, cached_tokens=cached_tokens)
+                self.scheduler.first_token(request_id, cached_tokens=cached_tokens)
         if events and self._workers.get(worker.name) is worker:
-            self._scheduler.apply(worker.name, events)
+            self.scheduler.apply(worker.name, events)
+        elif events:
+            self._counts["late_event_batches"] += 1
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -194,39 +223,39 @@ class Simulation:
         running = config.local.max_running if spec.max_running is None else spec.max_running
         local = replace(config.local, kv_capacity_tokens=spec.kv_capacity_tokens, max_running=running)
         model = config.model_of(spec)
-        worker = SimWorker(spec.id, model, local, self._timeline, self._deliver, config.step_seconds)
-        self._scheduler.add_worker(spec)
+        worker = SimWorker(spec.id, len(self.workers), model, local, self._timeline, self._deliver, config.step_seconds)
+        self.scheduler.add_worker(spec)
         self._workers[spec.id] = worker
-        self._all_workers.append(worker)
+        self.workers.append(worker)
 
     def _fault(self, fault: Fault) -> None:
+        """Something happens to a worker that is there: `check_faults` saw to that. After the last request nothing is
+        of interest any more."""
+        if self._ended == len(self._requests):
+            return
+        self._counts["faults"] += 1
         if isinstance(fault, WorkerJoin):
             self._add_worker(fault.spec)
-            return
-        worker = self._workers.get(fault.worker)
-        if worker is None:
-            raise UnknownWorker(f"SimConfig.faults: there is no worker {fault.worker!r} at {fault.at_seconds} s")
-        if isinstance(fault, WorkerDrain):
-            self._scheduler.drain_worker(fault.worker)
-        elif isinstance(fault, WorkerDeath):
+        elif isinstance(fault, WorkerDrain):
+            self.scheduler.drain_worker(fault.worker)
+        else:
+            worker = self._workers[fault.worker]
             worker.die()
             self._timeline.at(self._timeline.now + fault.noticed_after_seconds, self._notice_death, worker)
 
     def _notice_death(self, worker: SimWorker) -> None:
         """Forget a dead worker; its requests go elsewhere, in the order in which they arrived."""
         del self._workers[worker.name]
-        self._scheduler.remove_worker(worker.name)
-        if not self._workers:
-            raise InvalidConfig("SimConfig.faults: the last worker died")
+        self.scheduler.remove_worker(worker.name)
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
-            self._scheduler.cancel(flight.request.request_id)
+            self.scheduler.cancel(flight.request.request_id)
             self._counts["resumed"] += 1
             self._place(flight)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, _: object) -> None:
-        self._scheduler.tick()
+        self.scheduler.tick()
         if self._progress is not None:
             self._progress(self._ended, len(self._requests), self._timeline.now)
         if self._ended < len(self._requests):
@@ -242,24 +271,29 @@ class Simulation:
                 if request.after not in self._rows:
                     raise InvalidInput(f"request {request.request_id!r} is after {request.after!r}, which is not there")
                 found[request.after].append(request)
+        _check_order(self._requests, found)
         return dict(found)
 
     def _result(self) -> Result:
         requests = self._requests
+        for flight in self._flights.values():
+            self._emitted[flight.row] = flight.emitted
+        until = self._config.until_seconds
         return Result(
             request_ids=tuple(request.request_id for request in requests),
-            workers=tuple(worker.name for worker in self._all_workers),
+            workers=tuple(worker.name for worker in self.workers),
             arrival_seconds=self._arrival,
             first_token_seconds=self._first,
             finish_seconds=self._finish,
+            outcome=self._outcome,
             worker=self._worker,
             prompt_tokens=np.array([request.prompt_tokens for request in requests], np.int64),
-            output_tokens=np.array([request.output_tokens for request in requests], np.int64),
+            output_tokens=self._emitted,
             placed_tokens=self._placed,
             cached_tokens=self._cached,
-            busy_seconds=np.array([worker.busy_seconds for worker in self._all_workers]),
-            counts={**self._counts, "iterations": sum(worker.iterations for worker in self._all_workers)},
-            scheduler_stats=self._scheduler.stats(),
+            busy_seconds=np.array([worker.busy_seconds(until) for worker in self.workers]),
+            counts={**self._counts, "iterations": sum(worker.iterations for worker in self.workers)},
+            scheduler_stats=self.scheduler.stats(),
         )
 
 
@@ -270,11 +304,27 @@ def _rows_of(requests: Sequence[PromptRequest]) -> dict[str, int]:
         raise InvalidInput("workload: it has no requests")
     if len(rows) < len(requests):
         raise InvalidInput(f"workload: {len(requests) - len(rows)} request ids occur more than once")
+    for request in requests:
+        if request.output_ids is not None and len(request.output_ids) != request.output_tokens:
+            raise InvalidInput(
+                f"request {request.request_id!r} has {len(request.output_ids)} output_ids and an output_tokens of "
+                f"{request.output_tokens}"
+            )
     return rows
+
+
+def _check_order(requests: Sequence[PromptRequest], after: Mapping[str, Sequence[PromptRequest]]) -> None:
+    """Raise `InvalidInput` where requests wait for each other in a circle: they would never be sent."""
+    sent = [request.request_id for request in requests if request.after is None]
+    for request_id in sent:  # it grows meanwhile
+        sent.extend(successor.request_id for successor in after.get(request_id, ()))
+    if len(sent) < len(requests):
+        first = min({request.request_id for request in requests} - set(sent))
+        raise InvalidInput(f"workload: {len(requests) - len(sent)} requests wait for themselves, {first!r} among them")
 
 
 def _answer(request: PromptRequest, row: int) -> Int32Array:
     """The tokens a request is answered with: its own, or such as no other request has."""
     if request.output_ids is not None:
-        return request.output_ids[: request.output_tokens]
+        return request.output_ids
     return np.arange(request.output_tokens, dtype=np.int32) + np.int32((row * 7919) % 1_000_000_007)

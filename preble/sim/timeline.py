@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 from ..clock import ManualClock
@@ -20,7 +21,7 @@ class Timeline:
     """Future events on a manual clock. Not thread-safe."""
 
     def __init__(self, clock: ManualClock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._planned: list[tuple[float, int, Action, Any]] = []
         self._count = 0
         self.now = clock()
@@ -29,15 +30,15 @@ class Timeline:
         return len(self._planned)
 
     def at(self, seconds: float, action: Action, subject: Any = None) -> None:
-        """Plan `action(subject)` for a moment, not before now. Raises `InvalidTime`."""
-        if not seconds >= self.now:
+        """Plan `action(subject)` for a finite moment, not before now. Raises `InvalidTime`."""
+        if not self.now <= seconds < inf:
             raise InvalidTime(f"an event cannot be planned for {seconds!r}, it is {self.now!r}")
         heappush(self._planned, (seconds, self._count, action, subject))
         self._count += 1
 
     def run(self, until_seconds: float) -> None:
         """Let events happen, in order, up to and including that moment, or until there are none."""
-        planned, set_clock = self._planned, self._clock.set
+        planned, set_clock = self._planned, self.clock.set
         while planned and planned[0][0] <= until_seconds:
             seconds, _, action, subject = heappop(planned)
             if seconds != self.now:

@@ -22,6 +22,7 @@ class SimWorker:
     def __init__(
         self,
         name: str,
+        number: int,
         cost_model: CostModel,
         config: LocalConfig,
         timeline: Timeline,
@@ -29,9 +30,11 @@ class SimWorker:
         step_seconds: float,
     ) -> None:
         self.name = name
-        self.busy_seconds = 0.0
+        self.number = number
+        self._busy_seconds = 0.0  # of the iterations that have ended
+        self._begun = self._end_seconds = 0.0  # when the iteration that runs began, and when it will end
         self.iterations = 0
-        self.engine = SimulatedEngine(cost_model, config, clock=lambda: timeline.now, time_scale=0.0)
+        self.engine = SimulatedEngine(cost_model, config, clock=timeline.clock, time_scale=0.0)
         self._timeline = timeline
         self._deliver = deliver
         self._step_seconds = step_seconds
@@ -51,8 +54,15 @@ class SimWorker:
             self._begin()
         return True
 
+    def busy_seconds(self, until_seconds: float) -> float:
+        """Seconds of its iterations, up to a moment that is not before now."""
+        now = min(until_seconds, self._end_seconds)
+        return self._busy_seconds + (now - self._begun if self._running else 0.0)
+
     def die(self) -> None:
         """Stop at once; what it computes is never heard of."""
+        self._busy_seconds = self.busy_seconds(self._timeline.now)
+        self._running = False
         self._dead = True
         self.engine.close()
 
@@ -60,14 +70,15 @@ class SimWorker:
         seconds = self.engine.begin_step()
         self._running = seconds > 0.0
         if self._running:
-            seconds += self._step_seconds
-            self.busy_seconds += seconds
+            self._begun = self._timeline.now
+            self._end_seconds = self._begun + (seconds + self._step_seconds)
             self.iterations += 1
-            self._timeline.at(self._timeline.now + seconds, self._end)
+            self._timeline.at(self._end_seconds, self._end)
 
     def _end(self, _: object) -> None:
         if self._dead:
             return
+        self._busy_seconds += self._end_seconds - self._begun
         outputs = self.engine.end_batch()
         events = self.engine.take_events()
         self._begin()  # first: what follows from the outputs may submit to this very worker
