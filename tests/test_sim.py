@@ -286,7 +286,7 @@ def test_delayed_events_arrive() -> None:
 
 
 def test_a_delay_is_that_long() -> None:
-    """B comes 0.4 s after A has ended; the scheduler learns of A's end only after B was placed: it avoids A's worker."""
+    """B comes after A has ended; where the scheduler does not know that yet, it avoids A's worker."""
     requests = [asked("a", 0.0, 100, out=1), asked("b", 0.5, 100, out=1)]
     for delay, workers in ((0.3, [0, 0]), (0.5, [0, 1])):
         result, _ = run(requests, config(workers=2, policy="least_loaded", event_delay_seconds=delay))

@@ -93,6 +93,16 @@ def test_late_news_of_a_dead_worker_do_no_harm() -> None:
     assert simulation.scheduler.stats()["late_calls"] == 0
 
 
+def test_a_late_first_token_of_a_dead_worker_is_not_taken_for_one_of_the_next() -> None:
+    """It came on w0 at 0.11 s and is heard of at 0.51 s; since 0.3 s the request is w1's, whose first token is to be
+    heard of at 0.82 s."""
+    faults = (WorkerDeath(0.25, "w0", noticed_after_seconds=0.05),)
+    for until, waiting in ((0.7, 1), (0.9, 0)):
+        settings = config(workers=2, policy="round_robin", event_delay_seconds=0.4, faults=faults, until_seconds=until)
+        _, simulation = run([asked("a", 0.0, 100, out=150)], settings)
+        assert simulation.scheduler.stats()["workers"]["w1"]["waiting_requests"] == waiting
+
+
 def test_evictions_of_a_forgotten_worker_are_counted() -> None:
     requests = [asked("a", 0.0, 90, out=1), asked("b", 0.2, 90, out=1), asked("c", 1.0, 90, out=1)]
     workers = (WorkerSpec("w0", 100), WorkerSpec("w1", 100))
