@@ -38,6 +38,7 @@ COUNTERS = (
     *("event_batches", "lost_event_batches", "late_event_batches"),
 )
 Progress = Callable[[int, int, float], None]
+News = tuple[str, "int | None", "int | None"]  # of a request: its cached tokens, or at its end its output tokens
 
 
 def simulate(workload: Workload, config: SimConfig | None = None, *, progress: Progress | None = None) -> Result:
@@ -167,19 +168,18 @@ class Simulation:
 
     def _deliver(self, worker: SimWorker, outputs: Sequence[StepOutput], events: Sequence[CacheEvent]) -> None:
         """An iteration has ended: note first and last tokens, and tell the scheduler."""
-        now = self._timeline.now
-        news: list[tuple[str, int | None, int | None]] = []  # (request, its cached tokens, its output tokens)
+        flights, news = self._flights, list[News]()
         for output in outputs:
-            last = output.finish_reason is not None
-            flight = self._flights[output.request_id]
+            request_id = output.request_id
+            flight = flights[request_id]
             flight.emitted += 1
             if output.index == 0:
-                news.append((output.request_id, output.cached_tokens, None))
+                news.append((request_id, output.cached_tokens, None))
                 if flight.emitted == 1:
-                    self._first[flight.row] = now
+                    self._first[flight.row] = self._timeline.now
                     self._cached[flight.row] = output.cached_tokens
-            if last:
-                news.append((output.request_id, None, flight.emitted))
+            if output.finish_reason is not None:
+                news.append((request_id, None, flight.emitted))
                 self._finish_flight(flight)
         if events:
             self._counts["event_batches"] += 1
@@ -189,7 +189,8 @@ class Simulation:
         if not (news or events):
             return
         if self._config.event_delay_seconds:
-            self._timeline.at(now + self._config.event_delay_seconds, self._report, (worker, news, events))
+            heard = self._timeline.now + self._config.event_delay_seconds
+            self._timeline.at(heard, self._report, (worker, news, events))
         else:
             self._report((worker, news, events))
 
@@ -202,7 +203,7 @@ class Simulation:
         for successor in self._after.pop(flight.request.request_id, ()):
             self._timeline.at(max(successor.arrival_seconds, now + successor.pause_seconds), self._arrive, successor)
 
-    def _report(self, told: tuple[SimWorker, list[tuple[str, int | None, int | None]], Sequence[CacheEvent]]) -> None:
+    def _report(self, told: tuple[SimWorker, list[News], Sequence[CacheEvent]]) -> None:
         """The scheduler hears of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
         worker, news, events = told
         for request_id, cached_tokens, output_tokens in news:
@@ -327,4 +328,5 @@ def _answer(request: PromptRequest, row: int) -> Int32Array:
     """The tokens a request is answered with: its own, or such as no other request has."""
     if request.output_ids is not None:
         return request.output_ids
-    return np.arange(request.output_tokens, dtype=np.int32) + np.int32((row * 7919) % 1_000_000_007)
+    start = (row * 7919) % 1_000_000_007
+    return np.arange(start, start + request.output_tokens, dtype=np.int32)
