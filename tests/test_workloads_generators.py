@@ -228,7 +228,7 @@ def test_a_workload_is_the_same_on_every_machine() -> None:
         "embodied": "f8f2bd4812365156",
         "loogle": "57ad313a5f97ff6e",
         "mixed": "3bdd7e84ffe960cf",
-        "programming": "9dccebc2561e8dd2",
+        "programming": "6bd8977daac75f11",
         "toolbench": "9a88362604d470ac",
         "videoqa": "0b8bf766cbbe6d5f",
     }

@@ -61,6 +61,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         cost_model=fleet.cost_model,
         local=setups.local_config(fleet, system),
         seed=cell.seed,
+        step_seconds=fleet.step_seconds,
+        step_seconds_per_request=fleet.step_seconds_per_request,
     )
     result = sim.simulate(workload, config)
     return {**rounded(result.summary().as_dict()), "trace_hash": result.trace_hash}

@@ -105,6 +105,11 @@ class SimulatedEngine:
         """The local scheduler, for its counters and its `check`."""
         return self._scheduler
 
+    @property
+    def batch_requests(self) -> int:
+        """Requests in the batch of the step that has begun and not ended."""
+        return len(self._batch)
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, planned_ids: npt.NDArray[np.int32] | None = None) -> None:

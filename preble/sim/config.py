@@ -24,7 +24,8 @@ class SimConfig:
     workers: WorkerSpecs, or a number of equal ones, named w0, w1, ...; an engine's KV capacity and cost model are its
     spec's, else those of `local` and `cost_model`.
     policy: a name or a `Policy`; `scheduler`: the global scheduler's knobs; `local`: the local schedulers'.
-    step_seconds: what an iteration takes beside the model (the engine's own scheduling, detokenising).
+    step_seconds, step_seconds_per_request: what an iteration takes beside the model (the engine's own scheduling,
+    sampling, detokenising), once and for each request in its batch.
     network_seconds: from router to worker; events of a worker reach the router `event_delay_seconds` after they
     happen, and a share of `event_loss` of its batches of cache events never does.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
@@ -39,6 +40,7 @@ class SimConfig:
     local: LocalConfig = field(default_factory=lambda: LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6))
     seed: int = 0
     step_seconds: float = 0.0
+    step_seconds_per_request: float = 0.0
     network_seconds: float = 0.0
     event_delay_seconds: float = 0.0
     event_loss: float = 0.0
@@ -47,7 +49,7 @@ class SimConfig:
 
     def __post_init__(self) -> None:
         check_int("SimConfig.seed", self.seed, 0, 2**63 - 1)
-        for name in ("step_seconds", "network_seconds", "event_delay_seconds"):
+        for name in ("step_seconds", "step_seconds_per_request", "network_seconds", "event_delay_seconds"):
             check_seconds(f"SimConfig.{name}", getattr(self, name))
         check_seconds("SimConfig.event_loss", self.event_loss)
         if self.event_loss > 1.0:

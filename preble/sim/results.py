@@ -43,6 +43,7 @@ class Summary:
     mean_ttft_seconds: float
     p50_ttft_seconds: float
     p99_ttft_seconds: float
+    max_ttft_seconds: float
     mean_tpot_seconds: float
     p50_tpot_seconds: float
     p99_tpot_seconds: float
@@ -135,6 +136,7 @@ class Result:
             unfinished=outcomes[UNFINISHED],
             **_spread("latency", latency, (50, 90, 99)),
             **_spread("ttft", ttft, (50, 99)),
+            max_ttft_seconds=float(ttft.max()) if len(ttft) else float("nan"),
             **_spread("tpot", tpot, (50, 99)),
             **_spread("normalised", latency / output, (50, 99)),
             hit_fraction=float(self.cached_tokens[done].sum() / max(1, self.prompt_tokens[done].sum())),

@@ -224,7 +224,16 @@ class Simulation:
         running = config.local.max_running if spec.max_running is None else spec.max_running
         local = replace(config.local, kv_capacity_tokens=spec.kv_capacity_tokens, max_running=running)
         model = config.model_of(spec)
-        worker = SimWorker(spec.id, len(self.workers), model, local, self._timeline, self._deliver, config.step_seconds)
+        worker = SimWorker(
+            spec.id,
+            len(self.workers),
+            model,
+            local,
+            self._timeline,
+            self._deliver,
+            config.step_seconds,
+            config.step_seconds_per_request,
+        )
         self.scheduler.add_worker(spec)
         self._workers[spec.id] = worker
         self.workers.append(worker)

@@ -28,6 +28,7 @@ class SimWorker:
         timeline: Timeline,
         deliver: Deliver,
         step_seconds: float,
+        step_seconds_per_request: float,
     ) -> None:
         self.name = name
         self.number = number
@@ -38,6 +39,7 @@ class SimWorker:
         self._timeline = timeline
         self._deliver = deliver
         self._step_seconds = step_seconds
+        self._step_seconds_per_request = step_seconds_per_request
         self._running = False
         self._dead = False
 
@@ -71,7 +73,8 @@ class SimWorker:
         self._running = seconds > 0.0
         if self._running:
             self._begun = self._timeline.now
-            self._end_seconds = self._begun + (seconds + self._step_seconds)
+            host_seconds = self._step_seconds + self._step_seconds_per_request * self.engine.batch_requests
+            self._end_seconds = self._begun + (seconds + host_seconds)
             self.iterations += 1
             self._timeline.at(self._end_seconds, self._end)
 

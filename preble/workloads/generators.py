@@ -62,9 +62,10 @@ EXPERIMENT = {
     "loogle": Recipe(
         14, (23435, 6105), (UUID_TOKENS + 25, 8), (45, 0), prefix_max=32768 - 45 - 14 - 100, weight="questions"
     ),
+    # Outputs by the one table of these runs that was kept: latency over TPOT is 190 tokens at the median, 460 at p90.
     # 12,979 characters, the longest problem that was used, are about 3,245 tokens.
     "programming": Recipe(
-        2400, (1200, 1656), (UUID_TOKENS, 0), (190, 343), prefix_max=3245, cut="redraw", output_max=512
+        2400, (1200, 1656), (UUID_TOKENS, 0), (241, 188), prefix_max=3245, cut="redraw", output_max=512
     ),
 }
 # As Table 1 measures the data sets: whole prompts, recorded outputs.

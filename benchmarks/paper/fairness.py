@@ -1,0 +1,71 @@
+"""Fairness: what the order of the local queue is worth, and whom it makes wait. Owns the grid, the picture and the
+page's section. Paper section 4.3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from cells import Cell, Found
+from drawing import COLOURS, bars, figure, save
+from page import number, table
+from setups import SYSTEMS
+
+ORDER = ("e2-fcfs", "e2-lpm", "e2-nobound", "e2")
+PLACES = (("toolbench-zipf", 20.0), ("videoqa", 3.5), ("loogle", 0.8), ("programming", 3.0))
+METRICS = {
+    "mean_ttft_seconds": "mean TTFT, s",
+    "p99_ttft_seconds": "p99 TTFT, s",
+    "max_ttft_seconds": "longest wait for a first token, s",
+}
+
+
+def grid(quick: bool) -> Iterator[Cell]:
+    """Four workloads near and beyond saturation, each order of the queue."""
+    for workload, rps in PLACES:
+        for system in ORDER:
+            yield Cell("fairness", workload, "2xa6000", system, rps, share=0.1 if quick else 1.0)
+
+
+def chosen(found: Found, workload: str) -> dict[str, dict[str, float]]:
+    """System -> figures of one workload."""
+    return {
+        cell.system: figures
+        for cell, figures in found.items()
+        if (cell.experiment, cell.workload) == ("fairness", workload)
+    }
+
+
+def draw(found: Found, directory: Path) -> None:
+    """p99 and longest wait of each order, a column a workload."""
+    sheet, axes = figure(2, len(PLACES), 13.0, 5.5)
+    for column, (workload, rps) in enumerate(PLACES):
+        rows = chosen(found, workload)
+        for axis, metric in zip(axes[:, column], ("p99_ttft_seconds", "max_ttft_seconds"), strict=True):
+            values = [rows[system][metric] for system in ORDER]
+            bars(axis, [SYSTEMS[s].title for s in ORDER], values, [COLOURS[s] for s in ORDER])
+            axis.set_title(f"{workload}, {rps:g} rps: {METRICS[metric]}", fontsize=9, loc="left")
+    save(sheet, directory / "fairness.png", "The order of the local queue, E2 in front, 2 x A6000")
+
+
+def section(found: Found) -> str:
+    """Markdown."""
+    lines = []
+    for workload, rps in PLACES:
+        for system, figures in chosen(found, workload).items():
+            lines.append([
+                f"{workload}, {rps:g} rps", SYSTEMS[system].title.removeprefix("E2, "),
+                *(number(figures[metric]) for metric in METRICS), f"{figures['hit_fraction']:.0%}",
+            ])  # fmt: skip
+    return "\n".join([
+        "## Fairness: the order of the local queue",
+        "",
+        "The same requests, the same global scheduler (E2), two workers near or beyond saturation; only the order of the",
+        "workers' queues differs. \"Preble\" has the paper's priority groups and an age bound: of those that waited for",
+        "30 s the oldest has every eighth turn.",
+        "",
+        table(["workload", "order", *METRICS.values(), "hits"], lines),
+        "",
+        "![The order of the local queue](figures/fairness.png)",
+        "",
+    ])  # fmt: skip

@@ -1,0 +1,24 @@
+"""Markdown for the page of results: tables, numbers, ratios. Owns their form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def number(value: float) -> str:
+    """Three significant digits; "-" for what was not measured."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def ratio(value: float) -> str:
+    """How many times better; below 1 is worse."""
+    return "-" if math.isnan(value) else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"

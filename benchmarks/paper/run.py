@@ -1,0 +1,81 @@
+"""The paper's evaluation from one command: simulate what is not known yet, draw, write the page. Owns the order.
+
+    python benchmarks/paper/run.py              # all of it: docs/results.md and docs/figures/
+    python benchmarks/paper/run.py --quick      # a tenth of the requests and fewer rates: build/paper-quick/
+    python benchmarks/paper/run.py --only figure8
+
+Interrupted, it goes on where it was: every simulation is kept in build/paper-cells/ under a digest of its definition
+and of the sources. The page has no dates and no timings in it: the same sources make the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import cells
+import contest
+import fairness
+import figure7
+import figure8
+import figure9
+
+EXPERIMENTS: dict[str, ModuleType] = {
+    "contest": contest,
+    "figure7": figure7,
+    "figure8": figure8,
+    "figure9": figure9,
+    "fairness": fairness,
+}
+INTRODUCTION = """# Results
+
+What E2 is worth in simulation, and where it loses: the paper's experiments and a contest with the rules of other routers. Made by
+`make paper`{how}; nothing on this page is typed. The simulator runs the real schedulers
+([simulator.md](simulator.md)); the engines' times are the authors' regressions of real GPUs. Simulations say how policies compare on
+these engines; they are not measurements of GPUs. Crosses in the figures and columns called "published" are the authors' own
+measurements, read off their pictures (`benchmarks/paper/published.py`).
+
+Seed 0 unless said otherwise. How fast the scheduler itself is stands in [benchmarks.md](benchmarks.md).
+"""
+
+
+def main() -> int:
+    args = parsed(sys.argv[1:])
+    started = time.monotonic()
+    out = Path(args.out) if args.out else cells.ROOT / ("build/paper-quick" if args.quick else "docs")
+    wanted = args.only or list(EXPERIMENTS)
+    found = {}
+    for name in wanted:
+        found[name] = gathered(name, args.quick, Path(args.store))
+    how = " (here: `make paper-quick`, a tenth of the requests)" if args.quick else ""
+    parts = [INTRODUCTION.format(how=how)]
+    for name in wanted:
+        EXPERIMENTS[name].draw(found[name], out / "figures")
+        parts.append(EXPERIMENTS[name].section(found[name]))
+    (out / "results.md").write_text("\n".join(parts))
+    sys.stderr.write(f"wrote {out / 'results.md'} after {time.monotonic() - started:.0f} s\n")
+    return 0
+
+
+def gathered(name: str, quick: bool, store: Path) -> cells.Found:
+    """An experiment's figures: what is kept, and the rest simulated."""
+    module = EXPERIMENTS[name]
+    run = getattr(module, "run_place", cells.run_place)
+    return cells.run_all(module.grid(quick), store, name, run)
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tenth of the requests, fewer rates")
+    parser.add_argument("--only", action="append", choices=list(EXPERIMENTS), help="this experiment; may be repeated")
+    parser.add_argument("--store", default=str(cells.ROOT / "build/paper-cells"), help="where simulations are kept")
+    parser.add_argument("--out", help="where results.md and figures/ go")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
