@@ -60,8 +60,8 @@ def section(found: Found) -> str:
     return "\n".join([
         "## Fairness: the order of the local queue",
         "",
-        "The same requests, the same global scheduler (E2), two workers near or beyond saturation; only the order of the",
-        "workers' queues differs. \"Preble\" has the paper's priority groups and an age bound: of those that waited for",
+        "The same requests and global scheduler (E2), two workers near or beyond saturation; only the order of the",
+        "workers' queues differs. Preble has the paper's priority groups and an age bound: of those that waited for",
         "30 s the oldest has every eighth turn.",
         "",
         table(["workload", "order", *METRICS.values(), "hits"], lines),

@@ -22,10 +22,12 @@ import fairness
 import figure7
 import figure8
 import figure9
+import terms
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "contest": contest,
     "figure7": figure7,
+    "terms": terms,
     "figure8": figure8,
     "figure9": figure9,
     "fairness": fairness,
@@ -47,14 +49,14 @@ def main() -> int:
     started = time.monotonic()
     out = Path(args.out) if args.out else cells.ROOT / ("build/paper-quick" if args.quick else "docs")
     wanted = args.only or list(EXPERIMENTS)
-    found = {}
+    found: cells.Found = {}
     for name in wanted:
-        found[name] = gathered(name, args.quick, Path(args.store))
+        found.update(gathered(name, args.quick, Path(args.store)))
     how = " (here: `make paper-quick`, a tenth of the requests)" if args.quick else ""
     parts = [INTRODUCTION.format(how=how)]
     for name in wanted:
-        EXPERIMENTS[name].draw(found[name], out / "figures")
-        parts.append(EXPERIMENTS[name].section(found[name]))
+        EXPERIMENTS[name].draw(found, out / "figures")
+        parts.append(EXPERIMENTS[name].section(found))
     (out / "results.md").write_text("\n".join(parts))
     sys.stderr.write(f"wrote {out / 'results.md'} after {time.monotonic() - started:.0f} s\n")
     return 0

@@ -120,8 +120,13 @@ SOURCES: Mapping[str, Source] = {
     "toolbench": Source("ToolBench", "toolbench", 200),
     "embodied": Source("Embodied agent", "embodied", 200, seconds=180.0),  # longer, prompts would outgrow 4,096 tokens
     "programming": Source("Programming", "programming", 100, seconds=625.0),
+    # The published configurations name 240, 150 and 100 videos, and 24 and 30 documents, not which picture had which.
     "videoqa": Source("Video QA", "videoqa", 150),
-    "loogle": Source("LooGLE", "loogle", 24, seconds=561.0),
+    "videoqa-100": Source("Video QA, 100 videos", "videoqa", 100),
+    "videoqa-240": Source("Video QA, 240 videos", "videoqa", 240),
+    "loogle": Source("LooGLE", "loogle", 48, seconds=561.0),
+    "loogle-24": Source("LooGLE, 24 documents", "loogle", 24, seconds=561.0),
+    "loogle-30": Source("LooGLE, 30 documents", "loogle", 30, seconds=561.0),
     "toolbench-zipf": Source("ToolBench, Zipf 1.1", "toolbench", 320, zipf=1.1),
 }
 
