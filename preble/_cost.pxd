@@ -22,6 +22,11 @@ cdef struct Cost:                # coefficients of one engine, in seconds and to
     double pair_s
     double pair_qs
 
+cdef struct Work:                # of one iteration, summed up
+    double tokens
+    double context
+    double pair_seconds
+
 cdef double prefill_seconds(const Cost* cost, double missed, double context) noexcept nogil
 cdef double token_seconds(const Cost* cost, double context, double batch) noexcept nogil
 cdef int64_t nanoseconds(double seconds) noexcept nogil
@@ -30,6 +35,8 @@ cdef class CostModel:
     cdef Cost cost
     cdef readonly str name
     cdef double pair_jump(self, double root)
+    cdef void add_decode(self, Work* work, double context) noexcept
+    cdef bint add_array(self, Work* work, object contexts) except -1
 
 cdef struct Bucket:              # what one worker was assigned in one slice of the window
     int64_t prefill_ns

@@ -1,6 +1,8 @@
 """Types of the cost model and the load book; what they own is said in `_cost.pyx`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
 
 class CostModel:
     name: str
@@ -24,6 +26,9 @@ class CostModel:
         decode: Iterable[tuple[int, int, float]] = (),
         name: str = "fitted",
     ) -> CostModel: ...
+    def save(self, path: str | PathLike[str], measured: Mapping[str, Any] | None = None) -> None: ...
+    @staticmethod
+    def load(path: str | PathLike[str]) -> CostModel: ...
     def prefill_time(self, missed_tokens: float, context_tokens: float | None = None) -> float: ...
     def decode_time(self, output_tokens: float, context_tokens: float = 0, batch: float = 1) -> float: ...
     def iteration_time(

@@ -6,10 +6,11 @@ never drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLT
 """
 
 from collections.abc import Iterable
-from itertools import combinations
 
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from libc.math cimport INFINITY, isfinite, sqrt
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcmp, memset
 
@@ -66,9 +67,6 @@ _PRESETS = {
     },
 }
 
-cdef double LEAST_SECONDS = 1e-6     # what a fitted model charges at the least
-_FIT_KNOTS = (64, 128, 256, 512, 1024, 2048)
-
 
 # --- cost functions ---------------------------------------------------------------------------------------------------
 
@@ -114,9 +112,14 @@ cdef int64_t nanoseconds(double seconds) noexcept nogil:
 cdef double amount(str name, object value, double low=0.0) except? -1.0:
     """`value` as a finite number that is at least `low`; InvalidInput naming it otherwise."""
     cdef double number
+    cdef int overflow = 0
+    if type(value) is int:                   # almost always; costs no try block
+        number = <double> PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow and number >= low:
+            return number
     try:
         number = value
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidInput(f"{name} must be a number, got {value!r}") from None
     if not isfinite(number) or number < low:
         raise InvalidInput(f"{name} must be finite and at least {low:g}, got {value!r}")
@@ -127,7 +130,7 @@ def _numbers(str name, values, count) -> tuple[float, ...]:
     """`values` as `count` finite numbers; InvalidConfig naming them otherwise."""
     try:
         numbers = tuple(float(value) for value in values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidConfig(f"CostModel.{name} must be numbers, got {values!r}") from None
     if len(numbers) != count or not all(isfinite(number) for number in numbers):
         raise InvalidConfig(f"CostModel.{name} must be {count} finite numbers, got {values!r}")
@@ -145,7 +148,10 @@ cdef class CostModel:
 
     def __init__(self, knots, *, context=(0.0, 0.0, 0.0, 0.0), pair=(0.0, 0.0, 0.0, 0.0, 0.0), str name="custom"):
         cdef Cost* c = &self.cost
-        points = [_numbers("knots", point, 2) for point in knots]
+        try:
+            points = [_numbers("knots", point, 2) for point in knots]
+        except TypeError:
+            raise InvalidConfig(f"CostModel.knots must be (tokens, seconds) points, got {knots!r}") from None
         if not 1 <= len(points) <= KNOTS_MAX:
             raise InvalidConfig(f"CostModel.knots: 1 to {KNOTS_MAX} points are allowed, got {len(points)}")
         if points[0][1] < 0 or any(b[0] <= a[0] or b[1] < a[1] for a, b in zip(points, points[1:])):
@@ -191,9 +197,13 @@ cdef class CostModel:
 
     @staticmethod
     def preset(str name) -> CostModel:
-        """A published model by name, such as "mistral-7b/a6000". Raises InvalidConfig listing the names."""
+        """A published model by name, such as "mistral-7b/a6000", or a measured one by its file, whose name ends in
+        ".json". Raises InvalidConfig listing the names, or naming the file and what is wrong with it."""
+        if name.endswith(".json"):
+            return CostModel.load(name)
         if name not in _PRESETS:
-            raise InvalidConfig(f"no cost model preset {name!r}; there are {', '.join(sorted(_PRESETS))}")
+            raise InvalidConfig(f"no cost model preset {name!r}; there are {', '.join(sorted(_PRESETS))}, and files "
+                                "that end in .json")
         entry = _PRESETS[name]
         unit = entry["scale"] / 1000.0
         first, flat, base, slope = entry["context"]
@@ -211,22 +221,33 @@ cdef class CostModel:
 
     @staticmethod
     def fit(samples: Iterable[tuple[int, int, float]], *, decode=(), str name="fitted") -> CostModel:
-        """Least relative squares over measured iterations, with every coefficient >= 0, so that the result is monotone.
+        """Least relative squares over measured iterations, with no term that falls, so that the result is monotone.
 
         `samples`: (missed tokens, context tokens, seconds) of single prefills; `decode`: (batch, context tokens of
         each, seconds) of decode iterations. At least 3 samples in total; InvalidInput otherwise. Needs numpy.
         """
-        rows, seconds = [], []
-        for missed, context, measured in [_sample("samples", sample) for sample in samples]:
-            context = max(missed, context)
-            rows.append((1.0, missed, context, missed * context))
-            seconds.append(measured)
-        for batch, context, measured in [_sample("decode", sample) for sample in decode]:
-            rows.append((1.0, batch, batch * context, batch * context))
-            seconds.append(measured)
-        if len(rows) < 3:
-            raise InvalidInput(f"CostModel.fit needs at least 3 samples, got {len(rows)}")
-        return _fitted(rows, seconds, name)
+        from ._cost_fit import fitted
+        prefills = [_sample("samples", sample) for sample in samples]
+        decodes = [_sample("decode", sample) for sample in decode]
+        if len(prefills) + len(decodes) < 3:
+            raise InvalidInput(f"CostModel.fit needs at least 3 samples, got {len(prefills) + len(decodes)}")
+        return CostModel(name=name, **fitted(prefills, decodes))
+
+    def save(self, path, measured=None) -> None:
+        """Write the model as JSON, with `measured`: where it comes from, as a dict that JSON can hold. Raises
+        InvalidConfig naming the file where that fails; a file of that name is then as it was."""
+        from ._cost_file import write
+        write(path, self.coefficients(), measured)
+
+    @staticmethod
+    def load(path) -> CostModel:
+        """A model that `save` wrote. Raises InvalidConfig naming the file and what is wrong with it."""
+        from ._cost_file import read, refused
+        coefficients = read(path)
+        try:
+            return _rebuilt(coefficients)
+        except InvalidConfig as error:
+            raise refused(path, error) from error
 
     def prefill_time(self, missed_tokens, context_tokens=None) -> float:
         """Seconds to prefill `missed_tokens` that end a context of `context_tokens` (default: nothing before them)."""
@@ -242,22 +263,47 @@ cdef class CostModel:
 
     def iteration_time(self, prefill_chunks=(), decode_contexts=()) -> float:
         """Seconds of one mixed iteration: chunks of (new tokens, context tokens after them), and the context of each
-        decode."""
-        cdef double tokens = 0, context = 0, pairs = 0, q, s
+        decode: any iterable; a list of ints and a numpy array of int32 or int64 are quickest."""
+        cdef Work work = Work(0, 0, 0)
+        cdef double q, s
         for chunk, after in prefill_chunks:
             q = amount("prefill_chunks: new tokens", chunk)
             s = max(q, amount("prefill_chunks: context tokens", after))
-            tokens += q
-            context += s
-            pairs += pair_part(&self.cost, q, s)
-        for after in decode_contexts:
-            s = amount("decode_contexts", after)
-            tokens += 1
-            context += s
-            pairs += pair_part(&self.cost, 1, s)
-        if tokens == 0:
+            work.tokens += q
+            work.context += s
+            work.pair_seconds += pair_part(&self.cost, q, s)
+        if not PyObject_CheckBuffer(decode_contexts) or not self.add_array(&work, decode_contexts):
+            for after in decode_contexts:
+                self.add_decode(&work, amount("decode_contexts", after))
+        if work.tokens == 0:
             return 0.0
-        return linear_part(&self.cost, tokens) + context_part(&self.cost, context) + pairs
+        return linear_part(&self.cost, work.tokens) + context_part(&self.cost, work.context) + work.pair_seconds
+
+    cdef inline void add_decode(self, Work* work, double context) noexcept:
+        work.tokens += 1
+        work.context += context
+        work.pair_seconds += pair_part(&self.cost, 1, context)
+
+    cdef bint add_array(self, Work* work, object contexts) except -1:
+        """Add the decodes of a 1-D array of int32 or int64; False, and nothing done, for any other buffer."""
+        cdef Py_buffer view
+        cdef Py_ssize_t i
+        cdef int64_t context
+        PyObject_GetBuffer(contexts, &view, PyBUF_STRIDES | PyBUF_FORMAT)
+        try:
+            if view.ndim != 1 or view.format[0] not in b"ilq" or view.format[1] or view.itemsize not in (4, 8):
+                return False
+            for i in range(view.shape[0]):
+                if view.itemsize == 8:
+                    context = (<int64_t*> (<char*> view.buf + i * view.strides[0]))[0]
+                else:
+                    context = (<int32_t*> (<char*> view.buf + i * view.strides[0]))[0]
+                if context < 0:
+                    amount("decode_contexts", context)
+                self.add_decode(work, <double> context)
+        finally:
+            PyBuffer_Release(&view)
+        return True
 
     def coefficients(self) -> dict[str, object]:
         """The arguments that make this model again."""
@@ -298,37 +344,6 @@ def _sample(str name, sample) -> tuple[float, float, float]:
 def _rebuilt(coefficients: dict) -> CostModel:
     knots = coefficients.pop("knots")
     return CostModel(knots, **coefficients)
-
-
-def _fitted(rows, seconds, str name) -> CostModel:
-    """Non-negative least squares by trying every subset of features: exact, and small enough (2**10 tiny problems)."""
-    import numpy as np
-
-    base = np.asarray(rows)
-    hinges = [np.maximum(base[:, 1] - knot, 0.0) for knot in _FIT_KNOTS]
-    features = np.column_stack([base, *hinges])
-    weights = 1.0 / np.asarray(seconds)
-    scaled, target = features * weights[:, None], np.ones(len(seconds))
-    norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
-    best, best_error = np.zeros(features.shape[1]), float("inf")
-    for size in range(1, min(len(rows), features.shape[1]) + 1):
-        for subset in combinations(range(features.shape[1]), size):
-            columns = list(subset)
-            solution = np.linalg.lstsq(scaled[:, columns] / norms[columns], target, rcond=None)[0] / norms[columns]
-            error = float(np.sum((scaled[:, columns] @ solution - target) ** 2))
-            if error < best_error * (1 - 1e-9) and (solution >= 0).all():
-                best, best_error = np.zeros(features.shape[1]), error
-                best[columns] = solution
-    return _from_features(best.tolist(), name)
-
-
-def _from_features(list weight, str name) -> CostModel:
-    """Turn feature weights (1, n, context, pairs, hinges) into knots and slopes. No iteration is free."""
-    weight[0] = max(weight[0], LEAST_SECONDS)
-    at = [0.0, *map(float, _FIT_KNOTS), 8192.0]
-    seconds = [weight[0] + weight[1] * n + sum(w * max(n - k, 0.0) for w, k in zip(weight[4:], _FIT_KNOTS)) for n in at]
-    context, pair = (0.0, 0.0, 0.0, weight[2]), (0.0, 0.0, 0.0, 0.0, weight[3])
-    return CostModel(list(zip(at, seconds)), context=context, pair=pair, name=name)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
