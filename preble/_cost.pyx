@@ -6,6 +6,7 @@ never drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLT
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.long cimport PyLong_AsLongLongAndOverflow
@@ -231,7 +232,10 @@ cdef class CostModel:
         decodes = [_sample("decode", sample) for sample in decode]
         if len(prefills) + len(decodes) < 3:
             raise InvalidInput(f"CostModel.fit needs at least 3 samples, got {len(prefills) + len(decodes)}")
-        return CostModel(name=name, **fitted(prefills, decodes))
+        for coefficients in fitted(prefills, decodes):
+            with suppress(InvalidConfig):    # something falls: the next best
+                return CostModel(name=name, **coefficients)
+        raise AssertionError("the last fit falls nowhere")
 
     def save(self, path, measured=None) -> None:
         """Write the model as JSON, with `measured`: where it comes from, as a dict that JSON can hold. Raises
@@ -245,7 +249,7 @@ cdef class CostModel:
         from ._cost_file import read, refused
         coefficients = read(path)
         try:
-            return _rebuilt(coefficients)
+            return CostModel(**coefficients)
         except InvalidConfig as error:
             raise refused(path, error) from error
 
@@ -326,9 +330,7 @@ cdef class CostModel:
 cdef double least_context(double root, double low, double high) noexcept:
     """The shortest context at which a chunk of `low` to `high` tokens meets the pair term: max(chunk, root ** 2 /
     chunk)."""
-    if high <= root:
-        return root * root / high
-    return max(low, root)
+    return root * root / high if high <= root else max(low, root)
 
 
 def _sample(str name, sample) -> tuple[float, float, float]:
@@ -342,8 +344,7 @@ def _sample(str name, sample) -> tuple[float, float, float]:
 
 
 def _rebuilt(coefficients: dict) -> CostModel:
-    knots = coefficients.pop("knots")
-    return CostModel(knots, **coefficients)
+    return CostModel(**coefficients)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

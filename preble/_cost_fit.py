@@ -3,26 +3,32 @@
 Time over tokens has a knee (flat while the machine is not busy, then linear) and may have steps where an engine
 switches kernels, so the linear part is fitted in two forms: a convex one, bent at powers of two, and a monotone one,
 bent at measured token counts. Attention may start only above some product of chunk and context, which is searched
-for. Every weight is at least 0, so whatever comes out is monotone; the Bayesian information criterion decides how many
-bends the samples are worth. Paper sections 2.1 and 4.2. Needs numpy.
+for. The Bayesian information criterion decides how many bends the samples are worth.
+
+Every weight is at least 0, so that what comes out is monotone. One may fall below, attention by chunk, as published
+fits have it: whether the rest makes up for it is `CostModel`'s to say, and there is always a fit in which nothing
+falls. Paper sections 2.1 and 4.2. Needs numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 LEAST_SECONDS = 1e-6  # what a fitted model charges at the least
 BENDS = (64, 128, 256, 512, 1024, 2048)  # of the convex form
 CONVEX_END = 8192.0  # its last knot: beyond it goes on as a line
 KNOTS_MAX = 16
-THRESHOLDS_MAX = 64  # products of chunk and context that are tried as where attention starts
-THRESHOLDS_KEPT = 3
+ROUGH_KNOTS = 10  # while the start of attention is searched for
+THRESHOLDS_KEPT = 4
+THRESHOLDS_MIN = 12
+THRESHOLDS_MAX = 128  # products of chunk and context that are tried as where attention starts
 SMALLEST_ERROR = 1e-4  # relative; nothing is gained by fitting closer than this
 
 
@@ -42,14 +48,22 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """Weights of one form: `knots` is where its linear part bends, `threshold` where attention starts."""
+class Form:
+    """Where the linear part bends and attention starts; `falling`: attention may fall with the chunk."""
 
+    knots: tuple[float, ...]
+    threshold: float
+    convex: bool = False
+    falling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Weights of one form, in the order of its columns."""
+
+    form: Form
     weights: Floats
     residuals: Floats  # relative
-    knots: tuple[float, ...]
-    convex: bool
-    threshold: float
 
     @property
     def score(self) -> float:
@@ -61,31 +75,38 @@ class Fit:
 
 def fitted(
     prefills: Sequence[tuple[float, float, float]], decodes: Sequence[tuple[float, float, float]]
-) -> dict[str, object]:
-    """`knots`, `context` and `pair` of `CostModel`, in seconds and tokens.
+) -> Iterator[dict[str, object]]:
+    """`knots`, `context` and `pair` of `CostModel`, in seconds and tokens: the best fit first, then worse ones.
 
     `prefills`: (missed tokens, context tokens, seconds > 0) of single prompts; `decodes`: (batch, context tokens of
-    each, seconds > 0). At least one row in total.
+    each, seconds > 0). At least one row in total. The last fit is monotone, as are most.
     """
     rows = [(1.0, missed, max(missed, context), seconds) for missed, context, seconds in prefills]
     rows += [(batch, 1.0, context, seconds) for batch, context, seconds in decodes]
     samples = Samples(*np.asarray(rows, np.float64).T)
-    thresholds = [0.0, *_likely_thresholds(samples)]
-    fits = [_solve(samples, (0.0, *BENDS, CONVEX_END), threshold, convex=True) for threshold in thresholds]
-    for threshold in thresholds:
-        fits.extend(_bent_where_it_errs(samples, threshold))
-    return _coefficients(min(fits, key=lambda fit: fit.score))
+    convex = _solve(samples, Form((0.0, *BENDS, CONVEX_END), 0.0, convex=True))
+    fits = [convex, *_bent_where_it_errs(samples, 0.0)]
+    rough = [
+        (_bent_where_it_errs(samples, threshold, ROUGH_KNOTS)[-1], threshold) for threshold in _thresholds(samples)
+    ]
+    for _, threshold in sorted(rough, key=lambda pair: pair[0].score)[:THRESHOLDS_KEPT]:
+        for falling in (False, True):
+            fits.extend(_bent_where_it_errs(samples, threshold, KNOTS_MAX, falling))
+    fits.sort(key=lambda fit: fit.score)
+    yield from (_coefficients(fit) for fit in fits)
+    yield _coefficients(convex)
 
 
-def _likely_thresholds(samples: Samples) -> list[float]:
-    """The products of chunk and context, above which attention may start, that explain the samples best."""
+def _thresholds(samples: Samples) -> list[float]:
+    """Products of chunk and context that were measured, above which attention may start; none of few samples, which
+    would not tell."""
     products = np.unique((samples.chunk * samples.context)[samples.chunk > 1])[:-1]
-    if not len(products):
-        return []
-    tried = products[np.unique(np.linspace(0, len(products) - 1, THRESHOLDS_MAX).astype(int))]
-    knots = _spread(samples)
-    fits = [_solve(samples, knots, float(threshold)) for threshold in tried]
-    return [fit.threshold for fit in sorted(fits, key=lambda fit: fit.score)[:THRESHOLDS_KEPT]]
+    chosen = (
+        np.unique(np.linspace(0, len(products) - 1, THRESHOLDS_MAX).astype(int))
+        if len(products) >= THRESHOLDS_MIN
+        else []
+    )
+    return [float(products[i]) for i in chosen]
 
 
 def _possible_knots(samples: Samples) -> Floats:
@@ -99,42 +120,38 @@ def _possible_knots(samples: Samples) -> Floats:
     return possible
 
 
-def _spread(samples: Samples) -> tuple[float, ...]:
-    """As many possible knots as are allowed, evenly chosen."""
-    possible = _possible_knots(samples)
-    chosen = np.unique(np.linspace(0, len(possible) - 1, KNOTS_MAX).astype(int))
-    return tuple(possible[chosen].tolist())
-
-
-def _bent_where_it_errs(samples: Samples, threshold: float) -> list[Fit]:
+def _bent_where_it_errs(
+    samples: Samples, threshold: float, knots_max: int = KNOTS_MAX, falling: bool = False
+) -> list[Fit]:
     """Fits with more and more knots, each one added at the possible place where the one before errs most."""
     possible = _possible_knots(samples)
     knots = {float(possible[0]), float(possible[-1])}
     fits: list[Fit] = []
     while True:
-        fits.append(_solve(samples, tuple(sorted(knots)), threshold))
+        fits.append(_solve(samples, Form(tuple(sorted(knots)), threshold, falling=falling)))
         missing = np.isin(samples.tokens, possible) & ~np.isin(samples.tokens, list(knots))
-        if len(knots) == KNOTS_MAX or not missing.any():
+        if len(knots) == knots_max or not missing.any():
             return fits
         knots.add(float(samples.tokens[np.argmax(np.where(missing, np.abs(fits[-1].residuals), -1.0))]))
 
 
-def _solve(samples: Samples, knots: tuple[float, ...], threshold: float, *, convex: bool = False) -> Fit:
-    linear = _hinges(samples.tokens, knots) if convex else _ramps(samples.tokens, knots)
-    features = np.column_stack(
-        [np.ones(len(samples.seconds)), samples.count * samples.context, *_pairs(samples, threshold), *linear]
-    )
-    scaled = features / samples.seconds[:, None]
+def _solve(samples: Samples, form: Form) -> Fit:
+    linear = (_hinges if form.convex else _ramps)(samples.tokens, form.knots)
+    columns = [np.ones(len(samples.seconds)), samples.count * samples.context, *_pairs(samples, form), *linear]
+    scaled = np.column_stack(columns) / samples.seconds[:, None]
     weights = non_negative_least_squares(scaled, np.ones(len(scaled)))
-    return Fit(weights, scaled @ weights - 1.0, knots, convex, threshold)
+    return Fit(form, weights, scaled @ weights - 1.0)
 
 
-def _pairs(samples: Samples, threshold: float) -> list[Floats]:
-    """The four columns of attention over a chunk. Without a threshold three of them say what others say already."""
+def _pairs(samples: Samples, form: Form) -> list[Floats]:
+    """The columns of attention over a chunk: constant, falling and rising with it, with the context, with both.
+
+    Without a threshold all but the last say what other columns say already.
+    """
     chunk, context = samples.chunk, samples.context
-    active = samples.count * (chunk * context > threshold)
-    whole = active * chunk * context
-    return [active * 0.0] * 3 + [whole] if threshold == 0 else [active, active * chunk, active * context, whole]
+    active = samples.count * (chunk * context > form.threshold)
+    own = active * float(form.threshold > 0)
+    return [own, -own * chunk * form.falling, own * chunk, own * context, active * chunk * context]
 
 
 def _hinges(tokens: Floats, knots: tuple[float, ...]) -> list[Floats]:
@@ -150,15 +167,16 @@ def _ramps(tokens: Floats, knots: tuple[float, ...]) -> list[Floats]:
 
 def _coefficients(fit: Fit) -> dict[str, object]:
     """Turn weights into knots and slopes. No iteration is free."""
-    constant, context, *pair = fit.weights[:6].tolist()
-    at = np.asarray(fit.knots)
-    parts = _hinges(at, fit.knots) if fit.convex else _ramps(at, fit.knots)
-    rises = sum((weight * part for weight, part in zip(fit.weights[6:], parts, strict=True)), np.zeros(len(at)))
+    form = fit.form
+    constant, context, base, fall, rise, *others = fit.weights[:7].tolist()
+    at = np.asarray(form.knots)
+    parts = (_hinges if form.convex else _ramps)(at, form.knots)
+    rises = sum((weight * part for weight, part in zip(fit.weights[7:], parts, strict=True)), np.zeros(len(at)))
     seconds = np.maximum.accumulate(max(constant, LEAST_SECONDS) + rises)
     return {
         "knots": list(zip(at.tolist(), seconds.tolist(), strict=True)),
         "context": (0.0, 0.0, 0.0, context),
-        "pair": (fit.threshold, *pair),
+        "pair": (form.threshold, base, rise - fall, *others),
     }
 
 
@@ -170,28 +188,31 @@ def non_negative_least_squares(features: Floats, target: Floats) -> Floats:
     """
     norms: Floats = np.maximum(np.linalg.norm(features, axis=0), 1e-300)
     scaled: Floats = features / norms
-    weights: Floats
-    used: npt.NDArray[np.bool_]
-    weights, used = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], bool)
-    for _ in range(3 * scaled.shape[1]):
-        gain = np.where(used, -np.inf, scaled.T @ (target - scaled @ weights))
+    # A trace of the diagonal is added, since columns may be alike.
+    gram, aim = scaled.T @ scaled + 1e-12 * np.eye(scaled.shape[1]), scaled.T @ target
+    weights: Floats = np.zeros(len(aim))
+    used: Flags = np.zeros(len(aim), bool)
+    for _ in range(3 * len(aim)):
+        gain = np.where(used, -np.inf, aim - gram @ weights)
         best = int(np.argmax(gain))
-        if used.all() or gain[best] <= 1e-12 * max(1.0, float(np.linalg.norm(target))):
+        if gain[best] <= 1e-10 * max(1.0, float(np.linalg.norm(target))):
             break
         used[best] = True
-        weights = _feasible(scaled, target, weights, used)
-    return weights / norms
+        weights, used = _feasible(gram, aim, weights, used)
+    return np.asarray(weights / norms)
 
 
-def _feasible(scaled: Floats, target: Floats, weights: Floats, used: npt.NDArray[np.bool_]) -> Floats:
-    """The least-squares weights of the columns in use, after those have left (in `used`) that it made negative."""
+def _feasible(gram: Floats, aim: Floats, weights: Floats, used: Flags) -> tuple[Floats, Flags]:
+    """The best weights of the columns in use, and these columns: without those that would have become negative."""
     while used.any():
-        solution = np.zeros(len(weights))
-        solution[used] = np.linalg.lstsq(scaled[:, used], target, rcond=None)[0]
+        solution = np.zeros(len(aim))
+        solution[used] = np.linalg.solve(gram[np.ix_(used, used)], aim[used])
         negative = used & (solution <= 0)
         if not negative.any():
-            return solution
-        step = np.min(weights[negative] / np.maximum(weights[negative] - solution[negative], 1e-300))
-        weights = np.maximum(weights + step * (solution - weights), 0.0)
-        used &= (weights > 1e-15) & ~(negative & (weights <= 1e-15))
-    return np.zeros(len(weights))
+            return solution, used
+        steps = np.full(len(aim), np.inf)
+        steps[negative] = weights[negative] / (weights[negative] - solution[negative])
+        weights = np.maximum(weights + steps.min() * (solution - weights), 0.0)
+        used = used & (steps > steps.min())
+        weights[~used] = 0.0
+    return np.zeros(len(aim)), used

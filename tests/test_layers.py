@@ -28,7 +28,7 @@ FLOORS = [
     {"policy", "policies", "metrics", "_e2"},
     {"scheduler", "local", "_batch", "_answers", "_booking", "_hot"},
     {"transport", "engines", "sim", "workloads", "integrations"},
-    {"router", "worker", "gateway", "cli", "demo", "study", "simulate"},
+    {"router", "worker", "gateway", "cli", "demo", "study", "simulate", "profiler"},
 ]
 EDGES = 4
 # On floor 4 a package may import itself, and of its siblings only these.

@@ -1,0 +1,132 @@
+"""Splits a torch prefill into attention and linear layers. Owns the stopwatch around their calls, and no arithmetic.
+
+    attention   reading keys and values of the context out of the KV pool, and attending over them
+    linear      the matrix products with weights: queries, keys and values, output, feed-forward, vocabulary
+    rest        all else of a forward pass: norms, rotation, activation, embedding, writing to the KV pool, indices
+
+The parts of one forward pass sum to it by construction. On CUDA the stopwatch waits for the device before and after
+every part, which makes the sum larger than an undisturbed pass: compare it with the engine's own time. The last layer
+computes only the last row, as the engine always does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engines.torch.attention import AttentionPlan, KvPool
+from ..engines.torch.loading import Layer, Model, choose_device, choose_dtype, load_model
+from ..engines.torch.runner import Runner
+from ..local_types import BatchItem
+from .profile import Parts
+from .targets import synchronise
+
+PROJECTIONS = ("qkv", "output", "gate_up", "down")
+
+
+class Stopwatch:
+    """Adds up the time of calls, by part."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = {"attention": 0.0, "linear": 0.0}
+
+    def call(self, part: str, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """`function(*args)`, timed."""
+        synchronise(self._device)
+        start = time.perf_counter()
+        result = function(*args)
+        synchronise(self._device)
+        self.seconds[part] += time.perf_counter() - start
+        return result
+
+
+class _TimedProjection:
+    """Stands in for a `Projection`."""
+
+    def __init__(self, projection: Any, watch: Stopwatch) -> None:
+        self._projection, self._watch = projection, watch
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._watch.call("linear", self._projection, x)
+
+
+class _TimedPlan(AttentionPlan):
+    """Stands in for the `AttentionPlan` that it holds."""
+
+    def __init__(self, plan: AttentionPlan, watch: Stopwatch) -> None:
+        super().__init__([], [])
+        self._plan, self._watch = plan, watch
+
+    def attend(self, pool: KvPool, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        return self._watch.call("attention", self._plan.attend, pool, layer, queries)
+
+
+class TimedRunner(Runner):
+    """The engine's own forward pass, with a stopwatch around attention and projections."""
+
+    def __init__(self, model: Model, kv_slots: int) -> None:
+        self.watch = Stopwatch(model.device)
+        layers = tuple(self._timed(layer) for layer in model.layers)
+        head: Any = _TimedProjection(model.head, self.watch)
+        super().__init__(replace(model, layers=layers, head=head), kv_slots)
+
+    def _timed(self, layer: Layer) -> Layer:
+        timed: dict[str, Any] = {name: _TimedProjection(getattr(layer, name), self.watch) for name in PROJECTIONS}
+        return replace(layer, **timed)
+
+    def _finish_layer(self, index: int, x: torch.Tensor, query: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        return super()._finish_layer(index, x, query, _TimedPlan(plan, self.watch))
+
+
+def measure_parts(
+    model_dir: Path,
+    lengths: Sequence[int],
+    repeats: int,
+    rng: np.random.Generator,
+    out_of_time: Callable[[], bool] = lambda: False,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> list[Parts]:
+    """The parts of cold prefills of `lengths` tokens: medians of up to `repeats` rounds in random order, the first of
+    which is never cut short by `out_of_time`."""
+    chosen = choose_device(device)
+    model = load_model(model_dir, device=chosen, dtype=choose_dtype(dtype, chosen), max_model_tokens=max(lengths) + 1)
+    runner = TimedRunner(model, max(lengths))
+    _run(runner, _item(max(lengths), model.vocab_size, rng), chosen)
+    runs: dict[int, list[tuple[float, float, float]]] = {length: [] for length in lengths}
+    for turn in range(repeats):
+        for length in rng.permutation(np.asarray(lengths)).tolist():
+            if turn and out_of_time():
+                break
+            runs[length].append(_run(runner, _item(length, model.vocab_size, rng), chosen))
+    return [_middle(length, runs[length]) for length in lengths]
+
+
+def _middle(length: int, runs: list[tuple[float, float, float]]) -> Parts:
+    """The run with the median total: its parts sum to its total, which medians of each would not."""
+    return Parts(length, *sorted(runs, key=lambda run: run[2])[(len(runs) - 1) // 2])
+
+
+def _item(length: int, vocab_size: int, rng: np.random.Generator) -> BatchItem:
+    slots = np.arange(length, dtype=np.int32)
+    tokens = rng.integers(0, vocab_size, length, dtype=np.int32)
+    return BatchItem("profile", 0, tokens, slots, slots, samples=True, is_decode=False)
+
+
+def _run(runner: TimedRunner, item: BatchItem, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of attention, of linear layers and of the whole pass."""
+    runner.watch.seconds = {"attention": 0.0, "linear": 0.0}
+    synchronise(device)
+    start = time.perf_counter()
+    runner.forward([item])
+    synchronise(device)
+    total = time.perf_counter() - start
+    return runner.watch.seconds["attention"], runner.watch.seconds["linear"], total
