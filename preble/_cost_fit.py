@@ -25,7 +25,7 @@ LEAST_SECONDS = 1e-6  # what a fitted model charges at the least
 BENDS = (64, 128, 256, 512, 1024, 2048)  # of the convex form
 CONVEX_END = 8192.0  # its last knot: beyond it goes on as a line
 KNOTS_MAX = 16
-ROUGH_KNOTS = 10  # while the start of attention is searched for
+KNOTS_TRIED = 24  # before the least useful ones are dropped
 THRESHOLDS_KEPT = 4
 THRESHOLDS_MIN = 12
 THRESHOLDS_MAX = 128  # products of chunk and context that are tried as where attention starts
@@ -72,6 +72,13 @@ class Fit:
         spread = float(self.residuals @ self.residuals) / rows + SMALLEST_ERROR**2
         return float(rows * np.log(spread) + np.count_nonzero(self.weights) * np.log(rows))
 
+    def line(self) -> Floats:
+        """Seconds of the linear part at its knots."""
+        at = np.asarray(self.form.knots)
+        parts = (_hinges if self.form.convex else _ramps)(at, self.form.knots)
+        rises = sum((weight * part for weight, part in zip(self.weights[7:], parts, strict=True)), np.zeros(len(at)))
+        return np.asarray(np.maximum.accumulate(max(float(self.weights[0]), LEAST_SECONDS) + rises))
+
 
 def fitted(
     prefills: Sequence[tuple[float, float, float]], decodes: Sequence[tuple[float, float, float]]
@@ -85,13 +92,13 @@ def fitted(
     rows += [(batch, 1.0, context, seconds) for batch, context, seconds in decodes]
     samples = Samples(*np.asarray(rows, np.float64).T)
     convex = _solve(samples, Form((0.0, *BENDS, CONVEX_END), 0.0, convex=True))
-    fits = [convex, *_bent_where_it_errs(samples, 0.0)]
-    rough = [
-        (_bent_where_it_errs(samples, threshold, ROUGH_KNOTS)[-1], threshold) for threshold in _thresholds(samples)
-    ]
-    for _, threshold in sorted(rough, key=lambda pair: pair[0].score)[:THRESHOLDS_KEPT]:
-        for falling in (False, True):
-            fits.extend(_bent_where_it_errs(samples, threshold, KNOTS_MAX, falling))
+    many = _knots_where_it_errs(samples, 0.0)
+    rough = [_solve(samples, Form(many, threshold)) for threshold in _thresholds(samples)]
+    best = sorted(rough, key=lambda fit: fit.score)[:THRESHOLDS_KEPT]
+    fits = [convex, *_with_fewer_knots(samples, 0.0, falling=False)]
+    for threshold in [fit.form.threshold for fit in best]:
+        fits += _with_fewer_knots(samples, threshold, falling=False)
+        fits += _with_fewer_knots(samples, threshold, falling=True)
     fits.sort(key=lambda fit: fit.score)
     yield from (_coefficients(fit) for fit in fits)
     yield _coefficients(convex)
@@ -120,19 +127,31 @@ def _possible_knots(samples: Samples) -> Floats:
     return possible
 
 
-def _bent_where_it_errs(
-    samples: Samples, threshold: float, knots_max: int = KNOTS_MAX, falling: bool = False
-) -> list[Fit]:
-    """Fits with more and more knots, each one added at the possible place where the one before errs most."""
+def _knots_where_it_errs(samples: Samples, threshold: float) -> tuple[float, ...]:
+    """More knots than are allowed, each one put at the possible place where the fit with those before errs most."""
     possible = _possible_knots(samples)
     knots = {float(possible[0]), float(possible[-1])}
-    fits: list[Fit] = []
     while True:
-        fits.append(_solve(samples, Form(tuple(sorted(knots)), threshold, falling=falling)))
         missing = np.isin(samples.tokens, possible) & ~np.isin(samples.tokens, list(knots))
-        if len(knots) == knots_max or not missing.any():
+        if len(knots) == KNOTS_TRIED or not missing.any():
+            return tuple(sorted(knots))
+        errors = np.abs(_solve(samples, Form(tuple(sorted(knots)), threshold)).residuals)
+        knots.add(float(samples.tokens[np.argmax(np.where(missing, errors, -1.0))]))
+
+
+def _with_fewer_knots(samples: Samples, threshold: float, *, falling: bool) -> list[Fit]:
+    """Fits with fewer and fewer knots: the one goes at which the line bends least."""
+    knots, fits = list(_knots_where_it_errs(samples, threshold)), []
+    while True:
+        fit = _solve(samples, Form(tuple(knots), threshold, falling=falling))
+        if len(knots) <= KNOTS_MAX:
+            fits.append(fit)
+        if len(knots) <= 2:
             return fits
-        knots.add(float(samples.tokens[np.argmax(np.where(missing, np.abs(fits[-1].residuals), -1.0))]))
+        at, seconds = np.asarray(knots), fit.line()
+        share = (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
+        bends = np.abs(seconds[:-2] + share * (seconds[2:] - seconds[:-2]) - seconds[1:-1]) / seconds[1:-1]
+        del knots[1 + int(np.argmin(bends))]
 
 
 def _solve(samples: Samples, form: Form) -> Fit:
@@ -167,16 +186,11 @@ def _ramps(tokens: Floats, knots: tuple[float, ...]) -> list[Floats]:
 
 def _coefficients(fit: Fit) -> dict[str, object]:
     """Turn weights into knots and slopes. No iteration is free."""
-    form = fit.form
-    constant, context, base, fall, rise, *others = fit.weights[:7].tolist()
-    at = np.asarray(form.knots)
-    parts = (_hinges if form.convex else _ramps)(at, form.knots)
-    rises = sum((weight * part for weight, part in zip(fit.weights[7:], parts, strict=True)), np.zeros(len(at)))
-    seconds = np.maximum.accumulate(max(constant, LEAST_SECONDS) + rises)
+    context, base, fall, rise, *others = fit.weights[1:7].tolist()
     return {
-        "knots": list(zip(at.tolist(), seconds.tolist(), strict=True)),
+        "knots": list(zip(fit.form.knots, fit.line().tolist(), strict=True)),
         "context": (0.0, 0.0, 0.0, context),
-        "pair": (form.threshold, base, rise - fall, *others),
+        "pair": (fit.form.threshold, base, rise - fall, *others),
     }
 
 

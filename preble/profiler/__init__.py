@@ -16,13 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts, seconds instead of minutes")
     parser.add_argument("--out", type=Path, metavar="DIR", help="model file and figures (default: a new directory)")
     parser.add_argument("--name", metavar="NAME", help="of the fitted model (default: model and device)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="measure no longer (default: 75, quick 9)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="measure no longer (default: 70, quick 5)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs of each point at most (default: 5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and their order (default: 0)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="the longest prompt (default: by engine)")
     parser.add_argument("--max-batch", type=int, metavar="N", help="the largest decode batch (default: by engine)")
     torch = parser.add_argument_group("torch engine")
-    torch.add_argument("--model", default="tiny", metavar="DIR", help="a model directory, or tiny: a small random one")
+    torch.add_argument(
+        "--model", default="tiny", metavar="DIR", help="a model directory, or tiny: a small random one (the default)"
+    )
     torch.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     torch.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
     torch.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own)")

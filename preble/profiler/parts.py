@@ -5,8 +5,8 @@
     rest        all else of a forward pass: norms, rotation, activation, embedding, writing to the KV pool, indices
 
 The parts of one forward pass sum to it by construction. On CUDA the stopwatch waits for the device before and after
-every part, which makes the sum larger than an undisturbed pass: compare it with the engine's own time. The last layer
-computes only the last row, as the engine always does.
+every part, which makes the sum larger than an undisturbed pass; so the same pass is run without a stopwatch beside
+it, and both are reported. The last layer computes only the last row, as the engine always does.
 """
 
 from __future__ import annotations
@@ -99,20 +99,21 @@ def measure_parts(
     which is never cut short by `out_of_time`."""
     chosen = choose_device(device)
     model = load_model(model_dir, device=chosen, dtype=choose_dtype(dtype, chosen), max_model_tokens=max(lengths) + 1)
-    runner = TimedRunner(model, max(lengths))
-    _run(runner, _item(max(lengths), model.vocab_size, rng), chosen)
-    runs: dict[int, list[tuple[float, float, float]]] = {length: [] for length in lengths}
+    timed, plain = TimedRunner(model, max(lengths)), Runner(model, max(lengths))
+    for runner in (timed, plain):
+        _seconds(runner, _item(max(lengths), model.vocab_size, rng), chosen)
+    runs: dict[int, list[Parts]] = {length: [] for length in lengths}
     for turn in range(repeats):
         for length in rng.permutation(np.asarray(lengths)).tolist():
             if turn and out_of_time():
                 break
-            runs[length].append(_run(runner, _item(length, model.vocab_size, rng), chosen))
-    return [_middle(length, runs[length]) for length in lengths]
+            runs[length].append(_run(timed, plain, _item(length, model.vocab_size, rng), chosen))
+    return [_middle(runs[length]) for length in lengths]
 
 
-def _middle(length: int, runs: list[tuple[float, float, float]]) -> Parts:
+def _middle(runs: list[Parts]) -> Parts:
     """The run with the median total: its parts sum to its total, which medians of each would not."""
-    return Parts(length, *sorted(runs, key=lambda run: run[2])[(len(runs) - 1) // 2])
+    return sorted(runs, key=lambda run: run.total_seconds)[(len(runs) - 1) // 2]
 
 
 def _item(length: int, vocab_size: int, rng: np.random.Generator) -> BatchItem:
@@ -121,12 +122,18 @@ def _item(length: int, vocab_size: int, rng: np.random.Generator) -> BatchItem:
     return BatchItem("profile", 0, tokens, slots, slots, samples=True, is_decode=False)
 
 
-def _run(runner: TimedRunner, item: BatchItem, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of attention, of linear layers and of the whole pass."""
-    runner.watch.seconds = {"attention": 0.0, "linear": 0.0}
+def _run(timed: TimedRunner, plain: Runner, item: BatchItem, device: torch.device) -> Parts:
+    watch = timed.watch
+    watch.seconds = {"attention": 0.0, "linear": 0.0}
+    total = _seconds(timed, item, device)
+    whole = _seconds(plain, item, device)
+    return Parts(len(item.token_ids), watch.seconds["attention"], watch.seconds["linear"], total, whole)
+
+
+def _seconds(runner: Runner, item: BatchItem, device: torch.device) -> float:
+    """How long one forward pass takes."""
     synchronise(device)
     start = time.perf_counter()
     runner.forward([item])
     synchronise(device)
-    total = time.perf_counter() - start
-    return runner.watch.seconds["attention"], runner.watch.seconds["linear"], total
+    return time.perf_counter() - start

@@ -64,11 +64,16 @@ def cold_lengths(limits: Limits) -> list[int]:
     return doubling(SHORTEST_TOKENS, limits.tokens_max)
 
 
+def middles(lengths: list[int]) -> list[int]:
+    """The lengths half-way between neighbours, which tell whether time is a straight line between these."""
+    return [(low + high) // 2 for low, high in zip(lengths, lengths[1:], strict=False) if high > low + 1]
+
+
 def plan(limits: Limits, rng: np.random.Generator) -> list[Point]:
     """All points, in the order of measurement: random, so that a machine that warms up or slows down biases none."""
     longest, batches = limits.tokens_max, [min(4**i, limits.batch_max) for i in range(6)]
     lengths = cold_lengths(limits)
-    points = [Point(PREFILL, length) for length in lengths]
+    points = [Point(PREFILL, length) for length in lengths + middles(lengths)]
     points += [
         Point(PREFILL, longest // part, before)
         for part in (64, 32, 16, 8, 4, 2)
@@ -92,22 +97,28 @@ def refine(
 ) -> Iterator[tuple[int, float]]:
     """Measure lengths between the `known` ones (tokens -> seconds) where time is no straight line; yields each.
 
-    The middle of every gap is measured; where it lies off the line by more than `tolerance` (a fraction), both halves
-    are looked at as well, the worst first, down to neighbouring lengths. At most `room` measurements.
+    Where a known length lies off the line between its neighbours by more than `tolerance` (a fraction), the gaps on
+    both sides of it are halved, the worst first, and again where their middle is off the line, down to neighbouring
+    lengths. At most `room` measurements.
     """
     seconds, lengths = dict(known), sorted(known)
-    gaps = [(-float("inf"), low, high) for low, high in zip(lengths, lengths[1:], strict=False)]
-    heapq.heapify(gaps)
-    while gaps and room > 0:
-        _, low, high = heapq.heappop(gaps)
-        middle = (low + high) // 2
-        if middle == low:
-            continue
-        room -= 1
-        seconds[middle] = measure(middle)
-        yield middle, seconds[middle]
+    gaps: list[tuple[float, int, int]] = []
+
+    def judge(low: int, middle: int, high: int) -> None:
         line = seconds[low] + (seconds[high] - seconds[low]) * (middle - low) / (high - low)
         off = abs(seconds[middle] / line - 1.0)
         if off > tolerance:
             heapq.heappush(gaps, (-off, low, middle))
             heapq.heappush(gaps, (-off, middle, high))
+
+    for low, middle, high in zip(lengths, lengths[1:], lengths[2:], strict=False):
+        judge(low, middle, high)
+    while gaps and room > 0:
+        _, low, high = heapq.heappop(gaps)
+        middle = (low + high) // 2
+        if middle in seconds:
+            continue
+        room -= 1
+        seconds[middle] = measure(middle)
+        yield middle, seconds[middle]
+        judge(low, middle, high)

@@ -23,7 +23,7 @@ from .bench import DECODE_STEPS, Bench, Results, sample_of
 from .points import Limits, Point
 from .targets import SimulatedTarget, Target, TorchTarget, check_fits, local_config
 
-TINY_MODEL = "llama-20m"
+TINY_MODEL, TINIEST_MODEL = "llama-20m", "llama-1m"  # what "tiny" is, and what it is for a quick run
 PLAIN_SECONDS = 10.0  # between lines of progress where the output is no terminal
 
 
@@ -43,7 +43,7 @@ def effort_of(args: argparse.Namespace) -> Effort:
 
     Raises `InvalidInput` naming the option.
     """
-    seconds = (9.0 if args.quick else 75.0) if args.seconds is None else args.seconds
+    seconds = (5.0 if args.quick else 70.0) if args.seconds is None else args.seconds
     if not 0 < seconds < float("inf"):
         raise InvalidInput(f"--seconds must be a number above 0, got {seconds}")
     check_int("--seed", args.seed, 0, 2**63 - 1, InvalidInput)
@@ -51,8 +51,8 @@ def effort_of(args: argparse.Namespace) -> Effort:
     if args.engine == "simulated":
         limits = Limits(args.max_tokens or (2048 if args.quick else 8192), args.max_batch or (16 if args.quick else 64))
         return Effort(limits, 1, seconds, tolerance=0.005, closer_looks=80)
-    limits = Limits(args.max_tokens or (1024 if args.quick else 4096), args.max_batch or (4 if args.quick else 16))
-    return Effort(limits, repeats, seconds, tolerance=0.1, closer_looks=6 if args.quick else 12)
+    limits = Limits(args.max_tokens or (1024 if args.quick else 2048), args.max_batch or (4 if args.quick else 8))
+    return Effort(limits, repeats, seconds, tolerance=0.2, closer_looks=4 if args.quick else 8)
 
 
 class Progress:
@@ -89,7 +89,7 @@ def run_profile(args: argparse.Namespace) -> int:
     started, progress = time.monotonic(), Progress()
     target = make_target(args, effort, out)
     check_fits(target, effort.limits)
-    sys.stdout.write(f"Profile of {target.model} on {target.device}, into {out}\n")
+    sys.stdout.write(f"Profile of {where(target)}, into {out}\n")
     found, parts = measure(args, effort, target, progress)
     progress.done()
     target.engine.close()
@@ -102,7 +102,7 @@ def run_profile(args: argparse.Namespace) -> int:
     path = out / "cost_model.json"
     result.model.save(path, profile.document(result, about))
     sys.stdout.write(f'Cost model: {path}, to be used as cost_model="{path}"\n')
-    draw_figures(result, out, f"{target.model} on {target.device}")
+    draw_figures(result, out, where(target))
     sys.stdout.write(f"The profile took {time.monotonic() - started:.0f} s.\n")
     return 0
 
@@ -120,16 +120,16 @@ def make_target(args: argparse.Namespace, effort: Effort, out: Path) -> Target:
     config = local_config(effort.limits, DECODE_STEPS)
     if args.engine == "simulated":
         return SimulatedTarget(CostModel.preset(args.cost_model), config)
-    args.model = str(model_directory(args.model, out))
+    args.model = str(model_directory(args.model, TINIEST_MODEL if args.quick else TINY_MODEL, out))
     return TorchTarget(Path(args.model), config, device=args.device, dtype=args.dtype, threads=args.threads)
 
 
-def model_directory(model: str, out: Path) -> Path:
-    """The directory of a model; "tiny" is made. Raises `InvalidInput` where there is none."""
+def model_directory(model: str, tiny_spec: str, out: Path) -> Path:
+    """The directory of a model; "tiny" is made by that spec. Raises `InvalidInput` where there is none."""
     if model == "tiny":
         from ..engines.tiny_models import make_tiny_model
 
-        return make_tiny_model(TINY_MODEL, out / "models")
+        return make_tiny_model(tiny_spec, out / "models")
     if not Path(model).is_dir():
         raise InvalidInput(f"--model {model}: no such directory")
     return Path(model)
@@ -147,7 +147,7 @@ def measure(
         return time.monotonic() > deadline - reserve * effort.seconds
 
     chosen = points.plan(effort.limits, rng)
-    bench.warm_up([point for point in chosen if point.tokens * max(1, point.before) <= 1 << 16][:6])
+    bench.warm_up([Point(points.PREFILL, effort.limits.tokens_max // 4), Point(points.DECODE, 1, 16)])
     found = bench.measure(
         chosen,
         effort.repeats,
@@ -181,6 +181,11 @@ def look_closer(
         progress(f"  looked closer at {len(runs)} lengths")
         if out_of_time():
             return
+
+
+def where(target: Target) -> str:
+    """Model and device in words."""
+    return f"{target.model} on {'the simulated engine' if target.device == 'simulated' else target.device}"
 
 
 def about_run(args: argparse.Namespace, effort: Effort, target: Target) -> dict[str, Any]:
