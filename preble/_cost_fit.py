@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +27,11 @@ BENDS = (64, 128, 256, 512, 1024, 2048)  # of the convex form
 CONVEX_END = 8192.0  # its last knot: beyond it goes on as a line
 KNOTS_MAX = 16
 KNOTS_TRIED = 24  # before the least useful ones are dropped
-THRESHOLDS_KEPT = 4
+THRESHOLDS_KEPT = 12
+THRESHOLDS_FALLING = 3
 THRESHOLDS_MIN = 12
 THRESHOLDS_MAX = 128  # products of chunk and context that are tried as where attention starts
+GOOD_ERROR = 1e-3  # relative; where no sample is further off, no other form is tried
 SMALLEST_ERROR = 1e-4  # relative; nothing is gained by fitting closer than this
 
 
@@ -92,16 +95,22 @@ def fitted(
     rows += [(batch, 1.0, context, seconds) for batch, context, seconds in decodes]
     samples = Samples(*np.asarray(rows, np.float64).T)
     convex = _solve(samples, Form((0.0, *BENDS, CONVEX_END), 0.0, convex=True))
-    many = _knots_where_it_errs(samples, 0.0)
-    rough = [_solve(samples, Form(many, threshold)) for threshold in _thresholds(samples)]
-    best = sorted(rough, key=lambda fit: fit.score)[:THRESHOLDS_KEPT]
     fits = [convex, *_with_fewer_knots(samples, 0.0, falling=False)]
-    for threshold in [fit.form.threshold for fit in best]:
-        fits += _with_fewer_knots(samples, threshold, falling=False)
-        fits += _with_fewer_knots(samples, threshold, falling=True)
+    if min(float(np.abs(fit.residuals).max()) for fit in fits) > GOOD_ERROR:
+        fits += _with_late_attention(samples, _knots_where_it_errs(samples, 0.0))
     fits.sort(key=lambda fit: fit.score)
     yield from (_coefficients(fit) for fit in fits)
     yield _coefficients(convex)
+
+
+def _with_late_attention(samples: Samples, knots: tuple[float, ...]) -> list[Fit]:
+    """Fits in which attention starts above some product of chunk and context. `knots` do for a first look at all."""
+    rough = [_solve(samples, Form(knots, threshold)) for threshold in _thresholds(samples)]
+    likely = sorted(rough, key=lambda fit: fit.score)[:THRESHOLDS_KEPT]
+    found = [_with_fewer_knots(samples, fit.form.threshold, falling=False) for fit in likely]
+    found.sort(key=lambda fits: min(fit.score for fit in fits))
+    falling = [_with_fewer_knots(samples, fits[0].form.threshold, falling=True) for fits in found[:THRESHOLDS_FALLING]]
+    return list(chain.from_iterable(found + falling))
 
 
 def _thresholds(samples: Samples) -> list[float]:
@@ -140,7 +149,7 @@ def _knots_where_it_errs(samples: Samples, threshold: float) -> tuple[float, ...
 
 
 def _with_fewer_knots(samples: Samples, threshold: float, *, falling: bool) -> list[Fit]:
-    """Fits with fewer and fewer knots: the one goes at which the line bends least."""
+    """Fits with fewer and fewer knots: those go at which the line bends least, one by one once there are few enough."""
     knots, fits = list(_knots_where_it_errs(samples, threshold)), []
     while True:
         fit = _solve(samples, Form(tuple(knots), threshold, falling=falling))
@@ -151,7 +160,9 @@ def _with_fewer_knots(samples: Samples, threshold: float, *, falling: bool) -> l
         at, seconds = np.asarray(knots), fit.line()
         share = (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
         bends = np.abs(seconds[:-2] + share * (seconds[2:] - seconds[:-2]) - seconds[1:-1]) / seconds[1:-1]
-        del knots[1 + int(np.argmin(bends))]
+        surplus = max(1, (len(knots) - KNOTS_MAX + 1) // 2)
+        for index in sorted(np.argsort(bends)[:surplus].tolist(), reverse=True):
+            del knots[1 + index]
 
 
 def _solve(samples: Samples, form: Form) -> Fit:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     torch.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     torch.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
-    torch.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own)")
+    torch.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     simulation = parser.add_argument_group("simulated engine")
     simulation.add_argument(
         "--cost-model", default="mistral-7b/a6000", metavar="PRESET", help="what it runs by (default: %(default)s)"

@@ -11,7 +11,6 @@ it, and both are reported. The last layer computes only the last row, as the eng
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..engines.torch.loading import Layer, Model, choose_device, choose_dtype, l
 from ..engines.torch.runner import Runner
 from ..local_types import BatchItem
 from .profile import Parts
-from .targets import synchronise
+from .targets import clock_of, synchronise
 
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
@@ -35,15 +34,16 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._clock = clock_of(device)
         self.seconds = {"attention": 0.0, "linear": 0.0}
 
     def call(self, part: str, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         """`function(*args)`, timed."""
         synchronise(self._device)
-        start = time.perf_counter()
+        start = self._clock()
         result = function(*args)
         synchronise(self._device)
-        self.seconds[part] += time.perf_counter() - start
+        self.seconds[part] += self._clock() - start
         return result
 
 
@@ -133,7 +133,8 @@ def _run(timed: TimedRunner, plain: Runner, item: BatchItem, device: torch.devic
 def _seconds(runner: Runner, item: BatchItem, device: torch.device) -> float:
     """How long one forward pass takes."""
     synchronise(device)
-    start = time.perf_counter()
+    clock = clock_of(device)
+    start = clock()
     runner.forward([item])
     synchronise(device)
-    return time.perf_counter() - start
+    return clock() - start

@@ -49,7 +49,7 @@ def new_figure() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise MissingExtra('the figures need matplotlib: pip install "preble[bench]"') from error
     figure = Figure(figsize=(12.8, 6.0), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(rect=(0.01, 0.05, 0.98, 0.83), w_pad=0.12, h_pad=0.08)
+    figure.get_layout_engine().set(rect=(0.01, 0.065, 0.98, 0.815), w_pad=0.12, h_pad=0.08)
     left, right = figure.subplots(1, 2)
     return figure, left, right
 
@@ -58,9 +58,9 @@ def finish(figure: Any, path: Path, title: str, subtitle: str, profile: Profile)
     """Title, what was run, how good the fit is; write the file."""
     figure.text(0.02, 0.955, title, fontsize=17, fontweight="bold", va="center")
     figure.text(0.02, 0.905, subtitle, fontsize=10.5, color=GREY, va="center")
-    notes = [f"{what} {held.text}" for what, _, held in groups(profile) if held.samples]
-    text = f"Lines: the fitted cost model. Its error at points held out of the fit: {'; '.join(notes)}."
-    figure.text(0.02, 0.022, text, fontsize=8.5, color=GREY, va="center")
+    notes = [f"{what}: {held.text}" for what, _, held in groups(profile) if held.samples]
+    text = f"Lines: the fitted cost model. Its error at points held out of the fit:\n{';  '.join(notes)}."
+    figure.text(0.02, 0.032, text, fontsize=8.5, color=GREY, va="center")
     figure.savefig(path, dpi=110)
 
 

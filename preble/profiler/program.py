@@ -194,6 +194,7 @@ def about_run(args: argparse.Namespace, effort: Effort, target: Target) -> dict[
         "engine": args.engine,
         "model": target.model,
         "device": target.device,
+        "clock": target.clock_name,
         "machine": machine(),
         "versions": versions(),
         "settings": {**asdict(effort), "seed": args.seed, "dtype": args.dtype, "threads": args.threads},

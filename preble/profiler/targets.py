@@ -1,7 +1,8 @@
 """Engines as the profiler sees them: something to step, which says how long the step took. Owns the clocks.
 
-The simulated engine runs on a clock that is moved by hand, so a profile of it takes no time; the torch engine is timed
-on the wall, and on CUDA no step counts as done before the device is.
+The simulated engine runs on a clock that is moved by hand, so a profile of it takes no time. The torch engine is timed
+on the wall, and on CUDA no step counts as done before the device is; on one CPU thread it is timed by that thread's own
+CPU time, which is the same on an idle machine and does not count what other processes take on a busy one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from .._cost import CostModel
-from ..clock import ManualClock
+from ..clock import Clock, ManualClock
 from ..engines.base import Engine, OutputChunk
 from ..engines.simulated import SimulatedEngine
 from ..errors import InvalidInput
@@ -26,11 +27,12 @@ SPARE_PROMPTS = 8
 
 
 class Target(Protocol):
-    """An engine to measure. `vocab_size` bounds the tokens of prompts, `model` and `device` name it."""
+    """An engine to measure. `vocab_size` bounds the tokens of prompts; `model`, `device` and `clock_name` name it."""
 
     engine: Engine
     model: str
     device: str
+    clock_name: str
     vocab_size: int
 
     def step(self) -> tuple[float, list[OutputChunk]]:
@@ -58,7 +60,7 @@ class SimulatedTarget:
         engine = SimulatedEngine(cost_model, config, clock=self._clock)
         self.engine: Engine = engine
         self._simulated = engine
-        self.model, self.device = cost_model.name, "simulated"
+        self.model, self.device, self.clock_name = cost_model.name, "simulated", "simulated"
         self.vocab_size = 32_000
 
     def step(self) -> tuple[float, list[OutputChunk]]:
@@ -87,14 +89,23 @@ class TorchTarget:
         self.torch_device: torch.device = choose_device(device)
         self.model = self.engine.info.model
         self.device = device_name(self.torch_device)
+        self.clock = clock_of(self.torch_device)
+        self.clock_name = "thread CPU time" if self.clock is time.thread_time else "wall"
         self.vocab_size = int(check_directory(model_dir)["vocab_size"])
 
     def step(self) -> tuple[float, list[OutputChunk]]:
         """Run one iteration and wait for the device."""
-        start = time.perf_counter()
+        start = self.clock()
         chunks = self.engine.step()
         synchronise(self.torch_device)
-        return time.perf_counter() - start, chunks
+        return self.clock() - start, chunks
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What times work on a device, called from the thread that does it."""
+    import torch
+
+    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def synchronise(device: torch.device) -> None:
