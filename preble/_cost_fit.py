@@ -27,8 +27,8 @@ BENDS = (64, 128, 256, 512, 1024, 2048)  # of the convex form
 CONVEX_END = 8192.0  # its last knot: beyond it goes on as a line
 KNOTS_MAX = 16
 KNOTS_TRIED = 24  # before the least useful ones are dropped
-THRESHOLDS_KEPT = 12
-THRESHOLDS_FALLING = 3
+THRESHOLDS_KEPT = 8
+THRESHOLDS_FALLING = 2
 THRESHOLDS_MIN = 12
 THRESHOLDS_MAX = 128  # products of chunk and context that are tried as where attention starts
 GOOD_ERROR = 1e-3  # relative; where no sample is further off, no other form is tried
@@ -208,15 +208,15 @@ def _coefficients(fit: Fit) -> dict[str, object]:
 def non_negative_least_squares(features: Floats, target: Floats) -> Floats:
     """The weights >= 0, one a column, whose sum of columns is nearest to `target` [rows] (Lawson and Hanson, 1974).
 
-    Columns are let in one by one where they help most; whichever would fall below 0 leaves again. O(columns) solutions
-    as a rule, and never more than three times the columns; the last feasible weights are returned at that bound.
+    From the columns that stay positive among all, further ones are let in one by one where they help most; whichever
+    would fall below 0 leaves again. Few solutions as a rule, and never more than three times the columns; the last
+    feasible weights are returned at that bound.
     """
     norms: Floats = np.maximum(np.linalg.norm(features, axis=0), 1e-300)
     scaled: Floats = features / norms
     # A trace of the diagonal is added, since columns may be alike.
     gram, aim = scaled.T @ scaled + 1e-12 * np.eye(scaled.shape[1]), scaled.T @ target
-    weights: Floats = np.zeros(len(aim))
-    used: Flags = np.zeros(len(aim), bool)
+    weights, used = _feasible(gram, aim, np.zeros(len(aim)), np.ones(len(aim), bool))
     for _ in range(3 * len(aim)):
         gain = np.where(used, -np.inf, aim - gram @ weights)
         best = int(np.argmax(gain))
@@ -236,7 +236,7 @@ def _feasible(gram: Floats, aim: Floats, weights: Floats, used: Flags) -> tuple[
         if not negative.any():
             return solution, used
         steps = np.full(len(aim), np.inf)
-        steps[negative] = weights[negative] / (weights[negative] - solution[negative])
+        steps[negative] = weights[negative] / np.maximum(weights[negative] - solution[negative], 1e-300)
         weights = np.maximum(weights + steps.min() * (solution - weights), 0.0)
         used = used & (steps > steps.min())
         weights[~used] = 0.0

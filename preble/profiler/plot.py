@@ -72,7 +72,7 @@ def draw_parts(axes: Any, profile: Profile) -> None:
     rest = np.array([part.rest_seconds for part in profile.parts])
     colours = (LINEAR, ATTENTION, REST)
     axes.stackplot(tokens, linear, attention, rest, colors=colours, alpha=0.8, labels=("linear", "attention", "rest"))
-    draw_points(axes, profile.cold(), LINE, "whole iteration, as the engine runs it")
+    draw_points(axes, profile.cold(), LINE, "the engine's iteration")
     draw_model(axes, profile, tokens[-1])
     handles, labels = axes.get_legend_handles_labels()
     order = [2, 1, 0, *range(3, len(handles))]  # as they lie on one another
@@ -105,11 +105,11 @@ def draw_model(axes: Any, profile: Profile, longest: int) -> None:
 
 def draw_points(axes: Any, samples: Sequence[Sample], colour: str, label: str) -> None:
     """Measured points: full where the fit saw them, hollow where it did not."""
-    for held_out, face, suffix in ((False, colour, ""), (True, "white", ", held out of the fit")):
+    for held_out, face, name in ((False, colour, label), (True, "white", "held out of the fit")):
         chosen = [sample for sample in samples if sample.point.held_out == held_out]
         at, seconds = [sample.tokens for sample in chosen], [sample.seconds for sample in chosen]
         style = {"markersize": 6, "markerfacecolor": face, "markeredgecolor": colour, "zorder": 5}
-        axes.plot(at, seconds, "o", color=colour, label=label + suffix, **style)
+        axes.plot(at, seconds, "o", color=colour, label=name, **style)
 
 
 def draw_cached(axes: Any, profile: Profile) -> None:

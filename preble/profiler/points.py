@@ -70,26 +70,47 @@ def middles(lengths: list[int]) -> list[int]:
 
 
 def plan(limits: Limits, rng: np.random.Generator) -> list[Point]:
-    """All points, in the order of measurement: random, so that a machine that warms up or slows down biases none."""
-    longest, batches = limits.tokens_max, [min(4**i, limits.batch_max) for i in range(6)]
-    lengths = cold_lengths(limits)
-    points = [Point(PREFILL, length) for length in lengths + middles(lengths)]
+    """All points, in the order of measurement: random, so that a machine that warms up or slows down biases none.
+
+    What a fit needs most comes before what makes it better or judges it, for when time is short.
+    """
+    first = needed(limits)
+    later = [point for point in dict.fromkeys(refining(limits) + held_out(limits, rng)) if point not in first]
+    return [some[i] for some in (first, later) for i in rng.permutation(len(some))]
+
+
+def needed(limits: Limits) -> list[Point]:
+    """A coarse grid over all there is."""
+    longest = limits.tokens_max
+    points = [Point(PREFILL, length) for length in cold_lengths(limits)]
     points += [
-        Point(PREFILL, longest // part, before)
-        for part in (64, 32, 16, 8, 4, 2)
-        for before in (longest // 8, longest // 2)
+        Point(PREFILL, longest // part, before) for part in (64, 8, 2) for before in (longest // 8, longest // 2)
     ]
     contexts = [longest // 32, longest // 8, limits.decode_context_max]
-    points += [Point(DECODE, batch, context) for batch in batches for context in contexts]
-    points += [
-        Point(PREFILL, int(rng.integers(low + 1, high)), held_out=True)
-        for low, high in zip(lengths, lengths[1:], strict=False)
-        if high > low + 1
-    ]
+    points += [Point(DECODE, batch, context) for batch in decode_batches(limits) for context in contexts]
+    return list(dict.fromkeys(points))
+
+
+def decode_batches(limits: Limits) -> list[int]:
+    """1, 4, 16 and so on up to the largest batch."""
+    return sorted({min(4**i, limits.batch_max) for i in range(7)})
+
+
+def refining(limits: Limits) -> list[Point]:
+    """Lengths half-way between those of the grid, and more after cached tokens: where does what start?"""
+    points = [Point(PREFILL, length) for length in middles(cold_lengths(limits))]
+    befores = (limits.tokens_max // 8, limits.tokens_max // 2)
+    return points + [Point(PREFILL, limits.tokens_max // part, b) for part in (32, 16, 4) for b in befores]
+
+
+def held_out(limits: Limits, rng: np.random.Generator) -> list[Point]:
+    """Points that judge the fit: a random length within every step of the grid, other contexts, other batches."""
+    longest, lengths = limits.tokens_max, cold_lengths(limits)
+    pairs = zip(lengths, lengths[1:], strict=False)
+    points = [Point(PREFILL, int(rng.integers(low + 1, high)), 0, True) for low, high in pairs if high > low + 1]
     points += [Point(PREFILL, longest // 32, longest // 4, True), Point(PREFILL, longest // 4, longest // 4, True)]
-    points += [Point(DECODE, (batch + 1) // 2, longest // part, True) for batch in batches for part in (16, 4)]
-    unique = list(dict.fromkeys(points))
-    return [unique[i] for i in rng.permutation(len(unique))]
+    batches = [(batch + 1) // 2 for batch in decode_batches(limits)]
+    return points + [Point(DECODE, batch, longest // part, True) for batch in batches for part in (16, 4)]
 
 
 def refine(
