@@ -99,8 +99,8 @@ class GlobalScheduler(RequestCalls):
     """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
-    or preset name for workers that bring none. `clock`: any callable returning seconds. `seed`: makes random choices
-    repeatable.
+    or preset name, or a file (*.json), for workers that bring none. `clock`: any callable returning seconds. `seed`:
+    makes random choices repeatable.
     """
 
     def __init__(
@@ -486,5 +486,5 @@ def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
     if isinstance(model, str):
         return CostModel.preset(model)
     if model is not None and not isinstance(model, CostModel):
-        raise InvalidConfig(f"{name} must be a CostModel or a preset name, got {model!r}")
+        raise InvalidConfig(f"{name} must be a CostModel, a preset name or a .json file, got {model!r}")
     return model

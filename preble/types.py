@@ -21,8 +21,8 @@ class WorkerSpec:
     """One inference engine as the scheduler sees it.
 
     `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size` its cache granularity in
-    tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel` or preset name, None for the scheduler's
-    own;
+    tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel`, a preset name or a file (*.json), None
+    for the scheduler's own;
     `max_running` the requests it runs at once, None when unknown; `labels` free text for filters and metrics.
     Raises `InvalidConfig` naming the field.
     """

@@ -338,7 +338,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads of the model (torch)")
     machine.add_argument("--cpu", type=int, metavar="N", help="pin this process to one CPU core")
     simulation = parser.add_argument_group("simulation")
-    simulation.add_argument("--cost-model", default="mistral-7b/a6000", metavar="PRESET", help="how long steps take")
+    simulation.add_argument(
+        "--cost-model", default="mistral-7b/a6000", metavar="PRESET", help="or FILE.json: step times"
+    )
     simulation.add_argument(
         "--time-scale", type=float, default=1.0, help="seconds slept per simulated second (%(default)s); 0: none"
     )
