@@ -72,10 +72,11 @@ def middles(lengths: list[int]) -> list[int]:
 def plan(limits: Limits, rng: np.random.Generator) -> list[Point]:
     """All points, in the order of measurement: random, so that a machine that warms up or slows down biases none.
 
-    What a fit needs most comes before what makes it better or judges it, for when time is short.
+    What a fit needs most, and what judges it under the same conditions, comes before what makes it better, for when
+    time is short.
     """
-    first = needed(limits)
-    later = [point for point in dict.fromkeys(refining(limits) + held_out(limits, rng)) if point not in first]
+    first = list(dict.fromkeys(needed(limits) + held_out(limits, rng)))
+    later = [point for point in refining(limits) if point not in first]
     return [some[i] for some in (first, later) for i in rng.permutation(len(some))]
 
 
