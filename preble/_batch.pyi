@@ -52,6 +52,16 @@ class BatchItem:
     context_slots: _Int32Array
     samples: bool
     is_decode: bool
+    def __init__(
+        self,
+        request_id: str,
+        start: int,
+        token_ids: _Int32Array,
+        write_slots: _Int32Array,
+        context_slots: _Int32Array,
+        samples: bool,
+        is_decode: bool,
+    ) -> None: ...
 
 class StepOutput:
     request_id: str

@@ -141,6 +141,11 @@ cdef class BatchItem:
     cdef readonly int64_t start
     cdef readonly bint samples, is_decode
 
+    def __init__(self, request_id, start, token_ids, write_slots, context_slots, samples, is_decode):
+        self.request_id, self.start, self.token_ids = request_id, start, token_ids
+        self.write_slots, self.context_slots = write_slots, context_slots
+        self.samples, self.is_decode = samples, is_decode
+
     def __repr__(self) -> str:
         end = self.start + len(self.token_ids)
         return f"BatchItem({self.request_id!r}, {self.start}..{end}, samples={self.samples})"

@@ -8,11 +8,16 @@ from pathlib import Path
 
 from cells import Cell, Found
 from drawing import COLOURS, bars, figure, save
-from page import number, table
+from page import number, prose, table
 from setups import SYSTEMS
 
 ORDER = ("e2-fcfs", "e2-lpm", "e2-nobound", "e2")
 PLACES = (("toolbench-zipf", 20.0), ("videoqa", 3.5), ("loogle", 0.8), ("programming", 3.0))
+ABOUT = """
+    The same requests and the same global scheduler (E2), two workers near or beyond saturation; only the order of
+    the workers' queues differs. Preble's own has the paper's priority groups and an age bound: of those that waited
+    for 30 s the oldest has every eighth turn.
+"""
 METRICS = {
     "mean_ttft_seconds": "mean TTFT, s",
     "p99_ttft_seconds": "p99 TTFT, s",
@@ -57,15 +62,8 @@ def section(found: Found) -> str:
                 f"{workload}, {rps:g} rps", SYSTEMS[system].title.removeprefix("E2, "),
                 *(number(figures[metric]) for metric in METRICS), f"{figures['hit_fraction']:.0%}",
             ])  # fmt: skip
+    heads = ["workload", "order", *METRICS.values(), "hits"]
     return "\n".join([
-        "## Fairness: the order of the local queue",
-        "",
-        "The same requests and global scheduler (E2), two workers near or beyond saturation; only the order of the",
-        "workers' queues differs. Preble has the paper's priority groups and an age bound: of those that waited for",
-        "30 s the oldest has every eighth turn.",
-        "",
-        table(["workload", "order", *METRICS.values(), "hits"], lines),
-        "",
-        "![The order of the local queue](figures/fairness.png)",
-        "",
+        "## Fairness: the order of the local queue", "", prose(ABOUT), table(heads, lines), "",
+        "![The order of the local queue](figures/fairness.png)", "",
     ])  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import published
 from cells import Cell, Found
 from drawing import COLOURS, figure, line, points, save
-from page import number, ratio, table
+from page import number, prose, ratio, table
 from setups import FLEETS, SOURCES
 from setups import SYSTEMS as TITLES
 
@@ -72,6 +72,19 @@ GPUS = {"2xa6000": 2, "4xa6000": 4}
 
 # --- picture and page -------------------------------------------------------------------------------------------------
 
+ABOUT = """
+    Requests for 300 s (LooGLE 561 s, Programming 625 s, Embodied agent 180 s) at each rate, Poisson arrivals, from
+    empty caches. The paper compared its system, with chunked prefill, to round robin over SGLang without; here both
+    engines are under round robin and under the oracle, so that what placement is worth stands alone. "Gain" is
+    round robin's latency over Preble's.
+"""
+ABOUT_RANGES = """
+    The paper: 1.5 to 14.5 times better in the mean and 2 to 10 times at p99 than round robin, over all workloads;
+    for Programming 1.56 to 1.8 and 3 to 4 times. Where a line says "no", the workload's section above has the
+    numbers: Programming's time is in decoding here, which no placement shortens, and round robin caches its system
+    prompt, 2,400 of 3,700 tokens, on every worker just as well. The published gain there is largely the engine's:
+    chunked prefill against none.
+"""
 METRICS = {"mean_latency_seconds": "mean latency, s", "p99_latency_seconds": "p99 latency, s"}
 DRAWN = ("sglang_rr", "rr", "oracle", "e2-paper", "e2")
 
@@ -105,15 +118,7 @@ def draw_panel(axis: Any, found: Found, fleet: str, workload: str, metric: str) 
 
 def section(found: Found) -> str:
     """Markdown: the gains, the paper's ranges, and how near the simulation is to what was measured."""
-    parts = [
-        "## Figure 7: five workloads, three fleets",
-        "",
-        "Requests for 300 s (LooGLE 561 s, Programming 625 s) at each rate, Poisson arrivals, from empty caches. The paper",
-        "compared its system, with chunked prefill, to round robin over SGLang without; here both engines are under round",
-        "robin and under the oracle, so that what the placement is worth stands alone. \"Gain\" is round robin's latency over",
-        "Preble's.",
-        "",
-    ]  # fmt: skip
+    parts = ["## Figure 7: five workloads, three fleets", "", prose(ABOUT)]
     for fleet in dict.fromkeys(fleet for fleet, _ in RATES):
         parts += [f"### {FLEETS[fleet].title}", "", *gains(found, fleet), ""]
         parts += [f"![Figure 7, {FLEETS[fleet].title}](figures/figure7-{fleet}.png)", ""]
@@ -156,17 +161,10 @@ def paper_ranges(found: Found) -> list[str]:
             rows.append([
                 SOURCES[workload].title, FLEETS[fleet].title, name,
                 f"{ratio(best[0][1])} at {best[0][0]:g} rps", f"{ratio(best[1][1])} at {best[1][0]:g} rps",
-                "yes" if 1.5 <= best[0][1] and 2.0 <= best[1][1] else "no",
+                "yes" if best[0][1] >= 1.5 and best[1][1] >= 2.0 else "no",
             ])  # fmt: skip
     heads = ["workload", "fleet", "round robin with", "largest mean gain", "largest p99 gain", "reaches 1.5x and 2x"]
-    return [
-        "### The paper's ranges",
-        "",
-        "The paper: 1.5 to 14.5 times better in the mean and 2 to 10 times at p99 than round robin; for Programming 1.56 to 1.8",
-        "and 3 to 4 times.",
-        "",
-        table(heads, rows),
-    ]  # fmt: skip
+    return ["### The paper's ranges", "", prose(ABOUT_RANGES), table(heads, rows)]
 
 
 def best_gain(found: Found, fleet: str, workload: str, base: str, metric: str) -> tuple[float, float]:

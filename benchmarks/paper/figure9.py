@@ -8,11 +8,20 @@ from pathlib import Path
 
 from cells import Cell, Found
 from drawing import COLOURS, figure, line, save
-from page import number, ratio, table
+from page import number, prose, ratio, table
 from setups import SYSTEMS
 
 ORDER = ("vllm_rr", "vllm_oracle", "vllm_e2", "e2")
 RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+ABOUT = """
+    Prompts are computed whole and before all decoding, first come first served; the cost model is the authors'
+    regression of vLLM with Llama-2-7B on an A6000, the only one of vLLM that is known. The last system has our
+    engine with chunked prefill and the priority groups instead.
+"""
+REMARK = """
+    No points of this figure are published. The paper says that the gain is smaller than with SGLang, for a reason
+    that is modelled here (no chunks beside caching) and two that are not (a slower prefix cache, other kernels).
+"""
 METRICS = {"mean_latency_seconds": "mean latency, s", "p99_latency_seconds": "p99 latency, s"}
 
 
@@ -58,18 +67,6 @@ def section(found: Found) -> str:
             ratio(means["vllm_rr"] / means["vllm_e2"]), ratio(tails["vllm_rr"] / tails["vllm_e2"]),
         ])  # fmt: skip
     heads = [f"{SYSTEMS[system].title}: mean / p99, s" for system in ORDER]
-    return "\n".join([
-        "## Figure 9: a vLLM-like backend",
-        "",
-        "Prompts are computed whole and before all decoding, first come first served; the cost model is the authors'",
-        "regression of vLLM with Llama-2-7B on an A6000, the only one of vLLM that is known. The last system has our",
-        "engine with chunked prefill and the priority groups instead.",
-        "",
-        table(["rps", *heads, "mean, gain", "p99, gain"], lines),
-        "",
-        "No points of this figure are published. The paper says that the gain is smaller than with SGLang, for the reasons",
-        "modelled here (no chunks beside caching) and two that are not (a slower cache, other kernels).",
-        "",
-        "![Figure 9](figures/figure9.png)",
-        "",
-    ])  # fmt: skip
+    parts = ["## Figure 9: a vLLM-like backend", "", prose(ABOUT)]
+    parts += [table(["rps", *heads, "mean, gain", "p99, gain"], lines), "", prose(REMARK)]
+    return "\n".join([*parts, "![Figure 9](figures/figure9.png)", ""])

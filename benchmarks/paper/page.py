@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 
@@ -22,3 +23,17 @@ def number(value: float) -> str:
 def ratio(value: float) -> str:
     """How many times better; below 1 is worse."""
     return "-" if math.isnan(value) else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
+def prose(text: str) -> str:
+    """Paragraphs and lists wrapped for the page; a blank line in `text` begins a new one, "- " at its start an item."""
+    wrapped = []
+    for block in textwrap.dedent(text).strip().split("\n\n"):
+        for item in block.split("\n- "):
+            words = " ".join(item.split())
+            is_item = item is not block.split("\n- ")[0] or words.startswith("- ")
+            words = words.removeprefix("- ")
+            lead = "- " if is_item else ""
+            wrapped.append(textwrap.fill(words, 120, initial_indent=lead, subsequent_indent=" " * len(lead)))
+        wrapped.append("")
+    return "\n".join(wrapped)

@@ -23,6 +23,7 @@ import figure7
 import figure8
 import figure9
 import terms
+from page import prose
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "contest": contest,
@@ -32,15 +33,15 @@ EXPERIMENTS: dict[str, ModuleType] = {
     "figure9": figure9,
     "fairness": fairness,
 }
-INTRODUCTION = """# Results
+INTRODUCTION = """
+    What E2 is worth in simulation, and where it loses: a contest with the rules of other routers, and the paper's
+    experiments. Made by `make paper`{how}; nothing on this page is typed. The simulator runs the real schedulers
+    ([simulator.md](simulator.md)); the engines' times are the paper authors' regressions of real GPUs. Simulations
+    say how policies compare on these engines; they are not measurements of GPUs. Crosses in the figures and what is
+    called "published" are the authors' own measurements, read off their pictures (`benchmarks/paper/published.py`).
 
-What E2 is worth in simulation, and where it loses: the paper's experiments and a contest with the rules of other routers. Made by
-`make paper`{how}; nothing on this page is typed. The simulator runs the real schedulers
-([simulator.md](simulator.md)); the engines' times are the authors' regressions of real GPUs. Simulations say how policies compare on
-these engines; they are not measurements of GPUs. Crosses in the figures and columns called "published" are the authors' own
-measurements, read off their pictures (`benchmarks/paper/published.py`).
-
-Seed 0 unless said otherwise. How fast the scheduler itself is stands in [benchmarks.md](benchmarks.md).
+    Seed 0 unless said otherwise. How fast the scheduler itself is, also on the paper's 50,000 requests, stands in
+    [benchmarks.md](benchmarks.md).
 """
 
 
@@ -53,7 +54,7 @@ def main() -> int:
     for name in wanted:
         found.update(gathered(name, args.quick, Path(args.store)))
     how = " (here: `make paper-quick`, a tenth of the requests)" if args.quick else ""
-    parts = [INTRODUCTION.format(how=how)]
+    parts = ["# Results", "", prose(INTRODUCTION.format(how=how))]
     for name in wanted:
         EXPERIMENTS[name].draw(found, out / "figures")
         parts.append(EXPERIMENTS[name].section(found))

@@ -12,13 +12,32 @@ from statistics import median
 import figure7
 import published
 from cells import Cell, Found
-from page import table
+from page import prose, table
 from setups import SOURCES
 
 PUBLISHED = figure7.PUBLISHED
 COUNTERPARTS = {"round_robin": "sglang_rr", "preble": "e2"}
 KNEE = 4.0  # a published curve is below saturation while it is at most so many times its lowest value
 NEAR = 0.30
+
+
+ABOUT = f"""
+    Median of |simulated / published - 1| over the digitised points below saturation (a curve up to {KNEE:g} times
+    its lowest value), all metrics of a panel together; a positive bias means that the simulation is slower. Below
+    each figure's own rows stand the same with one thing changed, on two GPUs.
+"""
+REMARKS = """
+    What explains the differences:
+
+    - Host time. The regressions are of the model alone. SGLang in spring 2024 took some 10 ms an iteration and 2 ms
+      for each request in its batch besides, fitted to one published table (Programming, Preble's rows). Without it
+      the simulated workers with large batches (ToolBench, Programming) saturate far later than the real ones did.
+    - Working sets. How many videos and documents a picture was made with is not recorded. With 24 or 30 documents
+      nearly everything would have been a cache hit, which the published latencies exclude: at 0.1 requests a second
+      Preble's median is that of a prompt computed in full.
+    - The original's scheduler. Its code explores prompts that are cached in full and counts load for each tree
+      node; our E2 does neither, and is faster than the published curves where placement decides.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,14 +121,7 @@ def curves_of(workload: str, gpus: int, policy: str) -> list[published.Curve]:
 def section(found: Found) -> str:
     """Markdown: nearness of figure 7 to what was measured, then the variants."""
     share = next(iter(found)).share
-    parts = [
-        "## How near the simulation is to the published measurements",
-        "",
-        f"Median of |simulated / published - 1| over the digitised points below saturation (a curve up to {KNEE:g} times its",
-        "lowest value), all metrics of a panel together; positive \"bias\" means that the simulation is slower. Below the",
-        "figure's own row stand the same with one thing changed.",
-        "",
-    ]  # fmt: skip
+    parts = ["## How near the simulation is to the published measurements", "", prose(ABOUT)]
     rows = []
     for workload, variants in VARIANTS.items():
         for policy, system in COUNTERPARTS.items():
@@ -121,7 +133,7 @@ def section(found: Found) -> str:
                     cell = Cell("terms", variant.workload, variant.fleet, dict(variant.systems)[policy], 0.0, 0, share)
                     rows.append(row(found, workload, 2, policy, cell, f"{variant.title}"))
     heads = ["workload or change", "GPUs", "system", "points", "median deviation", "bias", "within 30 %"]
-    return "\n".join([*parts, table(heads, [row_ for row_ in rows if row_]), "", *REMARKS, ""])
+    return "\n".join([*parts, table(heads, [row_ for row_ in rows if row_]), "", prose(REMARKS)])
 
 
 def row(found: Found, workload: str, gpus: int, policy: str, cell: Cell, title: str) -> list[str]:
@@ -133,17 +145,3 @@ def row(found: Found, workload: str, gpus: int, policy: str, cell: Cell, title: 
     near = deviation(both)
     name = {"preble": "Preble", "round_robin": "round robin"}[policy]
     return [title, str(gpus), name, str(len(both)), f"{near:.0%}", f"{bias:+.0%}", "yes" if near <= NEAR else "no"]
-
-
-REMARKS = [
-    "What explains the differences:",
-    "",
-    "- *Host time.* The regressions are of the model alone. SGLang in spring 2024 took some 10 ms an iteration and 2 ms for",
-    "  each request in its batch besides, fitted to one published table (Programming, Preble's rows). Without it the",
-    "  simulated workers with large batches (ToolBench, Programming) saturate far later than the real ones did.",
-    "- *Working sets.* How many videos and documents a picture was made with is not recorded. With 24 or 30 documents",
-    "  nearly everything would have been a cache hit, which the published latencies at 0.1 requests a second exclude: Preble's",
-    "  median there is that of a prompt computed in full.",
-    "- *The original's scheduler.* Its code explores prompts that are cached in full and counts load for each tree node; our",
-    "  E2 does neither, and is faster than its published curves where placement decides (ToolBench).",
-]

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._batch import BatchItem
 from ..engines.torch.attention import AttentionPlan, KvPool
 from ..engines.torch.loading import Layer, Model, choose_device, choose_dtype, load_model
 from ..engines.torch.runner import Runner
-from ..local_types import BatchItem
 from .profile import Parts
 from .targets import clock_of, synchronise
 
