@@ -25,6 +25,7 @@ def compile_flags() -> tuple[list[str], list[str]]:
     if os.name == "nt":
         return (["/O2"], [])
     flags = ["-O1", "-g", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3"]
+    flags.append("-ffp-contract=off")  # a fused multiply-add rounds otherwise: the same run on every processor
     sanitizers = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
     quiet = ["-Wno-unused-function", "-Wno-array-bounds", "-Wno-sign-compare"]  # the habits of generated code
     return ([*flags, *quiet, *sanitizers], sanitizers)
