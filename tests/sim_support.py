@@ -72,7 +72,7 @@ def check(result: Result, simulation: sim.Simulation, settings: sim.SimConfig) -
     finished, placed = result.outcome == FINISHED, result.worker >= 0
     assert result.counts["iterations"] == sum(worker.iterations for worker in simulation.workers)
     assert (~np.isnan(result.finish_seconds) == finished).all()
-    assert (result.arrival_seconds[finished] < result.first_token_seconds[finished]).all()
+    assert (result.arrival_seconds[finished] <= result.first_token_seconds[finished]).all()
     assert (result.first_token_seconds[finished] <= result.finish_seconds[finished]).all()
     assert (result.cached_tokens < result.prompt_tokens).all()
     assert placed[finished].all() and not placed[result.outcome == CUT_OFF].any()

@@ -114,6 +114,13 @@ def test_workers_of_different_kinds() -> None:
     assert simulation.workers[1].engine.info.kv_capacity_tokens == 80
 
 
+def test_work_that_takes_no_time_is_done() -> None:
+    """A worker took an iteration of 0 s for one with nothing in it, and stood still for ever."""
+    result, _ = run(PAIR, config(cost_model=CostModel([(0, 0.0), (10, 0.0)])))
+    assert result.finish_seconds.tolist() == [0.0, 0.05]
+    assert result.counts["iterations"] == 5
+
+
 def test_max_running_of_a_worker() -> None:
     requests = [asked(f"r{i}", 0.0, 10, out=5) for i in range(4)]
     result, simulation = run(requests, config(workers=(WorkerSpec("w", max_running=2),)))

@@ -70,7 +70,7 @@ class SimWorker:
 
     def _begin(self) -> None:
         seconds = self.engine.begin_step()
-        self._running = seconds > 0.0
+        self._running = seconds > 0.0 or self.engine.has_work()  # a cost model may say that work takes no time
         if self._running:
             self._begun = self._timeline.now
             host_seconds = self._step_seconds + self._step_seconds_per_request * self.engine.batch_requests
