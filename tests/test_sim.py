@@ -55,6 +55,7 @@ def test_the_summary_of_two_requests() -> None:
     assert found.mean_ttft_seconds == pytest.approx((0.110 + 0.091) / 2)
     assert found.mean_latency_seconds == pytest.approx((0.153 + 0.103) / 2)
     assert found.p50_latency_seconds == pytest.approx((0.153 + 0.103) / 2)
+    assert found.max_ttft_seconds == pytest.approx(0.110)
     assert found.p99_latency_seconds == pytest.approx(0.103 + 0.99 * 0.05)
     assert found.mean_tpot_seconds == pytest.approx(((0.153 - 0.110) / 2 + (0.153 - 0.141)) / 2)
     assert found.mean_normalised_seconds == pytest.approx((0.153 / 3 + 0.103 / 2) / 2)
@@ -102,6 +103,13 @@ def test_network_and_step_delays() -> None:
     assert result.first_token_seconds == pytest.approx([0.5 + 0.112, 0.5 + 0.112 + 0.033])
     assert result.finish_seconds == pytest.approx([0.5 + 0.112 + 0.033 + 0.014] * 2)
     assert result.busy_seconds == pytest.approx([0.112 + 0.033 + 0.014])
+
+
+def test_what_an_iteration_takes_for_each_request() -> None:
+    result, _ = run(PAIR, config(step_seconds=0.002, step_seconds_per_request=0.0005))
+    ends = np.cumsum([0.110 + 0.0025, 0.031 + 0.003, 0.012 + 0.003])  # one request, then two, and two
+    assert result.first_token_seconds == pytest.approx(ends[:2])
+    assert result.finish_seconds == pytest.approx([ends[2], ends[2]])
 
 
 def test_workers_of_different_kinds() -> None:
@@ -373,6 +381,7 @@ def test_progress_is_told_about_once_a_second_and_at_the_end() -> None:
         *(("workers", bad) for bad in (0, -1, True, 1.5, "w", (), ("w0",), (WorkerSpec("a", cost_model=3),))),
         *(("seed", bad) for bad in (-1, 1.0, None)),
         *(("step_seconds", bad) for bad in (-1.0, math.nan, math.inf, "1", None, True)),
+        *(("step_seconds_per_request", bad) for bad in (-1e-9, math.nan)),
         *(("network_seconds", bad) for bad in (-1e-9, math.nan, math.inf)),
         *(("event_delay_seconds", bad) for bad in (-1e-9, math.nan, math.inf)),
         *(("event_loss", bad) for bad in (-0.1, 1.1, math.nan, "much")),

@@ -73,6 +73,7 @@ def fleets(draw: Any) -> sim.SimConfig:
         scheduler=SchedulerConfig(live_requests_max=draw(st.sampled_from([4, 1000]))),
         seed=draw(st.integers(0, 3)),
         step_seconds=draw(short_times),
+        step_seconds_per_request=draw(st.sampled_from([0.0, 0.001])),
         network_seconds=draw(short_times),
         event_delay_seconds=draw(short_times),
         event_loss=draw(st.sampled_from([0.0, 0.5, 1.0])),

@@ -11,6 +11,7 @@ import pytest
 
 from preble import sim
 from preble.cli import main
+from preble.policy import POLICIES
 from preble.workloads import generate, poisson
 
 SMALL = ["simulate", "--requests", "40", "--groups", "4", "--rps", "8", "--workers", "3"]
@@ -70,6 +71,23 @@ def test_the_figures_are_those_of_the_library(capsys: pytest.CaptureFixture[str]
         *(f"{getattr(summary, f'{name}_latency_seconds'):.3f}" for name in ("mean", "p50", "p99")),
         f"{summary.hit_fraction:.1%}", f"{summary.load_spread:.2f}", f"{result.goodput(0.4):.1%}", result.trace_hash,
     ]  # fmt: skip
+
+
+def test_every_policy_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [*POLICIES, "oracle_partition"]
+    assert main([*SMALL, "--policy", ",".join(names)]) == 0
+    lines = capsys.readouterr().out.splitlines()[5:]
+    assert [line.split()[0] for line in lines] == names
+    assert len({(len(line), line.rindex("%")) for line in lines}) == 1  # in columns
+    assert len(lines[0]) <= 120
+
+
+def test_the_oracle_knows_the_groups(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each group is computed once, on its home: more hits than by turns."""
+    place = tmp_path / "found.json"
+    assert main([*SMALL, "--policy", "round_robin,oracle_partition", "--json", str(place)]) == 0
+    found = json.loads(place.read_text())["policies"]
+    assert found["oracle_partition"]["hit_fraction"] > found["round_robin"]["hit_fraction"]
 
 
 def segments(folder: Path, requests: int) -> Path:

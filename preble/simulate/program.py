@@ -19,7 +19,8 @@ from .. import __version__, workloads
 from ..demo.progress import Screen, Tally
 from ..errors import InvalidInput
 from ..local import LocalConfig
-from ..policy import resolve
+from ..policies.oracle import OraclePartition
+from ..policy import Policy, resolve
 from ..sim import Result, SimConfig, WorkerDeath, simulate
 from ..sim.results import OUTCOMES
 from ..workloads import Workload
@@ -52,14 +53,14 @@ class Speed(Tally):
 
 def run_simulate(args: argparse.Namespace, screen: Screen | None = None) -> int:
     """Check everything, simulate each policy, print the table. Wrong options raise before anything is simulated."""
-    config, policies = config_of(args), policies_of(args.policy)
+    config, policies = config_of(args), names_of(args.policy)
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise InvalidInput(f"--json: there is no such file to write: {args.json}")
     workload = workload_of(args)
     sys.stdout.write(opening(workload, config) + "\n\n" + header(args.slo_ttft) + "\n")
     found = {}
     for policy in policies:
-        result = simulated(workload, replace(config, policy=policy), policy, screen or Screen())
+        result = simulated(workload, replace(config, policy=made(policy, workload)), policy, screen or Screen())
         found[policy] = report(result, args.slo_ttft)
         sys.stdout.write(row(policy, found[policy]) + "\n")
         sys.stdout.flush()
@@ -113,14 +114,22 @@ def death_of(text: str) -> WorkerDeath:
         raise InvalidInput(f"--kill must be a worker and seconds, such as w0@30, got {text!r}") from None
 
 
-def policies_of(text: str) -> list[str]:
+def names_of(text: str) -> list[str]:
     """The policies named, each known and each once."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        resolve(name)
+        if name != OraclePartition.name:
+            resolve(name)
     if len(set(names)) < len(names):
         raise InvalidInput(f"--policy names one twice: {text}")
     return names
+
+
+def made(policy: str, workload: Workload) -> str | Policy:
+    """What `SimConfig` wants for a policy's name: the oracle must be told the groups."""
+    if policy != OraclePartition.name:
+        return policy
+    return OraclePartition({request.request_id: request.group for request in workload.requests})
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
@@ -128,17 +137,17 @@ def workload_of(args: argparse.Namespace) -> Workload:
     if args.workload in MAKERS:
         requests = args.requests or REQUESTS
         groups = args.groups or max(1, requests // REQUESTS_PER_GROUP)
-        made = workloads.generate(args.workload, requests=requests, groups=groups, seed=args.seed)
+        found = workloads.generate(args.workload, requests=requests, groups=groups, seed=args.seed)
     elif Path(args.workload).exists():
         if args.groups is not None:
             raise InvalidInput("--groups is for workloads that are generated; a file has its own")
         tokenizer = workloads.mistral() if args.tokenizer == "mistral" else workloads.words()
-        made = workloads.read(args.workload, tokenizer=tokenizer, limit=args.requests)
+        found = workloads.read(args.workload, tokenizer=tokenizer, limit=args.requests)
     else:
         raise InvalidInput(f"--workload must be one of {', '.join(MAKERS)}, or a file; got {args.workload!r}")
-    if args.rps is None and made.arrivals != "none":
-        return made
-    return workloads.poisson(made, args.rps or RPS, args.seed)
+    if args.rps is None and found.arrivals != "none":
+        return found
+    return workloads.poisson(found, args.rps or RPS, args.seed)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -168,16 +177,16 @@ def opening(workload: Workload, config: SimConfig) -> str:
 
 def header(slo_seconds: float) -> str:
     """The table's two top lines. Seconds, unless said otherwise."""
-    first = f"{'':<14}{'TTFT s':>9}{'':>16}{'latency s':>10}{'':>16}{'':>7}{'':>8}{'TTFT <=':>9}"
+    first = f"{'':<20}{'TTFT s':>9}{'':>16}{'latency s':>10}{'':>16}{'':>7}{'':>8}{'TTFT <=':>9}"
     titles = "".join(f"{title:>{width}}" for title, width, _ in COLUMNS)
-    return f"{first}\n{'policy':<14}{titles}{'hits':>7}{'spread':>8}{f'{slo_seconds:g} s':>9}  trace"
+    return f"{first}\n{'policy':<20}{titles}{'hits':>7}{'spread':>8}{f'{slo_seconds:g} s':>9}  trace"
 
 
 def row(policy: str, found: Mapping[str, Any]) -> str:
     """A policy's line."""
     seconds = "".join(f"{found[name]:>{width}.3f}" for _, width, name in COLUMNS)
     shares = f"{found['hit_fraction']:>7.1%}{found['load_spread']:>8.2f}{found['goodput']:>9.1%}"
-    return f"{policy:<14}{seconds}{shares}  {found['trace_hash']}"
+    return f"{policy:<20}{seconds}{shares}  {found['trace_hash']}"
 
 
 def shortfall(policy: str, found: Mapping[str, Any]) -> str:
