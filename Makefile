@@ -8,6 +8,8 @@
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make build   the compiled core, in place
 #   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
+#   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
+#   make paper-quick  the same with a tenth of the requests (4 minutes), into build/paper-quick
 #   make instructions            instructions per operation against the baseline (valgrind); fails at 5 % more
 #   make instructions-renew REASON="..."   a new baseline
 #   make clean   remove what these made
@@ -22,7 +24,7 @@ PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
-.PHONY: demo test check asan tsan leaks build bench peers instructions instructions-renew clean
+.PHONY: demo test check asan tsan leaks build bench paper paper-quick peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -47,6 +49,12 @@ build: $(VENV)/built
 
 bench: $(VENV)/built peers
 	$(BIN)/python benchmarks/bench_schedule.py --everything --runs 3 --json benchmarks/results/everything.json --docs $(ARGS)
+
+paper: $(VENV)/built
+	$(BIN)/python benchmarks/paper/run.py $(ARGS)
+
+paper-quick: $(VENV)/built
+	$(BIN)/python benchmarks/paper/run.py --quick $(ARGS)
 
 instructions: $(VENV)/built
 	$(BIN)/python benchmarks/instructions.py
@@ -76,7 +84,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/created
 	@echo "Installing what Preble needs into $(VENV), once (about 2 minutes)"
 	$(PIP) install -c constraints.txt setuptools Cython wheel
 	$(PIP) install -c constraints.txt torch==2.13.0
-	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,bench,test,dev]"
+	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,bench,test,dev,mistral]"
 	@touch $@
 
 $(VENV)/built: $(SOURCES) $(VENV)/installed

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 GREY = "#555555"
 COLOURS = {
@@ -31,6 +32,14 @@ def tidy(axis: Any) -> None:
     for side in ("left", "bottom"):
         axis.spines[side].set_color("#bbbbbb")
     axis.tick_params(colors=GREY, labelsize=8)
+
+
+def logarithmic(axis: Any) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2, 5."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_locator(NullLocator())
 
 
 def line(axis: Any, x: Sequence[float], y: Sequence[float], colour: str, label: str, **style: Any) -> None:

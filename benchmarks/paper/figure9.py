@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cells import Cell, Found
-from drawing import COLOURS, figure, line, save
+from drawing import COLOURS, figure, line, logarithmic, save
 from page import number, prose, ratio, table
 from setups import SYSTEMS
 
@@ -49,7 +49,7 @@ def draw(found: Found, directory: Path) -> None:
         for system in ORDER:
             line(axis, *curve(found, system, metric), COLOURS[system], SYSTEMS[system].title)
         axis.set_title(title, fontsize=10, loc="left")
-        axis.set_yscale("log")
+        logarithmic(axis)
         axis.set_xlabel("requests a second")
     axes.flat[0].legend(fontsize=8, frameon=False)
     save(sheet, directory / "figure9.png", "Video QA on 2 x A6000, vLLM-like engines")

@@ -23,6 +23,7 @@ import figure7
 import figure8
 import figure9
 import terms
+import throughput
 from page import prose
 
 EXPERIMENTS: dict[str, ModuleType] = {
@@ -32,6 +33,7 @@ EXPERIMENTS: dict[str, ModuleType] = {
     "figure8": figure8,
     "figure9": figure9,
     "fairness": fairness,
+    "throughput": throughput,
 }
 INTRODUCTION = """
     What E2 is worth in simulation, and where it loses: a contest with the rules of other routers, and the paper's
