@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from preble import sim
+from preble import CostModel, sim
 from preble.cli import main
 from preble.policy import POLICIES
 from preble.workloads import generate, poisson
@@ -71,6 +71,20 @@ def test_the_figures_are_those_of_the_library(capsys: pytest.CaptureFixture[str]
         *(f"{getattr(summary, f'{name}_latency_seconds'):.3f}" for name in ("mean", "p50", "p99")),
         f"{summary.hit_fraction:.1%}", f"{summary.load_spread:.2f}", f"{result.goodput(0.4):.1%}", result.trace_hash,
     ]  # fmt: skip
+
+
+def test_a_cost_model_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As `preble profile` writes it. Twice as fast an engine, half the time to the first token."""
+    found = []
+    for name, factor in (("slow", 1.0), ("fast", 0.5)):
+        place = tmp_path / f"{name}.json"
+        CostModel([(0, 0.02 * factor), (1000, 0.12 * factor)], name=name).save(place)
+        result = tmp_path / f"{name}-found.json"
+        options = ["--requests", "1", "--policy", "e2", "--cost-model", str(place), "--json", str(result)]
+        assert main(["simulate", *options]) == 0
+        assert str(place) in capsys.readouterr().out
+        found.append(json.loads(result.read_text())["policies"]["e2"]["mean_ttft_seconds"])
+    assert found[1] == pytest.approx(found[0] / 2)
 
 
 def test_every_policy_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
