@@ -252,3 +252,13 @@ def test_faults_that_make_sense() -> None:
     back = WorkerJoin(2.0, WorkerSpec("w0", cost_model=PLAIN))
     for faults in ((WorkerDeath(1.0, "w0", 0.5), back, WorkerDeath(3.0, "w0")), (), (WorkerDrain(1.0, "w1"),) * 2):
         config(workers=2, faults=faults)
+
+
+def test_everybody_is_dead_for_a_while_and_nobody_knows() -> None:
+    """W1's request goes to w0, which is dead as well, and from there to the newcomer."""
+    faults = (WorkerDeath(0.05, "w0", 3.0), WorkerDeath(0.05, "w1", 1.0), WorkerJoin(2.0, WorkerSpec("new")))
+    requests = [asked("a", 0.0, 100, out=2), asked("b", 0.0, 100, out=2)]
+    result, _ = run(requests, config(workers=2, policy="round_robin", faults=faults))
+    assert result.worker.tolist() == [2, 2]
+    assert result.first_token_seconds == pytest.approx([3.05 + 0.110, 3.05 + 0.110 + 0.111])
+    assert result.counts["resumed"] == 3
