@@ -38,7 +38,7 @@ from typing import Protocol
 from ._batch import LiveRequest
 from .local_types import Int32Array, LocalConfig
 
-REBIN_PER_ROUND = 256
+REBIN_PER_ROUND = 64  # of 256 waiting, looking at all costs 1.5 times the simulation, for mean latencies within 2 %
 OVERDUE_EVERY = 8  # where all went first who are overdue, an overloaded worker would serve in order of arrival
 
 

@@ -47,8 +47,9 @@ INTRODUCTION = """
 """
 
 
-def main() -> int:
-    args = parsed(sys.argv[1:])
+def main(arguments: list[str]) -> int:
+    """Everything asked for; the exit code."""
+    args = parsed(arguments)
     started = time.monotonic()
     out = Path(args.out) if args.out else cells.ROOT / ("build/paper-quick" if args.quick else "docs")
     wanted = args.only or list(EXPERIMENTS)
@@ -83,4 +84,4 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
