@@ -45,6 +45,10 @@ of the mean TTFT plus the mean floor of the rest.
 Closed loop. Requests with `after` arrive when a policy lets them, so that no queueing bound of their waiting holds.
 They count with their floor alone (one token for the prompt: what they own may be computed before they come), and the
 fast machine is left to the others.
+
+Warm-up. Where the first requests by release only warm the caches, they own tokens, and their jobs are left out, which
+takes work from the machine and none from the counted: the bounds are those of the counted requests' figures. A token
+that a counted request owns is held by nobody who is not counted, so it is missed by one who is.
 """
 
 from __future__ import annotations
@@ -77,11 +81,13 @@ class Bounds:
 
     Times are lower bounds in seconds, `hit_fraction_ceiling` is an upper bound of cached over all prompt tokens with
     an infinite cache, `least_prefill_tokens` the prompt tokens that somebody must compute. `mean_ttft_terms` has
-    the bounds of which `mean_ttft_seconds` is the largest: "floor", "srpt", "mean_busy".
+    the bounds of which `mean_ttft_seconds` is the largest: "floor", "srpt", "mean_busy". All are of the requests of
+    which `counted`, shape [requests given], is true; `requests` is their number.
     """
 
     workers: int
     requests: int
+    counted: npt.NDArray[np.bool_]
     mean_ttft_seconds: float
     p99_ttft_seconds: float
     max_ttft_seconds: float
@@ -159,17 +165,24 @@ class Flow:
 
 
 def lower_bounds(
-    requests: Sequence[PromptRequest], cost_model: CostModel, workers: int, token_budget: int = 512
+    requests: Sequence[PromptRequest],
+    cost_model: CostModel,
+    workers: int,
+    token_budget: int = 512,
+    warmup_requests: int = 0,
 ) -> Bounds:
     """Bounds that hold for every policy on `workers` workers whose iterations have at most `token_budget` tokens.
 
+    The first `warmup_requests` by release, fewer than there are, are not counted: see the module.
+
     Raises `InvalidInput` for no requests or an `after` that names none or itself in the end, `DuplicateRequest` for
-    an id twice, `InvalidConfig` for `workers` or `token_budget` below 1.
+    an id twice, `InvalidConfig` for `workers` or `token_budget` below 1, or `warmup_requests` that leave nobody.
     """
     check_int("workers", workers, 1, 1_000_000)
     check_int("token_budget", token_budget, 1, 2**31 - 1)
     if not requests:
         raise InvalidInput("requests are empty")
+    check_int("warmup_requests", warmup_requests, 0, len(requests) - 1)
     prompts = np.array([request.prompt_tokens for request in requests], np.int64)
     outputs = np.array([request.output_tokens for request in requests], np.int64)
     prices = Prices(cost_model, token_budget, int((prompts + outputs).max()))
@@ -184,7 +197,8 @@ def lower_bounds(
     decode_works = prices.decode[prompts + outputs - 1] - prices.decode[first_decoded]
     is_open = np.array([request.after is None for request in requests])
     floors = np.maximum(one_token, np.where(is_open, works, 0.0))
-    opened, closed = order[is_open[order]], order[~is_open[order]]
+    late = order[warmup_requests:]
+    opened, closed = late[is_open[late]], late[~is_open[late]]
     both = np.concatenate([opened, closed])
     tails = np.where(works > 0.0, floors / 2, floors)
     ttft = Flow(releases[opened], works[opened], tails[opened], floors[both], workers)
@@ -193,17 +207,20 @@ def lower_bounds(
 
     terms = ttft.mean_terms()
     mean_ttft = max(terms.values())
-    least_tokens = max(len(requests), int(owned.sum() - repeated.sum()))
+    least_tokens = max(len(late), int(owned[late].sum() - repeated.sum()))
+    counted = np.zeros(len(requests), np.bool_)
+    counted[late] = True
     return Bounds(
         workers=workers,
-        requests=len(requests),
+        requests=len(late),
+        counted=counted,
         mean_ttft_seconds=mean_ttft,
         p99_ttft_seconds=ttft.percentile(0.99),
         max_ttft_seconds=ttft.longest(),
-        mean_latency_seconds=max(mean_ttft + float(decode_floors.mean()), *latency.mean_terms().values()),
+        mean_latency_seconds=max(mean_ttft + float(decode_floors[late].mean()), *latency.mean_terms().values()),
         p99_latency_seconds=latency.percentile(0.99),
         max_latency_seconds=latency.longest(),
-        hit_fraction_ceiling=1.0 - least_tokens / int(prompts.sum()),
+        hit_fraction_ceiling=1.0 - least_tokens / int(prompts[late].sum()),
         least_prefill_tokens=least_tokens,
         mean_ttft_terms=terms,
         ttft=ttft,
