@@ -47,6 +47,11 @@ class Cell:
         """What cells with the same requests have in common."""
         return self.experiment, self.workload, self.fleet, self.rps, self.seed, self.share
 
+    @property
+    def cost(self) -> float:
+        """Cells of a higher cost are begun first."""
+        return self.rps
+
 
 Found = dict[Cell, dict[str, Any]]
 
@@ -73,13 +78,13 @@ def rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return {k: float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for k, v in figures.items()}
 
 
-@lru_cache(maxsize=1)
-def sources_digest() -> str:
-    """Of everything that a result depends on beside the cell."""
+@lru_cache(maxsize=8)
+def sources_digest(module: str) -> str:
+    """Of everything that a result depends on beside the cell, whose class is in `module`."""
     digest = hashlib.sha256()
     package = Path(preble.__file__).parent
     paths = [path for kind in ("*.py", "*.pyx", "*.pxd") for path in package.rglob(kind)]
-    for path in sorted([*paths, HERE / "setups.py", HERE / "cells.py"]):
+    for path in sorted({*paths, HERE / "setups.py", HERE / "cells.py", Path(str(sys.modules[module].__file__))}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -104,7 +109,7 @@ class Store:
         half.replace(path)
 
     def _path(self, cell: Any) -> Path:
-        text = json.dumps([type(cell).__name__, asdict(cell), sources_digest()], sort_keys=True)
+        text = json.dumps([type(cell).__name__, asdict(cell), sources_digest(type(cell).__module__)], sort_keys=True)
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
@@ -125,7 +130,7 @@ def run_all(
     known = {cell: figures for cell in cells if (figures := store.get(cell)) is not None}
     left = [cell for cell in cells if cell not in known]
     places = [list(group) for _, group in groupby(left, key=lambda cell: cell.place)]
-    places.sort(key=lambda group: -group[0].rps)
+    places.sort(key=lambda group: -group[0].cost)
     said = time.monotonic()
     started = said
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
