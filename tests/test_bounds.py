@@ -302,6 +302,19 @@ def test_a_queue_is_seen_by_every_bound() -> None:
     assert bounds.goodput(2.0) == pytest.approx(0.4)
 
 
+def test_requests_of_a_warmup_own_tokens_and_are_not_counted() -> None:
+    late = prompt("late", range(150), 1, 3.0)
+    later = prompt("later", range(150), 1, 4.0)
+    first = prompt("first", range(100), 11, 0.5)
+    bounds = lower_bounds([late, later, first], PER_TOKEN, 1, warmup_requests=1)
+    assert bounds.counted.tolist() == [True, True, False] and bounds.requests == 2
+    assert bounds.ttft.works.tolist() == pytest.approx([0.5, 0.0])
+    assert bounds.mean_ttft_seconds == pytest.approx(0.51 / 2)
+    assert bounds.hit_fraction_ceiling == pytest.approx(250 / 300) and bounds.least_prefill_tokens == 50
+    with pytest.raises(InvalidConfig, match="warmup_requests"):
+        lower_bounds([late, later, first], PER_TOKEN, 1, warmup_requests=3)
+
+
 def test_a_closed_loop_counts_with_floors_only() -> None:
     first = prompt("a", range(100), 11)
     second = prompt("b", range(150), 6, after="a", pause_seconds=2.0)
@@ -413,6 +426,9 @@ def random_requests(rng: np.random.Generator, count: int, spread_seconds: float,
 
 
 def assert_bounded(requests: list[PromptRequest], served: list[Served], bounds: Any) -> None:
+    served = [one for one, counted in zip(served, bounds.counted, strict=True) if counted]
+    requests = [request for request, counted in zip(requests, bounds.counted, strict=True) if counted]
+    assert len(requests) == bounds.requests
     ttft = np.array([one.first - one.arrival for one in served])
     latency = np.array([one.last - one.arrival for one in served])
     assert np.isfinite(latency).all()
@@ -437,9 +453,10 @@ def assert_bounded(requests: list[PromptRequest], served: list[Served], bounds: 
     order=st.sampled_from(["priority", "fcfs", "longest_prefix"]),
     load=st.sampled_from([0.1, 1.0, 10.0]),
     closed=st.booleans(),
+    warmup=st.sampled_from([0, 1, 9, 23]),
 )
 def test_no_fleet_beats_the_bounds(
-    seed: int, model: CostModel, workers: int, budget: int, order: str, load: float, closed: bool
+    seed: int, model: CostModel, workers: int, budget: int, order: str, load: float, closed: bool, warmup: int
 ) -> None:
     rng = np.random.default_rng(seed)
     seconds = 24 * model.iteration_time([(30, 60)]) / (workers * load)
@@ -449,7 +466,7 @@ def test_no_fleet_beats_the_bounds(
     )
     routes = rng.integers(0, workers, len(requests))
     served = Fleet(model, workers, config, lambda number: int(routes[number])).run(requests)
-    assert_bounded(requests, served, lower_bounds(requests, model, workers, budget))
+    assert_bounded(requests, served, lower_bounds(requests, model, workers, budget, warmup))
 
 
 def test_a_worker_serving_in_order_reaches_the_longest_wait() -> None:
