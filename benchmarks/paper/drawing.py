@@ -54,11 +54,11 @@ def points(axis: Any, x: Sequence[float], y: Sequence[float], colour: str, label
 
 
 def bars(axis: Any, names: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
-    """Lying bars with their names and values."""
+    """Lying bars with their values, and their names where there are any."""
     axis.barh(range(len(values)), values, color=colours, height=0.7)
     for i, value in enumerate(values):
         axis.text(value, i, f" {value:.3g}", va="center", fontsize=8, color=GREY)
-    axis.set_yticks(range(len(values)), names, fontsize=8)
+    axis.set_yticks(range(len(values)), names or [""] * len(values), fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, max(values) * 1.25 or 1.0)
     tidy(axis)

@@ -9,7 +9,7 @@ from pathlib import Path
 from cells import Cell, Found
 from drawing import COLOURS, bars, figure, save
 from page import number, prose, table
-from setups import SYSTEMS
+from setups import SOURCES
 
 ORDER = ("e2-fcfs", "e2-lpm", "e2-nobound", "e2")
 PLACES = (("toolbench-zipf", 20.0), ("videoqa", 3.5), ("loogle", 0.8), ("programming", 3.0))
@@ -18,6 +18,13 @@ ABOUT = """
     the workers' queues differs. Preble's own has the paper's priority groups and an age bound: of those that waited
     for 30 s the oldest has every eighth turn.
 """
+ORDERS = {
+    "e2-fcfs": "first come first served",
+    "e2-lpm": "longest prefix first",
+    "e2-nobound": "priority groups, no age bound",
+    "e2": "priority groups, age bound (Preble)",
+}
+SHORT = {"p99_ttft_seconds": "p99 TTFT, s", "max_ttft_seconds": "longest TTFT, s"}
 METRICS = {
     "mean_ttft_seconds": "mean TTFT, s",
     "p99_ttft_seconds": "p99 TTFT, s",
@@ -48,8 +55,8 @@ def draw(found: Found, directory: Path) -> None:
         rows = chosen(found, workload)
         for axis, metric in zip(axes[:, column], ("p99_ttft_seconds", "max_ttft_seconds"), strict=True):
             values = [rows[system][metric] for system in ORDER]
-            bars(axis, [SYSTEMS[s].title for s in ORDER], values, [COLOURS[s] for s in ORDER])
-            axis.set_title(f"{workload}, {rps:g} rps: {METRICS[metric]}", fontsize=9, loc="left")
+            bars(axis, [ORDERS[s] for s in ORDER] if column == 0 else [], values, [COLOURS[s] for s in ORDER])
+            axis.set_title(f"{SOURCES[workload].title}, {rps:g} rps:\n{SHORT[metric]}", fontsize=9, loc="left")
     save(sheet, directory / "fairness.png", "The order of the local queue, E2 in front, 2 x A6000")
 
 
@@ -59,7 +66,7 @@ def section(found: Found) -> str:
     for workload, rps in PLACES:
         for system, figures in chosen(found, workload).items():
             lines.append([
-                f"{workload}, {rps:g} rps", SYSTEMS[system].title.removeprefix("E2, "),
+                f"{SOURCES[workload].title}, {rps:g} rps", ORDERS[system],
                 *(number(figures[metric]) for metric in METRICS), f"{figures['hit_fraction']:.0%}",
             ])  # fmt: skip
     heads = ["workload", "order", *METRICS.values(), "hits"]

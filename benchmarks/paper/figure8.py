@@ -44,8 +44,9 @@ def draw(found: Found, directory: Path) -> None:
     """Six small bar charts."""
     rows = chosen(found)
     sheet, axes = figure(2, 3, 11.0, 6.0)
-    for axis, (metric, title) in zip(axes.flat, METRICS.items(), strict=True):
-        bars(axis, [SYSTEMS[s].title for s in rows], [rows[s][metric] for s in rows], [COLOURS[s] for s in rows])
+    for i, (axis, (metric, title)) in enumerate(zip(axes.flat, METRICS.items(), strict=True)):
+        names = [SYSTEMS[s].title for s in rows] if i % 3 == 0 else []
+        bars(axis, names, [rows[s][metric] for s in rows], [COLOURS[s] for s in rows])
         axis.set_title(title, fontsize=10, loc="left")
     save(sheet, directory / "figure8.png", "Mixed tools and videos at Azure's arrival times, 4 x A6000")
 

@@ -53,24 +53,25 @@ def main(arguments: list[str]) -> int:
     started = time.monotonic()
     out = Path(args.out) if args.out else cells.ROOT / ("build/paper-quick" if args.quick else "docs")
     wanted = args.only or list(EXPERIMENTS)
-    found: cells.Found = {}
-    for name in wanted:
-        found.update(gathered(name, args.quick, Path(args.store)))
+    found = {name: gathered(name, args.quick, Path(args.store)) for name in wanted}
     how = " (here: `make paper-quick`, a tenth of the requests)" if args.quick else ""
     parts = ["# Results", "", prose(INTRODUCTION.format(how=how))]
     for name in wanted:
-        EXPERIMENTS[name].draw(found, out / "figures")
-        parts.append(EXPERIMENTS[name].section(found))
+        EXPERIMENTS[name].draw(found[name], out / "figures")
+        parts.append(EXPERIMENTS[name].section(found[name]))
     (out / "results.md").write_text("\n".join(parts))
     sys.stderr.write(f"wrote {out / 'results.md'} after {time.monotonic() - started:.0f} s\n")
     return 0
 
 
 def gathered(name: str, quick: bool, store: Path) -> cells.Found:
-    """An experiment's figures: what is kept, and the rest simulated."""
+    """An experiment's figures, with those of the experiments that it looks at too: what is kept, the rest simulated."""
     module = EXPERIMENTS[name]
     run = getattr(module, "run_place", cells.run_place)
-    return cells.run_all(module.grid(quick), store, name, run)
+    found = cells.run_all(module.grid(quick), store, name, run)
+    for other in getattr(module, "LOOKS_AT", ()):
+        found.update(gathered(other, quick, store))
+    return found
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:

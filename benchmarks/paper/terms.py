@@ -15,6 +15,7 @@ from cells import Cell, Found
 from page import prose, table
 from setups import SOURCES
 
+LOOKS_AT = ("figure7",)
 PUBLISHED = figure7.PUBLISHED
 COUNTERPARTS = {"round_robin": "sglang_rr", "preble": "e2"}
 KNEE = 4.0  # a published curve is below saturation while it is at most so many times its lowest value

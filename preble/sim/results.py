@@ -49,6 +49,7 @@ class Summary:
     p99_tpot_seconds: float
     mean_normalised_seconds: float
     p50_normalised_seconds: float
+    p90_normalised_seconds: float
     p99_normalised_seconds: float
     hit_fraction: float
     load_spread: float
@@ -138,7 +139,7 @@ class Result:
             **_spread("ttft", ttft, (50, 99)),
             max_ttft_seconds=float(ttft.max()) if len(ttft) else float("nan"),
             **_spread("tpot", tpot, (50, 99)),
-            **_spread("normalised", latency / output, (50, 99)),
+            **_spread("normalised", latency / output, (50, 90, 99)),
             hit_fraction=float(self.cached_tokens[done].sum() / max(1, self.prompt_tokens[done].sum())),
             load_spread=float(self.busy_seconds.max() / max(self.busy_seconds.mean(), 1e-12)),
             busy_fraction=float(self.busy_seconds.mean() / makespan) if makespan else 0.0,
