@@ -61,17 +61,17 @@ def draw_heat(axes: Any, found: stats.Found, metric: str, title: str) -> None:
     cells = stats.against_best(found, metric)
     depth = log2(DEEPEST)
     colours = [[log2(cell.value) for cell in cells if cell.workload == name] for name in names]
-    axes.imshow(colours, cmap="RdBu_r", vmin=-depth, vmax=depth, aspect="auto")
+    axes.imshow(colours, cmap=soft_colours(), vmin=-depth, vmax=depth, aspect="auto")
     for place, cell in enumerate(cells):
         y, x = divmod(place, len(loads))
         sure = cell.low > 1.0 or cell.high < 1.0
-        ink = "white" if abs(log2(cell.value)) > 0.72 * depth else "#222222"
+        ink = "white" if abs(log2(cell.value)) > 0.85 * depth else "#222222"
         weight = "bold" if sure else "normal"
         axes.text(x, y - 0.13, f"{cell.value:.2f}", ha="center", va="center", color=ink, fontsize=12, fontweight=weight)
         rival = SHORT.get(cell.rival, cell.rival)
         axes.text(x, y + 0.27, rival, ha="center", va="center", color=ink, fontsize=7)
         if sure:
-            frame = {"fill": False, "edgecolor": "#222222", "linewidth": 1.6}
+            frame = {"fill": False, "edgecolor": ink, "linewidth": 1.6}
             axes.add_patch(rectangle(x - 0.46, y - 0.45, 0.92, 0.9, frame))
     axes.set_xticks(range(len(loads)), [f"{load:.0%}" for load in loads])
     axes.set_yticks(range(len(names)), [SOURCES[name].title for name in names])
@@ -79,6 +79,15 @@ def draw_heat(axes: Any, found: stats.Found, metric: str, title: str) -> None:
     for side in axes.spines.values():
         side.set_visible(False)
     axes.set_title(title, **TITLE)
+
+
+def soft_colours() -> Any:
+    """Blue over white to red, without the darkest ends, on which nothing can be read."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap
+
+    whole = colormaps["RdBu_r"]
+    return LinearSegmentedColormap.from_list("soft", [whole(0.12 + 0.76 * step / 32) for step in range(33)])
 
 
 def rectangle(x: float, y: float, width: float, height: float, style: dict[str, Any]) -> Any:
