@@ -12,7 +12,7 @@ from page import number, prose, table
 from setups import SOURCES
 
 ORDER = ("e2-fcfs", "e2-lpm", "e2-nobound", "e2")
-PLACES = (("toolbench-zipf", 20.0), ("videoqa", 3.5), ("loogle", 0.8), ("programming", 3.0))
+PLACES = (("toolbench-zipf", 12.0), ("videoqa", 2.5), ("loogle", 0.6), ("programming", 2.5))
 ABOUT = """
     The same requests and the same global scheduler (E2), two workers near or beyond saturation; only the order of
     the workers' queues differs. Preble's own has the paper's priority groups and an age bound: of those that waited

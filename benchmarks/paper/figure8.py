@@ -15,9 +15,10 @@ from setups import SYSTEMS
 ORDER = ("sglang_rr", "rr", "oracle", "e2-paper", "e2")
 ABOUT = """
     Preble over round robin with the engine the paper compared with: {gains}. The paper gives no ratios for this
-    figure; it says that Preble is better in all four metrics. Arrival times are drawn with the mean and median of
-    Azure's gaps, not taken from the trace; the published log is of 4,025 requests at 13.6 a second, in a mix that
-    is not recorded.
+    figure; it says that Preble is better in all four metrics. 4,000 tools at the times of a slice of Azure's code
+    trace and 1,000 videos at those of its conversations, stretched to one duration in which 13.6 requests arrive a
+    second, as in the authors' log; videos are cut to the 4,096 tokens of context of that experiment; how many
+    videos and tools that log's 4,025 requests were is not recorded.
 """
 METRICS = {
     "mean_latency_seconds": "mean latency, s",
