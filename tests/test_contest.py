@@ -248,8 +248,8 @@ def test_the_page_names_losses_first(contest: ModuleType, found: dict[Any, Any])
 
 def test_numbers_have_three_digits_and_no_exponent(contest: ModuleType) -> None:
     number = sys.modules["contest_page"].number
-    given = (0.0, 0.01234, 0.5, 9.876, 98.76, 12345.6, math.nan)
-    assert [number(value) for value in given] == ["0", "0.0123", "0.500", "9.88", "98.8", "12,346", "-"]
+    given = (0.0, 0.01234, 0.5, 0.99996, 9.876, 98.76, 12345.6, math.nan)
+    assert [number(value) for value in given] == ["0", "0.0123", "0.500", "1.00", "9.88", "98.8", "12,346", "-"]
 
 
 def test_the_pictures_are_the_same_bytes_again(contest: ModuleType, found: dict[Any, Any], tmp_path: Path) -> None:

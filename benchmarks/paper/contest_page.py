@@ -116,7 +116,7 @@ def over_bound(found: Found, name: str) -> float:
 
 def worst_of(cell: stats.Ratio) -> str:
     """A ratio and where it is."""
-    return f"{cell.value:.1f}: {title(cell.workload)}, {cell.load:.0%}"
+    return f"{number(cell.value)}: {title(cell.workload)}, {cell.load:.0%}"
 
 
 def tables(found: Found, workload: str) -> list[str]:
@@ -249,6 +249,7 @@ def number(value: float) -> str:
     """Three significant digits, and none of them an exponent; "-" for what there is not."""
     if math.isnan(value):
         return "-"
+    value = float(f"{value:.3g}") if abs(value) < 1000.0 else value
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, min(digits, 4))}f}"
 

@@ -51,7 +51,10 @@ def draw(found: stats.Found, directory: Path) -> None:
     for metric, name in (("p99_ttft_seconds", "contest-p99.png"), ("mean_ttft_seconds", "contest-mean.png")):
         sheet = Figure(figsize=(15.0, 7.4), layout="constrained", facecolor="white")
         draw_curves(sheet, found, metric)
-        sheet.suptitle(f"{METRICS[metric]} over load, 4 x A6000, mean over seeds (log scale)", **HEADING)
+        sheet.suptitle(
+            f"{METRICS[metric]} over load, 4 x A6000, mean over seeds (log scale; what is far above is cut off)",
+            **HEADING,
+        )
         sheet.savefig(directory / name, dpi=100, metadata={"Software": None})
 
 
@@ -98,18 +101,21 @@ def rectangle(x: float, y: float, width: float, height: float, style: dict[str, 
 
 
 def draw_curves(sheet: Any, found: stats.Found, metric: str) -> None:
-    """A panel a workload, a line a policy."""
+    """A panel a workload, a line a policy. Grey lines far above all others are cut off: they would flatten the rest."""
     from matplotlib.ticker import LogLocator
 
     names, loads = stats.workloads(found), stats.loads(found)
     columns = -(-len(names) // 2)
     grid = sheet.subplots(2, columns, squeeze=False).flat
     for axes, workload in zip(grid, names, strict=False):
+        highest = 0.0
         for policy in (*stats.policies(found), stats.POOLED, stats.BOUND):
             middles = [float(stats.values(found, workload, load, policy, metric).mean()) for load in loads]
             style = {"linewidth": 1.7, **LINES.get(policy, OTHERS)}
+            highest = max([highest, *middles]) if policy in LINES else highest
             axes.plot([100 * load for load in loads], middles, label=policy, **style)
         axes.set_yscale("log")
+        axes.set_ylim(top=1.6 * highest)
         axes.set_title(SOURCES[workload].title, **TITLE)
         axes.set_xticks([100 * load for load in loads])
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f} %")
