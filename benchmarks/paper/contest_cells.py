@@ -58,13 +58,13 @@ class Source:
 
 
 SOURCES: Mapping[str, Source] = {
-    "toolbench": Source("ToolBench", 1200, 2.0, "toolbench", 320),
-    "toolbench-zipf": Source("ToolBench, Zipf 1.1", 1200, 2.0, "toolbench", 320, zipf=1.1),
+    "toolbench": Source("ToolBench", 1000, 2.0, "toolbench", 280),
+    "toolbench-zipf": Source("ToolBench, Zipf 1.1", 1000, 2.0, "toolbench", 320, zipf=1.1),
     "videoqa": Source("Video QA", 500, 5.0, "videoqa", 130),
-    "loogle": Source("LooGLE", 350, 10.0, "loogle", 50),
-    "programming": Source("Programming", 1200, 2.0, "programming", 150),
+    "loogle": Source("LooGLE", 320, 10.0, "loogle", 46),
+    "programming": Source("Programming", 1000, 2.0, "programming", 130),
     "embodied": Source("Embodied agents", 1400, 2.0, "embodied", 140),
-    "azure-mix": Source("Tools and videos, Azure's times", 1000, 5.0, "mix", 280),
+    "azure-mix": Source("Tools and videos, Azure's times", 900, 5.0, "mix", 260),
     "conversation": Source("Conversations, generated", 240, 10.0, "conversation", 165),
     "mooncake": Source("Mooncake conversations", 240, 10.0, trace="mooncake_conversation"),
     "mooncake-synthetic": Source("Mooncake synthetic", 240, 10.0, trace="mooncake_synthetic"),
