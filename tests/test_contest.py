@@ -93,12 +93,15 @@ def test_seeds_have_requests_of_their_own_and_loads_have_the_same(cells: ModuleT
     assert [r.arrival_seconds for r in other.requests] != [r.arrival_seconds for r in slow.requests]
 
 
-def test_the_mix_has_a_fifth_of_videos_all_along(cells: ModuleType) -> None:
-    requests = cells.arriving("azure-mix", 2, 1.0, cells.Rates(5.0, 10.0), 1.0).requests
+@pytest.mark.parametrize("seed", range(5))
+def test_the_mix_has_a_fifth_of_videos_over_the_same_time(cells: ModuleType, seed: int) -> None:
+    requests = cells.arriving("azure-mix", seed, 1.0, cells.Rates(5.0, 10.0), 1.0).requests
+    at = np.array([request.arrival_seconds for request in requests])
     videos = np.array([request.request_id.startswith("videoqa") for request in requests])
     assert videos.mean() == pytest.approx(0.2)
-    for quarter in np.array_split(videos, 4):
-        assert 0.05 < quarter.mean() < 0.5
+    assert at[videos].max() == pytest.approx(at[~videos].max(), rel=0.02)
+    warm = cells.warm_requests(len(requests)) / 5.0
+    assert (at[videos] < warm).mean() == pytest.approx((at[~videos] < warm).mean(), abs=0.02)
 
 
 def test_slices_of_traces_are_whole(cells: ModuleType) -> None:
