@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import figure7
 import published
 from cells import Cell, Found
-from page import prose, table
+from page import number, prose, table
 from setups import SOURCES
 
 LOOKS_AT = ("figure7",)
 PUBLISHED = figure7.PUBLISHED
 COUNTERPARTS = {"round_robin": "sglang_rr", "preble": "e2"}
+NAMES = {"preble": "Preble", "round_robin": "round robin", "oracle": "oracle"}
 KNEE = 4.0  # a published curve is below saturation while it is at most so many times its lowest value
 NEAR = 0.30
 
@@ -26,6 +27,11 @@ ABOUT = f"""
     Median of |simulated / published - 1| over the digitised points below saturation (a curve up to {KNEE:g} times
     its lowest value), all metrics of a panel together; a positive bias means that the simulation is slower. Below
     each figure's own rows stand the same with one thing changed, on two GPUs.
+"""
+ABOUT_POINTS = """
+    Every digitised point beside the simulated one at its rate; behind a "/" ours. Published round robin ran
+    SGLang's engine without chunked prefill, and so does the simulated one; the oracle likewise. In *italics* what
+    lies beyond saturation.
 """
 REMARKS = """
     What explains the differences:
@@ -97,7 +103,7 @@ def pairs(found: Found, curves: Iterable[published.Curve], cell: Cell) -> Pairs:
     for curve in curves:
         knee = KNEE * min(curve.values)
         for point in curve.points:
-            figures = found.get(Cell(cell.experiment, cell.workload, cell.fleet, cell.system, point.rps, 0, cell.share))
+            figures = found.get(replace(cell, rps=point.rps))
             if figures is not None and 0.0 < point.value <= knee:
                 both.append((point.value, figures[f"{curve.metric}_seconds"]))
     return both
@@ -134,7 +140,7 @@ def section(found: Found) -> str:
                     cell = Cell("terms", variant.workload, variant.fleet, dict(variant.systems)[policy], 0.0, 0, share)
                     rows.append(row(found, workload, 2, policy, cell, f"{variant.title}"))
     heads = ["workload or change", "GPUs", "system", "points", "median deviation", "bias", "within 30 %"]
-    return "\n".join([*parts, table(heads, [row_ for row_ in rows if row_]), "", prose(REMARKS)])
+    return "\n".join([*parts, table(heads, [row_ for row_ in rows if row_]), "", prose(REMARKS), *points(found, share)])
 
 
 def row(found: Found, workload: str, gpus: int, policy: str, cell: Cell, title: str) -> list[str]:
@@ -144,5 +150,40 @@ def row(found: Found, workload: str, gpus: int, policy: str, cell: Cell, title: 
         return []
     bias = median(simulated / real - 1.0 for real, simulated in both)
     near = deviation(both)
-    name = {"preble": "Preble", "round_robin": "round robin"}[policy]
-    return [title, str(gpus), name, str(len(both)), f"{near:.0%}", f"{bias:+.0%}", "yes" if near <= NEAR else "no"]
+    return [
+        title,
+        str(gpus),
+        NAMES[policy],
+        str(len(both)),
+        f"{near:.0%}",
+        f"{bias:+.0%}",
+        "yes" if near <= NEAR else "no",
+    ]
+
+
+def points(found: Found, share: float) -> list[str]:
+    """Markdown: all published points beside ours, folded away."""
+    rows = []
+    for workload in figure7.WORKLOADS:
+        for gpus, fleet in ((2, "2xa6000"), (4, "4xa6000")):
+            for policy, system in figure7.COUNTERPARTS.items():
+                for curve in curves_of(workload, gpus, policy):
+                    cell = Cell("figure7", workload, fleet, system, 0.0, 0, share)
+                    shown = beside(found, curve, cell)
+                    if shown:
+                        name = curve.metric.replace("_", " ")
+                        rows.append([SOURCES[workload].title, str(gpus), NAMES[policy], name, shown])
+    heads = ["workload", "GPUs", "system", "metric, s", "rps: published / simulated"]
+    summary = "<details><summary>Point by point</summary>"
+    return [summary, "", prose(ABOUT_POINTS), table(heads, rows), "", "</details>", ""]
+
+
+def beside(found: Found, curve: published.Curve, cell: Cell) -> str:
+    """The points of a curve that were simulated too, as "rate: published / simulated"."""
+    shown = []
+    for point in curve.points:
+        figures = found.get(replace(cell, rps=point.rps))
+        if figures is not None:
+            text = f"{point.rps:g}: {number(point.value)} / {number(figures[f'{curve.metric}_seconds'])}"
+            shown.append(text if point.value <= KNEE * min(curve.values) else f"*{text}*")
+    return ", ".join(shown)
