@@ -10,6 +10,7 @@ from asyncio. Paper sections 4.1 and 4.2.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ from .types import (
 )
 
 if TYPE_CHECKING:
+    from .records import DecisionRecord, Recording
     from .scheduler_books import PolicyBooks
+    from .shadow import Shadow
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
@@ -100,8 +103,13 @@ class GlobalScheduler(RequestCalls):
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
     or preset name, or a file (*.json), for workers that bring none. `clock`: any callable returning seconds. `seed`:
-    makes random choices repeatable.
+    makes random choices repeatable. `record`: keep records of decisions, a `Recording` says of which. `shadow`: a
+    policy, as `policy`, that is asked what it would do, without effect.
     """
+
+    def __new__(cls, *_: Any, record: Any = None, shadow: Any = None, **__: Any) -> GlobalScheduler:
+        """Whoever keeps records or has a shadow is of a subclass with longer calls; nobody else pays for it."""
+        return super().__new__(cls if record is None and shadow is None else _watched(cls))
 
     def __init__(
         self,
@@ -112,6 +120,8 @@ class GlobalScheduler(RequestCalls):
         config: SchedulerConfig | None = None,
         clock: Clock | None = None,
         seed: int = 0,
+        record: Recording | None = None,
+        shadow: str | Policy | type[Policy] | None = None,
     ) -> None:
         self.config = config if config is not None else SchedulerConfig()
         if not isinstance(self.config, SchedulerConfig):
@@ -129,7 +139,9 @@ class GlobalScheduler(RequestCalls):
             victims_max=self.config.victims_max,
             live_max=self.config.live_requests_max,
         )
-        self._books = _open_books(self._policy, self._core.tree)
+        self._open_records(record, shadow)
+        self._asks = self._policy is not None or (self._shadow is not None and self._shadow.policy is not None)
+        self._books = _open_books(self._policy, self._shadow, self._core.tree)
         self._workers: dict[str, _Worker] = {}
         self._lock = self._core.tree  # the writers' lock: recursive, and let go of Python's while it waits
         self._counts_here = dict.fromkeys(("events", "expired_leases", "expired_nodes", "failed_ticks"), 0)
@@ -157,14 +169,25 @@ class GlobalScheduler(RequestCalls):
                 request_id = self._new_id()
             asked = self._asked(token_ids, namespace, max_new_tokens, request_id, now)
             with _Excluding(self, exclude):
-                decision = self._core.schedule(
-                    token_ids, request_id, namespace, output_limit(max_new_tokens), now, self._policy, asked, explain
-                )
+                limit = output_limit(max_new_tokens)
+                decision = self._place(token_ids, request_id, namespace, limit, now, asked, explain)
             self._booked()
             self._count_reason(decision.reason)
             if self._books is not None and asked is not None:
                 self._books.booked(decision, asked, now)
             return decision
+
+    def _place(
+        self,
+        token_ids: TokenIds,
+        request_id: Hashable,
+        namespace: Hashable,
+        limit: int,
+        now: float,
+        asked: RequestView | None,
+        explain: bool,
+    ) -> Decision:
+        return self._core.schedule(token_ids, request_id, namespace, limit, now, self._policy, asked, explain)
 
     def _tell_books(self, request_id: Hashable, ended: bool, output_tokens: int) -> None:
         """A live request has its first token or is over; called by the calls of its life."""
@@ -192,19 +215,14 @@ class GlobalScheduler(RequestCalls):
         limit = output_limit(max_new_tokens)
         hashable("namespace", namespace)
         hashable("request_id", request_id)
-        with nullcontext() if self._policy is None else self._lock:  # a Python policy's scores are of these very books
-            return self._explained(token_ids, request_id, namespace, max_new_tokens, limit)
+        with self._lock if self._asks else nullcontext():  # a Python policy's scores are of these very books
+            now = self._now()
+            asked = self._asked(token_ids, namespace, max_new_tokens, request_id, now)
+            return self._explained(token_ids, namespace, limit, now, asked)
 
     def _explained(
-        self,
-        token_ids: TokenIds,
-        request_id: Hashable,
-        namespace: Hashable,
-        max_new_tokens: int | None,
-        limit: int,
+        self, token_ids: TokenIds, namespace: Hashable, limit: int, now: float, asked: RequestView | None
     ) -> Explanation:
-        now = self._now()
-        asked = self._asked(token_ids, namespace, max_new_tokens, request_id, now)
         chosen, reason, prompt, rows, names = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
         scores = self._scores(asked, rows)
         costs = tuple(
@@ -232,7 +250,7 @@ class GlobalScheduler(RequestCalls):
                 **self._counts(),
                 **self._counts_here,
                 "live_requests": len(self._core.leases),
-                "reasons": {**self._e2_reasons(), **self._reasons},
+                "reasons": dict(Counter(self._e2_reasons()) + Counter(self._reasons)),
                 "tree": self._core.tree.stats(),
                 "policy_books": {} if self._books is None else self._books.stats(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
@@ -249,6 +267,10 @@ class GlobalScheduler(RequestCalls):
                 worker.blocks.check()
             if self._books is not None:
                 self._books.check(self._core.leases)
+
+    def records(self) -> tuple[DecisionRecord, ...]:
+        """The decision records that are kept, oldest first; empty without `record`."""
+        return ()
 
     @property
     def policy(self) -> str:
@@ -391,6 +413,9 @@ class GlobalScheduler(RequestCalls):
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
+    def _open_records(self, record: Recording | None, shadow: str | Policy | type[Policy] | None) -> None:
+        self._shadow: Shadow | None = None
+
     def _now(self) -> float:
         return finite_time("what the clock returned", self._clock())
 
@@ -398,7 +423,7 @@ class GlobalScheduler(RequestCalls):
         self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None, request_id: Hashable, now: float
     ) -> RequestView | None:
         """The request as a Python policy sees it; E2 needs none."""
-        if self._policy is None:
+        if not self._asks:
             return None
         draw = unit_draw(self._seed, self._sequence)
         known = {} if self._books is None else self._books.known(token_ids, namespace, now)
@@ -458,6 +483,13 @@ class _Excluding:
             self._scheduler._core.set_eligible(worker.index, not worker.draining)
 
 
+def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
+    """The class of a scheduler that is watched, of the same name as its own."""
+    from .scheduler_watched import Watched
+
+    return type(cls.__name__, (Watched, cls), {})
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -473,13 +505,14 @@ def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:
     return values
 
 
-def _open_books(policy: Policy | None, tree: RadixTree) -> PolicyBooks | None:
-    """The books a policy needs; None for those that need none, which load nothing for it."""
-    if policy is None or not policy.needs:
+def _open_books(policy: Policy | None, shadow: Shadow | None, tree: RadixTree) -> PolicyBooks | None:
+    """The books that policy and shadow need; None for those that need none, which load nothing for it."""
+    needs = (() if policy is None else tuple(policy.needs)) + (() if shadow is None else shadow.needs)
+    if not needs:
         return None
     from .scheduler_books import PolicyBooks
 
-    return PolicyBooks(policy.needs, tree)
+    return PolicyBooks(needs, tree)
 
 
 def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
