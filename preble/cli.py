@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": ("preble.demo", "serve real prompts with two workers: round robin against E2"),
     "study": ("preble.study", "lengths, sharing and key portions of prompts: the paper's Table 1, Figures 4 and 5"),
     "simulate": ("preble.simulate", "compare policies on a simulated fleet, reproducibly"),
+    "explain": ("preble.explain", "why requests went where they went, from a file of decision records"),
     "profile": ("preble.profiler", "measure an engine and fit its cost model"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
 }

@@ -26,9 +26,9 @@ FLOORS = [
         "_blocks",
     },
     {"policy", "policies", "metrics", "_e2"},
-    {"scheduler", "local", "_batch", "_answers", "_booking", "_hot"},
+    {"scheduler", "records", "shadow", "local", "_batch", "_answers", "_booking", "_hot"},
     {"transport", "engines", "sim", "workloads", "integrations"},
-    {"router", "worker", "gateway", "cli", "demo", "study", "simulate", "profiler"},
+    {"router", "worker", "gateway", "cli", "demo", "study", "simulate", "profiler", "explain"},
 ]
 EDGES = 4
 # On floor 4 a package may import itself, and of its siblings only these.
