@@ -8,7 +8,7 @@ A decision has three parts: look and choose (`E2.choose_e2`, or a Python policy)
 
 from cpython.dict cimport PyDict_Next
 from cpython.ref cimport PyObject
-from libc.math cimport INFINITY
+from libc.math cimport INFINITY, nextafterf
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
@@ -495,8 +495,31 @@ cdef class DecisionCore(E2):
         self.book.void_lease(lease)
         return DONE
 
-    def booked_before(self, double then) -> list[object]:
-        """Ids of live requests booked before a time; they are known in booking order. O(those)."""
+    def renew(self, object request_id, double now) -> bool:
+        """Note a sign of life of a live request. False if it is not live, or just being placed."""
+        cdef Lease* lease
+        cdef double seconds
+        with self.tree:
+            lease = self.live_lease(<int64_t> self.leases.get(request_id, PENDING))
+            if lease == NULL:
+                return False
+            seconds = now - lease.booked_at
+            if seconds > lease.renewed_seconds:
+                lease.renewed_seconds = <float> seconds
+                if lease.renewed_seconds < seconds:
+                    lease.renewed_seconds = nextafterf(lease.renewed_seconds, INFINITY)
+        return True
+
+    def seen_at(self, object request_id) -> float:
+        """When a live request was booked or last renewed; infinity if it is not live, or just being placed."""
+        cdef Lease* lease
+        with self.tree:
+            lease = self.live_lease(<int64_t> self.leases.get(request_id, PENDING))
+            return INFINITY if lease == NULL else lease.booked_at + lease.renewed_seconds
+
+    def unseen_since(self, double then) -> list[object]:
+        """Ids of live requests booked before a time and not renewed since. They are known in booking order, so it is
+        O(those booked before)."""
         cdef PyObject* request_id
         cdef PyObject* key
         cdef Py_ssize_t place = 0
@@ -507,7 +530,7 @@ cdef class DecisionCore(E2):
                 lease = self.live_lease(<int64_t> <object> key)
                 if lease != NULL and lease.booked_at >= then:
                     break
-                if lease != NULL:
+                if lease != NULL and lease.booked_at + lease.renewed_seconds < then:
                     found.append(<object> request_id)
         return found
 

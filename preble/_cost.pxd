@@ -48,7 +48,7 @@ cdef struct Bucket:              # what one worker was assigned in one slice of 
 
 cdef struct Lease:               # one live request
     uint32_t index               # of the lease itself; the free list goes through here
-    uint32_t unused
+    float renewed_seconds        # from the booking to its last renewal, rounded up; 0: never renewed
     int64_t serial               # of this booking, never used again; 0 once it has ended
     uint32_t worker
     uint32_t worker_generation   # tells whether the worker is still the same one

@@ -316,6 +316,17 @@ cdef class RequestCalls:
         self.cancelled += 1
         return True
 
+    def renew(self, request_id) -> bool:
+        """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. False, and
+        counted, if it is not live. Nothing else renews it but `reconcile`."""
+        hashable("request_id", request_id)
+        return self._core.renew(request_id, self.now()) or self._late()
+
+    def _late(self) -> bool:
+        """Count a call about a request that is not live; returns False."""
+        self.late_calls += 1
+        return False
+
     def _give_back(self, request_id, double now) -> bool:
         """Cancel without counting it. False if it is not live."""
         cdef DecisionCore core = self._core
