@@ -26,7 +26,7 @@ FLOORS = [
         "_blocks",
     },
     {"policy", "policies", "metrics", "_e2"},
-    {"scheduler", "records", "shadow", "local", "_batch", "_answers", "_booking", "_hot"},
+    {"scheduler", "records", "shadow", "leases", "local", "_batch", "_answers", "_booking", "_hot"},
     {"transport", "engines", "sim", "workloads", "integrations"},
     {"router", "worker", "gateway", "cli", "demo", "study", "simulate", "profiler", "explain"},
 ]
