@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from .errors import (
     NoWorkers,
     UnknownWorker,
 )
+from .leases import Drift, Lease, Reconciliation, expire, reconcile, request_ids_in
 from .policy import Policy, RequestView, resolve
 from .types import (
     BlockKeys,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
+COUNTED = ("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests")
 REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
 
 
@@ -64,7 +66,8 @@ class SchedulerConfig:
     victims_max: nodes looked at for the eviction cost of one worker.
     max_bytes: bound of the prefix tree, enforced at each insert.
     live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.
-    lease_seconds: a request neither finished nor cancelled for so long is cancelled by `tick`, and counted.
+    lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
+    cancelled by `tick`, and counted.
     tick_seconds: how often the background thread of `start` ticks.
     """
 
@@ -96,6 +99,7 @@ class _Worker:
     index: int
     blocks: BlockIndex
     draining: bool = False
+    drift: Drift = field(default_factory=Drift)
 
 
 class GlobalScheduler(RequestCalls):
@@ -144,7 +148,7 @@ class GlobalScheduler(RequestCalls):
         self._books = _open_books(self._policy, self._shadow, self._core.tree)
         self._workers: dict[str, _Worker] = {}
         self._lock = self._core.tree  # the writers' lock: recursive, and let go of Python's while it waits
-        self._counts_here = dict.fromkeys(("events", "expired_leases", "expired_nodes", "failed_ticks"), 0)
+        self._counts_here = dict.fromkeys(COUNTED, 0)
         self._reasons: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -194,6 +198,57 @@ class GlobalScheduler(RequestCalls):
         with self._lock:
             if self._books is not None:
                 self._books.told(request_id, ended, output_tokens)
+
+    def lease(
+        self,
+        token_ids: TokenIds,
+        *,
+        request_id: Hashable = None,
+        namespace: Hashable = None,
+        max_new_tokens: int | None = None,
+        exclude: Iterable[str] = (),
+        explain: bool = False,
+    ) -> Lease:
+        """A booking for the length of a block, which cannot leak: `with scheduler.lease(token_ids) as lease`, or
+        `async with`. Arguments are those of `schedule`, which runs when the block is entered."""
+        asked = {"namespace": namespace, "max_new_tokens": max_new_tokens, "explain": explain}
+        return Lease(self, token_ids, exclude, {"request_id": request_id, **asked})
+
+    def reconcile(
+        self, worker_id: str, live_request_ids: Iterable[Hashable], *, grace_seconds: float = 5.0
+    ) -> Reconciliation:
+        """Take an engine's word on which requests it has, by the ids they were scheduled under.
+
+        A booking on this worker that the engine does not have is given back and counted (`reconciled_leases`), unless
+        it was made or renewed within the grace: its request, or the report of its end, may be on its way. What the
+        engine has is renewed. What it has and nobody booked there is returned and counted (`unknown_requests`).
+        Raises UnknownWorker, InvalidInput, InvalidTime; then nothing has changed. O(live requests + ids).
+        """
+        told, now = request_ids_in("live_request_ids", live_request_ids), self._now()
+        grace = finite_time("grace_seconds", grace_seconds)
+        if grace < 0.0:
+            raise InvalidInput(f"grace_seconds must not be negative, got {grace_seconds!r}")
+        found = reconcile(self, self._worker(worker_id).spec.id, told, now - grace, now)
+        self._count("reconciled_leases", len(found.given_back))
+        self._count("unknown_requests", len(found.unknown))
+        return found
+
+    def reconcile_counts(self, worker_id: str, *, running: int, waiting: int) -> int:
+        """Where an engine tells only how many requests it runs and keeps waiting: returns how many more it has than are
+        booked on it, and keeps that for `stats` (`drift_requests`, and `drift_seconds`, for how long it has been on the
+        same side of zero). Changes no booking, for nobody knows which is wrong.
+
+        A difference that goes away is a message on its way. One that lasts is, below zero, bookings that leak, above,
+        requests of others, or lost ones that still run. Raises UnknownWorker, InvalidInput.
+        """
+        engine_requests = sum(
+            check_int(name, value, 0, 2**31 - 1, InvalidInput)
+            for name, value in (("running", running), ("waiting", waiting))
+        )
+        with self._lock:
+            worker = self._worker(worker_id)
+            booked = int(self._core.book.account(worker.index)["live_requests"])
+            return worker.drift.told(engine_requests, booked, self._now())
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -380,9 +435,8 @@ class GlobalScheduler(RequestCalls):
         at = self._now() if now is None else finite_time("now", now)
         with self._lock:
             self._core.advance(at)
-        self._counts_here["expired_nodes"] += self._core.tree.expire(at)
-        for request_id in self._core.booked_before(at - self.config.lease_seconds):
-            self._counts_here["expired_leases"] += self._give_back(request_id, at)
+        self._count("expired_nodes", self._core.tree.expire(at))
+        self._count("expired_leases", expire(self, at - self.config.lease_seconds, at))
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
@@ -434,6 +488,10 @@ class GlobalScheduler(RequestCalls):
             return [row[5] for row in rows]
         return self._policy.checked_scores(asked, self._core.view([row[0] for row in rows]))
 
+    def _count(self, what: str, times: int) -> None:
+        with self._lock:
+            self._counts_here[what] += times
+
     def _count_reason(self, reason: str) -> None:
         if reason not in self._reasons and len(self._reasons) >= REASONS_MAX:
             reason = "other"
@@ -452,6 +510,7 @@ class GlobalScheduler(RequestCalls):
             "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
             "draining": worker.draining,
             **worker.blocks.stats(),
+            **worker.drift.stats(),
         }
 
     def _tick_until(self, stop: threading.Event) -> None:
