@@ -119,8 +119,9 @@ class Worker:
             self.turn("draining", "it asked for no new requests")
 
     def on_pong(self, pong: wire.Pong) -> None:
-        """Keep the load for `stats`."""
+        """Keep the load for `stats`, and let the scheduler compare it with what is booked."""
         self.pong = pong
+        self._fleet.compare_load(self, pong)
 
     def on_events(self, batch: Batch) -> None:
         """Tell the scheduler what the worker's cache lost or got."""
@@ -378,6 +379,16 @@ class Fleet:
             worker.counters.events_refused += 1
             logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)
             self._scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
+
+    def compare_load(self, worker: Worker, pong: wire.Pong) -> None:
+        """Tell the scheduler how many requests the worker has; what differs is in the scheduler's `stats`. With several
+        routers on one worker each sees those of the others."""
+        if self._by_id.get(worker.worker_id) is not worker:
+            return
+        try:
+            self._scheduler.reconcile_counts(worker.worker_id, running=pong.running, waiting=pong.waiting)
+        except PrebleError as error:
+            logger.debug("the load of worker %s was not compared: %s", worker.worker_id, error)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By address. Changes nothing."""

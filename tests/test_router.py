@@ -1026,6 +1026,27 @@ async def test_a_worker_gone_for_long_is_forgotten_and_may_come_back() -> None:
         assert believed(router) == 0, "nothing is known of a cache after so long"
 
 
+@asynchronous
+async def test_a_load_that_differs_from_what_is_booked_is_shown() -> None:
+    async with fleet(mute, router_options={"config": fast()}) as (router, (worker,)):
+
+        def drift() -> int:
+            return router.scheduler.stats()["workers"]["w0"]["drift_requests"]
+
+        running = asyncio.ensure_future(collect(router.generate(PROMPT, SHORT)))
+        await until(lambda: worker.got(wire.Submit), "it has the request")
+        worker.silent = True  # from now on it says only what the test says
+        await worker.send(wire.Pong(0, 0, running=3, waiting=1))
+        await until(lambda: drift() == 3, "it has three requests that nobody here knows")
+        router.scheduler.remove_worker("w0")  # behind the router's back, which is the application's right
+        await worker.send(wire.Pong(0, 0, running=5, waiting=1))
+        await until(lambda: link_stats(router, worker)["load"]["running"] == 5, "the load came")
+        assert link_stats(router, worker)["losses"] == 0, "and did no harm"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert router.scheduler.stats()["live_requests"] == 0
+
+
 # --- background -------------------------------------------------------------------------------------------------------
 
 
