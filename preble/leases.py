@@ -132,7 +132,6 @@ class Lease:
                 calls.cancel(decision.request_id)
             tried = dict.fromkeys([*self._excluded, decision.worker, *chosen])
             self._excluded = [name for name in tried if name in names]
-            self._key = None
             self._asked["request_id"] = decision.request_id
             return self._book(self._excluded)
 

@@ -220,10 +220,10 @@ def test_reroute_refuses_bad_input_before_anything_changes() -> None:
         for bad, error in (("a", InvalidInput), (7, InvalidInput), (["x"], UnknownWorker), ([[]], UnknownWorker),
                            ([None], UnknownWorker)):  # fmt: skip
             with pytest.raises(error):
-                lease.reroute(exclude=bad)  # type: ignore[arg-type]
+                lease.reroute(exclude=bad)
         sched.remove_worker("c")
         with pytest.raises(UnknownWorker):
-            lease.reroute(exclude=[None])  # type: ignore[list-item]
+            lease.reroute(exclude=[None])
         sched.add_worker("c")
         assert lease.live and sched.stats()["scheduled"] == before["scheduled"]
         lease.finish()
@@ -291,7 +291,7 @@ def test_a_clock_that_jumps_back_takes_no_life_away() -> None:
         sched.tick()
         assert lease.live, "renewed at 150, whatever was said at 50"
     with pytest.raises(InvalidInput, match="request_id must be hashable"):
-        sched.renew([])  # type: ignore[arg-type]
+        sched.renew([])
 
 
 def test_a_lease_leaves_the_next_booking_of_its_id_alone() -> None:
@@ -451,7 +451,7 @@ def test_counts_that_cannot_be_are_refused() -> None:
     before = sched.stats()
     for bad in ({"running": -1, "waiting": 0}, {"running": 0, "waiting": 1.5}, {"running": True, "waiting": 0}):
         with pytest.raises(InvalidInput, match="running|waiting") as raised:
-            sched.reconcile_counts("a", **bad)  # type: ignore[arg-type]
+            sched.reconcile_counts("a", **bad)
         assert not isinstance(raised.value, InvalidConfig)
     with pytest.raises(UnknownWorker):
         sched.reconcile_counts("b", running=0, waiting=0)

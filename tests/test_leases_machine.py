@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_leases import play
 
-HISTORIES = 100_000 if os.environ.get("PREBLE_HYPOTHESIS") == "long" else 3_000
+HISTORIES = 100_000 if os.environ.get("PREBLE_HYPOTHESIS") == "long" else 1_000
 STEPS = 24
 POLICIES = ("e2", "kv_cost", "e2-paper", "least_loaded")  # two keep books of their own of live requests
 numbers = st.integers(0, 255)

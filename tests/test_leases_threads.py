@@ -117,9 +117,10 @@ def test_leases_of_many_threads_end_once_each(policy: str, interval: float) -> N
     assert stats["scheduled"] > 1500 and stats["finished"] > 100 and stats["late_calls"] > 100
 
 
-def test_an_id_booked_anew_between_a_look_and_a_call_is_left_alone() -> None:
+@pytest.mark.parametrize("call", ["first_token", "finish", "cancel", "leave"])
+def test_an_id_booked_anew_between_a_look_and_a_call_is_left_alone(call: str) -> None:
     """By schedule: the first lease has seen that it is live, and before it says so another thread ends it and books the
-    id anew. The writers' lock makes the other wait; without it the second booking would be finished by the first."""
+    id anew. The writers' lock makes the other wait; without it the call would be about the second booking."""
     sched = GlobalScheduler(["a"])
     order: list[str] = []
 
@@ -143,10 +144,14 @@ def test_an_id_booked_anew_between_a_look_and_a_call_is_left_alone() -> None:
     other = threading.Thread(target=rebook)
     lease = Watched(sched, [1, 2, 3], (), {"request_id": "x"})
     lease.__enter__()
-    assert lease.finish(), "it was live when it was asked"
+    if call == "leave":
+        lease.__exit__(None, None, None)
+    else:
+        assert getattr(lease, call)(), "it was live when it was asked"
     other.join()
     lease.__exit__(None, None, None)
     assert order == ["seen", "booked anew"]
-    assert sched.stats()["live_requests"] == 1, "the second booking is not the lease's"
+    worker = sched.stats()["workers"]["a"]
+    assert (worker["live_requests"], worker["waiting_requests"]) == (1, 1), "the second booking is as it was made"
     assert sched.cancel("x")
     sched.check()
