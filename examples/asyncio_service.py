@@ -1,12 +1,10 @@
 """A service: many requests at once, some of whose clients go away, over engines that batch.
 
-`place` is all that a real service needs around its own engine calls: schedule, tell the first token, and end the
-booking in every case. The engine here is a stand-in that sleeps for as long as the cost model says.
+A lease is all that a real service needs around its own engine calls: it books a worker, and gives the booking back
+however its block ends. The engine here is a stand-in that sleeps for as long as the cost model says.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import preble
 
@@ -14,26 +12,16 @@ COST = preble.CostModel.preset("mistral-7b/a6000")
 SPEED = 0.02  # the stand-in engine runs fifty times faster than the real one
 
 
-@asynccontextmanager
-async def place(scheduler: preble.GlobalScheduler, token_ids: list[int]) -> AsyncIterator[preble.Decision]:
-    """Book a request for the length of the block; a block that fails or is cancelled gives the booking back."""
-    decision = scheduler.schedule(token_ids)
-    try:
-        yield decision
-    except BaseException:
-        scheduler.cancel(decision.request_id)
-        raise
-    scheduler.finish(decision.request_id, output_tokens=16)
-
-
 async def answer(scheduler: preble.GlobalScheduler, token_ids: list[int]) -> str:
     """Serve one request on the worker the scheduler chose."""
-    async with place(scheduler, token_ids) as decision:
+    async with scheduler.lease(token_ids) as lease:
+        decision = lease.decision
         missed = decision.prompt_tokens - decision.matched_tokens
         await asyncio.sleep(SPEED * COST.prefill_time(missed, decision.prompt_tokens))
-        scheduler.first_token(decision.request_id, cached_tokens=decision.matched_tokens)
+        lease.first_token(cached_tokens=decision.matched_tokens)
         await asyncio.sleep(SPEED * COST.decode_time(16, decision.prompt_tokens, batch=4))
-        return decision.worker
+        lease.finish(output_tokens=16)
+        return lease.worker
 
 
 async def main() -> None:
