@@ -1,7 +1,7 @@
 """Leases that cannot leak: a booking for the length of a block, and the ways in which a lost one comes back.
 
-Owns what ends a booking whose own call never comes: leaving the block (`Lease`), its time to live (`expire`), and the
-word of the engine that does not have the request (`reconcile`). Where an engine tells only how many it has, the
+Owns what ends a booking whose own call never comes: leaving the block (`Lease`), its time to live (`give_back`), and
+the word of the engine that does not have the request (`reconcile`). Where an engine tells only how many it has, the
 difference is shown and nothing is ended (`Drift`). What a booking is, and how it ends, is in `_booking.pyx` and
 `_hot.pyx`.
 
@@ -158,14 +158,17 @@ class Lease:
 # --- bookings that nobody ends ----------------------------------------------------------------------------------------
 
 
-def expire(calls: RequestCalls, before: float, now: float) -> int:
-    """Cancel what was neither booked nor renewed since `before`; returns how many. The lock is held for one at a
-    time."""
-    return sum(_give_back_unseen(calls, request_id, before, now) for request_id in calls._core.unseen_since(before))
+def give_back(calls: RequestCalls, request_ids: Iterable[Hashable], before: float, now: float) -> int:
+    """Cancel those of the requests that were neither booked nor renewed since `before`; returns how many."""
+    ended = 0
+    for request_id in request_ids:
+        ended += _give_back_unseen(calls, request_id, before, now)
+    return ended
 
 
 def _give_back_unseen(calls: RequestCalls, request_id: Hashable, before: float, now: float) -> bool:
-    """Cancel a request, unless it has ended, was renewed, or its id was booked anew since it was listed."""
+    """Cancel a request, unless it has ended, was renewed, or its id was booked anew since it was listed. The lock is
+    held for this one only, so that no decision waits for a long list."""
     with calls._core.tree:
         return calls._core.seen_at(request_id) < before and calls._give_back(request_id, now)
 

@@ -33,7 +33,7 @@ from .errors import (
     NoWorkers,
     UnknownWorker,
 )
-from .leases import Drift, Lease, Reconciliation, expire, reconcile, request_ids_in
+from .leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .policy import Policy, RequestView, resolve
 from .types import (
     BlockKeys,
@@ -436,7 +436,10 @@ class GlobalScheduler(RequestCalls):
         with self._lock:
             self._core.advance(at)
         self._count("expired_nodes", self._core.tree.expire(at))
-        self._count("expired_leases", expire(self, at - self.config.lease_seconds, at))
+        before = at - self.config.lease_seconds
+        unseen = self._core.unseen_since(before)
+        if unseen:
+            self._count("expired_leases", give_back(self, unseen, before, at))
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
@@ -489,8 +492,9 @@ class GlobalScheduler(RequestCalls):
         return self._policy.checked_scores(asked, self._core.view([row[0] for row in rows]))
 
     def _count(self, what: str, times: int) -> None:
-        with self._lock:
-            self._counts_here[what] += times
+        if times:
+            with self._lock:
+                self._counts_here[what] += times
 
     def _count_reason(self, reason: str) -> None:
         if reason not in self._reasons and len(self._reasons) >= REASONS_MAX:

@@ -10,6 +10,7 @@ import os
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_leases import play
@@ -26,6 +27,7 @@ def test_the_books_are_the_models_whatever_happens(policy: str, history: list[tu
     play(policy, history, check_each=True)
 
 
+@pytest.mark.timeout(3600)
 def test_many_random_histories_end_with_nothing_booked() -> None:
     total: Counter[str] = Counter()
     for seed in range(HISTORIES):
