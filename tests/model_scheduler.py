@@ -288,6 +288,7 @@ class Booking:
     counts: bool = True
     output: int = 0
     observed: int | None = None
+    renewed_at: float = -1e99
 
 
 @dataclass(eq=False)
@@ -528,14 +529,30 @@ class NaiveScheduler:
             booking.account.bookings.remove(booking)
         return True
 
+    def renew(self, request_id: Hashable, now: float) -> None:
+        self.live[request_id].renewed_at = max(self.live[request_id].renewed_at, now)
+
     def expire_leases(self, now: float) -> int:
-        """Cancel from the oldest on, up to the first that is young enough; returns how many."""
+        """Cancel from the oldest on, up to the first that is young enough, what was not renewed; returns how many."""
         old = []
         for request_id, booking in self.live.items():
             if now - booking.booked_at <= self.config.lease_seconds:
                 break
-            old.append(request_id)
+            if now - booking.renewed_at > self.config.lease_seconds:
+                old.append(request_id)
         return sum(self.cancel(request_id, now) for request_id in old)
+
+    def reconcile(self, worker: str, told: list[Hashable], grace: float, now: float) -> list[Hashable]:
+        """The worker has these requests and no others of its own, but for what was seen within the grace."""
+        own = [rid for rid, booking in self.live.items() if booking.account is self.accounts[worker]]
+        for request_id in told:
+            if request_id in own or not self.is_current(self.live[request_id]):
+                self.renew(request_id, now)
+        seen = {rid: max(self.live[rid].booked_at, self.live[rid].renewed_at) for rid in own}
+        gone = [rid for rid in own if rid not in told and seen[rid] < now - grace]
+        for request_id in gone:
+            self.cancel(request_id, now)
+        return gone
 
     # --- workers and their caches ---
 

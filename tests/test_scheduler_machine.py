@@ -183,6 +183,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.real.cancel(request_id)
         assert self.model.cancel(request_id, self.clock())
 
+    @precondition(lambda self: self.model.live)
+    @rule(which=st.integers(0, 99))
+    def renew(self, which: int) -> None:
+        request_id, _ = self.pick(which, None)
+        assert self.real.renew(request_id)
+        self.model.renew(request_id, self.clock())
+
+    @precondition(lambda self: self.model.live and self.model.accounts)
+    @rule(which=st.integers(0, 99), told=st.sets(st.integers(0, 9)), grace=st.sampled_from([0.0, 5.0, 20.0]))
+    def reconcile(self, which: int, told: set[int], grace: float) -> None:
+        """An engine tells which requests it has; beliefs and load are those of so many cancellations."""
+        name = self.worker(which)
+        has = [request_id for place, request_id in enumerate(self.model.live) if place in told]
+        found = self.real.reconcile(name, has, grace_seconds=grace)
+        assert list(found.given_back) == self.model.reconcile(name, has, grace, self.clock())
+
     def pick(self, which: int, share: float | None) -> tuple[int, int | None]:
         """A live request, and what its engine says it reused: nothing, all that was believed, or a lie."""
         request_id = list(self.model.live)[which % len(self.model.live)]
