@@ -272,4 +272,5 @@ def play(policy: str, history: list[tuple[int, int, int]], *, check_each: bool) 
         if check_each:
             world.real.check()
     world.wind_up()
+    world.steps = ()  # they refer to the world; without them it goes now, and with it memory no collector knows of
     return world.counts
