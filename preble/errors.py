@@ -4,7 +4,8 @@ PrebleError
 ├── InvalidInput (ValueError)        a caller's argument is wrong; nothing was changed
 │   ├── InvalidTokens                token_ids: empty, negative, too large, 2-D, floats
 │   ├── InvalidTime                  a clock or `now` that is NaN or infinite
-│   └── InvalidConfig                a configuration field out of range
+│   ├── InvalidConfig                a configuration field out of range
+│   └── SnapshotRefused              a snapshot that is none, damaged, or of another version
 ├── UnknownWorker (KeyError)         no worker of that id
 ├── DuplicateWorker (InvalidInput)   a worker of that id exists
 ├── NoWorkers                        no worker may take a request
@@ -42,6 +43,10 @@ class InvalidTime(InvalidInput):
 
 class InvalidConfig(InvalidInput):
     """A configuration field is out of its range."""
+
+
+class SnapshotRefused(InvalidInput):
+    """Bytes that are no snapshot of a scheduler, are damaged, or were written by another version."""
 
 
 class DuplicateWorker(InvalidInput):
