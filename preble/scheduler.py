@@ -152,6 +152,7 @@ class GlobalScheduler(RequestCalls):
         self._reasons: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._ahead_seconds = 0.0  # of the caller's clock; not 0 once restored where another clock counts
         for worker in _all_of("workers", workers, InvalidConfig):
             self.add_worker(worker)
 
@@ -351,11 +352,18 @@ class GlobalScheduler(RequestCalls):
             if spec.id in self._workers:
                 raise DuplicateWorker(f"worker {spec.id!r} exists already")
             index = self._core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self._now())
-            blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
-            self._workers[spec.id] = _Worker(spec, index, BlockIndex(self._core.tree, index, blocks_max))
-            if self._books is not None:
-                self._books.opened(spec.id, index, cost)
+            self._adopt(spec, index, False, cost)
         return spec
+
+    def _adopt(self, spec: WorkerSpec, index: int, draining: bool, cost: CostModel) -> _Worker:
+        """Keep what belongs to a worker that the core knows."""
+        blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
+        worker = _Worker(spec, index, BlockIndex(self._core.tree, index, blocks_max), draining)
+        self._workers[spec.id] = worker
+        self._core.set_eligible(index, not draining)
+        if self._books is not None:
+            self._books.opened(spec.id, index, cost)
+        return worker
 
     def drain_worker(self, worker_id: str) -> None:
         """Give a worker no more requests; those it has go on. Idempotent."""
@@ -427,12 +435,45 @@ class GlobalScheduler(RequestCalls):
             self._counts_here["events"] += len(batch)
             return changed
 
+    # --- all of it as bytes -------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> bytes:
+        """The whole scheduler as bytes, for `restore`: settings, workers, tree, load, live requests, blocks, counters.
+
+        Namespaces and request ids must be None, bool, int, float, str, bytes or tuples of these; InvalidInput names one
+        that is not, and a policy whose books are not kept. A request whose `schedule` has not returned is left out.
+        Other threads' decisions wait while memory is copied, `match` does not. O(everything). See docs/snapshot.md.
+        """
+        from .snapshot import take
+
+        return take(self)
+
+    @classmethod
+    def restore(
+        cls,
+        data: bytes,
+        *,
+        policy: str | Policy | type[Policy] | None = None,
+        clock: Clock | None = None,
+        elapsed_seconds: float = 0.0,
+    ) -> GlobalScheduler:
+        """A scheduler that decides as the one `data` is a snapshot of would have. It does not tick by itself.
+
+        `policy`: in place of the snapshot's; must be given for one that is not built in. `clock`: may have any origin:
+        ages are kept, as if `elapsed_seconds` had passed since the snapshot. Raises SnapshotRefused for bytes that are
+        no snapshot, damaged, or of another version, InvalidInput, InvalidConfig, InvalidTime.
+        """
+        from .snapshot import load
+
+        restored: GlobalScheduler = load(cls, SchedulerConfig, data, policy, clock, elapsed_seconds)
+        return restored
+
     # --- background ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float | None = None) -> None:
         """Background work: forget dead prefixes and old load, cancel leases that were never ended. Call about once a
         second. Raises InvalidTime. Works in slices, so that a decision never waits for more than one of them."""
-        at = self._now() if now is None else finite_time("now", now)
+        at = self._now() if now is None else finite_time("now", now) + self._ahead_seconds
         with self._lock:
             self._core.advance(at)
         self._count("expired_nodes", self._core.tree.expire(at))
