@@ -297,7 +297,7 @@ def test_the_reason_of_a_refusal_is_told() -> None:
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_a_lie_with_a_right_checksum_is_refused_or_makes_a_sound_scheduler(choices: st.DataObject) -> None:
     data = bytearray(LIVED)
     for _ in range(choices.draw(st.integers(1, 3))):
