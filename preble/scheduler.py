@@ -441,8 +441,9 @@ class GlobalScheduler(RequestCalls):
         """The whole scheduler as bytes, for `restore`: settings, workers, tree, load, live requests, blocks, counters.
 
         Namespaces and request ids must be None, bool, int, float, str, bytes or tuples of these; InvalidInput names one
-        that is not, and a policy whose books are not kept. A request whose `schedule` has not returned is left out.
-        Other threads' decisions wait while memory is copied, `match` does not. O(everything). See docs/snapshot.md.
+        that is not, and a policy whose books are not kept. Records and shadow are left out, as is a request whose
+        `schedule` has not returned. Other threads' decisions wait while memory is copied, `match` does not.
+        O(everything). See docs/snapshot.md.
         """
         from .snapshot import take
 
@@ -457,7 +458,8 @@ class GlobalScheduler(RequestCalls):
         clock: Clock | None = None,
         elapsed_seconds: float = 0.0,
     ) -> GlobalScheduler:
-        """A scheduler that decides as the one `data` is a snapshot of would have. It does not tick by itself.
+        """A scheduler that decides as the one `data` is a snapshot of would have. It does not tick by itself, keeps no
+        records and has no shadow.
 
         `policy`: in place of the snapshot's; must be given for one that is not built in. `clock`: may have any origin:
         ages are kept, as if `elapsed_seconds` had passed since the snapshot. Raises SnapshotRefused for bytes that are
@@ -465,7 +467,8 @@ class GlobalScheduler(RequestCalls):
         """
         from .snapshot import load
 
-        restored: GlobalScheduler = load(cls, SchedulerConfig, data, policy, clock, elapsed_seconds)
+        kind = vars(cls).get("_unwatched", cls)
+        restored: GlobalScheduler = load(kind, SchedulerConfig, data, policy, clock, elapsed_seconds)
         return restored
 
     # --- background ---------------------------------------------------------------------------------------------------
@@ -591,7 +594,7 @@ def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
     """The class of a scheduler that is watched, of the same name as its own."""
     from .scheduler_watched import Watched
 
-    return type(cls.__name__, (Watched, cls), {})
+    return type(cls.__name__, (Watched, cls), {"_unwatched": cls})
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ._snapshot_blocks import read_blocks, write_blocks
 from ._snapshot_bytes import Reader, Writer
 from .clock import Clock
 from .errors import InvalidConfig, InvalidInput, SnapshotRefused
+from .leases import Drift
 from .policy import POLICIES, Policy, resolve
 from .types import WorkerSpec
 
@@ -104,7 +105,7 @@ def _policy_name(policy: Policy | None) -> tuple[str, bool]:
 
 def _worker_fact(scheduler: GlobalScheduler, worker: Any) -> tuple[Any, ...]:
     spec: WorkerSpec = worker.spec
-    own = spec.cost_model
+    own, drift = spec.cost_model, worker.drift
     return (
         worker.index,
         spec.id,
@@ -115,6 +116,7 @@ def _worker_fact(scheduler: GlobalScheduler, worker: Any) -> tuple[Any, ...]:
         None if spec.labels is None else _pairs(spec.labels),
         worker.draining,
         _cost_fact(cost_at(scheduler._core, worker.index)),
+        (int(drift.reports), int(drift.requests), float(drift.since), float(drift.told_at)),
     )
 
 
@@ -210,32 +212,39 @@ def _fill(scheduler: GlobalScheduler, reader: Reader, facts: dict[str, Any], the
     """Workers, compiled state, blocks and counts of a scheduler that has none."""
     workers = _read("its workers", lambda: [_worker_of(fact) for fact in facts["workers"]])
     end = 1 + max((index for index, *_ in workers), default=-1)
-    if len({spec.id for _, spec, _, _ in workers}) != len(workers) or end > 65536:
+    if len({spec.id for _, spec, *_ in workers}) != len(workers) or end > 65536:
         raise SnapshotRefused("the snapshot contradicts itself: two workers of one id, or more than there may be")
     specs: list[WorkerSpec | None] = [None] * end
     costs: list[CostModel | None] = [None] * end
-    for index, spec, _, cost in workers:
+    for index, spec, _, cost, _ in workers:
         if specs[index] is not None:
             raise SnapshotRefused("the snapshot contradicts itself: two workers of one index")
         specs[index], costs[index] = spec, cost
     read_core(reader, scheduler, specs, costs, then)
-    for index, spec, draining, cost in workers:
+    for index, spec, draining, cost, drift in workers:
         kept = scheduler._adopt(spec, index, draining, cost)
+        kept.drift = drift
         read_blocks(reader, kept.blocks)
     reader.done()
     scheduler._counts_here.update(_read("its counts", lambda: _counts_of(facts["counts"])))
     scheduler._reasons.update(_read("its counts", lambda: _counts_of(facts["reasons"])))
 
 
-def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel]:
-    index, name, capacity, block_size, own, max_running, labels, draining, cost = fact
+def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel, Drift]:
+    index, name, capacity, block_size, own, max_running, labels, draining, cost, drift = fact
     if type(index) is not int or index < 0 or type(draining) is not bool:
         raise SnapshotRefused("the snapshot contradicts itself: a worker's index or state")
     model = CostModel(**dict(own)) if isinstance(own, tuple) else own
     if not (model is None or isinstance(model, str | CostModel)):
         raise SnapshotRefused("the snapshot contradicts itself: a worker's cost model")
     spec = WorkerSpec(name, capacity, block_size, model, max_running, None if labels is None else dict(labels))
-    return index, spec, draining, CostModel(**dict(cost))
+    return index, spec, draining, CostModel(**dict(cost)), _drift_of(*drift)
+
+
+def _drift_of(reports: Any, requests: Any, since: Any, told_at: Any) -> Drift:
+    if type(reports) is not int or type(requests) is not int or reports < 0:
+        raise SnapshotRefused("the snapshot contradicts itself: an engine's reports are no number")
+    return Drift(reports, requests, finite_time("since", since), finite_time("told_at", told_at))
 
 
 def _counts_of(pairs: Any) -> dict[str, int]:
