@@ -41,7 +41,7 @@ from preble._memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_a
 from preble._radix cimport RadixTree
 from preble._retired cimport MARK, NODE, reclaim_soon
 from preble._snapshot_bytes cimport NO_MEMORY, Reader, Writer, chain_free, load_slab, refuse
-from preble._table cimport DELETED_SLOT, TABLE_START, find_child, new_table, table_bytes
+from preble._table cimport DELETED_SLOT, TABLE_START, new_table, slot_in, table_bytes
 
 cdef enum:
     TOKENS_MOST = 2147483647
@@ -586,28 +586,39 @@ cdef const char* check_links(Load* x) noexcept nogil:
 
 
 cdef const char* check_tables(Load* x) noexcept nogil:
-    """Each child is found, and there is nothing else to be found."""
+    """Each child is in one table, or has moved and is in both. No other slot is in use: its node may be freed."""
     cdef Tree* t = x.t
-    cdef uint32_t i, used = 0
-    cdef uint64_t rest = 0
-    cdef Node* node
+    cdef uint32_t i, found = 0, found_draining = 0
+    cdef uint64_t* slot
+    cdef uint64_t* old
     cdef const char* reason = count_slots(x, t.table)
     if reason == NULL and t.draining != NULL:
         reason = count_slots(x, t.draining)
     if reason != NULL:
         return reason
-    used = t.table.used
-    if t.draining != NULL:
-        for i in range(t.drained, t.draining.size):
-            rest += t.draining.slots[i] > DELETED_SLOT
-    if used + rest != x.children or (<uint64_t> used + t.table.deleted + rest) * 8 > <uint64_t> t.table.size * 7:
-        return b"its child table holds too much or too little"
     for i in range(x.nodes):
-        node = node_at(t, i)
-        if node.state & LIVE and node.parent != NONE:
-            if find_child(t, node.parent, node.run.tokens[0], node.run.start) != i:
-                return b"a child is not found"
+        if not node_at(t, i).state & LIVE or node_at(t, i).parent == NONE:
+            continue
+        slot = slot_of(t, t.table, i)
+        old = slot_of(t, t.draining, i) if t.draining != NULL else NULL
+        if slot == NULL and old == NULL:
+            return b"a child is not found"
+        if old != NULL and (old - &t.draining.slots[0] < t.drained) != (slot != NULL):
+            return b"a child has moved to a table and is not there"
+        found += slot != NULL
+        found_draining += old != NULL
+    if (found != t.table.used or (t.draining != NULL and found_draining != t.draining.used)
+            or (<uint64_t> x.children + t.table.deleted) * 8 > <uint64_t> t.table.size * 7):
+        return b"its child table holds too much"
     return NULL
+
+
+cdef uint64_t* slot_of(Tree* t, ChildTable* table, uint32_t i) noexcept nogil:
+    """The slot where a search for a node ends, if it finds it."""
+    cdef Node* node = node_at(t, i)
+    cdef uint32_t child = NONE
+    cdef uint64_t* slot = slot_in(t, table, node.parent, node.run.tokens[0], node.run.start, &child)
+    return slot if child == i else NULL
 
 
 cdef const char* count_slots(Load* x, ChildTable* table) noexcept nogil:
