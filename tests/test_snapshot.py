@@ -6,6 +6,7 @@ import random
 import struct
 import threading
 import zlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from preble import (
     WorkerSpec,
 )
 from preble.errors import InvalidConfig, InvalidInput, InvalidTime, PrebleError, SnapshotRefused
+from preble.leases import Drift
+from preble.records import Recording
 
 NAMESPACES = (None, "tenant", 7, b"raw", ("lora", "x", (None, True, -(2**80))))
 HEADER_BYTES = 24
@@ -39,8 +42,18 @@ class Life:
         self.log: list[Any] = []
 
     def step(self) -> None:
-        kind = self.random.choices(range(7), [30, 8, 10, 3, 8, 4, 1])[0]
-        (self.schedule, self.first_token, self.finish, self.cancel, self.block, self.pass_time, self.join)[kind]()
+        calls = (
+            (self.schedule, 30),
+            (self.first_token, 8),
+            (self.finish, 10),
+            (self.cancel, 3),
+            (self.renew, 4),
+            (self.reconcile, 2),
+            (self.block, 8),
+            (self.pass_time, 4),
+            (self.join, 1),
+        )
+        self.random.choices([call for call, _ in calls], [weight for _, weight in calls])[0]()
 
     def schedule(self) -> None:
         tokens = self.tokens()
@@ -71,6 +84,18 @@ class Life:
     def cancel(self) -> None:
         if self.live:
             self.log.append(self.scheduler.cancel(self.live.pop(self.random.randrange(len(self.live)))))
+
+    def renew(self) -> None:
+        if self.live:
+            self.log.append(self.scheduler.renew(self.random.choice(self.live)))
+
+    def reconcile(self) -> None:
+        """An engine tells which requests it has, or only how many."""
+        worker = self.random.choice(sorted(self.scheduler.workers))
+        told = [one for one in self.live if self.random.random() < 0.8]
+        self.log.append(self.scheduler.reconcile(worker, told, grace_seconds=self.random.choice([0.0, 5.0])))
+        running = self.random.randrange(6)
+        self.log.append(self.scheduler.reconcile_counts(worker, running=running, waiting=0))
 
     def block(self) -> None:
         """Events name blocks by their tokens, so that continuing and removing meet blocks that are known."""
@@ -198,6 +223,28 @@ def test_ages_are_kept_on_another_clock_and_the_time_between_is_told() -> None:
         assert restored.stats()["expired_leases"] == 1
 
 
+def test_renewals_and_what_engines_counts_differ_by_are_kept() -> None:
+    clock = ManualClock(0.0)
+    original = GlobalScheduler(["a", "b"], config=SchedulerConfig(lease_seconds=100.0), clock=clock)
+    for request_id in ("renewed", "not"):
+        original.schedule([1, 2, 3], request_id=request_id)
+    original.reconcile_counts("a", running=9, waiting=0)
+    clock.advance(60.0)
+    original.reconcile("b", ["stranger"], grace_seconds=1000.0)
+    original.renew("renewed")
+    original.reconcile_counts("a", running=9, waiting=0)
+    other = ManualClock(77.0)
+    restored = GlobalScheduler.restore(original.snapshot(), clock=other, elapsed_seconds=60.0)
+    assert restored.stats() == original.stats()
+    assert restored.stats()["unknown_requests"] == 1
+    restored.tick()
+    assert list(restored._core.leases) == ["renewed"]
+    restored.reconcile_counts("a", running=9, waiting=0)
+    assert restored.stats()["workers"]["a"]["drift_seconds"] == 120.0
+    restored.tick(now=other() + 41.0)
+    assert restored.stats()["expired_leases"] == 2
+
+
 @pytest.mark.parametrize("elapsed", [-1.0, float("nan"), 1e10, "soon"])
 def test_a_time_between_must_be_a_time(elapsed: Any) -> None:
     data = GlobalScheduler(["a"]).snapshot()
@@ -258,8 +305,32 @@ def test_a_policy_with_books_of_its_own_is_refused_and_named() -> None:
 def test_every_attribute_of_a_scheduler_is_kept_or_left_out_on_purpose() -> None:
     """Whoever gives a scheduler more state must say here what a snapshot does with it, and do it."""
     kept = {"config", "_seed", "_cost_model", "_workers", "_counts_here", "_reasons"}
-    new_each_time = {"_lock", "_thread", "_stop", "_ahead_seconds"}
-    assert set(vars(GlobalScheduler(["a"]))) == kept | new_each_time
+    new_each_time = {"_lock", "_thread", "_stop", "_ahead_seconds", "_asks"}
+    left_out = {"_shadow", "_records"}
+    scheduler = GlobalScheduler(["a"])
+    assert set(vars(scheduler)) == kept | new_each_time | {"_shadow"}
+    assert set(vars(GlobalScheduler(["a"], record=Recording()))) == kept | new_each_time | left_out
+    worker_kept = {"spec", "index", "blocks", "draining", "drift"}
+    assert {field.name for field in fields(scheduler._workers["a"])} == worker_kept
+    assert {field.name for field in fields(Drift)} == {"reports", "requests", "since", "told_at"}
+
+
+def test_a_watched_scheduler_is_restored_as_a_plain_one() -> None:
+    clock = ManualClock(0.0)
+    watched = GlobalScheduler(["a", "b"], record=Recording(), shadow="round_robin", clock=clock)
+    for number in range(20):
+        watched.schedule([number % 3] * 9, request_id=number, explain=True)
+    assert len(watched.records()) == 20
+    plain = {name: value for name, value in watched.stats().items() if name not in ("records", "shadow")}
+    restored = [kind.restore(watched.snapshot(), clock=clock) for kind in (GlobalScheduler, type(watched))]
+    for one in restored:
+        assert type(one) is GlobalScheduler
+        assert one.records() == ()
+        assert one.stats() == plain
+        one.check()
+    for number in range(20):
+        prompt = [number % 5] * (5 + number)
+        assert len({one.schedule(prompt).worker for one in (watched, *restored)}) == 1
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -319,6 +390,40 @@ def test_a_lie_with_a_right_checksum_is_refused_or_makes_a_sound_scheduler(choic
         if scheduler.workers:
             life.step()
     scheduler._core.tree.check()
+
+
+@pytest.mark.parametrize("renewed", [-1.0, float("nan"), float("inf")])
+def test_a_lease_that_was_renewed_before_it_was_booked_is_refused(renewed: float) -> None:
+    clock = ManualClock(7.0)
+    scheduler = GlobalScheduler(["a"], clock=clock)
+    scheduler.schedule([1, 2], request_id="one")
+    clock.advance(1.5)
+    scheduler.renew("one")
+    data, start = scheduler.snapshot(), struct.pack("<Ifq", 0, 1.5, 1)  # index, renewal and serial of the lease
+    assert data.count(start) == 1
+    with pytest.raises(SnapshotRefused, match="a lease is out of its range"):
+        GlobalScheduler.restore(resealed(data.replace(start, struct.pack("<Ifq", 0, renewed, 1))))
+
+
+def test_a_slot_of_another_child_in_a_table_that_is_drained_is_refused() -> None:
+    """Were it read, it would lead to its node still when that has been freed."""
+    scheduler = GlobalScheduler(["a"])
+    for token in range(800):  # more than the first table holds; a part of it has moved
+        scheduler.schedule([token])
+    data = bytearray(scheduler.snapshot())
+    moved = [token for token in range(800) if data.count(slot_of(token)) == 2]
+    assert 100 < len(moved) < 700
+    at = data.rindex(slot_of(moved[0]))
+    data[at : at + 4] = slot_of(moved[1])[:4]
+    with pytest.raises(SnapshotRefused, match="child table"):
+        GlobalScheduler.restore(resealed(bytes(data)))
+
+
+def slot_of(token: int) -> bytes:
+    """The child table's slot of the node of a prompt of one token, the token-th of its tree."""
+    mixed = token * 0x9E3779B97F4A7C15 % 2**64
+    hashed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 % 2**64 >> 32
+    return struct.pack("<II", token + 1, max(hashed, 1))
 
 
 LIVED = lived(7, 120)[0].snapshot()
