@@ -368,7 +368,7 @@ def test_the_reason_of_a_refusal_is_told() -> None:
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=400)
 def test_a_lie_with_a_right_checksum_is_refused_or_makes_a_sound_scheduler(choices: st.DataObject) -> None:
     data = bytearray(LIVED)
     for _ in range(choices.draw(st.integers(1, 3))):
@@ -416,6 +416,21 @@ def test_a_slot_of_another_child_in_a_table_that_is_drained_is_refused() -> None
     at = data.rindex(slot_of(moved[0]))
     data[at : at + 4] = slot_of(moved[1])[:4]
     with pytest.raises(SnapshotRefused, match="child table"):
+        GlobalScheduler.restore(resealed(bytes(data)))
+
+
+def test_a_child_table_with_no_end_of_a_search_in_sight_is_refused() -> None:
+    """Every search of many would go through all of the slots in a row."""
+    scheduler = GlobalScheduler(["a"])
+    for token in range(30_000):
+        scheduler._core.tree.insert([token], 0.0)
+    data = bytearray(scheduler.snapshot())
+    at = data.index(slot_of(min(range(30_000), key=lambda token: slot_of(token)[4:6][::-1])))  # near its beginning
+    GlobalScheduler.restore(resealed(bytes(data))).check()
+    for place in range(at, at + 20_000 * 8, 8):
+        if not any(data[place : place + 8]):
+            data[place] = 1  # a child was here
+    with pytest.raises(SnapshotRefused, match="full in one place"):
         GlobalScheduler.restore(resealed(bytes(data)))
 
 
