@@ -117,11 +117,9 @@ def _thresholds(samples: Samples) -> list[float]:
     """Products of chunk and context that were measured, above which attention may start; none of few samples, which
     would not tell."""
     products = np.unique((samples.chunk * samples.context)[samples.chunk > 1])[:-1]
-    chosen = (
-        np.unique(np.linspace(0, len(products) - 1, THRESHOLDS_MAX).astype(int))
-        if len(products) >= THRESHOLDS_MIN
-        else []
-    )
+    if len(products) < THRESHOLDS_MIN:
+        return []
+    chosen = np.unique(np.linspace(0, len(products) - 1, THRESHOLDS_MAX).astype(int))
     return [float(products[i]) for i in chosen]
 
 
