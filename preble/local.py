@@ -159,7 +159,9 @@ class LocalScheduler:
 
     def _make_room_for_decodes(self, now: float) -> None:
         """Preempt until every decoding request can have a slot. The oldest alone always can: `add` saw to it."""
-        while decoding_count(self._running) > self._cache.available_tokens:
+        while (decoding := decoding_count(self._running)) > self._cache.free_tokens:  # mostly false, and cheap
+            if decoding <= self._cache.available_tokens:
+                return
             self._preempt(self._running[-1], now)
 
     def _schedule_decodes(self, batch: Batch) -> None:
@@ -268,9 +270,10 @@ class LocalScheduler:
         for live in batch.book_decodes(picked, outputs):
             self._end(live, now)
         self._counts["computed_tokens"] += len(outputs)
-        for live, token in zip(batch.prefills, picked[batch.decode_count :], strict=True):
-            if live.scheduled:  # not cancelled in flight
-                self._book_chunk(batch, live, token, outputs, now)
+        if batch.prefill_tokens:
+            for live, token in zip(batch.prefills, picked[batch.decode_count :], strict=True):
+                if live.scheduled:  # not cancelled in flight
+                    self._book_chunk(batch, live, token, outputs, now)
         self._batch = None
         return outputs
 

@@ -39,11 +39,10 @@ class SlotPool:
         return self._stack[: self._count]
 
     def take(self, count: int) -> Int32Array:
-        """Remove `count` slots from the pool. Cost: `count`."""
+        """Remove `count` slots from the pool. A view that holds until slots are given back."""
         assert 0 <= count <= self._count, f"took {count} of {self._count} free slots"
         self._count -= count
-        taken: Int32Array = self._stack[self._count : self._count + count].copy()
-        return taken
+        return self._stack[self._count : self._count + count]
 
     def give(self, slots: npt.ArrayLike) -> None:
         """Put slots back. Cost: their number."""
