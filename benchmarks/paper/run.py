@@ -37,13 +37,13 @@ EXPERIMENTS: dict[str, ModuleType] = {
 }
 INTRODUCTION = """
     What E2 is worth in simulation, and where it loses: a contest with the rules of other routers, and the paper's
-    experiments. Made by `make paper`{how}; nothing on this page is typed. The simulator runs the real schedulers
-    ([simulator.md](simulator.md)); the engines' times are the paper authors' regressions of real GPUs. Simulations
-    say how policies compare on these engines; they are not measurements of GPUs. Crosses in the figures and what is
-    called "published" are the authors' own measurements, read off their pictures (`benchmarks/paper/published.py`).
+    experiments. Made by `make paper`{how}; its tables and pictures are made by it from the simulations, only the
+    explanations are written. The simulator runs the real schedulers ([simulator.md](simulator.md)); the engines'
+    times are the paper authors' regressions of real GPUs. Simulations say how policies compare on these engines;
+    they are not measurements of GPUs. Crosses in the figures and what is called "published" are the authors' own
+    measurements, read off their pictures (`benchmarks/paper/published.py`).
 
-    Seed 0 unless said otherwise. How fast the scheduler itself is, also on the paper's 50,000 requests, stands in
-    [benchmarks.md](benchmarks.md).
+    Seed 0 unless said otherwise. How long a decision takes stands in [benchmarks.md](benchmarks.md).
 """
 
 
