@@ -594,6 +594,8 @@ def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
     """The class of a scheduler that is watched, of the same name as its own."""
     from .scheduler_watched import Watched
 
+    if issubclass(cls, Watched):
+        return cls
     return type(cls.__name__, (Watched, cls), {"_unwatched": cls})
 
 

@@ -331,3 +331,14 @@ def test_a_shadow_that_changes_the_fleet_is_counted_as_in_error() -> None:
     assert sched.schedule([1]).worker == "new"  # which the shadow's answer knows nothing of
     stats = sched.stats()["shadow"]
     assert (stats["errors"], stats["agreements"], stats["differences"]) == (1, 0, 0)
+
+
+def test_the_class_of_a_watched_scheduler_makes_watched_and_plain_ones():
+    """It derives from Watched already, and could not be put below it once more."""
+    kind = type(GlobalScheduler(["a"], shadow="kv_cost"))
+    for watched in ({"shadow": "kv_cost"}, {"record": Recording()}, {}):
+        scheduler = kind(["a", "b"], **watched)
+        decision = scheduler.schedule([1, 2, 3])
+        scheduler.finish(decision.request_id, output_tokens=1)
+        scheduler.check()
+        assert scheduler.stats()["live_requests"] == 0
