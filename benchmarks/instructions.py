@@ -4,8 +4,9 @@ what is executed is `instructions_script.py`'s. Time is not measured, so a busy 
     make instructions                        count and compare: fails if an operation takes over 5 % more
     make instructions-renew REASON="..."     count and make this the baseline; the reason is kept with it
 
-The baseline, instructions.json, names the compiler and the versions it was made with. With others the counts are
-compared all the same, and the differences are printed first: they may be the cause. It needs valgrind.
+The baseline, instructions.json, names the compiler and the versions it was made with. Another interpreter alone moves
+some counts by more than that (3.11.2 to 3.11.7: up to 13 %), so with other versions an operation fails only at over
+25 % more; the differences are printed first. It needs valgrind.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BASELINE = HERE / "instructions.json"
 TOLERANCE = 0.05
+TOLERANCE_ELSEWHERE = 0.25  # where something of the toolchain is not the baseline's
 EMPTY = "an empty loop of "
 REASON_CHARS_MIN = 10
 NO_VALGRIND = "counting instructions needs {missing}; on Debian or Ubuntu: apt-get install valgrind"
@@ -184,9 +186,10 @@ def check() -> int:
         print('no baseline; `make instructions-renew REASON="..."` makes one', file=sys.stderr)
         return 1
     baseline, tools = json.loads(BASELINE.read_text()), toolchain()
-    for difference in differences(baseline["toolchain"], tools):
+    elsewhere = differences(baseline["toolchain"], tools)
+    for difference in elsewhere:
         print(f"note: {difference}")
-    verdict = compare(baseline["instructions"], counted())
+    verdict = compare(baseline["instructions"], counted(), TOLERANCE_ELSEWHERE if elsewhere else TOLERANCE)
     print(f"{'instructions per operation':40} {'baseline':>12} {'now':>12} {'change':>10}")
     print("\n".join(verdict.lines))
     for note in verdict.notes:
