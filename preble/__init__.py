@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ._answers import Decision as Decision
     from ._cost import CostModel as CostModel
     from .clock import ManualClock as ManualClock
+    from .config import SchedulerConfig as SchedulerConfig
     from .local import LocalConfig as LocalConfig
     from .local import LocalRequest as LocalRequest
     from .local import LocalScheduler as LocalScheduler
     from .policy import Policy as Policy
     from .router import Router as Router
     from .scheduler import GlobalScheduler as GlobalScheduler
-    from .scheduler import SchedulerConfig as SchedulerConfig
     from .types import AllBlocksCleared as AllBlocksCleared
     from .types import BlockRemoved as BlockRemoved
     from .types import BlockStored as BlockStored
@@ -51,7 +51,7 @@ _HOMES = {
     "PrefixEvicted": "types",
     "Router": "router",
     "SamplingParams": "types",
-    "SchedulerConfig": "scheduler",
+    "SchedulerConfig": "config",
     "WorkerSpec": "types",
 }
 

@@ -25,6 +25,7 @@ from ._events import EventBatch
 from ._hot import RequestCalls, finite_time, hashable, output_limit
 from ._radix import RadixTree
 from .clock import Clock, monotonic
+from .config import SchedulerConfig as SchedulerConfig
 from .errors import (
     DuplicateWorker,
     InvalidConfig,
@@ -53,42 +54,6 @@ TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
 COUNTED = ("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests")
 REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Knobs of a scheduler. Raises InvalidConfig naming the field.
-
-    history_seconds: the paper's window H, 3 minutes in its conference text.
-    exploit_ratio: exploit when more than this share of the prompt is cached on one worker (paper: more cached than
-    missed).
-    join_seconds: a newcomer's history is scaled up to H from at least this much observation.
-    victims_max: nodes looked at for the eviction cost of one worker.
-    max_bytes: bound of the prefix tree, enforced at each insert.
-    live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.
-    lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
-    cancelled by `tick`, and counted.
-    tick_seconds: how often the background thread of `start` ticks.
-    """
-
-    history_seconds: float = 180.0
-    exploit_ratio: float = 0.5
-    join_seconds: float = 10.0
-    victims_max: int = 64
-    max_bytes: int = 1 << 30
-    live_requests_max: int = 1 << 20
-    lease_seconds: float = 3600.0
-    tick_seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
-            if not (_is_number(getattr(self, name)) and 1e-3 <= getattr(self, name) <= 1e9):
-                raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
-        if not (_is_number(self.exploit_ratio) and 0.0 <= self.exploit_ratio <= 1.0):
-            raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
-        check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
-        check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
-        check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)
 
 
 @dataclass(slots=True)
@@ -600,11 +565,6 @@ def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a float or an int, of Python or numpy."""
-    return hasattr(value, "__float__") and not isinstance(value, bool)
 
 
 def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:

@@ -17,7 +17,7 @@ PREBLE = Path(__file__).resolve().parent.parent / "preble"
 
 # A package's modules stand where the package does, and `local_queue` stands where `local` does.
 FLOORS = [
-    {"errors", "types", "_clock", "clock", "content"},
+    {"errors", "types", "_clock", "clock", "content", "config"},
     {
         *("_atomic", "_guard", "_epochs", "_memory", "_compare", "_tokens", "_layout", "_table", "_retired"),
         "_victims",

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass, field
 
 from .._cost import CostModel
+from ..config import SchedulerConfig
 from ..errors import DuplicateWorker, InvalidConfig
 from ..local import LocalConfig
 from ..policy import Policy
-from ..scheduler import SchedulerConfig
 from ..types import WorkerSpec, check_int
 from .faults import Fault, WorkerJoin, check_faults, check_seconds
 
