@@ -15,7 +15,15 @@ class DecisionCore(E2):
     live_max: int
     eligible_workers: int
     def __init__(
-        self, tree: RadixTree, book: LoadBook, *, exploit_ratio: float, victims_max: int, live_max: int
+        self,
+        tree: RadixTree,
+        book: LoadBook,
+        *,
+        exploit_ratio: float,
+        escape_seconds: float,
+        decode_ratio: float,
+        victims_max: int,
+        live_max: int,
     ) -> None: ...
     def open_worker(self, name: str, capacity_tokens: int, block_size: int, cost: CostModel, now: float) -> int: ...
     def close_worker(self, index: int) -> list[Hashable]: ...

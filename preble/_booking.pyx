@@ -16,7 +16,7 @@ from libc.string cimport memset
 from preble._answers cimport Decision, Match, new_decision
 from preble._atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
-from preble._e2 cimport Choice, E2, Order, Scratch, Terms, clear_scratch, free_scratch, new_scratch
+from preble._e2 cimport Choice, E2, Order, Prices, Scratch, Terms, clear_scratch, free_scratch, new_scratch
 from preble._epochs cimport reader_enter, reader_leave
 from preble._guard cimport await_python, guard_leave, guard_try
 from preble._layout cimport LIVE, Node, Tree, Walk, generation, node_at, run_end
@@ -33,14 +33,14 @@ from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFu
 cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
-_REASONS = ("exploit", "explore")
+_REASONS = ("exploit", "explore", "escape")
 
 
 cdef list rows_of(Scratch* s):
-    """(index, usable, L, M, P, total, candidate) of each worker that might take the request."""
+    """(index, usable, L, M, P, Q, what is compared, candidate) of each worker that might take the request."""
     cdef uint32_t i
-    return [(i, s.terms[i].usable, s.terms[i].load, s.terms[i].eviction, s.terms[i].prefill, s.terms[i].total,
-             bool(s.terms[i].candidate))
+    return [(i, s.terms[i].usable, s.terms[i].load, s.terms[i].eviction, s.terms[i].prefill, s.terms[i].queue,
+             s.terms[i].total, bool(s.terms[i].candidate))
             for i in range(s.workers) if s.terms[i].weighed]
 
 
@@ -48,9 +48,10 @@ cdef class DecisionCore(E2):
     """One scheduler's compiled state: tree, book, leases. Whoever changes it holds the tree's lock
     (`with core.tree:`)."""
 
-    def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, uint32_t victims_max,
-                 uint32_t live_max):
-        E2.__init__(self, tree, book, exploit_ratio=exploit_ratio, victims_max=victims_max)
+    def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, double escape_seconds,
+                 double decode_ratio, uint32_t victims_max, uint32_t live_max):
+        E2.__init__(self, tree, book, exploit_ratio=exploit_ratio, escape_seconds=escape_seconds,
+                    decode_ratio=decode_ratio, victims_max=victims_max)
         self.names = []
         self.names_now = ()
         self.leases = {}
@@ -142,7 +143,8 @@ cdef class DecisionCore(E2):
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
         s.next = order.walk.node
-        self.weigh_all(s, order)
+        cdef Prices prices = self.prices(order.now)
+        self.weigh_all(s, order, &prices)
         indices = []
         for i in range(s.workers):
             if s.terms[i].weighed:
@@ -324,7 +326,7 @@ cdef class DecisionCore(E2):
 
     def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy,
                 object asked) -> tuple:
-        """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, total,
+        """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, Q, total,
         candidate), names). E2 takes no lock for it; a Python policy is asked under both."""
         cdef TokenView view
         cdef Order order

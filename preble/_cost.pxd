@@ -1,6 +1,6 @@
 # Cost model and load accounting: contents of `_cost.pyx`.
 
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from preble._memory cimport Slab, Budget
 
@@ -42,6 +42,7 @@ cdef struct Bucket:              # what one worker was assigned in one slice of 
     int64_t prefill_ns
     int64_t requests
     int64_t prompt_tokens
+    int64_t matched_tokens       # of these, what the decisions counted as cached
     int64_t output_tokens        # expected at booking, corrected at the end
     int64_t finished
     int64_t finished_tokens
@@ -68,10 +69,11 @@ cdef struct Lease:               # one live request
 cdef struct Row:                 # 64 bytes
     double load_seconds          # L, unscaled
     double joined_at
-    int64_t live_requests
+    double queue_seconds         # prefill booked and not seen done
     int64_t live_output_tokens
-    int64_t mean_output_tokens   # of requests finished within the window; -1: none has
     const Cost* cost             # NULL: no worker has this index
+    uint32_t live_requests
+    int32_t mean_output_tokens   # of requests finished within the window; -1: none has
     uint32_t block_size          # tokens
     uint32_t eligible            # may take requests
     uint32_t alike               # the lowest worker with the same cost model
@@ -101,6 +103,10 @@ cdef class LoadBook:
     cdef Bucket fleet            # sums over all workers
     cdef int64_t fleet_output    # mean_output_tokens of all workers (r)
     cdef double oldest_joined    # (r)
+    cdef double fleet_load       # seconds assigned to all workers within the window (r)
+    cdef double output_seconds   # of worker time for one output token, mean of the workers (r)
+    cdef uint32_t used           # workers (r)
+    cdef double reuse            # prompt tokens cached where they went, for each that was not, within the window (r)
     cdef int64_t now_bucket
     cdef double bucket_seconds
     cdef readonly double window_seconds
@@ -114,6 +120,7 @@ cdef class LoadBook:
     cdef void advance(self, double now) noexcept nogil
     cdef bint is_behind(self, double now) noexcept nogil
     cdef double scale(self, uint32_t worker, double now, double longest) noexcept nogil
+    cdef double pressure(self, double longest) noexcept nogil
     cdef double longest_observed(self, double now) noexcept nogil
     cdef double load_seconds(self, uint32_t worker) noexcept nogil
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil
@@ -125,6 +132,7 @@ cdef class LoadBook:
     cdef void void_lease(self, Lease* lease) noexcept nogil
     cdef bint is_current(self, Lease* lease) noexcept nogil
     cdef void retune(self) noexcept nogil
+    cdef void settle(self) noexcept nogil
     cdef void enter(self, Lease* lease, const Bucket* change, int64_t sign) noexcept nogil
     cdef void live_change(self, Lease* lease, int64_t requests) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil

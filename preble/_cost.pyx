@@ -15,7 +15,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcmp, memset
 
-from preble._atomic cimport load_double, load_signed, store32, store_double, store_signed
+from preble._atomic cimport load32, load_double, load_signed, store32, store_double, store_signed
 from preble._memory cimport (
     CHUNK_BITS,
     CHUNK_MASK,
@@ -25,11 +25,13 @@ from preble._memory cimport (
     slab_take,
 )
 
+from ._cost_presets import PRESETS
 from .errors import InvalidConfig, InvalidInput, UnknownWorker
 
 cdef enum:
     BATCH_LEAST = 8              # usual decode batch assumed while fewer requests run
     BATCH_MOST = 64
+    PRESSURE_MOST = 4            # seconds others wait for a second of work, at most
     LEASES_MAX = 1 << 26         # at once; a key is serial * LEASES_MAX + index
     ROWS_MAX = 65536             # workers; untouched rows take no memory
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
@@ -38,36 +40,6 @@ cdef double PREFILL_MOST = 1e6   # seconds booked for one prefill at most, so th
 
 cdef extern from * nogil:
     void store_cost "preble_store"(const Cost** p, const Cost* value)
-
-# --- presets ----------------------------------------------------------------------------------------------------------
-# Published regressions (ms, tokens) of the paper's authors, sglang on one A6000 or A100 and vLLM on one A6000, with
-# two defects repaired: the quadratic middle branch of the first (it falls below zero) is a straight line between its
-# neighbours, and the per-request intercept of the 70B fits is charged once a batch. The H100 model is fitted to their
-# raw points (RMS 5 %).
-
-_PRESETS = {
-    "mistral-7b/a6000": {
-        "knots": [(0, 22.0), (192, 22.0), (384, 45.845), (8192, 892.433)], "scale": 1 / 0.9,
-        "context": (1024, 0.32, 0.159, 1.86e-4), "pair": (1048576, 0.0, 1.13e-3, 1.75e-3, 2.19e-6),
-    },
-    "mistral-7b/a100": {
-        "knots": [(0, 8.96), (63, 8.96), (64, 10.5), (255, 10.5), (256, 18.386), (8192, 417.673)], "scale": 1 / 0.85,
-        "context": (1024, 0.32, 0.159, 1.86e-4), "pair": (1048576, 0.0, -7.45358651e-4, 1.53422673e-3, 1.36265841e-6),
-    },
-    "llama-2-7b/a6000-vllm": {
-        "knots": [(0, 26.07), (127, 26.07), (384, 55.974), (8192, 1078.822)], "scale": 1.0,
-        "context": (0, 0.0, 0.0, 1.6637 / 2048), "pair": (0, 0.0, 0.0, 0.0, 0.0),
-    },
-    "llama-3-70b/a100-tp4": {
-        "knots": [(0, 28.931389), (8192, 1521.787656)], "scale": 1.0,
-        "context": (0, 0.0, 0.0, 4.00365142e-3), "pair": (0, 0.0, 0.0, 0.0, 2.55050069e-6),
-    },
-    "llama-3-70b/h100-tp4": {
-        "knots": [(0, 36.0), (350, 36.0), (8192, 663.36)], "scale": 1.0,
-        "context": (0, 0.0, 0.0, 3.148e-3), "pair": (0, 0.0, 0.0, 0.0, 7.15e-7),
-    },
-}
-
 
 # --- cost functions ---------------------------------------------------------------------------------------------------
 
@@ -202,10 +174,10 @@ cdef class CostModel:
         ".json". Raises InvalidConfig listing the names, or naming the file and what is wrong with it."""
         if name.endswith(".json"):
             return CostModel.load(name)
-        if name not in _PRESETS:
-            raise InvalidConfig(f"no cost model preset {name!r}; there are {', '.join(sorted(_PRESETS))}, and files "
+        if name not in PRESETS:
+            raise InvalidConfig(f"no cost model preset {name!r}; there are {', '.join(sorted(PRESETS))}, and files "
                                 "that end in .json")
-        entry = _PRESETS[name]
+        entry = PRESETS[name]
         unit = entry["scale"] / 1000.0
         first, flat, base, slope = entry["context"]
         return CostModel(
@@ -218,7 +190,7 @@ cdef class CostModel:
     @staticmethod
     def presets() -> list[str]:
         """Names that `preset` knows."""
-        return sorted(_PRESETS)
+        return sorted(PRESETS)
 
     @staticmethod
     def fit(samples: Iterable[tuple[int, int, float]], *, decode=(), str name="fitted") -> CostModel:
@@ -355,6 +327,7 @@ cdef inline void bucket_add(Bucket* total, const Bucket* part, int64_t sign) noe
     total.prefill_ns += sign * part.prefill_ns
     total.requests += sign * part.requests
     total.prompt_tokens += sign * part.prompt_tokens
+    total.matched_tokens += sign * part.matched_tokens
     total.output_tokens += sign * part.output_tokens
     total.finished += sign * part.finished
     total.finished_tokens += sign * part.finished_tokens
@@ -408,6 +381,7 @@ cdef class LoadBook:
         memset(&self.workers[worker], 0, sizeof(WorkerBook))
         self.generations += 1
         self.workers[worker].used = True
+        store32(&self.used, self.used + 1)
         self.workers[worker].generation = self.generations
         self.workers[worker].joined_at = now
         while alike < worker and (self.rows[alike].cost == NULL or memcmp(self.rows[alike].cost, cost, sizeof(Cost))):
@@ -426,6 +400,7 @@ cdef class LoadBook:
         cdef const Cost* cost = self.rows[worker].cost
         bucket_add(&self.fleet, &self.workers[worker].window, -1)
         memset(&self.workers[worker], 0, sizeof(WorkerBook))
+        store32(&self.used, self.used - 1)
         store32(&self.rows[worker].eligible, 0)
         store_cost(&self.rows[worker].cost, NULL)
         self.publish(worker)
@@ -433,6 +408,7 @@ cdef class LoadBook:
             self.end -= 1
         self.find_oldest()
         self.find_alike(worker)
+        self.settle()
         return cost
 
     cdef void find_alike(self, uint32_t closed) noexcept:
@@ -456,10 +432,14 @@ cdef class LoadBook:
         cdef WorkerBook* book = &self.workers[worker]
         cdef Row* row = &self.rows[worker]
         store_double(&row.load_seconds, self.load_seconds(worker))
-        store_signed(&row.live_requests, book.live_requests)
+        store_double(&row.queue_seconds, book.waiting_prefill_ns * 1e-9)
+        store32(&row.live_requests, <uint32_t> book.live_requests)
         store_signed(&row.live_output_tokens, book.live_output_tokens)
-        store_signed(&row.mean_output_tokens, mean_output(&book.window))
+        store32(<uint32_t*> &row.mean_output_tokens, <uint32_t> mean_output(&book.window))
         store_signed(&self.fleet_output, mean_output(&self.fleet))
+        store_double(&self.fleet_load, self.fleet.prefill_ns * 1e-9 + self.fleet.output_tokens * self.output_seconds)
+        store_double(&self.reuse, self.fleet.matched_tokens
+                     / <double> max(self.fleet.prompt_tokens - self.fleet.matched_tokens, 1))
 
     cdef Lease* lease_at(self, uint32_t index) noexcept nogil:
         return (<Lease*> self.leases.chunks[index >> CHUNK_BITS]) + (index & CHUNK_MASK)
@@ -507,11 +487,26 @@ cdef class LoadBook:
             live += self.workers[i].live_requests
         batch = min(<double> BATCH_MOST, max(<double> BATCH_LEAST, live / <double> max(workers, 1)))
         for i in range(self.end):
-            if not self.workers[i].used:
-                continue
-            context = self.workers[i].window.prompt_tokens / <double> max(self.workers[i].window.requests, 1)
-            self.workers[i].output_token_seconds = token_seconds(self.rows[i].cost, context, batch) / batch
-            self.publish(i)
+            if self.workers[i].used:
+                context = self.workers[i].window.prompt_tokens / <double> max(self.workers[i].window.requests, 1)
+                self.workers[i].output_token_seconds = token_seconds(self.rows[i].cost, context, batch) / batch
+        self.settle()
+
+    cdef void settle(self) noexcept nogil:
+        """Bring what is the same for all workers, and every row, up to date."""
+        cdef double output = 0.0
+        cdef uint32_t i
+        for i in range(self.end):
+            output += self.workers[i].output_token_seconds         # 0 where nobody is
+        store_double(&self.output_seconds, min(output / <double> max(self.used, 1), PREFILL_MOST))
+        for i in range(self.end):
+            if self.workers[i].used:
+                self.publish(i)
+
+    cdef double pressure(self, double longest) noexcept nogil:
+        """kappa: seconds that others wait for each second of work, rho / (1 - rho), from the mean load rho."""
+        cdef double rho = load_double(&self.fleet_load) / (longest * max(load32(&self.used), 1))
+        return min(PRESSURE_MOST, max(rho, 0.0) / (1.0 - min(rho, 0.9)))
 
     cdef double longest_observed(self, double now) noexcept nogil:
         """How long the oldest worker has been observed, at most the window."""
@@ -531,7 +526,7 @@ cdef class LoadBook:
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil:
         """Output tokens to expect: mean seen on the worker, else in the fleet, else 128; never above `max_new_tokens`
         (0: none given)."""
-        cdef int64_t expected = load_signed(&self.rows[worker].mean_output_tokens)
+        cdef int64_t expected = <int32_t> load32(<uint32_t*> &self.rows[worker].mean_output_tokens)
         if expected < 0:
             expected = load_signed(&self.fleet_output)
         if expected < 0:
@@ -556,6 +551,7 @@ cdef class LoadBook:
         change.prefill_ns = lease.prefill_ns
         change.requests = 1
         change.prompt_tokens = lease.prompt_tokens
+        change.matched_tokens = lease.matched_tokens
         change.output_tokens = lease.expected_output
         book.live_requests += 1
         book.waiting_requests += 1
@@ -589,6 +585,7 @@ cdef class LoadBook:
             lease.prefilled = True
             self.workers[lease.worker].waiting_requests -= 1
             self.workers[lease.worker].waiting_prefill_ns -= lease.prefill_ns
+            self.publish(lease.worker)
 
     cdef void live_change(self, Lease* lease, int64_t requests) noexcept nogil:
         self.workers[lease.worker].live_requests += requests
@@ -617,6 +614,7 @@ cdef class LoadBook:
             change.prefill_ns = 0 if lease.prefilled else lease.prefill_ns     # a prefill that was done stays work done
             change.requests = 1
             change.prompt_tokens = lease.prompt_tokens
+            change.matched_tokens = lease.matched_tokens
             change.output_tokens = lease.expected_output
             self.prefilled(lease)
             self.live_change(lease, -1)
@@ -668,7 +666,7 @@ cdef class LoadBook:
                     waiting[i] = waiting.get(i, 0) + 1
                     waiting_ns[i] = waiting_ns.get(i, 0) + lease.prefill_ns
         assert found == self.leases.live, f"{found} leases found, {self.leases.live} counted"
-        totals = [0] * 6
+        totals = [0] * 7
         for i in range(self.end):
             assert self.workers[i].live_requests == live.get(i, 0), f"live requests of worker {i}"
             assert self.workers[i].waiting_requests == waiting.get(i, 0), f"waiting requests of worker {i}"
@@ -695,4 +693,4 @@ cdef int64_t mean_output(const Bucket* seen) noexcept nogil:
 
 
 cdef tuple bucket_tuple(const Bucket* b):
-    return (b.prefill_ns, b.requests, b.prompt_tokens, b.output_tokens, b.finished, b.finished_tokens)
+    return (b.prefill_ns, b.requests, b.prompt_tokens, b.matched_tokens, b.output_tokens, b.finished, b.finished_tokens)

@@ -9,6 +9,7 @@ from preble._radix cimport RadixTree
 cdef enum Reason:
     EXPLOIT = 0
     EXPLORE = 1
+    ESCAPE = 2
 
 cdef struct Terms:               # one worker in one decision; seconds unless said
     bint weighed                 # might take the request
@@ -18,7 +19,10 @@ cdef struct Terms:               # one worker in one decision; seconds unless sa
     double load                  # L
     double eviction              # M
     double prefill               # P
-    double total
+    double queue                 # Q
+    double price                 # of a second of P in this place
+    double own                   # what the request waits and makes wait
+    double total                 # what is compared
 
 cdef struct Scratch:             # what one decision writes down
     uint32_t room                # rows
@@ -40,6 +44,12 @@ cdef struct Order:               # a prompt to be placed
     uint32_t root_generation
     Walk walk
 
+cdef struct Prices:              # what is the same for all workers in one decision
+    double now
+    double longest               # seconds that the oldest worker has been observed
+    double own                   # 1 + kappa
+    double stay                  # of a second of load, for what stays there
+
 cdef struct Choice:
     uint32_t worker              # NONE: nobody may take it
     Reason reason
@@ -56,6 +66,8 @@ cdef class E2:
     cdef readonly LoadBook book
     cdef Scratch scratch         # the writer's
     cdef double exploit_ratio
+    cdef double escape_seconds
+    cdef double decode_ratio
     cdef uint32_t victims_max
     cdef int grow(self, uint32_t room) except -1
     cdef void gather(self, Scratch* s, Walk walk, uint32_t least) noexcept nogil
@@ -64,10 +76,20 @@ cdef class E2:
     cdef double eviction_seconds(self, uint32_t worker, const Order* order, int64_t need) noexcept nogil
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil
     cdef int64_t needed(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil
-    cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, double longest) noexcept nogil
+    cdef Prices prices(self, double now) noexcept nogil
+    cdef void weigh_queue(self, Terms* terms, uint32_t worker, const Prices* prices) noexcept nogil
+    cdef void add_up(self, Terms* terms, const Prices* prices) noexcept nogil
+    cdef double eviction_of(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil
+    cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, const Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
-    cdef void weigh_all(self, Scratch* s, const Order* order) noexcept nogil
-    cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best) noexcept nogil
-    cdef Choice explore(self, Scratch* s, const Order* order) noexcept nogil
-    cdef Choice best_of_all(self, Scratch* s, const Order* order, uint32_t key_end) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Order* order) noexcept nogil
+    cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best, const Prices* prices) noexcept nogil
+    cdef void escape(self, Scratch* s, const Order* order, double bound, const Prices* prices,
+                     Choice* choice) noexcept nogil
+    cdef Choice explore(self, Scratch* s, const Order* order, const Prices* prices) noexcept nogil
+    cdef void prefer_decoding(self, Scratch* s, const Order* order, double bound, const Prices* prices,
+                              Choice* choice) noexcept nogil
+    cdef double decode_share(self, uint32_t worker) noexcept nogil
+    cdef void weigh_all(self, Scratch* s, const Order* order, const Prices* prices) noexcept nogil
+    cdef void set_candidates(self, Scratch* s, uint32_t least_held) noexcept nogil
+    cdef void compare_own(self, Scratch* s) noexcept nogil

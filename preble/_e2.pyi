@@ -6,4 +6,13 @@ from ._radix import RadixTree
 class E2:
     tree: RadixTree
     book: LoadBook
-    def __init__(self, tree: RadixTree, book: LoadBook, *, exploit_ratio: float, victims_max: int) -> None: ...
+    def __init__(
+        self,
+        tree: RadixTree,
+        book: LoadBook,
+        *,
+        exploit_ratio: float,
+        escape_seconds: float,
+        decode_ratio: float,
+        victims_max: int,
+    ) -> None: ...

@@ -1,17 +1,31 @@
-"""The E2 rule in compiled code: exploit or explore (paper Algorithms 1 and 2). Owns the looking, the weighing and the
-choice; it changes nothing but its scratch rows. `_booking.pyx` books what is chosen here.
+"""The E2 rule in compiled code: exploit or explore (paper Algorithms 1 and 2), with an eye on the queue of the moment.
+Owns the looking, the weighing and the choice; it changes nothing but its scratch rows. `_booking.pyx` books what is
+chosen here.
 
     exploit, if the longest prefix cached in whole blocks on one worker is more than the rest of the prompt:
-        among the workers that hold the key portion of it, the one with the lowest L + M + P
+        among the workers that hold 0.9 of it, the one with the lowest `total`,
+    escape from them, if another worker's `own` is lower than theirs by more than `escape_seconds`:
+        the one with the lowest `own`
     explore, otherwise:
-        among all workers, the one with the lowest L + M + P
+        among all workers, the one with the lowest `total`; of those within `decode_ratio` of it, if that is on, the one
+        whose outstanding work is decoding to the largest part
 
-    L  seconds of work assigned within the window (LoadBook), scaled up for newcomers
-    M  seconds to compute again what must be evicted to make room, times how often it was used in the window
-    P  seconds to prefill what this worker lacks of this prompt
+    L   seconds of work assigned within the window (LoadBook), scaled up for newcomers
+    M   seconds to compute again what must be evicted to make room, times how often it was used in the window
+    P   seconds to prefill what this worker lacks of this prompt
+    Q   seconds of prefill booked and not seen done, and SLOW_SECONDS for each of the B live requests
 
-To exploit, only the workers on the path below the key portion are looked at. To explore, a worker whose L + P alone is
-more than the best total is passed over before its M is asked for: M is never negative, so the choice is the same.
+    own   = Q + (M + P) (1 + kappa)
+    total = own + P (0.2 B + 0.2 reuse L / (1 - rho))
+
+`own` is what the request waits, and what its work makes others wait: kappa = rho / (1 - rho), at most 4, from the mean
+load rho of the fleet. `total` adds what a miss costs in this place: it holds up B decodes, and the prefix stays here,
+to be used `reuse` times (tokens cached for each token missed, within the window), on a worker of whose time rho is
+taken. docs/e2.md has an example in numbers, and how each constant was found.
+
+To exploit, only the workers on the path that far are looked at, and others only where `own` is long. To explore, a
+worker whose terms without M are more than the best total is passed over before its M is asked for: M is never negative,
+so the choice is the same.
 
 All of this runs as the tree's writer, or as a reader with a slot, for explanations; so it reads with atomic loads.
 """
@@ -50,6 +64,11 @@ cdef extern from * nogil:
 
 cdef enum:
     PATH_MAX = 64                # nodes of the prompt's own path that eviction is known to spare
+
+cdef double HOLDS = 0.9          # of the longest cached prefix: who holds as much is as good a place for it
+cdef double SLOW_SECONDS = 0.03  # by which a live request lengthens the wait for a first token
+cdef double STAY = 0.2           # weight of what a miss costs in this place
+cdef double LOADED_MOST = 0.9    # of a worker's time, as far as what stays there is priced
 
 
 cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil:
@@ -124,10 +143,13 @@ cdef uint32_t end_at(Node* node, uint32_t worker) noexcept nogil:
 cdef class E2:
     """The rule over one tree and one load book, and the writer's scratch rows."""
 
-    def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, uint32_t victims_max):
+    def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, double escape_seconds,
+                 double decode_ratio, uint32_t victims_max):
         self.tree = tree
         self.book = book
         self.exploit_ratio = exploit_ratio
+        self.escape_seconds = escape_seconds
+        self.decode_ratio = decode_ratio
         self.victims_max = victims_max
 
     def __dealloc__(self):
@@ -243,15 +265,41 @@ cdef class E2:
                              - load_signed(&self.book.rows[worker].live_output_tokens))
         return order.count - terms.usable + self.book.expected_output(worker, order.max_new_tokens) - max(room, 0)
 
-    cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, double longest) noexcept nogil:
-        """Fill in L, M and P of a worker that was sized up."""
+    cdef Prices prices(self, double now) noexcept nogil:
+        """What one decision multiplies with."""
+        cdef Prices prices
+        prices.now = now
+        prices.longest = self.book.longest_observed(now)
+        prices.own = 1.0 + self.book.pressure(prices.longest)
+        prices.stay = STAY * load_double(&self.book.reuse)
+        return prices
+
+    cdef void weigh_queue(self, Terms* terms, uint32_t worker, const Prices* prices) noexcept nogil:
+        """Fill in L, Q and the price of a second of prefill on a worker."""
         cdef Row* row = &self.book.rows[worker]
-        cdef const Cost* cost = load_cost(&row.cost)
+        cdef double live = load32(&row.live_requests)
+        terms.load = load_double(&row.load_seconds) * self.book.scale(worker, prices.now, prices.longest)
+        terms.queue = load_double(&row.queue_seconds) + SLOW_SECONDS * live
+        terms.price = (prices.own + STAY * live
+                       + prices.stay * terms.load / (1.0 - min(terms.load / prices.longest, LOADED_MOST)))
+
+    cdef void add_up(self, Terms* terms, const Prices* prices) noexcept nogil:
+        """Fill in what is compared."""
+        terms.own = terms.queue + (terms.eviction + terms.prefill) * prices.own
+        terms.total = terms.queue + terms.eviction * prices.own + terms.prefill * terms.price
+
+    cdef double eviction_of(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil:
+        """M of a worker that was sized up."""
         cdef int64_t need = self.needed(terms, worker, order)
-        terms.load = load_double(&row.load_seconds) * self.book.scale(worker, order.now, longest)
-        terms.eviction = self.eviction_seconds(worker, order, need) if need > 0 else 0.0
+        return self.eviction_seconds(worker, order, need) if need > 0 else 0.0
+
+    cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, const Prices* prices) noexcept nogil:
+        """Fill in every term of a worker that was sized up."""
+        cdef const Cost* cost = load_cost(&self.book.rows[worker].cost)
+        self.weigh_queue(terms, worker, prices)
+        terms.eviction = self.eviction_of(terms, worker, order)
         terms.prefill = prefill_seconds(cost, order.count - terms.usable, order.count) if cost != NULL else 0.0
-        terms.total = terms.load + terms.eviction + terms.prefill
+        self.add_up(terms, prices)
 
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil:
         """Whether worker `a` beats `b`: lower total, then more cached, then fewer live requests, then less cached,
@@ -262,8 +310,8 @@ cdef class E2:
             return one.total < two.total
         if one.usable != two.usable:
             return one.usable > two.usable
-        x = load_signed(&self.book.rows[a].live_requests)
-        y = load_signed(&self.book.rows[b].live_requests)
+        x = load32(&self.book.rows[a].live_requests)
+        y = load32(&self.book.rows[b].live_requests)
         if x != y:
             return x < y
         x = load_signed(&marks[a].tokens)
@@ -277,76 +325,134 @@ cdef class E2:
         explanation."""
         cdef uint32_t best
         cdef Choice choice
+        cdef Prices prices = self.prices(order.now)
         s.next = order.walk.node
         best = self.best_whole(s, order.walk)
+        if order.everyone:
+            self.weigh_all(s, order, &prices)
         if best > self.exploit_ratio * order.count:
-            choice = self.exploit(s, order, best)
-            choice.reason = EXPLOIT
+            choice = self.exploit(s, order, best, &prices)
         else:
-            choice = self.explore(s, order)
-            choice.reason = EXPLORE
+            choice = self.explore(s, order, &prices)
         return choice
 
-    cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best) noexcept nogil:
-        """The best of those that hold the key portion of the prompt."""
-        cdef uint32_t key_end = key_portion_end(&self.tree.t, order.walk, best), i, at
-        cdef double longest = self.book.longest_observed(order.now)
+    cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best, const Prices* prices) noexcept nogil:
+        """The best of those that hold as good as all of what is cached, or of all where these have too much to do."""
+        cdef uint32_t least_held = <uint32_t> (HOLDS * best), i, at
         cdef Terms terms, least
         cdef Choice choice
-        if order.everyone:
-            return self.best_of_all(s, order, key_end)
-        self.gather(s, order.walk, key_end)
         memset(&choice, 0, sizeof(Choice))
         choice.worker = NONE
+        choice.reason = EXPLOIT
+        if order.everyone:
+            self.set_candidates(s, least_held)
+        else:
+            self.gather(s, order.walk, least_held)
         for at in range(s.count):
             i = s.met[at]
             self.size_up(&terms, i, s.held[i], order.count)
-            if terms.whole >= key_end and load32(&self.book.rows[i].eligible):
-                self.weigh(&terms, i, order, longest)
+            if terms.whole >= least_held and load32(&self.book.rows[i].eligible):
+                self.weigh(&terms, i, order, prices)
                 if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
                     choice.worker = i
                     choice.usable = terms.usable
                     least = terms
+        if choice.worker != NONE and least.own > self.escape_seconds:
+            self.escape(s, order, least.own - self.escape_seconds, prices, &choice)
         return choice
 
-    cdef Choice explore(self, Scratch* s, const Order* order) noexcept nogil:
+    cdef void escape(self, Scratch* s, const Order* order, double bound, const Prices* prices,
+                     Choice* choice) noexcept nogil:
+        """Choose the lowest `own` of all, if it is below the bound."""
+        cdef uint32_t i
+        cdef Terms terms
+        self.gather(s, order.walk, 0)
+        for i in range(s.workers):
+            if not load32(&self.book.rows[i].eligible):
+                continue
+            self.size_up(&terms, i, s.held[i], order.count)
+            self.weigh_queue(&terms, i, prices)
+            if terms.queue >= bound:
+                continue
+            terms.prefill = prefill_seconds(load_cost(&self.book.rows[i].cost), order.count - terms.usable, order.count)
+            if terms.queue + terms.prefill * prices.own >= bound:
+                continue
+            terms.eviction = self.eviction_of(&terms, i, order)
+            self.add_up(&terms, prices)
+            if terms.own < bound:
+                bound = terms.own
+                choice.worker = i
+                choice.usable = terms.usable
+                choice.reason = ESCAPE
+        if order.everyone and choice.reason == ESCAPE:
+            self.compare_own(s)
+
+    cdef Choice explore(self, Scratch* s, const Order* order, const Prices* prices) noexcept nogil:
         """The best of all."""
-        cdef double longest = self.book.longest_observed(order.now)
         cdef uint32_t i, alike = NONE, usable = 0
-        cdef int64_t need
         cdef Row* row
         cdef Terms terms, least
         cdef Choice choice
-        if order.everyone:
-            return self.best_of_all(s, order, 0)
         self.gather(s, order.walk, 0)
         memset(&choice, 0, sizeof(Choice))
         memset(&terms, 0, sizeof(Terms))
         choice.worker = NONE
+        choice.reason = EXPLORE
+        if order.everyone:
+            self.set_candidates(s, 0)
         for i in range(s.workers):
             row = &self.book.rows[i]
-            if not row.eligible:
+            if not load32(&row.eligible):
                 continue
             self.size_up(&terms, i, s.held[i], order.count)
             if row.alike != alike or terms.usable != usable:
                 terms.prefill = prefill_seconds(row.cost, order.count - terms.usable, order.count)
                 alike = row.alike
                 usable = terms.usable
-            terms.load = row.load_seconds * self.book.scale(i, order.now, longest)
-            if choice.worker != NONE and terms.load + terms.prefill > least.total:
+            self.weigh_queue(&terms, i, prices)
+            if choice.worker != NONE and terms.queue + terms.prefill * terms.price > least.total:
                 continue
-            need = self.needed(&terms, i, order)
-            terms.eviction = self.eviction_seconds(i, order, need) if need > 0 else 0.0
-            terms.total = terms.load + terms.eviction + terms.prefill
+            terms.eviction = self.eviction_of(&terms, i, order)
+            self.add_up(&terms, prices)
             if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
                 choice.worker = i
                 choice.usable = terms.usable
                 least = terms
+        if self.decode_ratio > 1.0 and choice.worker != NONE:
+            self.prefer_decoding(s, order, least.total * self.decode_ratio, prices, &choice)
         return choice
 
-    cdef void weigh_all(self, Scratch* s, const Order* order) noexcept nogil:
+    cdef void prefer_decoding(self, Scratch* s, const Order* order, double bound, const Prices* prices,
+                              Choice* choice) noexcept nogil:
+        """Of those whose total is within the bound, choose the one whose outstanding seconds are decoding to the
+        largest part: it has compute to spare (paper section 4.2, prefill/decode balancing)."""
+        cdef double most = self.decode_share(choice.worker), share
+        cdef uint32_t i
+        cdef Terms terms
+        for i in range(s.workers):
+            if not load32(&self.book.rows[i].eligible):
+                continue
+            share = self.decode_share(i)
+            if share <= most:
+                continue
+            self.size_up(&terms, i, s.held[i], order.count)
+            self.weigh(&terms, i, order, prices)
+            if terms.total <= bound:
+                most = share
+                choice.worker = i
+                choice.usable = terms.usable
+
+    cdef double decode_share(self, uint32_t worker) noexcept nogil:
+        """How much of a worker's outstanding seconds is decoding; 0 if nothing is outstanding."""
+        cdef Row* row = &self.book.rows[worker]
+        cdef double decode = load_signed(&row.live_output_tokens) * load_double(&self.book.output_seconds)
+        cdef double prefill = load_double(&row.queue_seconds)
+        return decode / (decode + prefill) if decode > 0.0 else 0.0
+
+    # --- explanations ---
+
+    cdef void weigh_all(self, Scratch* s, const Order* order, const Prices* prices) noexcept nogil:
         """Fill the terms of every eligible worker."""
-        cdef double longest = self.book.longest_observed(order.now)
         cdef uint32_t i
         self.gather(s, order.walk, 0)
         for i in range(s.workers):
@@ -354,19 +460,17 @@ cdef class E2:
             s.terms[i].candidate = False
             s.terms[i].weighed = load32(&self.book.rows[i].eligible) != 0
             if s.terms[i].weighed:
-                self.weigh(&s.terms[i], i, order, longest)
+                self.weigh(&s.terms[i], i, order, prices)
 
-    cdef Choice best_of_all(self, Scratch* s, const Order* order, uint32_t key_end) noexcept nogil:
-        """Weigh every eligible worker and choose among those that hold `key_end` tokens."""
-        cdef Choice choice
+    cdef void set_candidates(self, Scratch* s, uint32_t least_held) noexcept nogil:
+        """Note who is compared: those that hold so much of the prompt."""
         cdef uint32_t i
-        self.weigh_all(s, order)
-        memset(&choice, 0, sizeof(Choice))
-        choice.worker = NONE
         for i in range(s.workers):
-            s.terms[i].candidate = s.terms[i].weighed and s.terms[i].whole >= key_end
-            if s.terms[i].candidate and (choice.worker == NONE or self.better(&s.terms[i], i, &s.terms[choice.worker],
-                                                                              choice.worker)):
-                choice.worker = i
-                choice.usable = s.terms[i].usable
-        return choice
+            s.terms[i].candidate = s.terms[i].weighed and s.terms[i].whole >= least_held
+
+    cdef void compare_own(self, Scratch* s) noexcept nogil:
+        """Note that all were compared, by `own`."""
+        cdef uint32_t i
+        for i in range(s.workers):
+            s.terms[i].candidate = s.terms[i].weighed
+            s.terms[i].total = s.terms[i].own

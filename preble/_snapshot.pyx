@@ -23,7 +23,7 @@ from preble._snapshot_tree cimport read_tree, write_tree
 cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # of a lease whose prompt is not remembered
     LEASE_TOKENS_MAX = 2147483647
-    COUNTERS = 6                 # of RequestCalls
+    COUNTERS = 7                 # of RequestCalls
 
 cdef double OUTPUT_SECONDS_MOST = 1e6
 cdef int64_t AMOUNT_MAX = <int64_t> 1 << 57      # of a slice's sums, so that those of the window cannot overflow
@@ -63,7 +63,8 @@ def write_core(Writer w not None, RequestCalls calls not None) -> None:
     for request_id, key in named:
         w.number(<uint64_t> <int64_t> key)
         w.value(request_id, "a live request's id")
-    counters = [calls.scheduled, calls.finished, calls.cancelled, calls.late_calls, calls.reasons[0], calls.reasons[1]]
+    counters = [calls.scheduled, calls.finished, calls.cancelled, calls.late_calls,
+                calls.reasons[0], calls.reasons[1], calls.reasons[2]]
     w.number(<uint64_t> calls._sequence)
     w.put(&counters[0], sizeof(counters))
 
@@ -85,7 +86,7 @@ def read_core(Reader r not None, RequestCalls calls not None, list specs, list c
     calls._sequence = sequence
     calls.scheduled, calls.finished = counters[0], counters[1]
     calls.cancelled, calls.late_calls = counters[2], counters[3]
-    calls.reasons[0], calls.reasons[1] = counters[4], counters[5]
+    calls.reasons[0], calls.reasons[1], calls.reasons[2] = counters[4], counters[5], counters[6]
 
 
 def cost_at(DecisionCore core not None, uint32_t worker) -> CostModel:
@@ -176,7 +177,7 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
     for i in range(head.end):
         if book.workers[i].used:
             book.workers[i].output_token_seconds = seconds[i]    # opening the next one has changed it
-            book.publish(i)
+    book.settle()
     return 0
 
 

@@ -16,6 +16,10 @@ class SchedulerConfig:
     history_seconds: the paper's window H, 3 minutes in its conference text.
     exploit_ratio: exploit when more than this share of the prompt is cached on one worker (paper: more cached than
     missed).
+    escape_seconds: leave the workers that cache a prompt for one that costs less by more than this, counting what its
+    work makes others wait.
+    decode_ratio: explore to the worker that decodes most among those that cost at most this many times the least; 0:
+    off.
     join_seconds: a newcomer's history is scaled up to H from at least this much observation.
     victims_max: nodes looked at for the eviction cost of one worker.
     max_bytes: bound of the prefix tree, enforced at each insert.
@@ -27,6 +31,8 @@ class SchedulerConfig:
 
     history_seconds: float = 180.0
     exploit_ratio: float = 0.5
+    escape_seconds: float = 2.0
+    decode_ratio: float = 0.0
     join_seconds: float = 10.0
     victims_max: int = 64
     max_bytes: int = 1 << 30
@@ -40,6 +46,9 @@ class SchedulerConfig:
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
         if not (_is_number(self.exploit_ratio) and 0.0 <= self.exploit_ratio <= 1.0):
             raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
+        for name in ("escape_seconds", "decode_ratio"):
+            if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1e9):
+                raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1e9], got {getattr(self, name)!r}")
         check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
         check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
         check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)

@@ -105,6 +105,8 @@ class GlobalScheduler(RequestCalls):
             RadixTree(max_bytes=self.config.max_bytes, window_seconds=self.config.history_seconds),
             LoadBook(self.config.history_seconds, self.config.join_seconds),
             exploit_ratio=self.config.exploit_ratio,
+            escape_seconds=self.config.escape_seconds,
+            decode_ratio=self.config.decode_ratio,
             victims_max=self.config.victims_max,
             live_max=self.config.live_requests_max,
         )
@@ -247,8 +249,8 @@ class GlobalScheduler(RequestCalls):
         chosen, reason, prompt, rows, names = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
         scores = self._scores(asked, rows)
         costs = tuple(
-            WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, total, score, candidate)
-            for (i, usable, load, eviction, prefill, total, candidate), score in zip(rows, scores, strict=True)
+            WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, queue, total, score, candidate)
+            for (i, usable, load, eviction, prefill, queue, total, candidate), score in zip(rows, scores, strict=True)
         )
         winner = next(cost for cost in costs if cost.worker == names[chosen])
         others = sorted((c.score, c.worker) for c in costs if c.candidate and c.worker != winner.worker)
@@ -497,7 +499,7 @@ class GlobalScheduler(RequestCalls):
 
     def _scores(self, asked: RequestView | None, rows: Sequence[tuple[Any, ...]]) -> Sequence[float]:
         if self._policy is None or asked is None:
-            return [row[5] for row in rows]
+            return [row[6] for row in rows]
         return self._policy.checked_scores(asked, self._core.view([row[0] for row in rows]))
 
     def _count(self, what: str, times: int) -> None:

@@ -53,7 +53,7 @@ class Shadow:
         """What the shadow would do now; None, and counted, if it raised anything."""
         try:
             chosen, reason, _, rows, names = core.explain(token_ids, namespace, max_new_tokens, now, self.policy, asked)
-            totals = {names[row[0]]: float(row[5]) for row in rows}
+            totals = {names[row[0]]: float(row[6]) for row in rows}
             return Answer(ShadowChoice(self.name, names[chosen], reason), totals)
         except Exception as error:  # noqa: BLE001  it may be anybody's code, and the caller did not ask for it
             self._counts["errors"] += 1

@@ -137,7 +137,8 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | PrefixEvicted
 
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
-    """One worker's terms in one decision, in seconds: L (load), M (eviction), P (own prefill), and their sum.
+    """One worker's terms in one decision, in seconds: L (load), M (eviction), P (own prefill), Q (queue), and what E2
+    makes of them (`total_seconds`; docs/e2.md).
 
     `score` is what the policy compared (equal to `total_seconds` for E2). Paper section 4.2, Algorithm 2.
     """
@@ -148,6 +149,7 @@ class WorkerCost:
     load_seconds: float
     eviction_seconds: float
     prefill_seconds: float
+    queue_seconds: float
     total_seconds: float
     score: float
     candidate: bool

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import preble
@@ -18,6 +18,7 @@ from preble import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, S
 Tokens = tuple[int, ...]
 Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's start)
 SLICES = 36
+HOLDS, SLOW_SECONDS, STAY = 0.9, 0.03, 0.2  # the rule's constants
 
 
 def common(a: Tokens, b: Tokens) -> int:
@@ -324,7 +325,10 @@ class Row:
     load: float
     eviction: float
     prefill: float
+    queue: float
+    own: float
     total: float
+    decoding: float
     candidate: bool
     tie: tuple[float, ...]
 
@@ -369,6 +373,12 @@ class NaiveScheduler:
             context = sum(booking.prompt_tokens for booking in seen) / max(1, len(seen))
             account.output_token_seconds = account.cost.decode_step(context, batch) / batch
 
+    @property
+    def output_seconds(self) -> float:
+        """Of an output token, mean of the workers."""
+        each = [account.output_token_seconds for account in self.accounts.values()]
+        return sum(each) / max(1, len(each))
+
     def window(self, account: Account) -> list[Booking]:
         return [booking for booking in account.bookings if self.slice - booking.slice < SLICES]
 
@@ -409,23 +419,65 @@ class NaiveScheduler:
         whole = {name: held[name] - held[name] % self.accounts[name].spec.block_size for name in names}
         longest = max(whole.values())
         exploits = longest > self.config.exploit_ratio * length
-        key_end = self.tree.key_end(path, longest) if exploits else 0
-        rows = [self.row(name, path, held[name], limit, now, whole[name] >= key_end) for name in names]
+        least_held = int(HOLDS * longest) if exploits else 0
+        rows = [self.row(name, path, held[name], limit, now, whole[name] >= least_held) for name in names]
         best = min((row for row in rows if row.candidate), key=lambda row: (row.total, row.tie))
-        return Choice(best.worker, "exploit" if exploits else "explore", rows)
+        if exploits:
+            free = min(rows, key=lambda row: row.own)
+            if best.own > self.config.escape_seconds and free.own < best.own - self.config.escape_seconds:
+                return Choice(free.worker, "escape", [replace(row, total=row.own, candidate=True) for row in rows])
+            return Choice(best.worker, "exploit", rows)
+        return Choice(self.decodes_most(rows, best), "explore", rows)
+
+    def decodes_most(self, rows: list[Row], best: Row) -> str:
+        """Who of those within `decode_ratio` of the best decodes to the largest part; the best itself among equals."""
+        if self.config.decode_ratio <= 1.0:
+            return best.worker
+        bound = best.total * self.config.decode_ratio
+        within = [best, *(row for row in rows if row is not best and row.total <= bound)]
+        return max(within, key=lambda row: row.decoding).worker
 
     def row(self, name: str, path: Path, held: int, limit: int | None, now: float, candidate: bool) -> Row:
         account, length = self.accounts[name], len(path[1])
         usable = min(held, length - 1)
         usable -= usable % account.spec.block_size
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
+        queue, waited, price = self.queue(account), *self.prices(account, load, now)
         promised = sum(booking.expected_output for booking in account.live)
         free = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
         need = length - usable + self.expected_output(account, limit) - free
         eviction = self.eviction(account, path, need, now)
         prefill = account.cost.prefill(length - usable, length)
         tie = (-usable, len(account.live), self.tree.cached(name), self.places.index(name))
-        return Row(name, usable, load, eviction, prefill, load + eviction + prefill, candidate, tie)
+        own = queue + (eviction + prefill) * waited
+        total = queue + eviction * waited + prefill * price
+        return Row(name, usable, load, eviction, prefill, queue, own, total, self.decoding(account), candidate, tie)
+
+    def queue(self, account: Account) -> float:
+        """Q: prefill that is booked and not seen done, and a little for each live request."""
+        waiting = sum(booking.prefill_ns for booking in account.live if not booking.prefilled)
+        return waiting * 1e-9 + SLOW_SECONDS * len(account.live)
+
+    def prices(self, account: Account, load: float, now: float) -> tuple[float, float]:
+        """(what a second of work costs with what it makes others wait, the same in this place)."""
+        least, most = min(self.config.join_seconds, self.config.history_seconds), self.config.history_seconds
+        accounts = list(self.accounts.values())
+        longest = min(most, max([least, *(now - other.joined_at for other in accounts)]))
+        every = [booking for other in accounts for booking in self.window(other)]
+        assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
+        rho = assigned / (longest * len(accounts))
+        waited = 1.0 + min(4.0, rho / (1.0 - min(rho, 0.9)))
+        recent = [booking for booking in every if booking.counts]
+        matched = sum(booking.matched for booking in recent)
+        reuse = matched / max(sum(booking.prompt_tokens for booking in recent) - matched, 1)
+        here = reuse * load / (1.0 - min(load / longest, 0.9))
+        return waited, waited + STAY * len(account.live) + STAY * here
+
+    def decoding(self, account: Account) -> float:
+        """How much of a worker's outstanding seconds is decoding."""
+        decode = sum(booking.expected_output for booking in account.live) * self.output_seconds
+        prefill = sum(booking.prefill_ns for booking in account.live if not booking.prefilled) * 1e-9
+        return decode / (decode + prefill) if decode > 0.0 else 0.0
 
     def newcomer_factor(self, account: Account, now: float) -> float:
         """A worker seen for less time than the oldest one is scaled up to it, from at least `join_seconds`."""
