@@ -25,7 +25,8 @@ cdef struct Space:               # a namespace of this worker's blocks
 
 cdef struct Blocks:
     Table table
-    uint32_t worker
+    uint32_t index               # of the worker
+    uint32_t worker              # its key (see _layout.pxd), as of this call
     uint32_t blocks_max
     Space* spaces
     uint32_t space_room

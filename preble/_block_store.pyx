@@ -60,7 +60,7 @@ from preble._layout cimport (
 from preble._layout_parts cimport find_entry, touch_mark
 from preble._memory cimport NONE
 from preble._nodes cimport at_root, tree_walk
-from preble._tree cimport drop_below, evict_tokens, tree_insert
+from preble._tree cimport clear_marks, drop_below, sweep_ghosts, tree_insert
 
 cdef enum:
     SIBLINGS_MAX = 64            # children looked at before a removed block is taken to share its first tokens
@@ -68,6 +68,7 @@ cdef enum:
     CREDIT = 8                   # steps that each stored block pays for
     CREDIT_MAX = 1 << 24
     POSITIONS_MAX = 1 << 28      # tokens of a prompt
+    FORGET_SWEEP = 256           # marks swept at once where all are forgotten
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -441,12 +442,14 @@ cdef void remove_blocks(Blocks* x, Tree* t, Batch* b, Event* event) noexcept nog
 
 
 cdef void forget_all(Blocks* x, Tree* t) noexcept nogil:
-    """Nothing is known of the worker's cache any more, or it is empty. O(its marks)."""
+    """Nothing is known of the worker's cache any more, or it is empty. O(its blocks); marks are swept later."""
     cdef uint32_t i
     clear_table(&x.table)
     for i in range(x.space_room):
         x.spaces[i].blocks = 0
-    evict_tokens(t, x.worker, t.workers[x.worker].tokens)
+    clear_marks(t, x.index)
+    x.worker = t.workers[x.index].key
+    sweep_ghosts(t, FORGET_SWEEP)
 
 
 cdef Outcome apply_batch(Blocks* x, Tree* t, Batch* b, double now, uint32_t* changed) noexcept nogil:

@@ -41,7 +41,7 @@ cdef class BlockIndex:
         if not 1 <= blocks_max:
             raise InvalidConfig(f"blocks_max must be positive, got {blocks_max}")
         self.tree = tree
-        self.b.worker = worker
+        self.b.index = worker
         self.b.blocks_max = <uint32_t> min(blocks_max, <int64_t> BLOCKS_LIMIT)
         self.rows = {}
         self.names = []
@@ -102,7 +102,8 @@ cdef class BlockIndex:
         cdef int outcome = DONE
         with self.tree:
             self.tree.need_beliefs()
-            self.tree.need_worker(self.b.worker)
+            self.tree.need_worker(self.b.index)
+            self.b.worker = self.tree.t.workers[self.b.index].key
             try:
                 self.place_events(batch, namespace)
                 with nogil:
@@ -119,7 +120,7 @@ cdef class BlockIndex:
         cdef uint64_t version = self.tree.t.version
         kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
         try:
-            self.tree.unmark(event.token_ids, self.b.worker, kept, namespace=event.namespace)
+            self.tree.unmark(event.token_ids, self.b.index, kept, namespace=event.namespace)
         except TypeError as error:
             raise InvalidInput(f"PrefixEvicted.namespace must be hashable: {error}") from None
         return self.tree.t.version != version

@@ -203,6 +203,7 @@ cdef class DecisionCore(E2):
         cdef Lease* booked
         cdef uint32_t leaf
         cdef Row* row = &self.book.rows[choice.worker]
+        cdef uint32_t key = self.tree.t.workers[choice.worker].key
         cdef double seconds = prefill_seconds(row.cost, order.count - choice.usable, order.count)
         if slab_reserve(&self.book.leases, &self.book.budget, 1):
             return NO_MEMORY
@@ -211,14 +212,14 @@ cdef class DecisionCore(E2):
         lease.matched_tokens = choice.usable
         lease.leaf_generation = NO_GENERATION
         if order.root != NONE:
-            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, order.walk, choice.worker)
+            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, order.walk, key)
         lease.expected_output = self.book.expected_output(choice.worker, order.max_new_tokens)
         lease.prefill_ns = nanoseconds(seconds)
         choice.lease = self.book.book(choice.worker, lease, order.now)
         choice.changes = self.tree.t.worker_changes
         if order.root == NONE:
             return BOOKED
-        if tree_insert(&self.tree.t, order.walk, order.tokens, order.count, choice.worker, True, order.now, &leaf):
+        if tree_insert(&self.tree.t, order.walk, order.tokens, order.count, key, True, order.now, &leaf):
             self.book.void_lease(self.book.lease_of(choice.lease))
             return NO_MEMORY
         booked = self.book.lease_of(choice.lease)
@@ -430,18 +431,19 @@ cdef class DecisionCore(E2):
         """Bring load and marks in line with what the engine told. What it was known to hold and no longer held took
         along everything that hung below; what it has computed is there, whatever was believed in the meantime."""
         cdef bint alive = self.is_remembered(lease)
+        cdef uint32_t key = self.tree.t.workers[lease.worker].key
         cdef double seconds
         if cached_tokens >= 0:
             seconds = prefill_seconds(self.book.rows[lease.worker].cost, lease.prompt_tokens - cached_tokens,
                                       lease.prompt_tokens)
             self.book.correct_prefill(lease, nanoseconds(seconds))
             if alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens:
-                drop_beside(&self.tree.t, lease.leaf, lease.worker, <uint32_t> cached_tokens)
+                drop_beside(&self.tree.t, lease.leaf, key, <uint32_t> cached_tokens)
             # Told once: what is computed from now on hangs there for good, also if `finish` says the number again.
             lease.confirmed_tokens = min(lease.confirmed_tokens, <uint32_t> cached_tokens)
         if alive and not lease.prefilled:
             self.remark(lease, now)
-            confirm_path(&self.tree.t, lease.leaf, lease.worker)
+            confirm_path(&self.tree.t, lease.leaf, key)
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
         """Whether the prompt's last node is still there."""
@@ -454,9 +456,9 @@ cdef class DecisionCore(E2):
     cdef void remark(self, Lease* lease, double now) noexcept nogil:
         """Mark the prompt again if it was unmarked while it waited. Out of memory the belief stays what it was."""
         cdef Walk walk = self.leaf_walk(lease)
-        cdef uint32_t leaf
-        if find_entry(node_at(&self.tree.t, walk.node), lease.worker).end < walk.matched:
-            tree_insert(&self.tree.t, walk, NULL, walk.matched, lease.worker, False, now, &leaf)
+        cdef uint32_t leaf, key = self.tree.t.workers[lease.worker].key
+        if find_entry(node_at(&self.tree.t, walk.node), key).end < walk.matched:
+            tree_insert(&self.tree.t, walk, NULL, walk.matched, key, False, now, &leaf)
 
     cdef Walk leaf_walk(self, Lease* lease) noexcept nogil:
         """A walk that ends where the prompt does."""
@@ -485,13 +487,14 @@ cdef class DecisionCore(E2):
         """Give a booking back; before the first token also the belief that the prompt is cached, as far as no engine
         has confirmed it and no other request has passed lately. Returns an Ending."""
         cdef Lease* lease = self.live_lease(key)
-        cdef uint32_t known
+        cdef uint32_t known, owner
         if lease == NULL:
             return LATE
         self.book.advance(now)
         if self.book.is_current(lease) and not lease.prefilled and self.is_remembered(lease):
-            known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), lease.worker)
-            take_back(&self.tree.t, lease.leaf, lease.worker, known, now)
+            owner = self.tree.t.workers[lease.worker].key
+            known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), owner)
+            take_back(&self.tree.t, lease.leaf, owner, known, now)
         self.book.void_lease(lease)
         return DONE
 

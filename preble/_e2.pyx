@@ -181,7 +181,7 @@ cdef class E2:
         cdef uint32_t start = load_run(&node.run).start
         victim.mark = mark
         victim.node = i
-        victim.end = end_at(node, worker)
+        victim.end = end_at(node, load32(&load_workers(&self.tree.t.workers)[worker].key))
         victim.tokens = victim.end - start if victim.end > start else 0
         victim.hits = load64(&mark_at(&self.tree.t, mark).hits)
         victim.seconds = prefill_seconds(cost, victim.tokens, victim.end)

@@ -18,6 +18,7 @@ from preble._layout cimport (
     end_of,
     mark_at,
     node_at,
+    state_of,
     worker_of,
 )
 from preble._memory cimport NONE, budget_alloc, budget_free
@@ -128,7 +129,7 @@ cdef inline void recency_remove(Tree* t, List* recency, uint32_t i) noexcept nog
 cdef inline void touch_mark(Tree* t, uint32_t i) noexcept nogil:
     # Make an unpinned mark its worker's newest.
     cdef Mark* mark = mark_at(t, i)
-    cdef List* recency = &t.workers[mark.worker].recency
+    cdef List* recency = &state_of(t, mark.worker).recency
     if mark.flags & LISTED:
         victims_gone(t, mark.worker, i)
     if mark.pins == 0 and recency.newest != i:
