@@ -25,7 +25,7 @@ from preble._layout cimport (
 from preble._epochs cimport QUEUE_MAX
 from preble._layout_parts cimport block_bytes, block_marks, entry_count, find_entry, run_bytes, run_slots
 from preble._memory cimport CHUNK, CHUNK_BITS, NONE, charged
-from preble._retired cimport MARK, MEMORY, NODE
+from preble._retired cimport MARK, MEMORY, NODE, retired_of
 from preble._table cimport DELETED_SLOT, find_child, table_bytes
 
 
@@ -41,14 +41,6 @@ cdef int check_tree(Tree* t, dict roots, dict names, root_queue) except -1:
     check_aging(t, nodes)
     check_table(t, nodes)
     check_bytes(t, nodes)
-
-
-cdef uint32_t retired_of(Tree* t, uint64_t kind):
-    """Things of a kind that wait for readers to go."""
-    cdef uint32_t at, count = 0
-    for at in range(t.epochs.count):
-        count += t.epochs.queue[(t.epochs.first + at) % QUEUE_MAX].what & 3 == kind
-    return count
 
 
 cdef check_node(Tree* t, uint32_t i):

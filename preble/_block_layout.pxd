@@ -8,6 +8,13 @@ from preble._block_table cimport Table
 cdef enum:
     COPIES_MAX = 16              # kinds of copies told apart; those beyond share the last bit
     MEDIUM_BYTES = 24
+    ODD_MAX = 8
+    OVERLAP_TOKENS = 16          # at least so many must agree, or all, with blocks of a few tokens
+
+cdef struct Odd:                 # where a stored prompt ended that was like none sent there: node, generation, position
+    uint32_t node
+    uint32_t generation
+    uint32_t end
 
 cdef struct Copy:                # a medium and a KV cache group that held blocks
     uint32_t group
@@ -40,3 +47,11 @@ cdef struct Blocks:
     int64_t unknown_blocks
     int64_t unknown_events
     int64_t lost
+    uint32_t block_size          # as was said; 0: nobody has
+    uint32_t odd_size            # the last other one, and runs of it in a row
+    uint32_t odd_runs
+    int64_t stores               # events of stored blocks that were taken
+    int64_t runs                 # runs of new blocks
+    int64_t overlaps             # of these, begun like what the worker was sent
+    uint32_t odd_count
+    Odd odd[ODD_MAX]             # the last runs from a prompt's start that were not

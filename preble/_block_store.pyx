@@ -21,7 +21,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._atomic cimport store32
-from preble._block_layout cimport COPIES_MAX, MEDIUM_BYTES, Copy, Space
+from preble._block_layout cimport COPIES_MAX, MEDIUM_BYTES, ODD_MAX, OVERLAP_TOKENS, Copy, Odd, Space
 from preble._block_places cimport (
     is_chain_known,
     marked_above,
@@ -53,6 +53,7 @@ from preble._layout cimport (
     Node,
     Tree,
     Walk,
+    generation,
     mark_at,
     node_at,
     run_end,
@@ -296,6 +297,26 @@ cdef void end_run(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
     x.credit = min(<int64_t> CREDIT_MAX, x.credit + <int64_t> CREDIT * run.fresh)
 
 
+cdef void compare_run(Blocks* x, Tree* t, Run* run) noexcept nogil:
+    """Count a run of new blocks, and whether it begins like what the worker was sent."""
+    cdef uint32_t least = min(run.end - run.start, max(run.size, <uint32_t> OVERLAP_TOKENS))
+    cdef Odd* odd
+    x.runs += 1
+    if run.size != x.block_size and x.block_size:
+        x.odd_size = run.size
+        x.odd_runs += x.odd_runs < 1 << 30
+    else:
+        x.odd_runs = 0
+    if run.marked >= run.start + least:
+        x.overlaps += 1
+    elif run.start == 0:
+        odd = &x.odd[x.odd_count % <uint32_t> ODD_MAX]
+        odd.node = run.leaf
+        odd.generation = generation(node_at(t, run.leaf))
+        odd.end = min(run.end, run.leaf_end)
+        x.odd_count += 1
+
+
 cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexcept nogil:
     cdef Outcome outcome = look_up(x, b, run)
     if outcome != DONE:
@@ -322,6 +343,8 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
         unlink_run(x, b, run, run.count)
         return outcome
     end_run(x, t, b, run)
+    if run.fresh:
+        compare_run(x, t, run)
     return DONE
 
 
@@ -361,6 +384,7 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
         x.lost = lost
         return NO_MEMORY
     x.keyed += run.keyed
+    x.stores += outcome == DONE
     if outcome == DONE:
         end = run.start
         for i in range(first, first + events):

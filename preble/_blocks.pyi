@@ -4,12 +4,19 @@ from collections.abc import Callable, Hashable, Iterable
 
 from ._events import EventBatch
 from ._radix import RadixTree
+from ._trust import TrustBook
 from .types import BlockHash, BlockKeys, CacheEvent
 
 class BlockIndex:
     taken: int  # events of the last call
     def __init__(self, tree: RadixTree, worker: int, blocks_max: int) -> None: ...
     def __len__(self) -> int: ...
+
+    # what it is compared with
+    def watch(self, trust: TrustBook, block_size: int) -> None: ...
+    @property
+    def odd_size(self) -> int: ...
+    def odd_prompts(self, tokens_max: int) -> list[tuple[Hashable, list[int]]]: ...
 
     # events
     def apply(self, events: Iterable[CacheEvent], now: float) -> int: ...

@@ -9,7 +9,7 @@ since beliefs only ever cost a miss. Everything happens under the tree's writers
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._block_layout cimport Blocks, Space
+from preble._block_layout cimport ODD_MAX, Blocks, Space
 from preble._block_places cimport live_place, place_of, print_above, space_root
 from preble._block_store cimport DONE, apply_batch
 from preble._block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
@@ -19,6 +19,7 @@ from preble._events cimport EventBatch, key_of
 from preble._layout cimport generation, node_at
 from preble._memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
+from preble._trust cimport Place, TrustBook, head_of
 
 from .errors import InvalidConfig, InvalidInput, TreeFull
 from .types import PrefixEvicted, check_int
@@ -55,6 +56,31 @@ cdef class BlockIndex:
     def __len__(self) -> int:
         """Known blocks."""
         return self.b.table.count
+
+    # --- what it is compared with ---
+
+    def watch(self, TrustBook trust not None, uint32_t block_size) -> None:
+        """Tell `trust` what events come, and compare blocks with the size that was said."""
+        self.trust = trust
+        self.b.block_size = block_size
+
+    @property
+    def odd_size(self) -> int:
+        """Tokens of the last stored blocks that were of another size than was said; 0 if none were."""
+        return self.b.odd_size
+
+    def odd_prompts(self, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
+        """(namespace, first tokens) of the last prompts that were stored and begin like none sent there."""
+        cdef Place place
+        cdef uint32_t at
+        found = []
+        with self.tree:
+            for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
+                place.node = self.b.odd[at].node
+                place.generation = self.b.odd[at].generation
+                place.end = self.b.odd[at].end
+                found.append(head_of(&self.tree.t, self.tree._names, place, tokens_max))
+        return [head for head in found if head is not None]
 
     # --- events ---
 
@@ -98,18 +124,23 @@ cdef class BlockIndex:
         return self.run_batch(batch, namespace, now)
 
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE:
-        cdef uint32_t changed = 0
+        cdef uint32_t changed = 0, key
         cdef int outcome = DONE
+        cdef int64_t stores = self.b.stores, runs = self.b.runs, overlaps = self.b.overlaps
         with self.tree:
             self.tree.need_beliefs()
             self.tree.need_worker(self.b.index)
-            self.b.worker = self.tree.t.workers[self.b.index].key
+            self.b.worker = key = self.tree.t.workers[self.b.index].key
             try:
                 self.place_events(batch, namespace)
                 with nogil:
                     outcome = apply_batch(&self.b, &self.tree.t, &batch.batch, now, &changed)
             finally:
                 self.release_room()
+            if self.trust is not None and self.b.worker != key:
+                self.trust.cleared(self.b.index)
+            if self.trust is not None and self.b.stores != stores:
+                self.trust.heard(self.b.index, self.b.runs - runs, self.b.overlaps - overlaps, self.b.odd_runs)
         if outcome != DONE:
             raise MemoryError("cache events")
         self.taken += batch.batch.seen

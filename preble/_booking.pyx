@@ -31,6 +31,7 @@ from preble._tree cimport confirm_path, drop_beside, take_back, tree_insert
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
 cdef enum:
+    HEAD_TOKENS = 4096           # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
 _REASONS = ("exploit", "explore")
@@ -76,6 +77,7 @@ cdef class DecisionCore(E2):
         except BaseException:
             free(own)
             raise
+        self.trust.open(index)
         store32(&self.book.rows[index].block_size, block_size)
         self.set_eligible(index, True)
         while len(self.names) <= index:
@@ -96,6 +98,7 @@ cdef class DecisionCore(E2):
         self.tree.drop_worker(index)
         cost = self.book.close(index)
         retire_thing(&self.tree.t, <void*> cost, PLAIN, 0)
+        self.trust.open(index)
         self.names[index] = None
         self.names_now = tuple(self.names)
         return orphans
@@ -321,6 +324,10 @@ cdef class DecisionCore(E2):
         return {self.names[i]: self.scratch.terms[i].total for i in range(self.tree.t.worker_end)
                 if self.book.rows[i].eligible}
 
+    def scheduled_heads(self, uint32_t worker) -> list[object]:
+        """(namespace, first tokens) of some prompts computed on a worker lately. Under the lock."""
+        return self.trust.prompts(self.tree, worker, HEAD_TOKENS)
+
     # --- questions ---
 
     def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy,
@@ -429,21 +436,38 @@ cdef class DecisionCore(E2):
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
         """Bring load and marks in line with what the engine told. What it was known to hold and no longer held took
-        along everything that hung below; what it has computed is there, whatever was believed in the meantime."""
+        along everything that hung below, unless events tell what goes; what it has computed is there, whatever was
+        believed in the meantime."""
         cdef bint alive = self.is_remembered(lease)
         cdef uint32_t key = self.tree.t.workers[lease.worker].key
         cdef double seconds
+        self.learn(lease, cached_tokens, alive, key)
         if cached_tokens >= 0:
             seconds = prefill_seconds(self.book.rows[lease.worker].cost, lease.prompt_tokens - cached_tokens,
                                       lease.prompt_tokens)
             self.book.correct_prefill(lease, nanoseconds(seconds))
-            if alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens:
+            if (alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens
+                    and not self.trust.on_events(lease.worker)):
                 drop_beside(&self.tree.t, lease.leaf, key, <uint32_t> cached_tokens)
             # Told once: what is computed from now on hangs there for good, also if `finish` says the number again.
             lease.confirmed_tokens = min(lease.confirmed_tokens, <uint32_t> cached_tokens)
         if alive and not lease.prefilled:
             self.remark(lease, now)
             confirm_path(&self.tree.t, lease.leaf, key)
+
+    cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:
+        """Note how beliefs about the worker's cache fared, before they are corrected."""
+        cdef uint32_t block_size = max(self.book.rows[lease.worker].block_size, 1)
+        cdef Node* leaf
+        cdef bint marked = False
+        if not lease.prefilled:
+            self.trust.prompt_done(lease, cached_tokens, block_size, alive)
+        if cached_tokens >= 0 and not lease.told:
+            lease.told = True
+            if alive:
+                leaf = node_at(&self.tree.t, lease.leaf)
+                marked = find_entry(leaf, key).end == run_end(leaf.run)
+            self.trust.reported(lease, cached_tokens, block_size, marked)
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
         """Whether the prompt's last node is still there."""
@@ -572,6 +596,7 @@ cdef class DecisionCore(E2):
         cdef bint named, booked, marked
         self.tree.check()
         self.book.check()
+        self.trust.check()
         known = [key for key in self.leases.values() if self.live_lease(key) != NULL]
         pending = sum(1 for key in self.leases.values() if key == PENDING)
         assert len(known) <= self.book.live <= len(known) + pending, f"{len(known)} leases known, {self.book.live} open"

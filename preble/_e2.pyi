@@ -2,8 +2,10 @@
 
 from ._cost import LoadBook
 from ._radix import RadixTree
+from ._trust import TrustBook
 
 class E2:
     tree: RadixTree
     book: LoadBook
+    trust: TrustBook
     def __init__(self, tree: RadixTree, book: LoadBook, *, exploit_ratio: float, victims_max: int) -> None: ...

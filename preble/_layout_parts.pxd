@@ -2,7 +2,7 @@
 # the Tree or the counter it works on. `_tree.pyx` builds the tree's operations from them.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from preble._atomic cimport store32, store64, store_signed
 from preble._layout cimport (
@@ -75,6 +75,13 @@ cdef inline double hits_estimate(uint64_t counter, double now, double window_sec
     return <double> ((counter >> 20) & HITS_MAX) + <double> (counter & HITS_MAX) * (1.0 - part)
 
 # --- lists ------------------------------------------------------------------------------------------------------------
+
+cdef inline void fresh_rows(WorkerMarks* rows, uint32_t first, uint32_t end) noexcept nogil:
+    # Rows of workers that have not been there yet: empty, in their first epoch.
+    cdef uint32_t i
+    memset(&rows[first], 0, (end - first) * sizeof(WorkerMarks))
+    for i in range(first, end):
+        rows[i].key = i
 
 cdef inline void add_tokens(WorkerMarks* state, int64_t tokens) noexcept nogil:
     store_signed(&state.tokens, state.tokens + tokens)

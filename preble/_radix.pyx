@@ -35,7 +35,7 @@ from preble._layout cimport (
     run_end,
     store_workers,
 )
-from preble._layout_parts cimport find_entry, free_run, hits_estimate, new_run
+from preble._layout_parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
 from preble._memory cimport (
     NONE,
     budget_alloc,
@@ -243,16 +243,14 @@ cdef class RadixTree:
     cdef int reserve_worker(self, uint32_t i) except -1:
         """An empty row for worker `i`: a fresh one is zeroed; one whose worker was dropped is empty already, and
         readers may look at it still. MemoryError changes nothing."""
-        cdef uint32_t room = max(16, self.t.worker_room * 2), fresh
+        cdef uint32_t room = max(16, self.t.worker_room * 2)
         cdef WorkerMarks* old = self.t.workers
         cdef WorkerMarks* grown
         if i == self.t.worker_room:
             grown = <WorkerMarks*> budget_alloc(&self.t.budget, room * sizeof(WorkerMarks))
             if grown == NULL:
                 raise MemoryError("workers")
-            memset(grown, 0, room * sizeof(WorkerMarks))
-            for fresh in range(self.t.worker_room, room):
-                grown[fresh].key = fresh
+            fresh_rows(grown, self.t.worker_room, room)
             if old != NULL:
                 memcpy(grown, old, self.t.worker_room * sizeof(WorkerMarks))
             store_workers(&self.t.workers, grown)
@@ -495,7 +493,8 @@ cdef class RadixTree:
 
     def expire(self, now, uint32_t max_nodes=1 << 30) -> int:
         """Forget nodes cached nowhere and unhit for a window, at most `max_nodes` looked at, and empty namespaces;
-        returns nodes. First `sweep`, no more marks than nodes. Works in slices of EXPIRE_SLICE nodes, so that a decision waits for one of them at the most."""
+        returns nodes. First `sweep`, no more marks than nodes. Works in slices of EXPIRE_SLICE nodes, so that a
+        decision waits for one of them at the most."""
         cdef uint32_t removed = 0, found, left = max_nodes
         cdef double at = finite(now)
         cdef bint more = left > 0

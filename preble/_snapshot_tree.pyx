@@ -39,10 +39,10 @@ from preble._layout cimport (
     worker_of,
 )
 from preble._epochs cimport QUEUE_MAX
-from preble._layout_parts cimport block_bytes, block_marks, entry_count, find_entry, new_run
+from preble._layout_parts cimport block_bytes, block_marks, entry_count, find_entry, fresh_rows, new_run
 from preble._memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at
 from preble._radix cimport RadixTree
-from preble._retired cimport MARK, NODE, reclaim_soon
+from preble._retired cimport MARK, NODE, reclaim_soon, retired_of
 from preble._snapshot_bytes cimport NO_MEMORY, Reader, Writer, chain_free, load_slab, refuse
 from preble._table cimport DELETED_SLOT, EMPTY_SLOT, TABLE_START, new_table, slot_in, table_bytes
 from preble._tree cimport sweep_ghosts
@@ -121,14 +121,6 @@ cdef int write_tree(Writer w, RadixTree tree) except -1:
         w.number(root)
         w.value(tree._names[root], "a namespace")
     return 0
-
-
-cdef uint32_t retired_of(Tree* t, uint64_t kind) noexcept nogil:
-    """Things of a kind that wait for readers to go."""
-    cdef uint32_t at, count = 0
-    for at in range(t.epochs.count):
-        count += t.epochs.queue[(t.epochs.first + at) % <uint32_t> QUEUE_MAX].what & 3 == kind
-    return count
 
 
 cdef int write_workers(Writer w, Tree* t) except -1:
@@ -290,18 +282,14 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.workers = <WorkerMarks*> budget_alloc(&t.budget, head.worker_room * sizeof(WorkerMarks))
         if t.workers == NULL:
             raise MemoryError("snapshot")
-        memset(t.workers, 0, head.worker_room * sizeof(WorkerMarks))
+        fresh_rows(t.workers, 0, head.worker_room)
         t.worker_room = head.worker_room
-    for i in range(head.worker_room):
-        t.workers[i].key = i
     for i in range(head.worker_end):
         r.copy(&row, sizeof(row))
-        if not 0 <= row.capacity <= TOKENS_MOST:
-            refuse(b"a capacity is out of its range")
+        if not 0 <= row.capacity <= TOKENS_MOST or row.epoch > <uint32_t> EPOCH_MAX:
+            refuse(b"a capacity or an epoch is out of its range")
         t.workers[i].capacity = row.capacity
         t.workers[i].recency = row.recency
-        if row.epoch > <uint32_t> EPOCH_MAX:
-            refuse(b"an epoch is out of its range")
         t.workers[i].key = row.epoch << INDEX_BITS | i
         if row.capacity == 0:
             t.workers[i].recency.oldest = t.workers[i].recency.newest = NONE
@@ -667,11 +655,11 @@ cdef const char* check_marks(Load* x) noexcept nogil:
 cdef bint is_recency_right(Load* x, uint32_t worker) noexcept nogil:
     """Walk the list and note each mark's place in it."""
     cdef List* recency = &x.t.workers[worker].recency
-    cdef uint32_t i = recency.oldest, before = NONE, place = CLAIMED
+    cdef uint32_t i = recency.oldest, before = NONE, place = CLAIMED, key = x.t.workers[worker].key
     if x.t.workers[worker].capacity == 0:
         return True
     while i != NONE:
-        if i >= x.marks or x.seen[i] != CLAIMED or mark_at(x.t, i).worker != x.t.workers[worker].key or mark_at(x.t, i).older != before:
+        if i >= x.marks or x.seen[i] != CLAIMED or mark_at(x.t, i).worker != key or mark_at(x.t, i).older != before:
             return False
         place += 1
         x.seen[i] = place
