@@ -82,6 +82,22 @@ cdef class BlockIndex:
                 found.append(head_of(&self.tree.t, self.tree._names, place, tokens_max))
         return [head for head in found if head is not None]
 
+    def compared(self) -> tuple[object, ...]:
+        """What the comparison has counted, as plain numbers, for snapshots."""
+        cdef uint32_t at
+        return (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
+                tuple((self.b.odd[at].node, self.b.odd[at].generation, self.b.odd[at].end) for at in range(ODD_MAX)))
+
+    def compare_on(self, object facts) -> None:
+        """Go on from what `compared` said. Raises ValueError, TypeError or OverflowError."""
+        cdef uint32_t at
+        (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
+         places) = facts
+        if len(places) != ODD_MAX or min(self.b.stores, self.b.runs, self.b.overlaps) < 0:
+            raise ValueError("what was heard of a cache is out of its range")
+        for at in range(ODD_MAX):
+            self.b.odd[at].node, self.b.odd[at].generation, self.b.odd[at].end = places[at]
+
     # --- events ---
 
     def apply(self, object events, double now) -> int:

@@ -26,6 +26,7 @@ from preble._nodes cimport at_root, confirmed_tokens, tree_walk, walk_holds
 from preble._radix cimport RadixTree
 from preble._retired cimport PLAIN, retire_thing
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
+from preble._trust cimport Served
 from preble._tree cimport confirm_path, drop_beside, take_back, tree_insert
 
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
@@ -457,17 +458,23 @@ cdef class DecisionCore(E2):
 
     cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:
         """Note how beliefs about the worker's cache fared, before they are corrected."""
-        cdef uint32_t block_size = max(self.book.rows[lease.worker].block_size, 1)
-        cdef Node* leaf
-        cdef bint marked = False
+        cdef Node* leaf = node_at(&self.tree.t, lease.leaf)
+        cdef Served one
+        one.worker = lease.worker
+        one.block_size = max(self.book.rows[lease.worker].block_size, 1)
+        one.prompt_tokens = lease.prompt_tokens
+        one.matched_tokens = lease.matched_tokens
+        one.confirmed_tokens = lease.confirmed_tokens
+        one.leaf = lease.leaf
+        one.leaf_generation = lease.leaf_generation
+        one.remembered = alive
+        one.marked = alive and find_entry(leaf, key).end == run_end(leaf.run)
+        one.cached_tokens = cached_tokens
         if not lease.prefilled:
-            self.trust.prompt_done(lease, cached_tokens, block_size, alive)
+            self.trust.prompt_done(&one)
         if cached_tokens >= 0 and not lease.told:
             lease.told = True
-            if alive:
-                leaf = node_at(&self.tree.t, lease.leaf)
-                marked = find_entry(leaf, key).end == run_end(leaf.run)
-            self.trust.reported(lease, cached_tokens, block_size, marked)
+            self.trust.reported(&one)
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
         """Whether the prompt's last node is still there."""

@@ -2,7 +2,6 @@
 
 from libc.stdint cimport int64_t, uint32_t
 
-from preble._cost cimport Lease
 from preble._layout cimport Tree
 
 cdef enum:
@@ -13,6 +12,18 @@ cdef struct Place:               # a node as it was when it was noted, and a pos
     uint32_t node
     uint32_t generation
     uint32_t end
+
+cdef struct Served:              # a request that was served, as far as it tells of a cache
+    uint32_t worker
+    uint32_t block_size
+    uint32_t prompt_tokens
+    uint32_t matched_tokens      # what the decision counted as cached
+    uint32_t confirmed_tokens    # what the worker was known, not only predicted, to hold before
+    uint32_t leaf                # the prompt's last node
+    uint32_t leaf_generation
+    bint remembered              # that node is still there
+    bint marked                  # and marked up to its end
+    int64_t cached_tokens        # reported; -1: nothing was
 
 cdef struct Trust:               # what was heard of one worker's cache
     double known                 # decayed: tokens it was known to hold, in requests whose report came
@@ -41,10 +52,8 @@ cdef class TrustBook:
     cdef double faded_at
     cdef void open(self, uint32_t worker) noexcept
     cdef bint on_events(self, uint32_t worker) noexcept nogil
-    cdef void prompt_done(self, const Lease* lease, int64_t cached_tokens, uint32_t block_size,
-                          bint remembered) noexcept nogil
-    cdef void reported(self, const Lease* lease, int64_t cached_tokens, uint32_t block_size,
-                       bint marked) noexcept nogil
+    cdef void prompt_done(self, const Served* one) noexcept nogil
+    cdef void reported(self, const Served* one) noexcept nogil
     cdef void heard(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil
     cdef uint32_t believed(self, uint32_t worker, uint32_t tokens) noexcept nogil

@@ -19,9 +19,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from preble._atomic cimport load32, store32
-from preble._cost cimport Lease
 from preble._layout cimport LIVE, Node, TokenRun, Tree, generation, node_at
-from preble._memory cimport NONE
+from preble._memory cimport CHUNK, NONE
 from preble._radix cimport RadixTree
 
 from .errors import InvalidConfig
@@ -37,6 +36,7 @@ cdef enum:
 
 cdef double DECAY = 1.0 - 1.0 / 64.0
 cdef double AGREED = 0.75
+cdef double AMOUNT_MOST = 1e15
 
 _EVENTS = "events"
 _REPORTS = "reports"
@@ -48,7 +48,7 @@ cdef object head_of(Tree* t, dict names, Place place, uint32_t tokens_max):
     cdef uint32_t i = place.node, at
     cdef Node* node
     cdef TokenRun* run
-    if i == NONE:
+    if i >= t.nodes.chunk_count * <uint32_t> CHUNK:      # NONE, or restored from something that is not right
         return None
     node = node_at(t, i)
     if not node.state & LIVE or generation(node) != place.generation:
@@ -93,51 +93,49 @@ cdef class TrustBook:
         cdef Trust* row = &self.rows[worker]
         return row.told_events and row.quiet_events < <uint32_t> QUIET_PROMPTS
 
-    cdef void prompt_done(self, const Lease* lease, int64_t cached_tokens, uint32_t block_size,
-                          bint remembered) noexcept nogil:
-        """A prompt was computed: from now on its new blocks should be heard of. `cached_tokens` -1: not reported."""
-        cdef Trust* row = &self.rows[lease.worker]
+    cdef void prompt_done(self, const Served* one) noexcept nogil:
+        """A prompt was computed: from now on its new blocks should be heard of."""
+        cdef Trust* row = &self.rows[one.worker]
         cdef Place* place
-        cdef int64_t held = max(<int64_t> lease.matched_tokens, cached_tokens)
+        cdef int64_t held = max(<int64_t> one.matched_tokens, one.cached_tokens)
         row.quiet_reports += row.quiet_reports < <uint32_t> COUNT_MOST
-        if lease.prompt_tokens - held < block_size:
+        if one.prompt_tokens - held < one.block_size:
             return
         row.quiet_events += row.quiet_events < <uint32_t> COUNT_MOST
         if row.quiet_events == <uint32_t> QUIET_PROMPTS:
-            self.publish(lease.worker)
-        if remembered:
+            self.publish(one.worker)
+        if one.remembered:
             place = &row.prompts[row.apart_prompts % <uint32_t> PROMPTS_KEPT]
-            place.node = lease.leaf
-            place.generation = lease.leaf_generation
-            place.end = lease.prompt_tokens
+            place.node = one.leaf
+            place.generation = one.leaf_generation
+            place.end = one.prompt_tokens
             row.apart_prompts += row.apart_prompts < <uint32_t> COUNT_MOST
 
-    cdef void reported(self, const Lease* lease, int64_t cached_tokens, uint32_t block_size,
-                       bint marked) noexcept nogil:
-        """The first report for a request, before its booking is corrected. It is judged by it only where its prompt was
-        `marked` all the time: what was known to have gone is no lie."""
-        cdef Trust* row = &self.rows[lease.worker]
-        cdef int64_t known = min(lease.confirmed_tokens, lease.prompt_tokens - 1), kept
+    cdef void reported(self, const Served* one) noexcept nogil:
+        """The first report for a request. The worker is judged by it only where its prompt was marked all the time: what
+        was known to have gone is no lie."""
+        cdef Trust* row = &self.rows[one.worker]
+        cdef int64_t known = min(one.confirmed_tokens, one.prompt_tokens - 1), kept
         row.told_reports = True
         row.quiet_reports = 0
-        if cached_tokens > lease.matched_tokens:
-            row.surplus_total += cached_tokens - lease.matched_tokens
-        known -= known % block_size
-        if known == 0 or not marked:
+        if one.cached_tokens > one.matched_tokens:
+            row.surplus_total += one.cached_tokens - one.matched_tokens
+        known -= known % one.block_size
+        if known == 0 or not one.marked:
             return
-        kept = min(known, cached_tokens)
+        kept = min(known, one.cached_tokens)
         row.reports_total += 1
         row.known_total += known
         row.kept_total += kept
         row.reports = row.reports * DECAY + 1.0
         row.known = row.known * DECAY + known
         row.kept = row.kept * DECAY + kept
-        if cached_tokens >= block_size:
+        if one.cached_tokens >= one.block_size:
             row.misses = 0
         elif row.misses < <uint32_t> COUNT_MOST:
             row.misses += 1
         if row.kept < AGREED * row.known or row.eighths != <uint32_t> FULL_TRUST:
-            self.publish(lease.worker)
+            self.publish(one.worker)
 
     cdef void heard(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil:
         """The engine has told of blocks it stored: `runs` of new ones, of which `overlaps` begin like a prompt that was
@@ -248,6 +246,48 @@ cdef class TrustBook:
                  for at in range(min(row.apart_prompts, <uint32_t> PROMPTS_KEPT))]
         return [head for head in found if head is not None]
 
+    # --- as plain numbers, for snapshots ---
+
+    def facts(self, uint32_t worker) -> tuple[float, ...]:
+        """All that was heard of a worker."""
+        cdef Trust* row = &self.rows[worker]
+        cdef uint32_t at
+        places = tuple((row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end)
+                       for at in range(PROMPTS_KEPT))
+        return ((row.known, row.kept, row.reports),
+                (row.reports_total, row.known_total, row.kept_total, row.surplus_total),
+                (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,
+                 row.apart_runs, row.odd_runs), places)
+
+    def restore(self, uint32_t worker, object facts) -> None:
+        """Let a worker be as `facts` says, new if that is None. Raises ValueError, TypeError or OverflowError."""
+        cdef Trust* row = &self.rows[worker]
+        cdef uint32_t at
+        self.open(worker)
+        if facts is None:
+            return
+        sums, totals, counts, places = facts
+        row.known, row.kept, row.reports = sums
+        row.reports_total, row.known_total, row.kept_total, row.surplus_total = totals
+        (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,
+         row.apart_runs, row.odd_runs) = counts
+        if len(places) != PROMPTS_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MOST or min(totals) < 0:
+            raise ValueError("what was heard of a cache is out of its range")
+        if not 0.0 <= row.reports <= AMOUNT_MOST or max(counts) > COUNT_MOST:
+            raise ValueError("what was heard of a cache is out of its range")
+        for at in range(PROMPTS_KEPT):
+            row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end = places[at]
+        self.publish(worker)
+
+    @property
+    def faded(self) -> float:
+        """When `fade` was last called."""
+        return self.faded_at
+
+    @faded.setter
+    def faded(self, double now):
+        self.faded_at = now
+
     def check(self) -> None:
         """Assert that what decisions read agrees with what it is made of."""
         cdef uint32_t i
@@ -255,4 +295,4 @@ cdef class TrustBook:
             f"{self.distrusted} workers counted as distrusted")
         for i in range(self.end):
             assert 1 <= self.rows[i].eighths <= <uint32_t> FULL_TRUST, f"worker {i}: trust {self.rows[i].eighths}/8"
-            assert 0.0 <= self.rows[i].kept <= self.rows[i].known + 1e-6, f"worker {i} kept more than was known"
+            assert 0.0 <= self.rows[i].kept <= self.rows[i].known, f"worker {i} kept more than was known"

@@ -66,6 +66,18 @@ class Truth:
     def stats(self) -> dict[str, Any]:
         return {"cache_mismatches": [asdict(mismatch) for mismatch in self.holds]}
 
+    def facts(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """All of it as plain values, for snapshots."""
+        return tuple(tuple(asdict(mismatch).values()) for mismatch in self.holds), tuple(sorted(self.warned))
+
+    @classmethod
+    def of(cls, facts: Any) -> Truth:
+        """What `facts` said. Raises ValueError or TypeError."""
+        holds, warned = facts
+        if not set(warned) <= set(CAUSES):
+            raise ValueError(f"causes {warned} are unknown")
+        return cls(tuple(Mismatch(*values) for values in holds), set(warned))
+
     def told(self, found: Sequence[Mismatch]) -> list[Mismatch]:
         """Keep what holds now; returns what has not been warned of."""
         self.holds = tuple(found)
