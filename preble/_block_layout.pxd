@@ -1,20 +1,22 @@
 # What is known of one worker's blocks: its structs, no code. Functions on them are in `_block_places.pxd` and
 # `_block_store.pyx`, the table of hashes in `_block_table.pxd`.
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._block_table cimport Table
 
 cdef enum:
     COPIES_MAX = 16              # kinds of copies told apart; those beyond share the last bit
     MEDIUM_BYTES = 24
-    ODD_MAX = 8
+    ODD_MAX = 4
+    ODD_TOKENS = 128
     OVERLAP_TOKENS = 16          # at least so many must agree, or all, with blocks of a few tokens
 
-cdef struct Odd:                 # where a stored prompt ended that was like none sent there: node, generation, position
-    uint32_t node
+cdef struct Odd:                 # how a stored prompt began that was like none sent there
+    uint32_t root                # of its namespace, and that root's generation
     uint32_t generation
-    uint32_t end
+    uint32_t count
+    int32_t tokens[ODD_TOKENS]
 
 cdef struct Copy:                # a medium and a KV cache group that held blocks
     uint32_t group

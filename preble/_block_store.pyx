@@ -21,7 +21,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._atomic cimport store32
-from preble._block_layout cimport COPIES_MAX, MEDIUM_BYTES, ODD_MAX, OVERLAP_TOKENS, Copy, Odd, Space
+from preble._block_layout cimport COPIES_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS, Copy, Odd, Space
 from preble._block_places cimport (
     is_chain_known,
     marked_above,
@@ -53,7 +53,6 @@ from preble._layout cimport (
     Node,
     Tree,
     Walk,
-    generation,
     mark_at,
     node_at,
     run_end,
@@ -297,7 +296,7 @@ cdef void end_run(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
     x.credit = min(<int64_t> CREDIT_MAX, x.credit + <int64_t> CREDIT * run.fresh)
 
 
-cdef void compare_run(Blocks* x, Tree* t, Run* run) noexcept nogil:
+cdef void compare_run(Blocks* x, Run* run) noexcept nogil:
     """Count a run of new blocks, and whether it begins like what the worker was sent."""
     cdef uint32_t least = min(run.end - run.start, max(run.size, <uint32_t> OVERLAP_TOKENS))
     cdef Odd* odd
@@ -311,9 +310,10 @@ cdef void compare_run(Blocks* x, Tree* t, Run* run) noexcept nogil:
         x.overlaps += 1
     elif run.start == 0:
         odd = &x.odd[x.odd_count % <uint32_t> ODD_MAX]
-        odd.node = run.leaf
-        odd.generation = generation(node_at(t, run.leaf))
-        odd.end = min(run.end, run.leaf_end)
+        odd.root = x.spaces[run.space].root
+        odd.generation = x.spaces[run.space].generation
+        odd.count = min(run.end, <uint32_t> ODD_TOKENS)
+        memcpy(&odd.tokens[0], run.tokens, odd.count * sizeof(int32_t))
         x.odd_count += 1
 
 
@@ -344,7 +344,7 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
         return outcome
     end_run(x, t, b, run)
     if run.fresh:
-        compare_run(x, t, run)
+        compare_run(x, run)
     return DONE
 
 

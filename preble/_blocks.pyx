@@ -9,17 +9,17 @@ since beliefs only ever cost a miss. Everything happens under the tree's writers
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._block_layout cimport ODD_MAX, Blocks, Space
+from preble._block_layout cimport ODD_MAX, ODD_TOKENS, Blocks, Odd, Space
 from preble._block_places cimport live_place, place_of, print_above, space_root
 from preble._block_store cimport DONE, apply_batch
 from preble._block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
 from preble._block_table cimport clear_table, find_key, find_name, name_of
 from preble._decode cimport STORED, Event, Key
 from preble._events cimport EventBatch, key_of
-from preble._layout cimport generation, node_at
+from preble._layout cimport Node, generation, node_at
 from preble._memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
-from preble._trust cimport Place, TrustBook, head_of
+from preble._trust cimport TrustBook
 
 from .errors import InvalidConfig, InvalidInput, TreeFull
 from .types import PrefixEvicted, check_int
@@ -69,34 +69,47 @@ cdef class BlockIndex:
         """Tokens of the last stored blocks that were of another size than was said; 0 if none were."""
         return self.b.odd_size
 
-    def odd_prompts(self, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
+    def odd_prompts(self) -> list[tuple[object, list[int]]]:
         """(namespace, first tokens) of the last prompts that were stored and begin like none sent there."""
-        cdef Place place
-        cdef uint32_t at
+        cdef Odd* odd
+        cdef Node* root
+        cdef uint32_t at, i
         found = []
         with self.tree:
             for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
-                place.node = self.b.odd[at].node
-                place.generation = self.b.odd[at].generation
-                place.end = self.b.odd[at].end
-                found.append(head_of(&self.tree.t, self.tree._names, place, tokens_max))
-        return [head for head in found if head is not None]
+                odd = &self.b.odd[at]
+                if odd.root < self.tree.t.nodes.chunk_count * <uint32_t> CHUNK and odd.root in self.tree._names:
+                    root = node_at(&self.tree.t, odd.root)
+                    if generation(root) == odd.generation:
+                        found.append((self.tree._names[odd.root], [odd.tokens[i] for i in range(odd.count)]))
+        return found
 
     def compared(self) -> tuple[object, ...]:
         """What the comparison has counted, as plain numbers, for snapshots."""
-        cdef uint32_t at
+        cdef uint32_t at, i
+        cdef Odd* odd
+        prompts = []
+        for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
+            odd = &self.b.odd[at]
+            prompts.append((odd.root, odd.generation, tuple([odd.tokens[i] for i in range(odd.count)])))
         return (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
-                tuple((self.b.odd[at].node, self.b.odd[at].generation, self.b.odd[at].end) for at in range(ODD_MAX)))
+                tuple(prompts))
 
     def compare_on(self, object facts) -> None:
         """Go on from what `compared` said. Raises ValueError, TypeError or OverflowError."""
-        cdef uint32_t at
+        cdef uint32_t at, i
+        cdef Odd* odd
         (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
-         places) = facts
-        if len(places) != ODD_MAX or min(self.b.stores, self.b.runs, self.b.overlaps) < 0:
+         prompts) = facts
+        if len(prompts) != min(self.b.odd_count, <uint32_t> ODD_MAX) or max([len(one[2]) for one in prompts] + [0]) > (
+                ODD_TOKENS) or min(self.b.stores, self.b.runs, self.b.overlaps) < 0:
             raise ValueError("what was heard of a cache is out of its range")
-        for at in range(ODD_MAX):
-            self.b.odd[at].node, self.b.odd[at].generation, self.b.odd[at].end = places[at]
+        for at in range(len(prompts)):
+            odd = &self.b.odd[at]
+            odd.root, odd.generation, tokens = prompts[at]
+            odd.count = len(tokens)
+            for i in range(odd.count):
+                odd.tokens[i] = tokens[i]
 
     # --- events ---
 

@@ -32,7 +32,7 @@ from preble._tree cimport confirm_path, drop_beside, take_back, tree_insert
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
 cdef enum:
-    HEAD_TOKENS = 4096           # of a prompt that is compared with what its engine stored
+    HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
 _REASONS = ("exploit", "explore")

@@ -99,7 +99,7 @@ cdef class TrustBook:
         cdef Place* place
         cdef int64_t held = max(<int64_t> one.matched_tokens, one.cached_tokens)
         row.quiet_reports += row.quiet_reports < <uint32_t> COUNT_MOST
-        if one.prompt_tokens - held < one.block_size:
+        if one.prompt_tokens - 1 - held < one.block_size:        # the last token is computed in any case
             return
         row.quiet_events += row.quiet_events < <uint32_t> COUNT_MOST
         if row.quiet_events == <uint32_t> QUIET_PROMPTS:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ._trust import TrustBook
 
 Head = tuple[Hashable, list[int]]  # namespace and first tokens of a prompt
-HEAD_TOKENS = 4096  # of a prompt, compared with what was stored
 SHIFTS = (1, 2)  # tokens that one side may have put in front
 
 CAUSES = {
@@ -121,7 +120,7 @@ def mismatches(worker: Any, trust: TrustBook, scheduled: Any) -> list[Mismatch]:
 
 def apart(name: str, blocks: BlockIndex, prompts: Sequence[Head], block_size: int) -> Mismatch:
     """Where what an engine stored leaves the nearest prompt that was sent to it, and why probably."""
-    nearest = nearest_pair(prompts, blocks.odd_prompts(HEAD_TOKENS))
+    nearest = nearest_pair(prompts, blocks.odd_prompts())
     if nearest is None:
         return _mismatch(name, "unknown", None)
     (space, sent), (other, stored), common = nearest

@@ -46,7 +46,7 @@ class NaiveTrust:
 
     def prompt_done(self, prompt: int, matched: int, cached: int | None) -> None:
         self.quiet_reports += 1
-        if prompt - max(matched, cached or 0) >= self.block_size:
+        if prompt - 1 - max(matched, cached or 0) >= self.block_size:
             self.quiet_events += 1
 
     def reported(self, prompt: int, matched: int, confirmed: int, cached: int, marked: bool) -> None:
