@@ -112,8 +112,8 @@ cdef class TrustBook:
             row.apart_prompts += row.apart_prompts < <uint32_t> COUNT_MOST
 
     cdef void reported(self, const Served* one) noexcept nogil:
-        """The first report for a request. The worker is judged by it only where its prompt was marked all the time: what
-        was known to have gone is no lie."""
+        """The first report for a request. The worker is judged by it only where its prompt was marked all the time:
+        what was known to have gone is no lie."""
         cdef Trust* row = &self.rows[one.worker]
         cdef int64_t known = min(one.confirmed_tokens, one.prompt_tokens - 1), kept
         row.told_reports = True
