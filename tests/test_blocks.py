@@ -424,7 +424,7 @@ def test_a_request_cancelled_in_prefill_does_not_take_reported_blocks_along() ->
 
 
 def test_a_report_takes_nothing_that_events_vouch_for_until_they_fall_silent() -> None:
-    """Events are the better source: what goes they tell. After 32 prompts of which they told nothing they count no more."""
+    """Events are the better source: what goes they tell. After 32 prompts without a word they count no more."""
     for silent in (False, True):
         sched = scheduler()
         sched.apply("w", [stored(1), BlockStored([7], 1, [500, 501, 502, 503], 4)])
