@@ -135,6 +135,7 @@ def bench_evict(seed: int) -> Rows:
     tree = tree_of(stream, window_seconds=1.0)
     nodes = tree.node_count
     tree.clear_worker(0)
+    tree.sweep()
     start = time.perf_counter()
     while tree.expire(1e6):
         pass

@@ -215,6 +215,7 @@ def tree(counted: Counted) -> None:
     grown.check()
     nodes = grown.node_count
     grown.clear_worker(0)
+    grown.sweep()
     gone = sum(counted.each("evict: a dead node", lambda _: grown.expire(1e6), [None] * 3, nodes / 3))
     assert gone > nodes - 4, f"{gone} of {nodes} nodes went"
 

@@ -16,6 +16,7 @@ from preble._layout cimport (
     WorkerMarks,
     end_of,
     generation,
+    index_of,
     mark_at,
     node_at,
     run_end,
@@ -24,7 +25,7 @@ from preble._layout cimport (
 from preble._epochs cimport QUEUE_MAX
 from preble._layout_parts cimport block_bytes, block_marks, entry_count, find_entry, run_bytes, run_slots
 from preble._memory cimport CHUNK, CHUNK_BITS, NONE, charged
-from preble._retired cimport MARK, MEMORY, NODE
+from preble._retired cimport MARK, MEMORY, NODE, retired_of
 from preble._table cimport DELETED_SLOT, find_child, table_bytes
 
 
@@ -40,14 +41,6 @@ cdef int check_tree(Tree* t, dict roots, dict names, root_queue) except -1:
     check_aging(t, nodes)
     check_table(t, nodes)
     check_bytes(t, nodes)
-
-
-cdef uint32_t retired_of(Tree* t, uint64_t kind):
-    """Things of a kind that wait for readers to go."""
-    cdef uint32_t at, count = 0
-    for at in range(t.epochs.count):
-        count += t.epochs.queue[(t.epochs.first + at) % QUEUE_MAX].what & 3 == kind
-    return count
 
 
 cdef check_node(Tree* t, uint32_t i):
@@ -158,31 +151,38 @@ cdef check_workers(Tree* t, list nodes):
     live = t.marks.live - retired_of(t, MARK)
     assert sum(marks.values()) == live, f"M2: {live} marks live, {sum(marks.values())} on nodes"
     for worker in range(t.worker_end):
-        assert t.workers[worker].tokens == tokens.get(worker, 0), f"M2: tokens of worker {worker}"
-        assert t.workers[worker].marks == marks.get(worker, 0), f"M2: marks of worker {worker}"
-        assert t.workers[worker].pinned == pinned.get(worker, 0), f"P1: pinned tokens of worker {worker}"
+        key = t.workers[worker].key
+        assert index_of(key) == worker, f"M2: key {key:#x} is not one of worker {worker}"
+        assert t.workers[worker].tokens == tokens.pop(key, 0), f"M2: tokens of worker {worker}"
+        assert t.workers[worker].marks == marks.pop(key, 0), f"M2: marks of worker {worker}"
+        assert t.workers[worker].pinned == pinned.pop(key, 0), f"P1: pinned tokens of worker {worker}"
         assert t.workers[worker].tokens <= t.workers[worker].capacity, f"M2: worker {worker} is over its capacity"
-        check_recency(t, worker, unpinned.get(worker, set()))
-        check_victims(t, worker, unpinned.get(worker, set()))
+        own = unpinned.pop(key, set())
+        check_recency(t, &t.workers[worker], f"worker {worker}", own)
+        check_victims(t, worker, own)
+    assert t.ghost.tokens == sum(tokens.values()), "E1: tokens of ghosts"
+    assert t.ghost.marks == sum(marks.values()), "E1: marks of ghosts"
+    assert not pinned, "E1: a ghost is pinned"
+    check_recency(t, &t.ghost, "ghosts", set().union(*unpinned.values()))
 
 
-cdef check_recency(Tree* t, uint32_t worker, set expected):
+cdef check_recency(Tree* t, WorkerMarks* state, str whose, set expected):
     """L1: the list is exactly the unpinned marks, and each node is met before its parent. P1: a pin covers the whole
     path."""
-    cdef uint32_t i = t.workers[worker].recency.oldest, before = NONE, parent
+    cdef uint32_t i = state.recency.oldest, before = NONE, parent
     cdef Entry above
     seen = set()
     while i != NONE:
-        assert mark_at(t, i).older == before, f"L1: broken link in the recency list of worker {worker}"
-        assert i in expected and i not in seen, f"L1: mark {i} does not belong in the recency list of worker {worker}"
+        assert mark_at(t, i).older == before, f"L1: broken link in the recency list of {whose}"
+        assert i in expected and i not in seen, f"L1: mark {i} does not belong in the recency list of {whose}"
         seen.add(i)
         parent = node_at(t, mark_at(t, i).node).parent
-        above = find_entry(node_at(t, parent), worker)
-        assert above.end == 0 or above.mark not in seen, f"L1: worker {worker} has a parent older than its child"
+        above = find_entry(node_at(t, parent), mark_at(t, i).worker)
+        assert above.end == 0 or above.mark not in seen, f"L1: {whose}: a parent older than its child"
         before = i
         i = mark_at(t, i).newer
-    assert t.workers[worker].recency.newest == before, f"L1: wrong newest mark of worker {worker}"
-    assert seen == expected, f"L1: marks are missing from the recency list of worker {worker}"
+    assert state.recency.newest == before, f"L1: wrong newest mark of {whose}"
+    assert seen == expected, f"L1: marks are missing from the recency list of {whose}"
 
 
 cdef check_victims(Tree* t, uint32_t worker, set unpinned):
@@ -196,7 +196,7 @@ cdef check_victims(Tree* t, uint32_t worker, set unpinned):
         known = &v.known[v.first + at]
         assert known.mark == i, f"V1: victim {at} of worker {worker} is not the next oldest"
         assert known.node == mark_at(t, i).node and known.hits == mark_at(t, i).hits, f"V1: victim {at} of {worker}"
-        entry = find_entry(node_at(t, known.node), worker)
+        entry = find_entry(node_at(t, known.node), t.workers[worker].key)
         assert known.end == entry.end, f"V1: victim {at} of worker {worker} ends elsewhere"
         assert known.tokens == entry.end - node_at(t, known.node).run.start, f"V1: tokens of victim {at} of {worker}"
         i = mark_at(t, i).newer
@@ -260,7 +260,7 @@ cdef str describe(Tree* t, uint32_t i, int max_tokens):
     cdef uint32_t at, shown = min(node.run.length, <uint32_t> max(max_tokens, 1))
     text = " ".join(str(node.run.tokens[at]) for at in range(shown))
     more = f" ...{node.run.length}" if shown < node.run.length else ""
-    marks = " ".join(f"{worker}:{end - node.run.start}" + ("!" if mark_at(t, mark).pins else "")
-                     for worker, end, mark in entries_at(t, i))
+    marks = " ".join(f"{index_of(key)}:{end - node.run.start}" + ("!" if mark_at(t, mark).pins else "")
+                     for key, end, mark in entries_at(t, i) if t.workers[index_of(key)].key == key)
     slots = " @" + " ".join(str(run_slots(node.run)[at]) for at in range(shown)) if t.with_slots else ""
     return f"[{text}{more}]{'  ' + marks if marks else ''}{slots}"

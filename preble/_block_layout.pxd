@@ -1,13 +1,22 @@
 # What is known of one worker's blocks: its structs, no code. Functions on them are in `_block_places.pxd` and
 # `_block_store.pyx`, the table of hashes in `_block_table.pxd`.
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._block_table cimport Table
 
 cdef enum:
     COPIES_MAX = 16              # kinds of copies told apart; those beyond share the last bit
     MEDIUM_BYTES = 24
+    ODD_MAX = 4
+    ODD_TOKENS = 128
+    OVERLAP_TOKENS = 16          # at least so many must agree, or all, with blocks of a few tokens
+
+cdef struct Odd:                 # how a stored prompt began that was like none sent there
+    uint32_t root                # of its namespace, and that root's generation
+    uint32_t generation
+    uint32_t count
+    int32_t tokens[ODD_TOKENS]
 
 cdef struct Copy:                # a medium and a KV cache group that held blocks
     uint32_t group
@@ -25,7 +34,8 @@ cdef struct Space:               # a namespace of this worker's blocks
 
 cdef struct Blocks:
     Table table
-    uint32_t worker
+    uint32_t index               # of the worker
+    uint32_t worker              # its key (see _layout.pxd), as of this call
     uint32_t blocks_max
     Space* spaces
     uint32_t space_room
@@ -39,3 +49,11 @@ cdef struct Blocks:
     int64_t unknown_blocks
     int64_t unknown_events
     int64_t lost
+    uint32_t block_size          # as was said; 0: nobody has
+    uint32_t odd_size            # the last other one, and runs of it in a row
+    uint32_t odd_runs
+    int64_t stores               # events of stored blocks that were taken
+    int64_t runs                 # runs of new blocks
+    int64_t overlaps             # of these, begun like what the worker was sent
+    uint32_t odd_count
+    Odd odd[ODD_MAX]             # the last runs from a prompt's start that were not

@@ -21,7 +21,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._atomic cimport store32
-from preble._block_layout cimport COPIES_MAX, MEDIUM_BYTES, Copy, Space
+from preble._block_layout cimport COPIES_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS, Copy, Odd, Space
 from preble._block_places cimport (
     is_chain_known,
     marked_above,
@@ -60,7 +60,7 @@ from preble._layout cimport (
 from preble._layout_parts cimport find_entry, touch_mark
 from preble._memory cimport NONE
 from preble._nodes cimport at_root, tree_walk
-from preble._tree cimport drop_below, evict_tokens, tree_insert
+from preble._tree cimport clear_marks, drop_below, sweep_ghosts, tree_insert
 
 cdef enum:
     SIBLINGS_MAX = 64            # children looked at before a removed block is taken to share its first tokens
@@ -68,6 +68,7 @@ cdef enum:
     CREDIT = 8                   # steps that each stored block pays for
     CREDIT_MAX = 1 << 24
     POSITIONS_MAX = 1 << 28      # tokens of a prompt
+    FORGET_SWEEP = 256           # marks swept at once where all are forgotten
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -295,6 +296,27 @@ cdef void end_run(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
     x.credit = min(<int64_t> CREDIT_MAX, x.credit + <int64_t> CREDIT * run.fresh)
 
 
+cdef void compare_run(Blocks* x, Run* run) noexcept nogil:
+    """Count a run of new blocks, and whether it begins like what the worker was sent."""
+    cdef uint32_t least = min(run.end - run.start, max(run.size, <uint32_t> OVERLAP_TOKENS))
+    cdef Odd* odd
+    x.runs += 1
+    if run.size != x.block_size and x.block_size:
+        x.odd_size = run.size
+        x.odd_runs += x.odd_runs < 1 << 30
+    else:
+        x.odd_runs = 0
+    if run.marked >= run.start + least:
+        x.overlaps += 1
+    elif run.start == 0:
+        odd = &x.odd[x.odd_count % <uint32_t> ODD_MAX]
+        odd.root = x.spaces[run.space].root
+        odd.generation = x.spaces[run.space].generation
+        odd.count = min(run.end, <uint32_t> ODD_TOKENS)
+        memcpy(&odd.tokens[0], run.tokens, odd.count * sizeof(int32_t))
+        x.odd_count += 1
+
+
 cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexcept nogil:
     cdef Outcome outcome = look_up(x, b, run)
     if outcome != DONE:
@@ -321,6 +343,8 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
         unlink_run(x, b, run, run.count)
         return outcome
     end_run(x, t, b, run)
+    if run.fresh:
+        compare_run(x, run)
     return DONE
 
 
@@ -360,6 +384,7 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
         x.lost = lost
         return NO_MEMORY
     x.keyed += run.keyed
+    x.stores += outcome == DONE
     if outcome == DONE:
         end = run.start
         for i in range(first, first + events):
@@ -441,12 +466,14 @@ cdef void remove_blocks(Blocks* x, Tree* t, Batch* b, Event* event) noexcept nog
 
 
 cdef void forget_all(Blocks* x, Tree* t) noexcept nogil:
-    """Nothing is known of the worker's cache any more, or it is empty. O(its marks)."""
+    """Nothing is known of the worker's cache any more, or it is empty. O(its blocks); marks are swept later."""
     cdef uint32_t i
     clear_table(&x.table)
     for i in range(x.space_room):
         x.spaces[i].blocks = 0
-    evict_tokens(t, x.worker, t.workers[x.worker].tokens)
+    clear_marks(t, x.index)
+    x.worker = t.workers[x.index].key
+    sweep_ghosts(t, FORGET_SWEEP)
 
 
 cdef Outcome apply_batch(Blocks* x, Tree* t, Batch* b, double now, uint32_t* changed) noexcept nogil:

@@ -5,10 +5,12 @@ from libc.stdint cimport uint32_t, uint64_t
 from preble._block_layout cimport Blocks
 from preble._events cimport EventBatch
 from preble._radix cimport RadixTree
+from preble._trust cimport TrustBook
 
 cdef class BlockIndex:
     cdef Blocks b
     cdef RadixTree tree
+    cdef TrustBook trust         # who is told what events come; None: nobody
     cdef dict rows               # (namespace, digests) -> row in `spaces`
     cdef list names              # the same by row, None where free
     cdef list free_rows

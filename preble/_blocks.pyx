@@ -9,16 +9,17 @@ since beliefs only ever cost a miss. Everything happens under the tree's writers
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._block_layout cimport Blocks, Space
+from preble._block_layout cimport ODD_MAX, ODD_TOKENS, Blocks, Odd, Space
 from preble._block_places cimport live_place, place_of, print_above, space_root
 from preble._block_store cimport DONE, apply_batch
 from preble._block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
 from preble._block_table cimport clear_table, find_key, find_name, name_of
 from preble._decode cimport STORED, Event, Key
 from preble._events cimport EventBatch, key_of
-from preble._layout cimport generation, node_at
+from preble._layout cimport Node, generation, node_at
 from preble._memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
+from preble._trust cimport TrustBook
 
 from .errors import InvalidConfig, InvalidInput, TreeFull
 from .types import PrefixEvicted, check_int
@@ -41,7 +42,7 @@ cdef class BlockIndex:
         if not 1 <= blocks_max:
             raise InvalidConfig(f"blocks_max must be positive, got {blocks_max}")
         self.tree = tree
-        self.b.worker = worker
+        self.b.index = worker
         self.b.blocks_max = <uint32_t> min(blocks_max, <int64_t> BLOCKS_LIMIT)
         self.rows = {}
         self.names = []
@@ -55,6 +56,60 @@ cdef class BlockIndex:
     def __len__(self) -> int:
         """Known blocks."""
         return self.b.table.count
+
+    # --- what it is compared with ---
+
+    def watch(self, TrustBook trust not None, uint32_t block_size) -> None:
+        """Tell `trust` what events come, and compare blocks with the size that was said."""
+        self.trust = trust
+        self.b.block_size = block_size
+
+    @property
+    def odd_size(self) -> int:
+        """Tokens of the last stored blocks that were of another size than was said; 0 if none were."""
+        return self.b.odd_size
+
+    def odd_prompts(self) -> list[tuple[object, list[int]]]:
+        """(namespace, first tokens) of the last prompts that were stored and begin like none sent there."""
+        cdef Odd* odd
+        cdef Node* root
+        cdef uint32_t at, i
+        found = []
+        with self.tree:
+            for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
+                odd = &self.b.odd[at]
+                if odd.root < self.tree.t.nodes.chunk_count * <uint32_t> CHUNK and odd.root in self.tree._names:
+                    root = node_at(&self.tree.t, odd.root)
+                    if generation(root) == odd.generation:
+                        found.append((self.tree._names[odd.root], [odd.tokens[i] for i in range(odd.count)]))
+        return found
+
+    def compared(self) -> tuple[object, ...]:
+        """What the comparison has counted, as plain numbers, for snapshots."""
+        cdef uint32_t at, i
+        cdef Odd* odd
+        prompts = []
+        for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
+            odd = &self.b.odd[at]
+            prompts.append((odd.root, odd.generation, tuple([odd.tokens[i] for i in range(odd.count)])))
+        return (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
+                tuple(prompts))
+
+    def compare_on(self, object facts) -> None:
+        """Go on from what `compared` said. Raises ValueError, TypeError or OverflowError."""
+        cdef uint32_t at, i
+        cdef Odd* odd
+        (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
+         prompts) = facts
+        if len(prompts) != min(self.b.odd_count, <uint32_t> ODD_MAX) or max([len(one[2]) for one in prompts] + [0]) > (
+                ODD_TOKENS) or min(self.b.stores, self.b.runs, self.b.overlaps) < 0:
+            raise ValueError("what was heard of a cache is out of its range")
+        for at in range(len(prompts)):
+            odd = &self.b.odd[at]
+            odd.root, odd.generation, tokens = prompts[at]
+            odd.count = len(tokens)
+            for i in range(odd.count):
+                odd.tokens[i] = tokens[i]
 
     # --- events ---
 
@@ -98,17 +153,23 @@ cdef class BlockIndex:
         return self.run_batch(batch, namespace, now)
 
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE:
-        cdef uint32_t changed = 0
+        cdef uint32_t changed = 0, key
         cdef int outcome = DONE
+        cdef int64_t stores = self.b.stores, runs = self.b.runs, overlaps = self.b.overlaps
         with self.tree:
             self.tree.need_beliefs()
-            self.tree.need_worker(self.b.worker)
+            self.tree.need_worker(self.b.index)
+            self.b.worker = key = self.tree.t.workers[self.b.index].key
             try:
                 self.place_events(batch, namespace)
                 with nogil:
                     outcome = apply_batch(&self.b, &self.tree.t, &batch.batch, now, &changed)
             finally:
                 self.release_room()
+            if self.trust is not None and self.b.worker != key:
+                self.trust.cleared(self.b.index)
+            if self.trust is not None and self.b.stores != stores:
+                self.trust.heard(self.b.index, self.b.runs - runs, self.b.overlaps - overlaps, self.b.odd_runs)
         if outcome != DONE:
             raise MemoryError("cache events")
         self.taken += batch.batch.seen
@@ -119,7 +180,7 @@ cdef class BlockIndex:
         cdef uint64_t version = self.tree.t.version
         kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
         try:
-            self.tree.unmark(event.token_ids, self.b.worker, kept, namespace=event.namespace)
+            self.tree.unmark(event.token_ids, self.b.index, kept, namespace=event.namespace)
         except TypeError as error:
             raise InvalidInput(f"PrefixEvicted.namespace must be hashable: {error}") from None
         return self.tree.t.version != version

@@ -45,6 +45,7 @@ cdef class DecisionCore(E2):
     cdef int cancelled(self, int64_t key, double now) noexcept nogil
     cdef void first_seen(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil
+    cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil
     cdef bint is_remembered(self, Lease* lease) noexcept nogil
     cdef void remark(self, Lease* lease, double now) noexcept nogil
     cdef Walk leaf_walk(self, Lease* lease) noexcept nogil

@@ -26,11 +26,13 @@ from preble._nodes cimport at_root, confirmed_tokens, tree_walk, walk_holds
 from preble._radix cimport RadixTree
 from preble._retired cimport PLAIN, retire_thing
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
+from preble._trust cimport Served
 from preble._tree cimport confirm_path, drop_beside, take_back, tree_insert
 
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
 cdef enum:
+    HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
 _REASONS = ("exploit", "explore", "escape")
@@ -77,6 +79,7 @@ cdef class DecisionCore(E2):
         except BaseException:
             free(own)
             raise
+        self.trust.open(index)
         store32(&self.book.rows[index].block_size, block_size)
         self.set_eligible(index, True)
         while len(self.names) <= index:
@@ -97,6 +100,7 @@ cdef class DecisionCore(E2):
         self.tree.drop_worker(index)
         cost = self.book.close(index)
         retire_thing(&self.tree.t, <void*> cost, PLAIN, 0)
+        self.trust.open(index)
         self.names[index] = None
         self.names_now = tuple(self.names)
         return orphans
@@ -205,6 +209,7 @@ cdef class DecisionCore(E2):
         cdef Lease* booked
         cdef uint32_t leaf
         cdef Row* row = &self.book.rows[choice.worker]
+        cdef uint32_t key = self.tree.t.workers[choice.worker].key
         cdef double seconds = prefill_seconds(row.cost, order.count - choice.usable, order.count)
         if slab_reserve(&self.book.leases, &self.book.budget, 1):
             return NO_MEMORY
@@ -213,14 +218,14 @@ cdef class DecisionCore(E2):
         lease.matched_tokens = choice.usable
         lease.leaf_generation = NO_GENERATION
         if order.root != NONE:
-            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, order.walk, choice.worker)
+            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, order.walk, key)
         lease.expected_output = self.book.expected_output(choice.worker, order.max_new_tokens)
         lease.prefill_ns = nanoseconds(seconds)
         choice.lease = self.book.book(choice.worker, lease, order.now)
         choice.changes = self.tree.t.worker_changes
         if order.root == NONE:
             return BOOKED
-        if tree_insert(&self.tree.t, order.walk, order.tokens, order.count, choice.worker, True, order.now, &leaf):
+        if tree_insert(&self.tree.t, order.walk, order.tokens, order.count, key, True, order.now, &leaf):
             self.book.void_lease(self.book.lease_of(choice.lease))
             return NO_MEMORY
         booked = self.book.lease_of(choice.lease)
@@ -321,6 +326,10 @@ cdef class DecisionCore(E2):
         cdef uint32_t i
         return {self.names[i]: self.scratch.terms[i].total for i in range(self.tree.t.worker_end)
                 if self.book.rows[i].eligible}
+
+    def scheduled_heads(self, uint32_t worker) -> list[object]:
+        """(namespace, first tokens) of some prompts computed on a worker lately. Under the lock."""
+        return self.trust.prompts(self.tree, worker, HEAD_TOKENS)
 
     # --- questions ---
 
@@ -430,20 +439,44 @@ cdef class DecisionCore(E2):
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
         """Bring load and marks in line with what the engine told. What it was known to hold and no longer held took
-        along everything that hung below; what it has computed is there, whatever was believed in the meantime."""
+        along everything that hung below, unless events tell what goes; what it has computed is there, whatever was
+        believed in the meantime."""
         cdef bint alive = self.is_remembered(lease)
+        cdef uint32_t key = self.tree.t.workers[lease.worker].key
         cdef double seconds
+        self.learn(lease, cached_tokens, alive, key)
         if cached_tokens >= 0:
             seconds = prefill_seconds(self.book.rows[lease.worker].cost, lease.prompt_tokens - cached_tokens,
                                       lease.prompt_tokens)
             self.book.correct_prefill(lease, nanoseconds(seconds))
-            if alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens:
-                drop_beside(&self.tree.t, lease.leaf, lease.worker, <uint32_t> cached_tokens)
+            if (alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens
+                    and not self.trust.on_events(lease.worker)):
+                drop_beside(&self.tree.t, lease.leaf, key, <uint32_t> cached_tokens)
             # Told once: what is computed from now on hangs there for good, also if `finish` says the number again.
             lease.confirmed_tokens = min(lease.confirmed_tokens, <uint32_t> cached_tokens)
         if alive and not lease.prefilled:
             self.remark(lease, now)
-            confirm_path(&self.tree.t, lease.leaf, lease.worker)
+            confirm_path(&self.tree.t, lease.leaf, key)
+
+    cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:
+        """Note how beliefs about the worker's cache fared, before they are corrected."""
+        cdef Node* leaf = node_at(&self.tree.t, lease.leaf)
+        cdef Served one
+        one.worker = lease.worker
+        one.block_size = max(self.book.rows[lease.worker].block_size, 1)
+        one.prompt_tokens = lease.prompt_tokens
+        one.matched_tokens = lease.matched_tokens
+        one.confirmed_tokens = lease.confirmed_tokens
+        one.leaf = lease.leaf
+        one.leaf_generation = lease.leaf_generation
+        one.remembered = alive
+        one.marked = alive and find_entry(leaf, key).end == run_end(leaf.run)
+        one.cached_tokens = cached_tokens
+        if not lease.prefilled:
+            self.trust.prompt_done(&one)
+        if cached_tokens >= 0 and not lease.told:
+            lease.told = True
+            self.trust.reported(&one)
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
         """Whether the prompt's last node is still there."""
@@ -456,9 +489,9 @@ cdef class DecisionCore(E2):
     cdef void remark(self, Lease* lease, double now) noexcept nogil:
         """Mark the prompt again if it was unmarked while it waited. Out of memory the belief stays what it was."""
         cdef Walk walk = self.leaf_walk(lease)
-        cdef uint32_t leaf
-        if find_entry(node_at(&self.tree.t, walk.node), lease.worker).end < walk.matched:
-            tree_insert(&self.tree.t, walk, NULL, walk.matched, lease.worker, False, now, &leaf)
+        cdef uint32_t leaf, key = self.tree.t.workers[lease.worker].key
+        if find_entry(node_at(&self.tree.t, walk.node), key).end < walk.matched:
+            tree_insert(&self.tree.t, walk, NULL, walk.matched, key, False, now, &leaf)
 
     cdef Walk leaf_walk(self, Lease* lease) noexcept nogil:
         """A walk that ends where the prompt does."""
@@ -487,13 +520,14 @@ cdef class DecisionCore(E2):
         """Give a booking back; before the first token also the belief that the prompt is cached, as far as no engine
         has confirmed it and no other request has passed lately. Returns an Ending."""
         cdef Lease* lease = self.live_lease(key)
-        cdef uint32_t known
+        cdef uint32_t known, owner
         if lease == NULL:
             return LATE
         self.book.advance(now)
         if self.book.is_current(lease) and not lease.prefilled and self.is_remembered(lease):
-            known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), lease.worker)
-            take_back(&self.tree.t, lease.leaf, lease.worker, known, now)
+            owner = self.tree.t.workers[lease.worker].key
+            known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), owner)
+            take_back(&self.tree.t, lease.leaf, owner, known, now)
         self.book.void_lease(lease)
         return DONE
 
@@ -571,6 +605,7 @@ cdef class DecisionCore(E2):
         cdef bint named, booked, marked
         self.tree.check()
         self.book.check()
+        self.trust.check()
         known = [key for key in self.leases.values() if self.live_lease(key) != NULL]
         pending = sum(1 for key in self.leases.values() if key == PENDING)
         assert len(known) <= self.book.live <= len(known) + pending, f"{len(known)} leases known, {self.book.live} open"

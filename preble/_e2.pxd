@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from preble._cost cimport Cost, LoadBook
 from preble._layout cimport Victim, Walk
 from preble._radix cimport RadixTree
+from preble._trust cimport TrustBook
 
 cdef enum Reason:
     EXPLOIT = 0
@@ -64,12 +65,14 @@ cdef void clear_scratch(Scratch* s) noexcept nogil
 cdef class E2:
     cdef readonly RadixTree tree
     cdef readonly LoadBook book
+    cdef readonly TrustBook trust
     cdef Scratch scratch         # the writer's
     cdef double exploit_ratio
     cdef double escape_seconds
     cdef double decode_ratio
     cdef uint32_t victims_max
     cdef int grow(self, uint32_t room) except -1
+    cdef void doubt(self, Scratch* s, uint32_t first) noexcept nogil
     cdef void gather(self, Scratch* s, Walk walk, uint32_t least) noexcept nogil
     cdef uint32_t best_whole(self, Scratch* s, Walk walk) noexcept nogil
     cdef void see_victim(self, uint32_t mark, uint32_t worker, const Cost* cost, Victim* victim) noexcept nogil

@@ -2,10 +2,12 @@
 
 from ._cost import LoadBook
 from ._radix import RadixTree
+from ._trust import TrustBook
 
 class E2:
     tree: RadixTree
     book: LoadBook
+    trust: TrustBook
     def __init__(
         self,
         tree: RadixTree,

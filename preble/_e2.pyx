@@ -57,6 +57,7 @@ from preble._layout_parts cimport hits_estimate
 from preble._memory cimport NONE
 from preble._nodes cimport held_at, key_portion_end
 from preble._radix cimport RadixTree
+from preble._trust cimport FULL_TRUST, TrustBook
 from preble._victims cimport victims_append, victims_of
 
 cdef extern from * nogil:
@@ -147,6 +148,7 @@ cdef class E2:
                  double decode_ratio, uint32_t victims_max):
         self.tree = tree
         self.book = book
+        self.trust = TrustBook(tree.t.window_seconds / 3.0)
         self.exploit_ratio = exploit_ratio
         self.escape_seconds = escape_seconds
         self.decode_ratio = decode_ratio
@@ -167,13 +169,24 @@ cdef class E2:
 
     # --- looking ---
 
+    cdef void doubt(self, Scratch* s, uint32_t first) noexcept nogil:
+        """Of what was noted from the `first` worker met on, believe as much as each is trusted."""
+        cdef uint32_t at
+        for at in range(first, s.count):
+            if load32(&self.trust.rows[s.met[at]].eighths) != <uint32_t> FULL_TRUST:
+                s.held[s.met[at]] = self.trust.believed(s.met[at], s.held[s.met[at]])
+
     cdef void gather(self, Scratch* s, Walk walk, uint32_t least) noexcept nogil:
         """Note what workers hold, climbing on from s.next over the nodes that reach to `least` tokens or further."""
         cdef Tree* t = &self.tree.t
+        cdef uint32_t before
         while s.next != NONE and load32(&node_at(t, s.next).parent) != NONE:
             if min(run_end(load_run(&node_at(t, s.next).run)), walk.matched) < least:
                 return
+            before = s.count
             s.count = held_at(t, s.next, walk.matched, s.held, s.met, s.count, s.workers)
+            if load32(&self.trust.distrusted):
+                self.doubt(s, before)
             s.next = load32(&node_at(t, s.next).parent)
 
     cdef uint32_t best_whole(self, Scratch* s, Walk walk) noexcept nogil:
@@ -185,6 +198,8 @@ cdef class E2:
             if min(run_end(load_run(&node_at(t, s.next).run)), walk.matched) <= best:
                 break
             s.count = held_at(t, s.next, walk.matched, s.held, s.met, s.count, s.workers)
+            if load32(&self.trust.distrusted):
+                self.doubt(s, seen)
             s.next = load32(&node_at(t, s.next).parent)
             while seen < s.count:
                 row = &self.book.rows[s.met[seen]]
@@ -203,7 +218,7 @@ cdef class E2:
         cdef uint32_t start = load_run(&node.run).start
         victim.mark = mark
         victim.node = i
-        victim.end = end_at(node, worker)
+        victim.end = end_at(node, load32(&load_workers(&self.tree.t.workers)[worker].key))
         victim.tokens = victim.end - start if victim.end > start else 0
         victim.hits = load64(&mark_at(&self.tree.t, mark).hits)
         victim.seconds = prefill_seconds(cost, victim.tokens, victim.end)

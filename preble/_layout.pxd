@@ -31,6 +31,7 @@
 #       oldest is a leaf of what the worker caches
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
+#   E1  ghosts (see EntryBlock) are in one list of their own, which keeps leaves before their parents
 #   V1  a worker's list of next victims is a copy of the beginning of its recency list (see _victims.pxd)
 #   B1  budget.used is the sum of all live allocations, retired ones included; directories of slabs, reader slots and
 #       the queue of retired things are not counted: their size is fixed
@@ -55,9 +56,13 @@ cdef struct TokenRun:            # immutable once linked
     uint32_t length              # tokens in this run
     int32_t tokens[1]            # `length` tokens, then (with_slots) `length` KV slots
 
-# An entry says who caches a node: one word, worker << 32 | end, so that a reader gets both or neither. `end` counts
+# An entry says who caches a node: one word, key << 32 | end, so that a reader gets both or neither. `end` counts
 # tokens from the prompt's start, so a split leaves the entries below it as they are. end == 0: no entry.
-cdef struct EntryBlock:          # entries of a node with two or more marks, by worker; removed ones stay with end == 0
+#
+# A worker's key is epoch << 16 | index. When its cache is cleared its epoch moves on, and everything marked under the
+# key before is a ghost at once: nobody believes it, and it is swept away little by little. Functions of the tree that
+# change marks take the key as `worker`.
+cdef struct EntryBlock:          # entries of a node with two or more marks, by key; removed ones stay with end == 0
     uint32_t count               # (r) words in use
     uint32_t room
     uint32_t live                # words with end > 0
@@ -79,6 +84,11 @@ cdef struct Node:                # 64 bytes, one cache line
     uint32_t state               # (r) generation << STATE_BITS | TOUCHED | LIVE
 
 cdef enum:
+    INDEX_BITS = 16              # of a worker's key
+    INDEX_MASK = 65535
+    EPOCH_MAX = 65534            # one less than would fit, so that no key is NONE
+
+cdef enum:
     LIVE = 1
     TOUCHED = 2                  # a prompt passed since it was made or last looked at for max_bytes
     STATE_BITS = 2
@@ -90,7 +100,7 @@ cdef enum:
 cdef struct Mark:                # a worker's recency and hits at one node, 32 bytes
     uint64_t hits                # (r) window counter of this worker's requests
     uint32_t node                # (r)
-    uint32_t worker
+    uint32_t worker              # its key
     uint32_t older               # the worker's recency list
     uint32_t newer               # (r)
     uint32_t pins                # holds at or below; pinned marks are in no list
@@ -121,6 +131,7 @@ cdef struct WorkerMarks:         # one worker's side of the tree
     int64_t tokens               # (r) sum over its marks
     int64_t pinned               # of these, pinned
     uint32_t marks               # number of marks
+    uint32_t key                 # (r) epoch << 16 | index
     List recency
     Victims* victims             # NULL until they are first asked for
 
@@ -139,6 +150,7 @@ cdef struct Tree:
     ChildTable* draining         # (r) the table before, while its children move over a few at a time; else NULL
     uint32_t drained             # slots of it that have moved
     WorkerMarks* workers         # (r)
+    WorkerMarks ghost            # marks under keys of the past: nobody's, in the order they will be swept
     uint32_t worker_room
     uint32_t worker_end          # (r) one past the highest index in use
     uint64_t worker_changes      # (r) +1 whenever an index is given out or back
@@ -195,3 +207,15 @@ cdef inline uint32_t worker_of(uint64_t word) noexcept nogil:
 
 cdef inline uint32_t end_of(uint64_t word) noexcept nogil:
     return <uint32_t> word
+
+cdef inline uint32_t index_of(uint32_t key) noexcept nogil:
+    return key & INDEX_MASK
+
+cdef inline WorkerMarks* state_of(Tree* t, uint32_t key) noexcept nogil:
+    # The side of a worker whose key is that of now.
+    return &t.workers[key & INDEX_MASK]
+
+cdef inline WorkerMarks* owner_of(Tree* t, uint32_t key) noexcept nogil:
+    # Who has the marks under a key: its worker, or nobody any more.
+    cdef WorkerMarks* state = &t.workers[key & INDEX_MASK]
+    return state if state.key == key else &t.ghost

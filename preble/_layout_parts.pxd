@@ -2,7 +2,7 @@
 # the Tree or the counter it works on. `_tree.pyx` builds the tree's operations from them.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from preble._atomic cimport store32, store64, store_signed
 from preble._layout cimport (
@@ -18,6 +18,7 @@ from preble._layout cimport (
     end_of,
     mark_at,
     node_at,
+    state_of,
     worker_of,
 )
 from preble._memory cimport NONE, budget_alloc, budget_free
@@ -75,6 +76,13 @@ cdef inline double hits_estimate(uint64_t counter, double now, double window_sec
 
 # --- lists ------------------------------------------------------------------------------------------------------------
 
+cdef inline void fresh_rows(WorkerMarks* rows, uint32_t first, uint32_t end) noexcept nogil:
+    # Rows of workers that have not been there yet: empty, in their first epoch.
+    cdef uint32_t i
+    memset(&rows[first], 0, (end - first) * sizeof(WorkerMarks))
+    for i in range(first, end):
+        rows[i].key = i
+
 cdef inline void add_tokens(WorkerMarks* state, int64_t tokens) noexcept nogil:
     store_signed(&state.tokens, state.tokens + tokens)
 
@@ -128,7 +136,7 @@ cdef inline void recency_remove(Tree* t, List* recency, uint32_t i) noexcept nog
 cdef inline void touch_mark(Tree* t, uint32_t i) noexcept nogil:
     # Make an unpinned mark its worker's newest.
     cdef Mark* mark = mark_at(t, i)
-    cdef List* recency = &t.workers[mark.worker].recency
+    cdef List* recency = &state_of(t, mark.worker).recency
     if mark.flags & LISTED:
         victims_gone(t, mark.worker, i)
     if mark.pins == 0 and recency.newest != i:

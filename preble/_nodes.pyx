@@ -28,11 +28,15 @@ from preble._layout cimport (
     WorkerMarks,
     end_of,
     generation,
+    index_of,
     load_block,
     load_run,
+    load_workers,
     mark_at,
     node_at,
+    owner_of,
     run_end,
+    state_of,
     store_block,
     store_run,
     worker_of,
@@ -207,6 +211,7 @@ cdef uint32_t add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
     cdef Node* node = node_at(t, i)
     cdef uint32_t index = slab_take(&t.marks)
     cdef Mark* mark = mark_at(t, index)
+    cdef WorkerMarks* state = state_of(t, worker)
     if entry_count(node) == 0:
         age_remove(t, &t.unmarked, i)
         age_push(t, &t.marked, i)
@@ -216,9 +221,9 @@ cdef uint32_t add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
     mark.worker = worker
     mark.pins = 0
     mark.flags = 0
-    recency_push_after(t, &t.workers[worker].recency, t.workers[worker].recency.newest, index)
-    add_tokens(&t.workers[worker], end - node.run.start)
-    t.workers[worker].marks += 1
+    recency_push_after(t, &state.recency, state.recency.newest, index)
+    add_tokens(state, end - node.run.start)
+    state.marks += 1
     return index
 
 
@@ -257,7 +262,7 @@ cdef int64_t drop_mark(Tree* t, uint32_t index) noexcept nogil:
     cdef Mark* mark = mark_at(t, index)
     cdef Node* node = node_at(t, mark.node)
     cdef uint32_t worker = mark.worker
-    cdef WorkerMarks* state = &t.workers[worker]
+    cdef WorkerMarks* state = owner_of(t, worker)
     cdef int64_t tokens = find_entry(node, worker).end - node.run.start
     if mark.flags & LISTED:
         victims_gone(t, worker, index)
@@ -281,7 +286,7 @@ cdef int64_t trim_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
     if mark_at(t, entry.mark).flags & LISTED:
         victims_cut(t, worker, entry.mark)
     set_end(node, worker, entry, end)
-    add_tokens(&t.workers[worker], -dropped)
+    add_tokens(state_of(t, worker), -dropped)
     t.version += 1
     return dropped
 
@@ -341,13 +346,14 @@ cdef uint32_t held_at(Tree* t, uint32_t i, uint32_t matched, uint32_t* held, uin
     cdef Node* node = node_at(t, i)
     cdef EntryBlock* block = load_block(&node.block)
     cdef uint64_t* words = &block.words[0] if block != NULL else &node.only
+    cdef WorkerMarks* states = load_workers(&t.workers)
     cdef uint32_t at = 0, worker, end
     cdef uint64_t word
     while at < (load32(&block.count) if block != NULL else 1):   # words may move up while this looks
         word = load64(&words[at])
-        worker = worker_of(word)
+        worker = index_of(worker_of(word))
         end = end_of(word)
-        if end and worker < workers and held[worker] == 0:
+        if end and worker < workers and held[worker] == 0 and load32(&states[worker].key) == worker_of(word):
             held[worker] = end if end < matched else matched
             met[met_count] = worker
             met_count += 1
@@ -471,14 +477,15 @@ cdef uint32_t copy_mark_newer(Tree* t, uint32_t index, uint32_t i) noexcept nogi
     cdef uint32_t copied = slab_take(&t.marks)
     cdef Mark* mark = mark_at(t, copied)
     cdef Mark* source = mark_at(t, index)
+    cdef WorkerMarks* state = owner_of(t, source.worker)
     store64(&mark.hits, source.hits)
     store32(&mark.node, i)
     mark.worker = source.worker
     mark.pins = source.pins
     mark.flags = source.flags & CONFIRMED
     if mark.pins == 0:
-        recency_push_after(t, &t.workers[mark.worker].recency, index, copied)
-    t.workers[mark.worker].marks += 1
+        recency_push_after(t, &state.recency, index, copied)
+    state.marks += 1
     return copied
 
 

@@ -35,7 +35,7 @@ from preble._layout cimport (
     run_end,
     store_workers,
 )
-from preble._layout_parts cimport find_entry, free_run, hits_estimate, new_run
+from preble._layout_parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
 from preble._memory cimport (
     NONE,
     budget_alloc,
@@ -48,13 +48,22 @@ from preble._nodes cimport at_root, free_node, held_on_path, take_node, tree_wal
 from preble._retired cimport reclaim, reclaim_soon, retire_memory
 from preble._table cimport TABLE_START, new_table
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._tree cimport drop_below, evict_tokens, forget_dead, has_dead, make_room_for_root, tree_insert
+from preble._tree cimport (
+    clear_marks,
+    drop_below,
+    forget_dead,
+    has_dead,
+    make_room_for_root,
+    sweep_ghosts,
+    tree_insert,
+)
 
 from .errors import InvalidConfig, InvalidInput, InvalidTime, TreeFull, UnknownWorker
 
 cdef enum:
     WORKERS_MAX = 65536
     EXPIRE_SLICE = 64            # aging nodes looked at in one hold of the lock, some 20 us
+    SWEEP_SLICE = 256            # marks of cleared workers swept in one hold of the lock
     EMPTY_ROOT_CHECKS = 64       # namespaces looked at for removal at a time
     ROOT_SHED_STEPS = 4096       # aging nodes looked at to make room for a namespace; without a root it cannot be
 
@@ -112,6 +121,7 @@ cdef class RadixTree:
         self.t.window_seconds = window_seconds
         self.t.marked.oldest = self.t.marked.newest = NONE
         self.t.unmarked.oldest = self.t.unmarked.newest = NONE
+        self.t.ghost.recency.oldest = self.t.ghost.recency.newest = NONE
         self.t.table = new_table(&self.t.budget, TABLE_START)
         if (self.t.table == NULL or slab_init(&self.t.nodes, sizeof(Node)) or slab_init(&self.t.marks, sizeof(Mark))
                 or epochs_init(&self.t.epochs) or guard_init(&self.t.guard)):
@@ -240,7 +250,7 @@ cdef class RadixTree:
             grown = <WorkerMarks*> budget_alloc(&self.t.budget, room * sizeof(WorkerMarks))
             if grown == NULL:
                 raise MemoryError("workers")
-            memset(grown, 0, room * sizeof(WorkerMarks))
+            fresh_rows(grown, self.t.worker_room, room)
             if old != NULL:
                 memcpy(grown, old, self.t.worker_room * sizeof(WorkerMarks))
             store_workers(&self.t.workers, grown)
@@ -249,7 +259,7 @@ cdef class RadixTree:
         return 0
 
     def drop_worker(self, uint32_t worker) -> None:
-        """Forget a worker and all its marks; the index may be given to another. O(its marks)."""
+        """Forget a worker and all its marks; the index may be given to another. O(1), see `clear_worker`."""
         with self:
             self.clear_worker(worker)
             budget_free(&self.t.budget, self.t.workers[worker].victims, sizeof(Victims))
@@ -259,14 +269,31 @@ cdef class RadixTree:
                 store32(&self.t.worker_end, self.t.worker_end - 1)
             store64(&self.t.worker_changes, self.t.worker_changes + 1)
 
-    def clear_worker(self, uint32_t worker) -> int:
-        """Its cache is empty now: drop its marks; returns the tokens dropped. O(its marks)."""
+    def clear_worker(self, uint32_t worker, *, uint32_t sweep_marks=SWEEP_SLICE) -> int:
+        """Its cache is empty now: nobody believes its marks any more; returns the tokens dropped. O(1): what its marks
+        take is given back by `sweep`, the first `sweep_marks` of them here."""
         cdef int64_t dropped = 0
         with self:
             self.need_beliefs()
             self.need_worker(worker)
-            dropped = evict_tokens(&self.t, worker, self.t.workers[worker].tokens)
+            dropped = clear_marks(&self.t, worker)
+            sweep_ghosts(&self.t, sweep_marks)
         return dropped
+
+    def sweep(self, uint32_t marks_max=0xFFFFFFFF) -> int:
+        """Give back what marks of cleared and dropped workers take, no more than `marks_max` of them; returns how many.
+        `expire` does it, too. In slices, so that a decision waits for SWEEP_SLICE marks at the most."""
+        cdef uint32_t swept = 0, found = 1, slice_max
+        with nogil:
+            while found and swept < marks_max:
+                slice_max = min(marks_max - swept, <uint32_t> SWEEP_SLICE)
+                guard_enter(&self.t.guard)
+                found = sweep_ghosts(&self.t, slice_max)
+                reclaim(&self.t)
+                guard_leave(&self.t.guard)
+                swept += found
+            await_python()
+        return swept
 
     # --- reads ---
 
@@ -391,7 +418,7 @@ cdef class RadixTree:
                 return 0.0
             if worker is None:
                 return hits_estimate(node_at(&self.t, walk.node).hits, at, self.t.window_seconds)
-            entry = find_entry(node_at(&self.t, walk.node), index)
+            entry = find_entry(node_at(&self.t, walk.node), self.t.workers[index].key)
             return hits_estimate(mark_at(&self.t, entry.mark).hits, at, self.t.window_seconds) if entry.end else 0.0
 
     def victims(self, uint32_t worker, int64_t need_tokens, now) -> list[tuple[int, int, float]]:
@@ -407,7 +434,7 @@ cdef class RadixTree:
             i = self.t.workers[worker].recency.oldest
             while need_tokens > 0 and i != NONE:
                 node = node_at(&self.t, mark_at(&self.t, i).node)
-                entry = find_entry(node, worker)
+                entry = find_entry(node, self.t.workers[worker].key)
                 taken = min(need_tokens, <int64_t> entry.end - node.run.start)
                 hits = hits_estimate(mark_at(&self.t, i).hits, at, self.t.window_seconds)
                 answer.append((taken, entry.end - taken, hits))
@@ -446,6 +473,8 @@ cdef class RadixTree:
             self.t.refused_tokens += view.count
             return 0
         walk = tree_walk(&self.t, walk, view.data, view.count)
+        if worker != NONE:
+            worker = self.t.workers[worker].key
         if tree_insert(&self.t, walk, view.data, view.count, worker, is_hit, at, &leaf):
             raise MemoryError("RadixTree.insert")
         return walk.matched
@@ -460,14 +489,16 @@ cdef class RadixTree:
                 return 0
             while node_at(&self.t, walk.node).run.start > kept_tokens:
                 walk.node = node_at(&self.t, walk.node).parent
-            return drop_below(&self.t, walk.node, worker, kept_tokens)
+            return drop_below(&self.t, walk.node, self.t.workers[worker].key, kept_tokens)
 
     def expire(self, now, uint32_t max_nodes=1 << 30) -> int:
         """Forget nodes cached nowhere and unhit for a window, at most `max_nodes` looked at, and empty namespaces;
-        returns nodes. Works in slices of EXPIRE_SLICE nodes, so that a decision waits for one of them at the most."""
+        returns nodes. First `sweep`, no more marks than nodes. Works in slices of EXPIRE_SLICE nodes, so that a
+        decision waits for one of them at the most."""
         cdef uint32_t removed = 0, found, left = max_nodes
         cdef double at = finite(now)
         cdef bint more = left > 0
+        self.sweep(left)
         with nogil:
             while more:
                 guard_enter(&self.t.guard)
@@ -511,6 +542,7 @@ cdef class RadixTree:
                 "bytes_max": self.t.budget.limit,
                 "nodes": self.t.nodes.live,
                 "marks": self.t.marks.live,
+                "ghost_marks": self.t.ghost.marks,
                 "namespaces": len(self._roots),
                 "shed_nodes": self.t.shed_nodes,
                 "refused_tokens": self.t.refused_tokens,

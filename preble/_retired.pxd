@@ -58,6 +58,13 @@ cdef inline void retire_thing(Tree* t, void* thing, uint64_t kind, uint64_t amou
             pause()
     retire(&t.epochs, thing, amount << 2 | kind)
 
+cdef inline uint32_t retired_of(Tree* t, uint64_t kind) noexcept nogil:
+    # Things of a kind that wait for readers to go.
+    cdef uint32_t at, count = 0
+    for at in range(t.epochs.count):
+        count += t.epochs.queue[(t.epochs.first + at) % <uint32_t> QUEUE_MAX].what & 3 == kind
+    return count
+
 cdef inline void retire_memory(Tree* t, void* memory, int64_t size) noexcept nogil:
     if memory != NULL:
         retire_thing(t, memory, MEMORY, <uint64_t> size)

@@ -15,6 +15,8 @@ from libc.string cimport memcpy, memset
 
 from preble._layout cimport (
     CONFIRMED,
+    EPOCH_MAX,
+    INDEX_BITS,
     LISTED,
     LIVE,
     NOBODY,
@@ -30,18 +32,20 @@ from preble._layout cimport (
     WorkerMarks,
     end_of,
     generation,
+    index_of,
     mark_at,
     node_at,
     run_end,
     worker_of,
 )
 from preble._epochs cimport QUEUE_MAX
-from preble._layout_parts cimport block_bytes, block_marks, entry_count, find_entry, new_run
+from preble._layout_parts cimport block_bytes, block_marks, entry_count, find_entry, fresh_rows, new_run
 from preble._memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at
 from preble._radix cimport RadixTree
-from preble._retired cimport MARK, NODE, reclaim_soon
+from preble._retired cimport MARK, NODE, reclaim_soon, retired_of
 from preble._snapshot_bytes cimport NO_MEMORY, Reader, Writer, chain_free, load_slab, refuse
 from preble._table cimport DELETED_SLOT, EMPTY_SLOT, TABLE_START, new_table, slot_in, table_bytes
+from preble._tree cimport sweep_ghosts
 
 cdef enum:
     TOKENS_MOST = 2147483647
@@ -70,7 +74,8 @@ cdef struct TreeHead:            # what a snapshot says of a tree before its par
 cdef struct WorkerRow:           # of one worker index
     int64_t capacity             # 0: free
     List recency
-    uint64_t has_victims
+    uint32_t has_victims
+    uint32_t epoch               # of its key; 0 until its cache is cleared for the first time
 
 cdef struct Load:                # a tree that is being read
     Tree* t
@@ -87,6 +92,7 @@ cdef int write_tree(Writer w, RadixTree tree) except -1:
     """Write a tree, as its writer. What waits for readers to go is written as free."""
     cdef Tree* t = &tree.t
     cdef TreeHead head
+    sweep_ghosts(t, NONE)
     reclaim_soon(t)
     memset(&head, 0, sizeof(head))
     head.version = t.version
@@ -117,14 +123,6 @@ cdef int write_tree(Writer w, RadixTree tree) except -1:
     return 0
 
 
-cdef uint32_t retired_of(Tree* t, uint64_t kind) noexcept nogil:
-    """Things of a kind that wait for readers to go."""
-    cdef uint32_t at, count = 0
-    for at in range(t.epochs.count):
-        count += t.epochs.queue[(t.epochs.first + at) % <uint32_t> QUEUE_MAX].what & 3 == kind
-    return count
-
-
 cdef int write_workers(Writer w, Tree* t) except -1:
     cdef WorkerRow row
     cdef uint32_t i
@@ -133,6 +131,7 @@ cdef int write_workers(Writer w, Tree* t) except -1:
         row.capacity = t.workers[i].capacity
         row.recency = t.workers[i].recency
         row.has_victims = t.workers[i].victims != NULL
+        row.epoch = t.workers[i].key >> INDEX_BITS
         w.put(&row, sizeof(row))
     return 0
 
@@ -283,14 +282,15 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.workers = <WorkerMarks*> budget_alloc(&t.budget, head.worker_room * sizeof(WorkerMarks))
         if t.workers == NULL:
             raise MemoryError("snapshot")
-        memset(t.workers, 0, head.worker_room * sizeof(WorkerMarks))
+        fresh_rows(t.workers, 0, head.worker_room)
         t.worker_room = head.worker_room
     for i in range(head.worker_end):
         r.copy(&row, sizeof(row))
-        if not 0 <= row.capacity <= TOKENS_MOST:
-            refuse(b"a capacity is out of its range")
+        if not 0 <= row.capacity <= TOKENS_MOST or row.epoch > <uint32_t> EPOCH_MAX:
+            refuse(b"a capacity or an epoch is out of its range")
         t.workers[i].capacity = row.capacity
         t.workers[i].recency = row.recency
+        t.workers[i].key = row.epoch << INDEX_BITS | i
         if row.capacity == 0:
             t.workers[i].recency.oldest = t.workers[i].recency.newest = NONE
         t.worker_end = i + 1
@@ -475,18 +475,18 @@ cdef const char* claim_marks(Load* x) noexcept nogil:
 
 cdef const char* claim(Load* x, uint32_t i, uint64_t word, uint32_t index) noexcept nogil:
     cdef TokenRun* run = node_at(x.t, i).run
-    cdef uint32_t worker = worker_of(word), end = end_of(word)
+    cdef uint32_t key = worker_of(word), end = end_of(word), worker = index_of(key)
     cdef Mark* mark
     if end == 0:
         return NULL
-    if worker >= x.t.worker_end or x.t.workers[worker].capacity == 0:
+    if worker >= x.t.worker_end or x.t.workers[worker].capacity == 0 or x.t.workers[worker].key != key:
         return b"a mark is of no worker"
     if node_at(x.t, i).parent == NONE or not run.start < end <= run_end(run):
         return b"a mark ends beyond its node"
     if index >= x.marks or x.seen[index]:
         return b"a mark belongs to two nodes, or there is none"
     mark = mark_at(x.t, index)
-    if (mark.node != i or mark.worker != worker or mark.pins or mark.flags & ~<uint32_t> CONFIRMED
+    if (mark.node != i or mark.worker != key or mark.pins or mark.flags & ~<uint32_t> CONFIRMED
             or not is_item(mark.older, x.marks) or not is_item(mark.newer, x.marks)):
         return b"a mark is of another node"
     x.seen[index] = CLAIMED
@@ -655,11 +655,11 @@ cdef const char* check_marks(Load* x) noexcept nogil:
 cdef bint is_recency_right(Load* x, uint32_t worker) noexcept nogil:
     """Walk the list and note each mark's place in it."""
     cdef List* recency = &x.t.workers[worker].recency
-    cdef uint32_t i = recency.oldest, before = NONE, place = CLAIMED
+    cdef uint32_t i = recency.oldest, before = NONE, place = CLAIMED, key = x.t.workers[worker].key
     if x.t.workers[worker].capacity == 0:
         return True
     while i != NONE:
-        if i >= x.marks or x.seen[i] != CLAIMED or mark_at(x.t, i).worker != worker or mark_at(x.t, i).older != before:
+        if i >= x.marks or x.seen[i] != CLAIMED or mark_at(x.t, i).worker != key or mark_at(x.t, i).older != before:
             return False
         place += 1
         x.seen[i] = place

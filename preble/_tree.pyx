@@ -12,6 +12,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from preble._atomic cimport store32, store64
 from preble._layout cimport (
     CONFIRMED,
+    EPOCH_MAX,
+    INDEX_BITS,
     LISTED,
     TOUCHED,
     Entry,
@@ -27,6 +29,7 @@ from preble._layout cimport (
     mark_at,
     node_at,
     run_end,
+    state_of,
 )
 from preble._layout_parts cimport (
     add_tokens,
@@ -98,8 +101,8 @@ cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, 
     mark_path(t, walk.node, worker, is_hit, now)
     if run != NULL:
         untouch(node_at(t, walk.node))                         # its first request is no second chance
-    if worker != NONE and t.workers[worker].tokens > t.workers[worker].capacity:            # 5
-        evict_tokens(t, worker, t.workers[worker].tokens - t.workers[worker].capacity)
+    if worker != NONE and state_of(t, worker).tokens > state_of(t, worker).capacity:        # 5
+        evict_tokens(t, worker, state_of(t, worker).tokens - state_of(t, worker).capacity)
     leaf[0] = walk.node
     return 0
 
@@ -166,7 +169,7 @@ cdef Mark* mark_node(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
     mark = mark_at(t, entry.mark)
     touch_mark(t, entry.mark)
     if entry.end < run_end(node.run):
-        add_tokens(&t.workers[worker], run_end(node.run) - entry.end)
+        add_tokens(state_of(t, worker), run_end(node.run) - entry.end)
         set_end(node, worker, entry, run_end(node.run))
         t.version += 1
     return mark
@@ -184,8 +187,8 @@ cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
     cdef int64_t freed = 0
     cdef uint32_t oldest, i
     cdef Entry entry
-    while freed < need and t.workers[worker].recency.oldest != NONE:
-        oldest = t.workers[worker].recency.oldest
+    while freed < need and state_of(t, worker).recency.oldest != NONE:
+        oldest = state_of(t, worker).recency.oldest
         i = mark_at(t, oldest).node
         entry = find_entry(node_at(t, i), worker)
         if entry.end - node_at(t, i).run.start > need - freed:
@@ -193,6 +196,49 @@ cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
         else:
             freed += drop_mark(t, oldest)
     return freed
+
+
+cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil:
+    """A worker's cache is empty: all its marks become ghosts; returns the tokens that were believed. O(1): the epoch
+    of its key moves on, and its recency list is hung onto that of the ghosts. Its marks must not be pinned.
+
+    Once in 65,534 times the epochs begin anew, and then there must be no ghosts: they are swept first.
+    """
+    cdef WorkerMarks* state = &t.workers[index]
+    cdef int64_t dropped = state.tokens
+    if state.marks == 0:
+        return 0
+    if state.victims != NULL and state.victims.count:
+        victims_cut(t, index, state.recency.oldest)
+    if t.ghost.recency.newest == NONE:
+        t.ghost.recency.oldest = state.recency.oldest
+    else:
+        store32(&mark_at(t, t.ghost.recency.newest).newer, state.recency.oldest)
+        mark_at(t, state.recency.oldest).older = t.ghost.recency.newest
+    t.ghost.recency.newest = state.recency.newest
+    t.ghost.tokens += state.tokens
+    t.ghost.marks += state.marks
+    store32(&state.recency.oldest, NONE)
+    state.recency.newest = NONE
+    add_tokens(state, -state.tokens)
+    state.marks = 0
+    t.version += 1
+    if state.key >> INDEX_BITS == EPOCH_MAX:
+        store32(&state.key, NONE)
+        sweep_ghosts(t, t.ghost.marks)
+        store32(&state.key, index)
+    else:
+        store32(&state.key, state.key + (1 << INDEX_BITS))
+    return dropped
+
+
+cdef uint32_t sweep_ghosts(Tree* t, uint32_t marks_max) noexcept nogil:
+    """Give back the memory of ghosts, no more than `marks_max` of them; returns how many."""
+    cdef uint32_t swept = 0
+    while swept < marks_max and t.ghost.recency.oldest != NONE:
+        drop_mark(t, t.ghost.recency.oldest)
+        swept += 1
+    return swept
 
 
 # --- corrections: what engines report and requests give back ----------------------------------------------------------

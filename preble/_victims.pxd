@@ -11,7 +11,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memmove
 
-from preble._layout cimport LISTED, VICTIMS_MAX, Tree, Victim, Victims, WorkerMarks, mark_at
+from preble._layout cimport LISTED, VICTIMS_MAX, Tree, Victim, Victims, WorkerMarks, mark_at, state_of
 from preble._memory cimport budget_alloc, charged
 
 cdef inline uint32_t victim_place(Victims* v, uint32_t mark) noexcept nogil:
@@ -22,7 +22,7 @@ cdef inline uint32_t victim_place(Victims* v, uint32_t mark) noexcept nogil:
 
 cdef inline void victims_gone(Tree* t, uint32_t worker, uint32_t mark) noexcept nogil:
     # A listed mark leaves its place in the recency list.
-    cdef Victims* v = t.workers[worker].victims
+    cdef Victims* v = state_of(t, worker).victims
     cdef uint32_t at = victim_place(v, mark)
     mark_at(t, mark).flags &= ~<uint32_t> LISTED
     if at > v.first:
@@ -33,7 +33,7 @@ cdef inline void victims_gone(Tree* t, uint32_t worker, uint32_t mark) noexcept 
 
 cdef inline void victims_cut(Tree* t, uint32_t worker, uint32_t mark) noexcept nogil:
     # A listed mark changes: it and all newer ones must be looked at again.
-    cdef Victims* v = t.workers[worker].victims
+    cdef Victims* v = state_of(t, worker).victims
     cdef uint32_t at = victim_place(v, mark), i
     for i in range(at, v.first + v.count):
         mark_at(t, v.known[i].mark).flags &= ~<uint32_t> LISTED
@@ -41,7 +41,7 @@ cdef inline void victims_cut(Tree* t, uint32_t worker, uint32_t mark) noexcept n
 
 cdef inline Victims* victims_of(Tree* t, uint32_t worker) noexcept nogil:
     # The worker's list, made when it is first asked for; NULL if there is no memory for it, then one does without.
-    cdef WorkerMarks* marks = &t.workers[worker]
+    cdef WorkerMarks* marks = state_of(t, worker)
     if marks.victims == NULL and t.budget.used + charged(sizeof(Victims)) <= t.budget.limit:
         marks.victims = <Victims*> budget_alloc(&t.budget, sizeof(Victims))
         if marks.victims != NULL:
@@ -50,7 +50,7 @@ cdef inline Victims* victims_of(Tree* t, uint32_t worker) noexcept nogil:
 
 cdef inline Victim* victims_append(Tree* t, uint32_t worker, uint32_t mark) noexcept nogil:
     # A place for the next mark of the recency list; NULL when the list is full.
-    cdef Victims* v = t.workers[worker].victims
+    cdef Victims* v = state_of(t, worker).victims
     if v.count == <uint32_t> VICTIMS_MAX:
         return NULL
     if v.first + v.count == <uint32_t> VICTIMS_MAX:

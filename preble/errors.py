@@ -20,6 +20,8 @@ PrebleError
 │   └── InsecureBind                 binding beyond loopback without keys
 ├── EngineError                      the engine refused or failed a request
 └── MissingExtra (ImportError)       an optional dependency is not installed
+
+CacheMismatchWarning (UserWarning)   what an engine says of its cache is never like what was sent there
 """
 
 from __future__ import annotations
@@ -110,3 +112,7 @@ class EngineError(PrebleError):
 
 class MissingExtra(PrebleError, ImportError):
     """An optional dependency is missing; the message gives the command that installs it."""
+
+
+class CacheMismatchWarning(UserWarning):
+    """What an engine says of its cache is never like what was sent there; the message says what differs."""

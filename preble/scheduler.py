@@ -27,6 +27,7 @@ from ._radix import RadixTree
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
 from .errors import (
+    CacheMismatchWarning,
     DuplicateWorker,
     InvalidConfig,
     InvalidInput,
@@ -36,7 +37,9 @@ from .errors import (
 )
 from .leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .policy import Policy, RequestView, resolve
+from .truth import Truth, look, warn
 from .types import (
+    AllBlocksCleared,
     BlockKeys,
     CacheEvent,
     Explanation,
@@ -65,6 +68,7 @@ class _Worker:
     blocks: BlockIndex
     draining: bool = False
     drift: Drift = field(default_factory=Drift)
+    truth: Truth = field(default_factory=Truth)
 
 
 class GlobalScheduler(RequestCalls):
@@ -326,6 +330,7 @@ class GlobalScheduler(RequestCalls):
         """Keep what belongs to a worker that the core knows."""
         blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
         worker = _Worker(spec, index, BlockIndex(self._core.tree, index, blocks_max), draining)
+        worker.blocks.watch(self._core.trust, spec.block_size)
         self._workers[spec.id] = worker
         self._core.set_eligible(index, not draining)
         if self._books is not None:
@@ -349,6 +354,15 @@ class GlobalScheduler(RequestCalls):
             if self._books is not None:
                 self._books.closed(worker_id)
             return orphans
+
+    def clear_worker(self, worker_id: str) -> int:
+        """A worker's cache is empty: its engine was restarted or its cache reset. Forgets what it cached; its bookings
+        stay. Returns the tokens that were believed cached. O(its known blocks), marks are swept by `tick`."""
+        with self._lock:
+            worker = self._worker(worker_id)
+            believed: int = self._core.tree.worker_tokens(worker.index)
+            worker.blocks.apply((AllBlocksCleared(),), self._now())
+            return believed
 
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
         """Take an engine's word on its cache; returns how many events changed a belief.
@@ -451,6 +465,10 @@ class GlobalScheduler(RequestCalls):
         unseen = self._core.unseen_since(before)
         if unseen:
             self._count("expired_leases", give_back(self, unseen, before, at))
+        with self._lock:
+            self._core.trust.fade(at)
+            workers = list(self._workers.values())
+        warn(look(self._core.trust, workers, self._lock, self._core.scheduled_heads))
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
@@ -526,13 +544,15 @@ class GlobalScheduler(RequestCalls):
             "draining": worker.draining,
             **worker.blocks.stats(),
             **worker.drift.stats(),
+            **self._core.trust.stats(worker.index),
+            **worker.truth.stats(),
         }
 
     def _tick_until(self, stop: threading.Event) -> None:
         while not stop.wait(self.config.tick_seconds):
             try:
                 self.tick()
-            except InvalidTime:  # the clock's fault, and perhaps for once only
+            except (InvalidTime, CacheMismatchWarning):  # the clock's fault, for once perhaps; warnings made errors
                 with self._lock:
                     self._counts_here["failed_ticks"] += 1
 

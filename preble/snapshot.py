@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any
 
 from ._cost import CostModel
@@ -25,6 +26,7 @@ from .clock import Clock
 from .errors import InvalidConfig, InvalidInput, SnapshotRefused
 from .leases import Drift
 from .policy import POLICIES, Policy, resolve
+from .truth import Truth
 from .types import WorkerSpec
 
 GlobalScheduler = Any  # the class is above this module, which is handed it
@@ -84,6 +86,8 @@ def _facts(scheduler: GlobalScheduler) -> tuple[Any, ...]:
         ("policy", _policy_name(scheduler._policy)),
         ("cost_model", _cost_fact(scheduler._cost_model)),
         ("workers", tuple(_worker_fact(scheduler, worker) for worker in workers)),
+        ("truth", tuple(_truth_fact(scheduler, worker) for worker in workers)),
+        ("faded_at", scheduler._core.trust.faded),
         ("counts", _pairs(scheduler._counts_here)),
         ("reasons", _pairs(scheduler._reasons)),
     )
@@ -118,6 +122,11 @@ def _worker_fact(scheduler: GlobalScheduler, worker: Any) -> tuple[Any, ...]:
         _cost_fact(cost_at(scheduler._core, worker.index)),
         (int(drift.reports), int(drift.requests), float(drift.since), float(drift.told_at)),
     )
+
+
+def _truth_fact(scheduler: GlobalScheduler, worker: Any) -> tuple[Any, ...]:
+    heard = scheduler._core.trust.facts(worker.index)
+    return worker.spec.id, (heard, worker.blocks.compared(), worker.truth.facts())
 
 
 def _cost_fact(model: CostModel) -> tuple[Any, ...]:
@@ -221,13 +230,25 @@ def _fill(scheduler: GlobalScheduler, reader: Reader, facts: dict[str, Any], the
             raise SnapshotRefused("the snapshot contradicts itself: two workers of one index")
         specs[index], costs[index] = spec, cost
     read_core(reader, scheduler, specs, costs, then)
+    heard = _read("what was heard of caches", lambda: dict(facts.get("truth", ())))
     for index, spec, draining, cost, drift in workers:
         kept = scheduler._adopt(spec, index, draining, cost)
         kept.drift = drift
+        _read("what was heard of a cache", partial(_hear, scheduler, kept, heard.get(spec.id)))
         read_blocks(reader, kept.blocks)
+    scheduler._core.trust.faded = _read("its time", lambda: finite_time("faded_at", facts.get("faded_at", then)))
     reader.done()
     scheduler._counts_here.update(_read("its counts", lambda: _counts_of(facts["counts"])))
     scheduler._reasons.update(_read("its counts", lambda: _counts_of(facts["reasons"])))
+
+
+def _hear(scheduler: GlobalScheduler, worker: Any, fact: Any) -> None:
+    """What was heard of a worker's cache; nothing in snapshots of libraries that did not listen."""
+    heard, compared, truth = (None, None, None) if fact is None else fact
+    scheduler._core.trust.restore(worker.index, heard)
+    if compared is not None:
+        worker.blocks.compare_on(compared)
+        worker.truth = Truth.of(truth)
 
 
 def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel, Drift]:

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from model_trust import NaiveTrust
+
 import preble
 from preble import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, SchedulerConfig, WorkerSpec
 
@@ -266,6 +268,12 @@ class NaiveTree:
             if undo:
                 self.keep(node, worker, kept - start)
 
+    def evict_all(self, worker: str) -> bool:
+        """A cache is empty; whether it was not."""
+        cached = self.cached(worker)
+        self.evict(worker, cached)
+        return cached > 0
+
     def may_go(self, path: Path, now: float) -> bool:
         """Whether a tick may forget this node: cached nowhere and unhit in this window and the one before."""
         return not self.nodes[path].marks and self.nodes[path].hits.recent(now) == 0
@@ -286,6 +294,7 @@ class Booking:
     expected_output: int
     prefill_ns: int
     prefilled: bool = False
+    told: bool = False
     counts: bool = True
     output: int = 0
     observed: int | None = None
@@ -304,6 +313,10 @@ class Account:
     eligible: bool = True
     output_token_seconds: float = 0.0
     blocks: dict[Hashable, StoredBlock] = field(default_factory=dict)
+    trust: NaiveTrust = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trust = NaiveTrust(self.spec.block_size)
 
 
 @dataclass(eq=False)
@@ -355,6 +368,7 @@ class NaiveScheduler:
         self.accounts: dict[str, Account] = {}
         self.live: dict[Hashable, Booking] = {}
         self.slice = -1
+        self.faded_at = 0.0
 
     # --- time and sums ---
 
@@ -415,7 +429,7 @@ class NaiveScheduler:
         self.advance(now)
         names = [name for name in self.places if name and self.accounts[name].eligible and name not in excluded]
         length = len(path[1])
-        held = {name: self.tree.held(path, name) for name in names}
+        held = {name: self.believed(path, name) for name in names}
         whole = {name: held[name] - held[name] % self.accounts[name].spec.block_size for name in names}
         longest = max(whole.values())
         exploits = longest > self.config.exploit_ratio * length
@@ -507,7 +521,7 @@ class NaiveScheduler:
 
     def book(self, request_id: Hashable, path: Path, worker: str, limit: int | None, now: float) -> None:
         account, length = self.accounts[worker], len(path[1])
-        held = self.tree.held(path, worker)
+        held = self.believed(path, worker)
         usable = min(held, length - 1)
         usable -= usable % account.spec.block_size
         confirmed = self.tree.confirmed(path, worker)
@@ -539,12 +553,33 @@ class NaiveScheduler:
             booking.prefilled = True
         return True
 
+    def believed(self, path: Path, worker: str) -> int:
+        """What a decision makes of a worker's marks."""
+        return self.accounts[worker].trust.believed(self.tree.held(path, worker))
+
+    def fade(self, now: float) -> None:
+        """What reports have taught loses weight; with a third of the window as its half-life."""
+        for account in self.accounts.values():
+            account.trust.fade(max(0.0, now - self.faded_at), self.config.history_seconds / 3)
+        self.faded_at = now
+
+    def learn(self, booking: Booking, cached: int | None) -> None:
+        trust, length = booking.account.trust, booking.prompt_tokens
+        if not booking.prefilled:
+            trust.prompt_done(length, booking.matched, cached)
+        if cached is not None and not booking.told:
+            booking.told = True
+            marked = self.is_remembered(booking) and self.tree.held(booking.path, booking.account.spec.id) == length
+            trust.reported(length, booking.matched, booking.confirmed, cached, marked)
+
     def correct(self, booking: Booking, cached: int | None, now: float) -> None:
         worker = booking.account.spec.id
+        self.learn(booking, cached)
         if cached is not None:
             missed = booking.prompt_tokens - cached
             booking.prefill_ns = int(booking.account.cost.prefill(missed, booking.prompt_tokens) * 1e9)
-            if self.is_remembered(booking) and cached < min(booking.matched, booking.confirmed):
+            lies = cached < min(booking.matched, booking.confirmed) and not booking.account.trust.on_events
+            if self.is_remembered(booking) and lies:
                 self.tree.drop_beside(booking.path, worker, cached)
             booking.confirmed = min(booking.confirmed, cached)
         if self.is_remembered(booking) and not booking.prefilled:
@@ -632,7 +667,8 @@ class NaiveScheduler:
             self.remove_blocks(account, event)
         elif isinstance(event, AllBlocksCleared):
             account.blocks.clear()
-            self.tree.evict(worker, self.tree.cached(worker))
+            if self.tree.evict_all(worker):
+                account.trust.cleared()
         elif isinstance(event, PrefixEvicted):
             self.tree.unmark((event.namespace, tuple(event.token_ids)), worker, event.kept_tokens)
 
@@ -647,6 +683,8 @@ class NaiveScheduler:
             block = StoredBlock((event.namespace, tokens), start, parent, set())
             account.blocks.setdefault(block_hash, block).media.add(event.medium or "GPU")
             parent = block_hash
+        if event.block_hashes or event.parent_block_hash is not None:
+            account.trust.stored()
         if tokens:
             self.tree.insert((event.namespace, tokens), account.spec.id, now, is_hit=False)
             for node in self.tree.above((event.namespace, tokens)):

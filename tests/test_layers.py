@@ -21,7 +21,7 @@ FLOORS = [
     {
         *("_atomic", "_guard", "_epochs", "_memory", "_compare", "_tokens", "_layout", "_table", "_retired"),
         "_victims",
-        *("_nodes", "_tree", "_slots", "_audit", "_radix", "_cost"),
+        *("_nodes", "_tree", "_slots", "_audit", "_radix", "_cost", "_trust"),
         *("_msgpack", "_decode", "_events", "_block_table", "_block_layout", "_block_places", "_block_store"),
         "_blocks",
     },
@@ -33,6 +33,7 @@ FLOORS = [
         "records",
         "shadow",
         "leases",
+        "truth",
         "local",
         "_batch",
         "_answers",

@@ -493,3 +493,19 @@ def test_threads_share_a_tree() -> None:
         sys.setswitchinterval(interval)
     assert not errors and not any(thread.is_alive() for thread in threads)
     tree.check()
+
+
+def test_a_worker_may_be_cleared_for_ever() -> None:
+    """Epochs begin anew after 65,534, and no ghost of the first round is taken for a mark of the second."""
+    tree = RadixTree(window_seconds=10.0)
+    workers = [tree.add_worker(100), tree.add_worker(100)]
+    tree.insert([1, 2, 3], 0.0, worker=workers[0])
+    tree.insert([1, 2, 4], 0.0, worker=workers[1])
+    for _ in range(65_540):
+        tree.insert([1, 2, 4], 0.0, worker=workers[1])
+        assert tree.clear_worker(workers[1], sweep_marks=0 if tree.stats()["ghost_marks"] < 9 else 4) == 3
+    assert tree.match([1, 2, 4]) == (3, {workers[0]: 2})
+    tree.check()
+    tree.sweep()
+    tree.check()
+    assert tree.stats()["ghost_marks"] == 0 and tree.match([1, 2, 3]) == (3, {workers[0]: 3})

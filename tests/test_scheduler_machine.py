@@ -317,6 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         now, before = self.clock(), self.real.stats()
         self.real.tick()
         self.model.advance(now)
+        self.model.fade(now)
         gone = self.model.tree.nodes.keys() - shown_tree(self.real).keys()
         assert all(self.model.tree.may_go(path, now) for path in gone)
         for path in gone:
@@ -344,6 +345,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, account in self.model.accounts.items():
             for key, value in self.model.sums(account).items():
                 assert math.isclose(stats["workers"][name][key], value, rel_tol=1e-9, abs_tol=1e-12), (name, key)
+            told = account.trust.stats()
+            assert {key: stats["workers"][name][key] for key in told} == told
 
     @invariant()
     def eviction_order_is_the_models(self) -> None:

@@ -310,7 +310,7 @@ def test_every_attribute_of_a_scheduler_is_kept_or_left_out_on_purpose() -> None
     scheduler = GlobalScheduler(["a"])
     assert set(vars(scheduler)) == kept | new_each_time | {"_shadow"}
     assert set(vars(GlobalScheduler(["a"], record=Recording()))) == kept | new_each_time | left_out
-    worker_kept = {"spec", "index", "blocks", "draining", "drift"}
+    worker_kept = {"spec", "index", "blocks", "draining", "drift", "truth"}
     assert {field.name for field in fields(scheduler._workers["a"])} == worker_kept
     assert {field.name for field in fields(Drift)} == {"reports", "requests", "since", "told_at"}
 
