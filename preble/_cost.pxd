@@ -62,6 +62,7 @@ cdef struct Lease:               # one live request
     int64_t bucket               # slice of the window it was booked in
     double booked_at
     bint prefilled               # its first token has come
+    uint32_t share               # of a prefix group it was counted in, and 1; 0: in none
 
 # What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is
 # also read without a lock, so it is written with atomic stores.

@@ -3,12 +3,18 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._cost cimport Cost, LoadBook
+from preble._groups cimport Groups
 from preble._layout cimport Victim, Walk
 from preble._radix cimport RadixTree
+from preble._steers cimport Steers
 
 cdef enum Reason:
     EXPLOIT = 0
     EXPLORE = 1
+    REBALANCE = 2
+    REPLICA = 3
+    HANDOVER = 4
+    REASONS = 5
 
 cdef struct Terms:               # one worker in one decision; seconds unless said
     bint weighed                 # might take the request
@@ -54,6 +60,8 @@ cdef void clear_scratch(Scratch* s) noexcept nogil
 cdef class E2:
     cdef readonly RadixTree tree
     cdef readonly LoadBook book
+    cdef readonly Groups groups
+    cdef readonly Steers steers
     cdef Scratch scratch         # the writer's
     cdef double exploit_ratio
     cdef uint32_t victims_max
@@ -70,4 +78,5 @@ cdef class E2:
     cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best) noexcept nogil
     cdef Choice explore(self, Scratch* s, const Order* order) noexcept nogil
     cdef Choice best_of_all(self, Scratch* s, const Order* order, uint32_t key_end) noexcept nogil
+    cdef void steer(self, Scratch* s, const Order* order, Choice* choice) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Order* order) noexcept nogil

@@ -58,7 +58,7 @@ cdef bytes _PREFIX = b"request-"
 
 _NOTHING = ()
 _PENDING = PENDING
-_REASONS = ("exploit", "explore")
+_REASONS = ("exploit", "explore", "rebalance", "replica", "handover")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
