@@ -258,6 +258,7 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     cdef WorkerBook* account
     cdef Node* leaf
     lease.prefilled = lease.prefilled != 0
+    lease.share = 0                              # prefix groups are not kept
     if (lease.index != index or not 0 < lease.serial <= book.serials or not isfinite(lease.booked_at)
             or not isfinite(lease.renewed_seconds) or lease.renewed_seconds < 0
             or not 0 <= lease.bucket <= book.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX

@@ -18,6 +18,7 @@ GROW_LOAD = 0.8  # of a worker, for each that serves a prefix: above it wants on
 SHRINK_LOAD = 0.5  # what each of one fewer may have at most
 DOUBLED = 2.0  # waits of this half of the window over the half before
 WAIT_LEAST_SECONDS = 0.5  # shorter ones may double as they like
+OVERFULL = 1.25  # times its part of the children's load, beyond which a worker gives some away
 WAIT_LOAD = 1 / 3  # of its worker, that a prefix whose waits have doubled must take to be the reason
 
 
@@ -206,17 +207,22 @@ def homes_of(
     """Who serves which child of a prefix that several workers serve: child -> worker.
 
     `children`: load by child; one of more than `most` is left out, for it had better be spread. Children keep the home
-    they have, except that the most loaded workers give some to one that has less than its share; the others go to the
-    least loaded worker, longest first.
+    they have, except that a worker with much more than its part gives some away; those without go to the least loaded
+    worker, longest first.
     """
     loads = dict.fromkeys(workers, 0.0)
     placed: dict[int, int] = {}
     fit = {child: load for child, load in children.items() if load <= most}
     fair = sum(fit.values()) / max(len(workers), 1)
-    for child in sorted(fit, key=lambda c: (-fit[c], c)):
+    longest_first = sorted(fit, key=lambda child: (-fit[child], child))
+    for child in longest_first:
         home = homes.get(child)
-        if home not in loads or loads[home] + fit[child] > max(fair, fit[child]) * 1.25:
+        if home in loads and loads[home] + fit[child] <= OVERFULL * max(fair, fit[child]):
+            placed[child] = home
+            loads[home] += fit[child]
+    for child in longest_first:
+        if child not in placed:
             home = min(workers, key=lambda worker: (loads[worker], worker))
-        placed[child] = home
-        loads[home] += fit[child]
+            placed[child] = home
+            loads[home] += fit[child]
     return placed

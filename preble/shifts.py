@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -256,6 +256,19 @@ class Shifts:
 
     def _rest(self, node: int, now: float) -> None:
         self._resting[node] = (now + GROW_REST * self._history_seconds, now + REST * self._history_seconds)
+
+    def groups_on(self, worker: int, now: float) -> list[Group]:
+        """The prefixes that a worker serves, the most loaded first."""
+        rows = map(Group._make, self._core.groups.rows(0, SHARES, now, 0.0))
+        return sorted((g for g in rows if g.worker == worker), key=lambda g: (-g.load, g.node))
+
+    def hand_over(self, proposals: Iterable[Proposal], now: float) -> list[Plan]:
+        """Let other workers serve prefixes of one that is about to leave: HANDOVER proposals. What each is asked for
+        next goes to its target, whether the prefix is cached there or not, for a window at most. Returns the plans that
+        were begun."""
+        plans = [self.begin(proposal, now) for proposal in proposals]
+        self._publish()
+        return [plan for plan in plans if plan is not None]
 
     # --- ending -------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -85,7 +86,7 @@ def _facts(scheduler: GlobalScheduler) -> tuple[Any, ...]:
         ("cost_model", _cost_fact(scheduler._cost_model)),
         ("workers", tuple(_worker_fact(scheduler, worker) for worker in workers)),
         ("counts", _pairs(scheduler._counts_here)),
-        ("reasons", _pairs(scheduler._reasons)),
+        ("reasons", _pairs(Counter(scheduler._reasons) + Counter(scheduler._steered_reasons()))),
     )
 
 

@@ -25,7 +25,7 @@ FLOORS = [
         *("_msgpack", "_decode", "_events", "_block_table", "_block_layout", "_block_places", "_block_store"),
         "_blocks",
     },
-    {"policy", "policies", "metrics", "_e2"},
+    {"policy", "policies", "metrics", "_groups", "_steers", "_e2"},
     {
         "scheduler",
         "snapshot",
@@ -33,6 +33,8 @@ FLOORS = [
         "records",
         "shadow",
         "leases",
+        "shifting",
+        "shifts",
         "local",
         "_batch",
         "_answers",
