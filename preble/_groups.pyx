@@ -8,8 +8,7 @@ its load and whether its waits have doubled are read off without a scan (paper s
     half      9 (before)              10 (now)                shares live in 1024 sets of 4, by (node, worker)
               |---------- 90 s ------|----- 90 s --- ...      a set that is full gives up its least loaded share
 
-The book is bounded; what is crowded out is counted. All calls come under the tree's writers' lock. Nothing of it is
-kept by a snapshot: a window later it is known again.
+The book is bounded; what is crowded out is counted. All calls come under the tree's writers' lock.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -21,6 +20,8 @@ from preble._layout cimport LIVE, Node, TokenRun, Tree, generation, node_at, run
 from preble._layout_parts cimport find_entry, hits_estimate
 from preble._memory cimport NONE
 from preble._radix cimport RadixTree
+
+from .errors import InvalidInput
 
 cdef uint64_t SPREAD = 0x9E3779B97F4A7C15
 
@@ -37,6 +38,11 @@ cdef uint32_t key_node(Tree* t, uint32_t i, uint32_t limit) noexcept nogil:
         i = node.parent
         node = node_at(t, i)
     return NONE
+
+
+cdef uint32_t set_of(uint32_t node, uint32_t worker) noexcept nogil:
+    """Which of the SETS a share belongs to."""
+    return <uint32_t> ((<uint64_t> node << 20 ^ worker) * SPREAD >> 54)
 
 
 cdef class Groups:
@@ -79,8 +85,7 @@ cdef class Groups:
 
     cdef uint32_t place_for(self, const Lease* lease, uint32_t node, uint32_t node_generation) noexcept nogil:
         """The place of the share of a node on the lease's worker, opened if need be."""
-        cdef uint64_t mixed = (<uint64_t> node << 20 ^ lease.worker) * SPREAD
-        cdef uint32_t first = <uint32_t> (mixed >> 54) * WAYS, at, place = first
+        cdef uint32_t first = set_of(node, lease.worker) * WAYS, at, place = first
         cdef int64_t least = -1, weight
         cdef Share* share
         for at in range(first, first + WAYS):
@@ -304,6 +309,38 @@ cdef class Groups:
                  "now": half_tuple(&self.shares[at].now), "before": half_tuple(&self.shares[at].before)}
                 for at in range(SHARES) if self.shares[at].opened]
 
+    def shares_kept(self) -> list[tuple]:
+        """All open shares, for a snapshot: (place, node, generation, worker, worker's generation, opened, since, half,
+        the five numbers of each half)."""
+        cdef uint32_t at
+        cdef Share* share
+        found = []
+        for at in range(SHARES if self.shares != NULL else 0):
+            share = &self.shares[at]
+            if share.opened:
+                found.append((at, share.node, share.generation, share.worker, share.worker_generation, share.opened,
+                              share.since, share.half, *half_tuple(&share.now), *half_tuple(&share.before)))
+        return found
+
+    def keep_shares(self, list rows, int64_t crowded_out) -> None:
+        """Let these be the open shares, as `shares_kept` gave them. Raises InvalidInput for a place that there is not
+        or numbers that cannot be, TypeError, ValueError and OverflowError for what are none."""
+        cdef Share* share
+        cdef uint32_t at
+        self.start()
+        for row in rows:
+            if len(row) != 18 or not all(type(number) is int and 0 <= number < 1 << 62 for number in row):
+                raise InvalidInput("a prefix group's numbers")
+            at = row[0]
+            if at >= <uint32_t> SHARES or set_of(row[1], row[3]) != at // WAYS:
+                raise InvalidInput("a prefix group's place")
+            share = &self.shares[at]
+            share.node, share.generation, share.worker, share.worker_generation = row[1:5]
+            share.opened, share.since, share.half = row[5:8]
+            half_from(&share.now, row[8:13])
+            half_from(&share.before, row[13:18])
+        self.crowded_out = crowded_out
+
     def check(self) -> None:
         """Assert that each share is where it is looked for, once, and that none has taken back more than it had."""
         cdef uint32_t at
@@ -316,8 +353,7 @@ cdef class Groups:
             if share.opened == 0:
                 continue
             key = (share.node, share.generation, share.worker, share.worker_generation)
-            mixed = (<uint64_t> share.node << 20 ^ share.worker) * SPREAD
-            assert mixed >> 54 == at // WAYS, f"share {at} is in the wrong set"
+            assert set_of(share.node, share.worker) == at // WAYS, f"share {at} is in the wrong set"
             assert key not in seen, f"two shares of {key}"
             assert share.half <= self.half_now() and share.since <= self.book.now_bucket, f"share {at} is of later"
             assert min(half_tuple(&share.now)) >= 0 and min(half_tuple(&share.before)) >= 0, f"share {at} below zero"
@@ -326,6 +362,11 @@ cdef class Groups:
 
 cdef double mean_wait(const Half* half) noexcept nogil:
     return half.queue_ns * 1e-9 / half.first_tokens if half.first_tokens else -1.0
+
+
+cdef int half_from(Half* half, tuple numbers) except -1:
+    half.requests, half.prefill_ns, half.output_tokens, half.first_tokens, half.queue_ns = numbers
+    return 0
 
 
 cdef tuple half_tuple(const Half* half):

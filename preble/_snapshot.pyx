@@ -16,6 +16,7 @@ from preble._booking cimport PENDING, DecisionCore
 from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadBook, WorkerBook
 from preble._hot cimport RequestCalls
 from preble._layout cimport LIVE, Mark, Node, generation, node_at
+from preble._groups cimport SHARES
 from preble._memory cimport CHUNK, CHUNKS_MAX, NONE, Slab, slab_at
 from preble._snapshot_bytes cimport Reader, Writer, chain_free, load_slab, refuse
 from preble._snapshot_tree cimport read_tree, write_tree
@@ -258,7 +259,7 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     cdef WorkerBook* account
     cdef Node* leaf
     lease.prefilled = lease.prefilled != 0
-    lease.share = 0                              # prefix groups are not kept
+    lease.share = lease.share if lease.share <= <uint32_t> SHARES else 0
     if (lease.index != index or not 0 < lease.serial <= book.serials or not isfinite(lease.booked_at)
             or not isfinite(lease.renewed_seconds) or lease.renewed_seconds < 0
             or not 0 <= lease.bucket <= book.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX

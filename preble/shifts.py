@@ -60,7 +60,7 @@ class WarmUp(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Work:
+class Work:
     """An active plan: where it leads, as indices of the core."""
 
     plan: Plan
@@ -70,7 +70,7 @@ class _Work:
 
 
 @dataclass(slots=True)
-class _Steered:
+class Steered:
     """A prefix that is served by several workers on purpose."""
 
     group: Group
@@ -98,8 +98,8 @@ class Shifts:
         self._floor_seconds = rebalance_floor_seconds
         self._copies_max = min(replicas_max, COPIES_MAX)
         self._warm_up_seconds = warm_up_seconds
-        self._works: dict[int, _Work] = {}  # plan id -> active plan
-        self._copied: dict[int, _Steered] = {}  # node -> the workers that serve it
+        self._works: dict[int, Work] = {}  # plan id -> active plan
+        self._copied: dict[int, Steered] = {}  # node -> the workers that serve it
         self._resting: dict[int, tuple[float, float]] = {}  # node -> until when it may not grow, nor be moved or shrunk
         self._waits: dict[int, float] = {}  # worker -> smoothed seconds of prefill that wait
         self._ended: deque[Plan] = deque(maxlen=HISTORY_MAX)
@@ -134,7 +134,7 @@ class Shifts:
             if changed or self._copied:
                 self._settle_children(groups, now)
                 with lock:
-                    self._publish()
+                    self.publish()
         finally:
             self._ticking = False
 
@@ -245,10 +245,10 @@ class Shifts:
             expires_at=None if proposal.kind == REPLICA else now + self._history_seconds,
             state="warming" if self._warm_up_seconds else "active",
         )
-        self._works[plan.id] = _Work(plan, group, proposal.target)
+        self._works[plan.id] = Work(plan, group, proposal.target)
         self._made[plan.kind] += 1
         if plan.kind == REPLICA:
-            copied = self._copied.setdefault(group.node, _Steered(group, sorted(holders)))
+            copied = self._copied.setdefault(group.node, Steered(group, sorted(holders)))
             if not self._warm_up_seconds:
                 copied.targets.append(proposal.target)
         self._rest(group.node, now)
@@ -267,7 +267,7 @@ class Shifts:
         next goes to its target, whether the prefix is cached there or not, for a window at most. Returns the plans that
         were begun."""
         plans = [self.begin(proposal, now) for proposal in proposals]
-        self._publish()
+        self.publish()
         return [plan for plan in plans if plan is not None]
 
     # --- ending -------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Shifts:
         self._resting = {node: until for node, until in self._resting.items() if now < max(until)}
         return changed or len(self._works) != before
 
-    def _why_over(self, work: _Work, level: dict[int, float], eligible: set[int], now: float) -> str | None:
+    def _why_over(self, work: Work, level: dict[int, float], eligible: set[int], now: float) -> str | None:
         plan, group = work.plan, work.group
         if not self._core.groups.lives(group.node, group.generation):
             return "the prefix was forgotten"
@@ -316,7 +316,7 @@ class Shifts:
                     shrunk = True
         return shrunk
 
-    def _end(self, work: _Work, why: str, now: float) -> None:
+    def _end(self, work: Work, why: str, now: float) -> None:
         del self._works[work.plan.id]
         self._ended.append(replace(work.plan, state="ended", ended_at=now, why=why))
         self._why_ended[why] += 1
@@ -337,7 +337,7 @@ class Shifts:
             copied.targets = [target for target in copied.targets if target != index]
             copied.homes = {child: home for child, home in copied.homes.items() if home != index}
         self._waits.pop(index, None)
-        self._publish()
+        self.publish()
 
     # --- warming up ---------------------------------------------------------------------------------------------------
 
@@ -360,7 +360,7 @@ class Shifts:
         work.plan = replace(work.plan, state="active")
         if work.plan.kind == REPLICA and work.group.node in self._copied:
             self._copied[work.group.node].targets.append(work.target)
-        self._publish()
+        self.publish()
         return True
 
     # --- the table ----------------------------------------------------------------------------------------------------
@@ -398,7 +398,8 @@ class Shifts:
                 for child, home in copied.homes.items():
                     yield (child, *copied.children[child], None, REASONS[REPLICA], (home,))
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Let decisions see what is steered now."""
         steers: dict[int, Any] = {}
         for steer in self._steers():
             if len(steers) < STEERS_MAX:

@@ -26,6 +26,7 @@ from .clock import Clock
 from .errors import InvalidConfig, InvalidInput, SnapshotRefused
 from .leases import Drift
 from .policy import POLICIES, Policy, resolve
+from .shifts_state import give, taken
 from .types import WorkerSpec
 
 GlobalScheduler = Any  # the class is above this module, which is handed it
@@ -86,6 +87,7 @@ def _facts(scheduler: GlobalScheduler) -> tuple[Any, ...]:
         ("cost_model", _cost_fact(scheduler._cost_model)),
         ("workers", tuple(_worker_fact(scheduler, worker) for worker in workers)),
         ("counts", _pairs(scheduler._counts_here)),
+        ("shifts", taken(scheduler._shifts)),
         ("reasons", _pairs(Counter(scheduler._reasons) + Counter(scheduler._steered_reasons()))),
     )
 
@@ -227,6 +229,7 @@ def _fill(scheduler: GlobalScheduler, reader: Reader, facts: dict[str, Any], the
         kept.drift = drift
         read_blocks(reader, kept.blocks)
     reader.done()
+    _read("its plans", lambda: give(scheduler._shifts, facts["shifts"]))
     scheduler._counts_here.update(_read("its counts", lambda: _counts_of(facts["counts"])))
     scheduler._reasons.update(_read("its counts", lambda: _counts_of(facts["reasons"])))
 

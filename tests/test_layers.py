@@ -35,6 +35,7 @@ FLOORS = [
         "leases",
         "shifting",
         "shifts",
+        "shifts_state",
         "local",
         "_batch",
         "_answers",
