@@ -68,8 +68,9 @@ cdef class Groups:
         return self.book.now_bucket // HALF_BUCKETS
 
     cdef bint is_stale(self, const Share* share) noexcept nogil:
-        """Whether nothing of it is within the window."""
-        return share.half < self.half_now() - 1
+        """Whether nothing of it is within the window: no request whose booking counts."""
+        cdef int64_t later = self.half_now() - share.half
+        return later > 1 or (share.now.requests == 0 and (later == 1 or share.before.requests == 0))
 
     cdef bint is_live(self, uint32_t node, uint32_t node_generation) noexcept nogil:
         """Whether a node is still the one that was meant."""
@@ -158,12 +159,14 @@ cdef class Groups:
         half.output_tokens += lease.expected_output
 
     cdef void first_token(self, const Lease* lease, double now) noexcept nogil:
-        """Its first token came: whatever was not its own prefill, it waited."""
+        """Its first token came: whatever was not its own prefill, it waited. Counts if its booking still does."""
         cdef Share* share = self.share_of(lease)
         cdef double seconds = now - lease.booked_at - lease.prefill_ns * 1e-9
         if share == NULL:
             return
         self.roll(share)
+        if self.half_of(lease) == NULL:
+            return
         share.now.first_tokens += 1
         share.now.queue_ns += <int64_t> (min(max(seconds, 0.0), 1e6) * 1e9)
 
