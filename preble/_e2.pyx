@@ -305,21 +305,23 @@ cdef class E2:
         return choice
 
     cdef void steer(self, Scratch* s, const Order* order, Choice* choice) noexcept nogil:
-        """Where the prompt's prefix is steered, the best of the steer's targets takes the place of the choice. A steer
-        away from one worker is for what would have reused its cache there. One whose targets may all not take the
-        request has no effect."""
+        """Where the prompt's prefix is steered, the best of the steer's targets takes the place of the choice. Of
+        several targets it must be better than the choice: copies of a prefix are there to be used, not to keep others
+        out. A steer away from one worker is for what would have reused its cache there. One whose targets may all not
+        take the request has no effect."""
         cdef Tree* t = &self.tree.t
         cdef double longest = self.book.longest_observed(order.now)
         cdef bint exploits = choice.reason == EXPLOIT
-        cdef uint32_t at, i, chosen = NONE, usable = 0
+        cdef uint32_t at, i, chosen = NONE, usable = 0, own
         cdef Terms terms, least
         cdef const Steer* steer = NULL
         if exploits or order.walk.matched > self.exploit_ratio * order.count:
             steer = find_steer(load_steers(&self.steers.table), t, order.walk, choice.worker)
         if steer == NULL or (steer.source != NONE and not exploits):
             return
-        for at in range(steer.count):
-            i = steer.targets[at]
+        own = steer.count > 1
+        for at in range(steer.count + own):
+            i = steer.targets[at] if at < steer.count else choice.worker
             if i >= s.workers or not load32(&self.book.rows[i].eligible):
                 continue
             self.size_up(&terms, i, held_by(t, order.walk, i), order.count)

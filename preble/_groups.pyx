@@ -1,9 +1,9 @@
 """How much work each hot prefix makes, and where. Owns the book of prefix groups: for a prefix on a worker, the work
 assigned and the waits seen within the history window. What to do about it is `shifting.py`'s business.
 
-A group is the key portion of a request that went where its prefix is cached: the deepest node of the tree that is longer
-than all before it (paper section 3). A share is a group on one worker. It counts in two halves of the window, so that
-its load and whether its waits have doubled are read off without a scan (paper section 4.2, autoscaling).
+A group is the key portion of a request that went where its prefix is cached: the deepest node of the tree that is
+longer than all before it (paper section 3). A share is a group on one worker. It counts in two halves of the window, so
+that its load and whether its waits have doubled are read off without a scan (paper section 4.2, autoscaling).
 
     half      9 (before)              10 (now)                shares live in 1024 sets of 4, by (node, worker)
               |---------- 90 s ------|----- 90 s --- ...      a set that is full gives up its least loaded share
@@ -203,7 +203,7 @@ cdef class Groups:
         share of the worker's time over the last half window, `window seconds` its work within two halves; waits are
         means in seconds, -1.0 where no first token came. Shares of nodes or workers that have gone are emptied.
         """
-        cdef uint32_t at
+        cdef uint32_t at, end
         cdef Share* share
         cdef double part, load, window
         found = []
@@ -223,7 +223,8 @@ cdef class Groups:
             load = self.seconds_of(share, &share.now) + self.seconds_of(share, &share.before) * (1.0 - part)
             load /= self.observed_seconds(share, now)
             if load >= least_load:
-                found.append((share.node, share.generation, share.worker, run_end(node_at(&self.tree.t, share.node).run),
+                end = run_end(node_at(&self.tree.t, share.node).run)
+                found.append((share.node, share.generation, share.worker, end,
                               share.now.requests + share.before.requests, load, window, mean_wait(&share.before),
                               mean_wait(&share.now)))
         return found

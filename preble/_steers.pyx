@@ -1,5 +1,5 @@
-"""Which prefixes are steered, and where to. Owns the table that decisions read; who puts what into it, and when it ends,
-is `shifts.py`'s business, how a target is chosen `_e2.pyx`'s.
+"""Which prefixes are steered, and where to. Owns the table that decisions read; who puts what into it, and when it
+ends, is `shifts.py`'s business, how a target is chosen `_e2.pyx`'s.
 
     node of the prefix -> {source: only what would go there, targets: 1 to 8 workers, reason}
 
@@ -97,8 +97,9 @@ cdef class Steers:
         for at in range(self.table.size if self.table != NULL else 0):
             steer = &self.table.steers[at]
             if steer.node != NONE:
-                found.append((steer.node, steer.generation, steer.tokens, None if steer.source == NONE else steer.source,
-                              steer.reason, tuple([steer.targets[i] for i in range(steer.count)])))
+                source = None if steer.source == NONE else steer.source
+                found.append((steer.node, steer.generation, steer.tokens, source, steer.reason,
+                              tuple([steer.targets[i] for i in range(steer.count)])))
         return sorted(found)
 
     def check(self) -> None:

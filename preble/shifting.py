@@ -18,7 +18,8 @@ GROW_LOAD = 0.8  # of a worker, for each that serves a prefix: above it wants on
 SHRINK_LOAD = 0.5  # what each of one fewer may have at most
 DOUBLED = 2.0  # waits of this half of the window over the half before
 WAIT_LEAST_SECONDS = 0.5  # shorter ones may double as they like
-OVERFULL = 1.25  # times its part of the children's load, beyond which a worker gives some away
+OVERFULL = 1.5  # times its part of the children's load, beyond which a worker gives some away
+UNDERFULL = 0.5  # times its part, below which it is given some
 WAIT_LOAD = 1 / 3  # of its worker, that a prefix whose waits have doubled must take to be the reason
 
 
@@ -206,13 +207,13 @@ def homes_of(
 ) -> dict[int, int]:
     """Who serves which child of a prefix that several workers serve: child -> worker.
 
-    `children`: load by child; one of more than `most` is left out, for it had better be spread. Children keep the home
-    they have, except that a worker with much more than its part gives some away; those without go to the least loaded
-    worker, longest first.
+    `children`: load by child; one of more than `most`, or twice that if it has a home, is left out, for it had better
+    be spread. Children keep the home they have, except that a worker with much more than its part gives some away, and
+    one with much less is given some; those without go to the least loaded worker, longest first.
     """
     loads = dict.fromkeys(workers, 0.0)
     placed: dict[int, int] = {}
-    fit = {child: load for child, load in children.items() if load <= most}
+    fit = {child: load for child, load in children.items() if load <= (2 * most if child in homes else most)}
     fair = sum(fit.values()) / max(len(workers), 1)
     longest_first = sorted(fit, key=lambda child: (-fit[child], child))
     for child in longest_first:
@@ -225,4 +226,10 @@ def homes_of(
             home = min(workers, key=lambda worker: (loads[worker], worker))
             placed[child] = home
             loads[home] += fit[child]
+    for child in longest_first:  # a newcomer gets its part, and nobody else gets more than it gave
+        home, least = placed[child], min(workers, key=lambda worker: (loads[worker], worker))
+        if loads[least] < UNDERFULL * fair and loads[least] + fit[child] < loads[home]:
+            placed[child] = least
+            loads[home] -= fit[child]
+            loads[least] += fit[child]
     return placed

@@ -8,7 +8,7 @@ table (`_steers.pyx`), which is empty while nothing is planned. docs/shifts.md t
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ STEERS_MAX = 1024
 SHARES, SLICE = 4096, 512  # places of the book of groups, and how many are read in one hold of the lock
 LEAST_LOAD = 0.02  # of a worker; lighter prefixes are not looked at
 TICK_SECONDS = 0.5  # ticks that follow sooner plan nothing
+LEAVE_SECONDS = 2.0  # a home that keeps requests waiting so much longer than another copy is not insisted on
 SMOOTH_SECONDS = 5.0  # waits are averaged over about so long
 
 # Parts of the window: how long a prefix rests after it was copied once more, and after anything else was done about it.
@@ -132,7 +133,7 @@ class Shifts:
             changed |= self._grow(groups, loads, now)
             changed |= self._move(groups, loads, now)
             if changed or self._copied:
-                self._settle_children(groups, now)
+                self._settle_children(groups, {load.worker for load in loads if load.eligible}, now)
                 with lock:
                     self.publish()
         finally:
@@ -183,9 +184,8 @@ class Shifts:
 
     def _holders(self, node: int, shares: Sequence[Group]) -> set[int]:
         """The workers that serve a prefix: on purpose, or because they came to hold it."""
-        if node in self._copied:
-            return set(self._copied[node].targets)
-        return {share.worker for share in shares}
+        found = {share.worker for share in shares}
+        return found | set(self._copied[node].targets) if node in self._copied else found
 
     def _move(self, groups: Sequence[Group], loads: Sequence[Load], now: float) -> bool:
         """Send prefixes of heavy workers to light ones."""
@@ -307,8 +307,9 @@ class Shifts:
     def _shrink(self, shares_of: dict[int, list[Group]], now: float) -> bool:
         """Take the copy back that was made last, where one fewer would do."""
         shrunk = False
-        for node, copied in list(self._copied.items()):
-            if wants_fewer(sum(g.load for g in shares_of.get(node, ())), len(copied.targets)):
+        for node in list(self._copied):
+            shares = shares_of.get(node, ())
+            if wants_fewer(sum(g.load for g in shares), len(self._holders(node, shares))):
                 works = [w for w in self._works.values() if w.group.node == node and w.plan.kind == REPLICA]
                 if works and not self._rests(node, now)[1]:
                     self._end(works[-1], "the load fell", now)
@@ -365,11 +366,14 @@ class Shifts:
 
     # --- the table ----------------------------------------------------------------------------------------------------
 
-    def _settle_children(self, groups: Sequence[Group], now: float) -> None:
+    def _settle_children(self, groups: Sequence[Group], eligible: set[int], now: float) -> None:
         """Give the children of copied prefixes a home."""
-        loads: dict[int, float] = Counter()
-        requests: dict[int, int] = Counter()
+        loads: defaultdict[int, float] = defaultdict(float)
+        requests: Counter[int] = Counter()
+        holders: defaultdict[int, set[int]] = defaultdict(set)
         for group in groups:
+            if group.worker in eligible:
+                holders[group.node].add(group.worker)
             loads[group.node] += group.load
             requests[group.node] += group.requests
         for node in list(self._copied):
@@ -382,7 +386,8 @@ class Shifts:
                 each = loads[node] / requests[node]
                 copied.children = {child: (generation, tokens) for child, generation, tokens, _ in rows}
                 shares = {row[0]: row[3] * each for row in rows}
-                copied.homes = homes_of(shares, copied.targets, copied.homes, GROW_LOAD / 2)
+                workers = sorted(w for w in holders[node] | set(copied.targets) if self._core.names[w] is not None)
+                copied.homes = homes_of(shares, workers, copied.homes, GROW_LOAD / 2)
 
     def _steers(self) -> Iterator[tuple[int, int, int, int | None, int, tuple[int, ...]]]:
         """All steers, the most important of a node first."""
@@ -395,8 +400,10 @@ class Shifts:
                 yield (*copied.group[:2], copied.group.prefix_tokens, None, REASONS[REPLICA], tuple(copied.targets))
         for copied in self._copied.values():
             if len(copied.targets) > 1:
+                behind = LEAVE_SECONDS + min(self._waits.get(target, 0.0) for target in copied.targets)
                 for child, home in copied.homes.items():
-                    yield (child, *copied.children[child], None, REASONS[REPLICA], (home,))
+                    if self._waits.get(home, 0.0) <= behind:
+                        yield (child, *copied.children[child], None, REASONS[REPLICA], (home,))
 
     def publish(self) -> None:
         """Let decisions see what is steered now."""

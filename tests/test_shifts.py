@@ -304,6 +304,35 @@ def test_a_prefix_is_handed_over() -> None:
     assert plans(scheduler, "ended")[-1]["why"] == "expired"
 
 
+def test_a_home_that_lags_behind_is_not_insisted_on() -> None:
+    scheduler, clock = fleet(rebalance_ratio=0.0)
+    documents = [[*PREFIX, *range(50_000 + 1000 * n, 50_000 + 1000 * n + 200)] for n in range(6)]
+    for number in range(80):
+        ask(scheduler, documents[number % 6], number, tokens=500, max_new_tokens=10)
+        if number % 10 == 9:
+            clock.advance(1.0)
+            scheduler.tick()
+            scheduler.check()
+    shifts = scheduler._shifts
+    assert shifts is not None
+    (copied,) = shifts._copied.values()
+    assert len(copied.homes) == 6
+    with scheduler._lock:
+        shifts._waits.update(dict.fromkeys(copied.targets, 0.9))
+        shifts.publish()
+    homes = [steer for steer in scheduler._core.steers.show() if len(steer[5]) == 1]
+    assert {(steer[0], steer[5][0]) for steer in homes} == set(copied.homes.items())
+    lagging = copied.homes[homes[0][0]]
+    with scheduler._lock:
+        shifts._waits.update({target: 3.0 if target == lagging else 0.9 for target in copied.targets})
+        shifts.publish()
+    assert {steer[5] for steer in scheduler._core.steers.show() if len(steer[5]) == 1}.isdisjoint({(lagging,)})
+    with scheduler._lock:
+        shifts._waits[lagging] = 2.9
+        shifts.publish()
+    assert [steer for steer in scheduler._core.steers.show() if len(steer[5]) == 1] == homes
+
+
 # --- bounds -----------------------------------------------------------------------------------------------------------
 
 

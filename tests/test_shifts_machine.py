@@ -1,5 +1,5 @@
-"""State machine: prefix groups count what plain dicts count, steers lead where a plain search says, and plans keep their
-invariants under random requests, answers, workers, steers and clocks."""
+"""State machine: prefix groups count what plain dicts count, steers lead where a plain search says, and plans keep
+their invariants under random requests, answers, workers, steers and clocks."""
 
 from __future__ import annotations
 
@@ -114,6 +114,8 @@ class ShiftsMachine(RuleBasedStateMachine):
         if source is not None and not exploits:
             return set()
         total = {cost.worker: cost.total_seconds for cost in plain.workers}
+        if len(names) > 1:
+            names.append(plain.worker)
         names = [name for name in names if name in eligible]
         least = min((total[name] for name in names), default=0.0)
         return {name for name in names if total[name] == least}
