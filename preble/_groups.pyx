@@ -65,7 +65,7 @@ cdef class Groups:
     # --- places ---
 
     cdef int64_t half_now(self) noexcept nogil:
-        return self.book.now_bucket // HALF_BUCKETS
+        return <int64_t> (<uint64_t> self.book.now_bucket // HALF_BUCKETS)
 
     cdef bint is_stale(self, const Share* share) noexcept nogil:
         """Whether nothing of it is within the window: no request whose booking counts."""
@@ -134,7 +134,7 @@ cdef class Groups:
     cdef Half* half_of(self, const Lease* lease) noexcept nogil:
         """The half a lease was counted in; NULL if it is not within the window."""
         cdef Share* share = self.share_of(lease)
-        cdef int64_t half = lease.bucket // HALF_BUCKETS
+        cdef int64_t half = <int64_t> (<uint64_t> lease.bucket // HALF_BUCKETS)
         if share == NULL or half < share.half - 1:
             return NULL
         return &share.now if half == share.half else &share.before
@@ -145,18 +145,18 @@ cdef class Groups:
         """A request was booked on a worker that has `usable` tokens of it; its prompt ends at `leaf`."""
         cdef Tree* t = &self.tree.t
         cdef uint32_t node
-        cdef Half* half
+        cdef Share* share
         if self.shares == NULL:
             return
         node = key_node(t, leaf, usable)
         if node == NONE:
             return
         lease.share = 1 + self.place_for(lease, node, generation(node_at(t, node)))
-        self.roll(&self.shares[lease.share - 1])
-        half = self.half_of(lease)
-        half.requests += 1
-        half.prefill_ns += lease.prefill_ns
-        half.output_tokens += lease.expected_output
+        share = &self.shares[lease.share - 1]
+        self.roll(share)
+        share.now.requests += 1                  # it was booked just now
+        share.now.prefill_ns += lease.prefill_ns
+        share.now.output_tokens += lease.expected_output
 
     cdef void first_token(self, const Lease* lease, double now) noexcept nogil:
         """Its first token came: whatever was not its own prefill, it waited. Counts if its booking still does."""
@@ -165,7 +165,7 @@ cdef class Groups:
         if share == NULL:
             return
         self.roll(share)
-        if self.half_of(lease) == NULL:
+        if lease.bucket < (share.half - 1) * HALF_BUCKETS:
             return
         share.now.first_tokens += 1
         share.now.queue_ns += <int64_t> (min(max(seconds, 0.0), 1e6) * 1e9)

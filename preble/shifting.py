@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 REBALANCE, REPLICA, HANDOVER = "rebalance", "replica", "handover"
 SATISFIED_RATIO = 1.2  # a rebalancing ends when the heavier has no more than this times the lighter's load
+GAIN_LEAST_SECONDS = 1.0  # that the next request must wait less, its recompute paid, for anything to be done
+REQUESTS_LEAST = 4  # within the window; a prefix that is hardly asked for is not worth a plan
 CANDIDATES = 8  # prefixes looked at for one move, and workers from the heaviest on
 GROW_LOAD = 0.8  # of a worker, for each that serves a prefix: above it wants one more
 SHRINK_LOAD = 0.5  # what each of one fewer may have at most
@@ -107,7 +109,7 @@ def propose_move(
 
     Load is L, the work of the window, with what is already on its way counted where it goes. Of a worker that has more
     than `ratio` times the lightest's, and `floor_seconds` more, the prefix whose work is nearest half the difference;
-    only if a request that moves waits less there, what it must compute again included.
+    only if a request that moves waits GAIN_LEAST_SECONDS less there, what it must compute again included.
     """
     expected = _expected(loads, moves)
     if len(expected) < 2:
@@ -122,7 +124,7 @@ def propose_move(
             found = _nearest_half(groups, heavy, gap, resting)
             for group in found[:CANDIDATES]:
                 saved = waiting[heavy] - waiting[light] - recompute(group, light)
-                if saved > 0.0:
+                if saved > GAIN_LEAST_SECONDS:
                     return Proposal(REBALANCE, group, light, _heavier(expected[heavy], expected[light]), saved)
     return None
 
@@ -139,7 +141,8 @@ def _expected(loads: Iterable[Load], moves: Iterable[Move]) -> dict[int, float]:
 
 def _nearest_half(groups: Iterable[Group], worker: int, gap: float, resting: Collection[int]) -> list[Group]:
     """A worker's prefixes that would not turn the gap round, nearest half of it first."""
-    own = [g for g in groups if g.worker == worker and g.node not in resting and 0.0 < g.window_seconds < gap]
+    own = [g for g in groups if g.worker == worker and g.node not in resting and g.requests >= REQUESTS_LEAST]
+    own = [g for g in own if 0.0 < g.window_seconds < gap]
     return sorted(own, key=lambda g: (abs(g.window_seconds - gap / 2), g.node))
 
 
@@ -199,7 +202,7 @@ def propose_copy(
          for load in loads if load.eligible and load.worker not in holders and load.waiting_seconds < now),
         default=(now, 0.0, -1),
     )  # fmt: skip
-    return Proposal(REPLICA, shares[0], target, reason, now - least) if least < now else None
+    return Proposal(REPLICA, shares[0], target, reason, now - least) if now - least > GAIN_LEAST_SECONDS else None
 
 
 def homes_of(

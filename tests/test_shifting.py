@@ -74,9 +74,14 @@ def test_ratio_and_floor(heavy: float, light: float, moves: bool) -> None:
 
 
 def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
-    assert move([group(1)], [HEAVY, LIGHT], recompute=6.9) is not None
-    assert move([group(1)], [HEAVY, LIGHT], recompute=7.1) is None
+    assert move([group(1)], [HEAVY, LIGHT], recompute=5.9) is not None  # of 7 s it waits less, one is left
+    assert move([group(1)], [HEAVY, LIGHT], recompute=6.1) is None
     assert move([group(1)], [HEAVY, LIGHT], recompute=math.inf) is None  # the prefix has gone
+
+
+def test_a_prefix_that_is_hardly_asked_for_stays() -> None:
+    assert move([group(1)._replace(requests=3)], [HEAVY, LIGHT]) is None
+    assert move([group(1)._replace(requests=4)], [HEAVY, LIGHT]) is not None
 
 
 def test_nobody_waits_nothing_moves() -> None:
@@ -170,8 +175,8 @@ def test_a_copy_goes_where_a_request_waits_least() -> None:
 
 def test_no_copy_where_nobody_gains() -> None:
     loads = [Load(0, True, 9.0, 2.0), Load(1, True, 0.0, 0.0), Load(2, False, 0.0, 0.0)]
-    assert propose_copy([group(1)], {0}, loads, costs(2.1), "why") is None
-    assert propose_copy([group(1)], {0}, loads, costs(1.9), "why") is not None
+    assert propose_copy([group(1)], {0}, loads, costs(1.1), "why") is None
+    assert propose_copy([group(1)], {0}, loads, costs(0.9), "why") is not None
     assert propose_copy([group(1)], {0, 1}, loads, costs(0.0), "why") is None  # all have it
     assert propose_copy([group(1)], {2}, loads, costs(0.0), "why") is None  # nobody who has it takes requests
 
