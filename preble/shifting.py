@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 REBALANCE, REPLICA, HANDOVER = "rebalance", "replica", "handover"
 SATISFIED_RATIO = 1.2  # a rebalancing ends when the heavier has no more than this times the lighter's load
+RECOMPUTE_PAID = 2.0  # times a move pays the recompute
 GAIN_LEAST_SECONDS = 1.0  # that the next request must wait less, its recompute paid, for anything to be done
+MOVE_GAIN_LEAST_SECONDS = 2.0  # the same for a move, which helps less and later
+UNEVEN = 2.0  # times the lighter's, that the heavier's waits must be: near saturation all wait, and moves cost most
 REQUESTS_LEAST = 4  # within the window; a prefix that is hardly asked for is not worth a plan
 CANDIDATES = 8  # prefixes looked at for one move, and workers from the heaviest on
 GROW_LOAD = 0.8  # of a worker, for each that serves a prefix: above it wants one more
@@ -109,7 +112,8 @@ def propose_move(
 
     Load is L, the work of the window, with what is already on its way counted where it goes. Of a worker that has more
     than `ratio` times the lightest's, and `floor_seconds` more, the prefix whose work is nearest half the difference;
-    only if a request that moves waits GAIN_LEAST_SECONDS less there, what it must compute again included.
+    only if a request that moves waits MOVE_GAIN_LEAST_SECONDS less there, the computing again paid twice:
+    who moves waits for it, and who is behind that one.
     """
     expected = _expected(loads, moves)
     if len(expected) < 2:
@@ -120,11 +124,11 @@ def propose_move(
         gap = expected[heavy] - expected[light]
         if gap <= floor_seconds or expected[heavy] <= ratio * expected[light]:
             return None
-        if waiting[heavy] > waiting[light]:
+        if waiting[heavy] > UNEVEN * waiting[light]:
             found = _nearest_half(groups, heavy, gap, resting)
             for group in found[:CANDIDATES]:
-                saved = waiting[heavy] - waiting[light] - recompute(group, light)
-                if saved > GAIN_LEAST_SECONDS:
+                saved = waiting[heavy] - waiting[light] - RECOMPUTE_PAID * recompute(group, light)
+                if saved > MOVE_GAIN_LEAST_SECONDS:
                     return Proposal(REBALANCE, group, light, _heavier(expected[heavy], expected[light]), saved)
     return None
 

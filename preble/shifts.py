@@ -45,7 +45,8 @@ SHARES, SLICE = 4096, 512  # places of the book of groups, and how many are read
 LEAST_LOAD = 0.02  # of a worker; lighter prefixes are not looked at
 TICK_SECONDS = 0.5  # ticks that follow sooner plan nothing
 LEAVE_SECONDS = 2.0  # a home that keeps requests waiting so much longer than another copy is not insisted on
-SMOOTH_SECONDS = 5.0  # waits are averaged over about so long
+SMOOTH_SECONDS = 5.0  # waits are averaged over about so long, to copy a prefix
+LASTING_SECONDS = 30.0  # and so long, to move one: a queue that one long prompt made is gone by then
 
 # Parts of the window: how long a prefix rests after it was copied once more, and after anything else was done about it.
 GROW_REST, REST = 1 / 36, 1 / 6
@@ -80,6 +81,14 @@ class Steered:
     children: dict[int, tuple[int, int]] = field(default_factory=dict)  # child -> generation, prefix tokens
 
 
+def smoothed(known: dict[int, float], loads: Sequence[Load], passed: float, seconds: float) -> dict[int, float]:
+    """Waits by worker, averaged over about `seconds`, when `passed` seconds have passed since `known`. A worker that is
+    new begins with nothing that waits."""
+    weight = 1.0 if passed < 0.0 else 1.0 - math.exp(-passed / seconds)
+    before = {load.worker: known.get(load.worker, 0.0) for load in loads}
+    return {load.worker: before[load.worker] + (load.waiting_seconds - before[load.worker]) * weight for load in loads}
+
+
 class Shifts:
     """Rebalancing and prefix copies of one scheduler. Every method but `tick` comes under the writers' lock."""
 
@@ -103,6 +112,7 @@ class Shifts:
         self._copied: dict[int, Steered] = {}  # node -> the workers that serve it
         self._resting: dict[int, tuple[float, float]] = {}  # node -> until when it may not grow, nor be moved or shrunk
         self._waits: dict[int, float] = {}  # worker -> smoothed seconds of prefill that wait
+        self._lasting: dict[int, float] = {}
         self._ended: deque[Plan] = deque(maxlen=HISTORY_MAX)
         self._made: Counter[str] = Counter()
         self._why_ended: Counter[str] = Counter()
@@ -123,7 +133,7 @@ class Shifts:
             self._ticking = True
         try:
             with lock:
-                loads = self._loads(now)
+                loads, lasting = self._loads(now)
             groups: list[Group] = []
             for start in range(0, SHARES, SLICE):
                 with lock:
@@ -131,7 +141,7 @@ class Shifts:
             with lock:
                 changed = self._end_finished(groups, loads, now)
             changed |= self._grow(groups, loads, now)
-            changed |= self._move(groups, loads, now)
+            changed |= self._move(groups, lasting, now)
             if changed or self._copied:
                 self._settle_children(groups, {load.worker for load in loads if load.eligible}, now)
                 with lock:
@@ -139,20 +149,17 @@ class Shifts:
         finally:
             self._ticking = False
 
-    def _loads(self, now: float) -> list[Load]:
-        """The workers, their waits smoothed since the tick before."""
-        passed = now - self._ticked_at
-        weight = 1.0 if passed < 0.0 else 1.0 - math.exp(-passed / SMOOTH_SECONDS)
-        self._ticked_at = now
-        loads = []
-        waits: dict[int, float] = {}
-        for index, eligible, seconds, waiting in self._core.groups.workers(now):
-            known = self._waits.get(index, waiting)
-            waits[index] = known + (waiting - known) * weight
-            # What waits now must be there, and have been there for a while.
-            loads.append(Load(index, eligible, seconds, min(waiting, waits[index])))
-        self._waits = waits
-        return loads
+    def _loads(self, now: float) -> tuple[list[Load], list[Load]]:
+        """The workers with what waits on them now and has waited for a while, or for longer."""
+        rows = [Load._make(row) for row in self._core.groups.workers(now)]
+        passed, self._ticked_at = now - self._ticked_at, now
+        self._waits = smoothed(self._waits, rows, passed, SMOOTH_SECONDS)
+        self._lasting = smoothed(self._lasting, rows, passed, LASTING_SECONDS)
+        quick, lasting = (
+            [row._replace(waiting_seconds=min(row.waiting_seconds, waits[row.worker])) for row in rows]
+            for waits in (self._waits, self._lasting)
+        )
+        return quick, lasting
 
     def _recompute(self, group: Group, worker: int) -> float:
         with self._core.tree:
@@ -338,6 +345,7 @@ class Shifts:
             copied.targets = [target for target in copied.targets if target != index]
             copied.homes = {child: home for child, home in copied.homes.items() if home != index}
         self._waits.pop(index, None)
+        self._lasting.pop(index, None)
         self.publish()
 
     # --- warming up ---------------------------------------------------------------------------------------------------

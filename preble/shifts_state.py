@@ -28,7 +28,7 @@ def taken(shifts: Shifts | None) -> State | None:
             (tuple(c.group), tuple(c.targets), _pairs(c.homes), _pairs(c.children)) for c in shifts._copied.values()
         )),
         ("resting", _pairs(shifts._resting)),
-        ("waits", _pairs(shifts._waits)),
+        ("waits", (_pairs(shifts._waits), _pairs(shifts._lasting))),
         ("ended", tuple(map(_plain, shifts._ended))),
         ("made", _pairs(shifts._made)),
         ("why_ended", _pairs(shifts._why_ended)),
@@ -66,7 +66,8 @@ def give(shifts: Shifts | None, state: State | None) -> None:
         _need(copied.homes.keys() <= copied.children.keys() and len(copied.children) <= STEERS_MAX, "children")
         shifts._copied[copied.group.node] = copied
     shifts._resting.update({int(node): (_time(a), _time(b)) for node, (a, b) in facts["resting"]})
-    shifts._waits.update({int(worker): _time(seconds) for worker, seconds in facts["waits"]})
+    for waits, pairs in zip((shifts._waits, shifts._lasting), facts["waits"], strict=True):
+        waits.update({int(worker): _time(seconds) for worker, seconds in pairs})
     shifts._ended.extend(map(_plan_of, facts["ended"]))
     shifts._made.update(_counts_of(facts["made"]))
     shifts._why_ended.update(_counts_of(facts["why_ended"]))

@@ -55,7 +55,7 @@ def test_the_prefix_nearest_half_the_gap_moves() -> None:
     found = move(groups, [HEAVY, LIGHT])
     assert found is not None
     assert (found.kind, found.group.node, found.target) == ("rebalance", 2, 1)
-    assert found.saved_seconds == pytest.approx(8.0 - 1.0 - 0.1)
+    assert found.saved_seconds == pytest.approx(8.0 - 1.0 - 2 * 0.1)
     assert found.reason == "60.0 s of work in the window against 20.0 s"
 
 
@@ -74,14 +74,19 @@ def test_ratio_and_floor(heavy: float, light: float, moves: bool) -> None:
 
 
 def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
-    assert move([group(1)], [HEAVY, LIGHT], recompute=5.9) is not None  # of 7 s it waits less, one is left
-    assert move([group(1)], [HEAVY, LIGHT], recompute=6.1) is None
+    assert move([group(1)], [HEAVY, LIGHT], recompute=2.4) is not None  # of 7 s it waits less, two are left
+    assert move([group(1)], [HEAVY, LIGHT], recompute=2.6) is None
     assert move([group(1)], [HEAVY, LIGHT], recompute=math.inf) is None  # the prefix has gone
 
 
 def test_a_prefix_that_is_hardly_asked_for_stays() -> None:
     assert move([group(1)._replace(requests=3)], [HEAVY, LIGHT]) is None
     assert move([group(1)._replace(requests=4)], [HEAVY, LIGHT]) is not None
+
+
+def test_where_all_wait_nothing_moves() -> None:
+    assert move([group(1)], [HEAVY, LIGHT._replace(waiting_seconds=3.9)]) is not None
+    assert move([group(1)], [HEAVY, LIGHT._replace(waiting_seconds=4.0)]) is None
 
 
 def test_nobody_waits_nothing_moves() -> None:
