@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from preble import AllBlocksCleared, CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
-from preble.errors import CapacityExceeded, InvalidConfig
+from preble.errors import CapacityExceeded, InvalidConfig, InvalidInput
 from preble.shifting import HANDOVER, REBALANCE, REPLICA, Group, Plan, Proposal
 from preble.shifts import HISTORY_MAX, PLANS_MAX
+from preble.shifts_state import give, taken
 
 # 10 ms and a millisecond a token, wherever the tokens stand.
 PLAIN = CostModel([(0, 0.010), (1000, 1.010)], name="plain")
@@ -412,3 +413,49 @@ def test_a_warm_up_that_never_comes_is_not_waited_for() -> None:
         scheduler.tick()
     assert plans(scheduler)[0]["state"] == "active"
     scheduler.check()
+
+
+# --- kept by a snapshot -----------------------------------------------------------------------------------------------
+
+
+def test_plans_go_on_in_a_restored_scheduler() -> None:
+    scheduler, clock = fleet(rebalance_ratio=0.0)
+    heated(scheduler, clock)
+    other = ManualClock(clock())
+    restored = GlobalScheduler.restore(scheduler.snapshot(), clock=other)
+    restored.check()
+    assert restored.stats() == scheduler.stats()
+    assert restored._core.steers.show() == scheduler._core.steers.show() != []
+    assert restored._core.groups.show() == scheduler._core.groups.show() != []
+    for one, its_clock in ((scheduler, clock), (restored, other)):
+        heated(one, its_clock)
+        for request_id in list(one._core.leases):
+            one.finish(request_id, output_tokens=1)
+        for _ in range(300):
+            its_clock.advance(1.0)
+            one.tick()
+        one.check()
+    assert plans(restored, "ended") == plans(scheduler, "ended") != []
+
+
+@pytest.mark.parametrize(
+    ("name", "lie"),
+    [
+        ("shares", ((0, *[1] * 17),)),
+        ("shares", ((5000, *[1] * 17),)),
+        ("shares", (("a",),)),
+        ("works", ((("plan",), (1,), 0, False),)),
+        ("copied", (((1, 1, 0, 5, 1, 0.5, 1.0, -1.0, -1.0), (7,), (), ()),)),
+        ("copied", (((1, 1, 0, 5, 1, 0.5, 1.0, -1.0, -1.0), (0, 0), (), ()),)),
+        ("resting", ((1, (float("nan"), 0.0)),)),
+        ("made", (("replica", -1),)),
+        ("numbers", (1,)),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(name: str, lie: Any) -> None:
+    scheduler, clock = fleet(rebalance_ratio=0.0)
+    heated(scheduler, clock)
+    state = tuple((key, lie if key == name else value) for key, value in taken(scheduler._shifts) or ())
+    other, _ = fleet(rebalance_ratio=0.0)
+    with pytest.raises((InvalidInput, TypeError, ValueError)):
+        give(other._shifts, state)
