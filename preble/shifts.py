@@ -399,7 +399,7 @@ class Shifts:
 
     def _steers(self) -> Iterator[tuple[int, int, int, int | None, int, tuple[int, ...]]]:
         """All steers, the most important of a node first."""
-        for work in self._works.values():
+        for work in sorted(self._works.values(), key=lambda work: work.plan.kind != HANDOVER):
             if work.plan.kind != REPLICA and work.plan.state == "active":
                 source = work.group.worker if work.plan.kind == REBALANCE else None
                 yield (*work.group[:2], work.group.prefix_tokens, source, REASONS[work.plan.kind], (work.target,))
