@@ -16,7 +16,7 @@ from libc.string cimport memset
 from preble._answers cimport Decision, Match, new_decision
 from preble._atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
-from preble._e2 cimport Choice, E2, Order, Prices, Scratch, Terms, clear_scratch, free_scratch, new_scratch
+from preble._e2 cimport EXPLORE, Choice, E2, Order, Prices, Scratch, Terms, clear_scratch, free_scratch, new_scratch
 from preble._epochs cimport reader_enter, reader_leave
 from preble._guard cimport await_python, guard_leave, guard_try
 from preble._layout cimport LIVE, Node, Tree, Walk, generation, node_at, run_end
@@ -35,7 +35,7 @@ cdef enum:
     HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
-_REASONS = ("exploit", "explore", "escape")
+_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover")
 
 
 cdef list rows_of(Scratch* s):
@@ -231,6 +231,8 @@ cdef class DecisionCore(E2):
         booked = self.book.lease_of(choice.lease)
         booked.leaf = leaf
         booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
+        if choice.reason != EXPLORE:
+            self.groups.booked(booked, leaf, choice.usable)
         return BOOKED
 
     cdef str chosen_name(self, const Choice* choice):
@@ -435,6 +437,8 @@ cdef class DecisionCore(E2):
         self.book.advance(now)
         if self.book.is_current(lease):
             self.correct(lease, cached_tokens, now)
+            if lease.share and not lease.prefilled:
+                self.groups.first_token(lease, now)
             self.book.prefilled(lease)
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
@@ -448,6 +452,8 @@ cdef class DecisionCore(E2):
         if cached_tokens >= 0:
             seconds = prefill_seconds(self.book.rows[lease.worker].cost, lease.prompt_tokens - cached_tokens,
                                       lease.prompt_tokens)
+            if lease.share:
+                self.groups.corrected(lease, nanoseconds(seconds) - lease.prefill_ns, 0)
             self.book.correct_prefill(lease, nanoseconds(seconds))
             if (alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens
                     and not self.trust.on_events(lease.worker)):
@@ -513,6 +519,8 @@ cdef class DecisionCore(E2):
         if cached_tokens >= 0 or not lease.prefilled:
             self.first_seen(lease, cached_tokens, now)
         self.book.advance(now)
+        if lease.share and output_tokens >= 0:
+            self.groups.corrected(lease, 0, output_tokens - <int64_t> lease.expected_output)
         self.book.end_lease(lease, output_tokens)
         return DONE
 
@@ -528,6 +536,8 @@ cdef class DecisionCore(E2):
             owner = self.tree.t.workers[lease.worker].key
             known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), owner)
             take_back(&self.tree.t, lease.leaf, owner, known, now)
+        if lease.share:
+            self.groups.taken_back(lease)
         self.book.void_lease(lease)
         return DONE
 

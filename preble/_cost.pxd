@@ -64,6 +64,7 @@ cdef struct Lease:               # one live request
     double booked_at
     bint prefilled               # its first token has come
     uint32_t told                # its cached tokens have been reported
+    uint32_t share               # of a prefix group it was counted in, and 1; 0: in none
 
 # What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is
 # also read without a lock, so it is written with atomic stores.

@@ -3,14 +3,20 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._cost cimport Cost, LoadBook
+from preble._groups cimport Groups
 from preble._layout cimport Victim, Walk
 from preble._radix cimport RadixTree
+from preble._steers cimport Steers
 from preble._trust cimport TrustBook
 
 cdef enum Reason:
     EXPLOIT = 0
     EXPLORE = 1
     ESCAPE = 2
+    REBALANCE = 3
+    REPLICA = 4
+    HANDOVER = 5
+    REASONS = 6
 
 cdef struct Terms:               # one worker in one decision; seconds unless said
     bint weighed                 # might take the request
@@ -66,6 +72,8 @@ cdef class E2:
     cdef readonly RadixTree tree
     cdef readonly LoadBook book
     cdef readonly TrustBook trust
+    cdef readonly Groups groups
+    cdef readonly Steers steers
     cdef Scratch scratch         # the writer's
     cdef double exploit_ratio
     cdef double escape_seconds
@@ -85,6 +93,7 @@ cdef class E2:
     cdef double eviction_of(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, const Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
+    cdef void steer(self, Scratch* s, const Order* order, const Prices* prices, Choice* choice) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Order* order) noexcept nogil
     cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best, const Prices* prices) noexcept nogil
     cdef void escape(self, Scratch* s, const Order* order, double bound, const Prices* prices,

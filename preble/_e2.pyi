@@ -1,10 +1,14 @@
 """Types of the E2 rule; what it owns is said in `_e2.pyx`."""
 
 from ._cost import LoadBook
+from ._groups import Groups
 from ._radix import RadixTree
+from ._steers import Steers
 from ._trust import TrustBook
 
 class E2:
+    groups: Groups
+    steers: Steers
     tree: RadixTree
     book: LoadBook
     trust: TrustBook

@@ -36,6 +36,7 @@ from libc.string cimport memset
 
 from preble._atomic cimport load32, load64, load_double, load_signed
 from preble._cost cimport Cost, LoadBook, Row, prefill_seconds
+from preble._groups cimport Groups
 from preble._layout cimport (
     EntryBlock,
     Node,
@@ -57,6 +58,7 @@ from preble._layout_parts cimport hits_estimate
 from preble._memory cimport NONE
 from preble._nodes cimport held_at, key_portion_end
 from preble._radix cimport RadixTree
+from preble._steers cimport Steer, Steers, find_steer, load_steers
 from preble._trust cimport FULL_TRUST, TrustBook
 from preble._victims cimport victims_append, victims_of
 
@@ -141,6 +143,17 @@ cdef uint32_t end_at(Node* node, uint32_t worker) noexcept nogil:
     return 0
 
 
+cdef uint32_t held_by(Tree* t, Walk walk, uint32_t worker) noexcept nogil:
+    """Tokens of the walked prefix that one worker is believed to cache. O(path)."""
+    cdef uint32_t i = walk.node, end, key = load32(&load_workers(&t.workers)[worker].key)
+    while i != NONE and load32(&node_at(t, i).parent) != NONE:
+        end = end_at(node_at(t, i), key)
+        if end:
+            return min(end, walk.matched)
+        i = load32(&node_at(t, i).parent)
+    return 0
+
+
 cdef class E2:
     """The rule over one tree and one load book, and the writer's scratch rows."""
 
@@ -149,6 +162,8 @@ cdef class E2:
         self.tree = tree
         self.book = book
         self.trust = TrustBook(tree.t.window_seconds / 3.0)
+        self.groups = Groups(tree, book)
+        self.steers = Steers(tree)
         self.exploit_ratio = exploit_ratio
         self.escape_seconds = escape_seconds
         self.decode_ratio = decode_ratio
@@ -349,7 +364,39 @@ cdef class E2:
             choice = self.exploit(s, order, best, &prices)
         else:
             choice = self.explore(s, order, &prices)
+        if load_steers(&self.steers.table) != NULL and choice.worker != NONE and choice.reason != ESCAPE:
+            self.steer(s, order, &prices, &choice)
         return choice
+
+    cdef void steer(self, Scratch* s, const Order* order, const Prices* prices, Choice* choice) noexcept nogil:
+        """Where the prompt's prefix is steered, the best of the steer's targets takes the place of the choice. Of
+        several targets it must be better than the choice: copies of a prefix are there to be used, not to keep others
+        out. A steer away from one worker is for what would have reused its cache there. One whose targets may all not
+        take the request has no effect, and none has for a request that escaped."""
+        cdef Tree* t = &self.tree.t
+        cdef bint exploits = choice.reason == EXPLOIT
+        cdef uint32_t at, i, chosen = NONE, usable = 0, own
+        cdef Terms terms, least
+        cdef const Steer* steer = NULL
+        if exploits or order.walk.matched > self.exploit_ratio * order.count:
+            steer = find_steer(load_steers(&self.steers.table), t, order.walk, choice.worker)
+        if steer == NULL or (steer.source != NONE and not exploits):
+            return
+        own = steer.count > 1
+        for at in range(steer.count + own):
+            i = steer.targets[at] if at < steer.count else choice.worker
+            if i >= s.workers or not load32(&self.book.rows[i].eligible):
+                continue
+            self.size_up(&terms, i, held_by(t, order.walk, i), order.count)
+            self.weigh(&terms, i, order, prices)
+            if chosen == NONE or self.better(&terms, i, &least, chosen):
+                chosen = i
+                usable = terms.usable
+                least = terms
+        if chosen != NONE and chosen != choice.worker:
+            choice.worker = chosen
+            choice.usable = usable
+            choice.reason = <Reason> steer.reason
 
     cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best, const Prices* prices) noexcept nogil:
         """The best of those that hold as good as all of what is cached, or of all where these have too much to do."""

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t
 
 from preble._answers cimport Decision
 from preble._booking cimport DecisionCore
-from preble._e2 cimport Choice, Order
+from preble._e2 cimport REASONS, Choice, Order
 from preble._tokens cimport TokenView
 
 cdef class RequestCalls:
@@ -17,7 +17,7 @@ cdef class RequestCalls:
     cdef int64_t finished
     cdef int64_t cancelled
     cdef int64_t late_calls
-    cdef int64_t reasons[3]      # of E2
+    cdef int64_t reasons[REASONS]                # of E2
     cdef double now(self) except? -1.0
     cdef object claim(self, object request_id)
     cdef object key_of(self, object request_id)

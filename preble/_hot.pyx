@@ -58,7 +58,7 @@ cdef bytes _PREFIX = b"request-"
 
 _NOTHING = ()
 _PENDING = PENDING
-_REASONS = ("exploit", "explore", "escape")
+_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -362,6 +362,10 @@ cdef class RequestCalls:
     def _e2_reasons(self) -> dict[str, int]:
         """Decisions by E2's reasons, those without any left out."""
         return {reason: self.reasons[i] for i, reason in enumerate(_REASONS) if self.reasons[i]}
+
+    def _steered_reasons(self) -> dict[str, int]:
+        """Those of them that a snapshot's counters have no place for."""
+        return {reason: count for reason, count in self._e2_reasons().items() if reason not in _REASONS[:2]}
 
     def _booked(self) -> None:
         """Count a decision that was booked elsewhere."""

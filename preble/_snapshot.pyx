@@ -16,6 +16,7 @@ from preble._booking cimport PENDING, DecisionCore
 from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadBook, WorkerBook
 from preble._hot cimport RequestCalls
 from preble._layout cimport LIVE, Mark, Node, generation, node_at
+from preble._groups cimport SHARES
 from preble._memory cimport CHUNK, CHUNKS_MAX, NONE, Slab, slab_at
 from preble._snapshot_bytes cimport Reader, Writer, chain_free, load_slab, refuse
 from preble._snapshot_tree cimport read_tree, write_tree
@@ -23,7 +24,7 @@ from preble._snapshot_tree cimport read_tree, write_tree
 cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # of a lease whose prompt is not remembered
     LEASE_TOKENS_MAX = 2147483647
-    COUNTERS = 7                 # of RequestCalls
+    COUNTERS = 6                 # of RequestCalls
 
 cdef double OUTPUT_SECONDS_MOST = 1e6
 cdef int64_t AMOUNT_MAX = <int64_t> 1 << 57      # of a slice's sums, so that those of the window cannot overflow
@@ -63,8 +64,7 @@ def write_core(Writer w not None, RequestCalls calls not None) -> None:
     for request_id, key in named:
         w.number(<uint64_t> <int64_t> key)
         w.value(request_id, "a live request's id")
-    counters = [calls.scheduled, calls.finished, calls.cancelled, calls.late_calls,
-                calls.reasons[0], calls.reasons[1], calls.reasons[2]]
+    counters = [calls.scheduled, calls.finished, calls.cancelled, calls.late_calls, calls.reasons[0], calls.reasons[1]]
     w.number(<uint64_t> calls._sequence)
     w.put(&counters[0], sizeof(counters))
 
@@ -86,7 +86,7 @@ def read_core(Reader r not None, RequestCalls calls not None, list specs, list c
     calls._sequence = sequence
     calls.scheduled, calls.finished = counters[0], counters[1]
     calls.cancelled, calls.late_calls = counters[2], counters[3]
-    calls.reasons[0], calls.reasons[1], calls.reasons[2] = counters[4], counters[5], counters[6]
+    calls.reasons[0], calls.reasons[1] = counters[4], counters[5]
 
 
 def cost_at(DecisionCore core not None, uint32_t worker) -> CostModel:
@@ -259,6 +259,7 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     cdef WorkerBook* account
     cdef Node* leaf
     lease.prefilled = lease.prefilled != 0
+    lease.share = lease.share if lease.share <= <uint32_t> SHARES else 0
     if (lease.index != index or not 0 < lease.serial <= book.serials or not isfinite(lease.booked_at)
             or not isfinite(lease.renewed_seconds) or lease.renewed_seconds < 0
             or not 0 <= lease.bucket <= book.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX

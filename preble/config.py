@@ -27,6 +27,11 @@ class SchedulerConfig:
     lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
     cancelled by `tick`, and counted.
     tick_seconds: how often the background thread of `start` ticks.
+    rebalance_ratio: when the heaviest worker's load is more than this times the lightest's, prefixes move (0: never).
+    rebalance_floor_seconds: and more than so many seconds more.
+    replicas_max: workers that one hot prefix is spread over on purpose (1: it is not).
+    warm_up_seconds: traffic of a plan waits up to so long for its prefix to be prefilled, see `warm_ups` (0: it does
+    not).
     """
 
     history_seconds: float = 180.0
@@ -39,6 +44,10 @@ class SchedulerConfig:
     live_requests_max: int = 1 << 20
     lease_seconds: float = 3600.0
     tick_seconds: float = 1.0
+    rebalance_ratio: float = 1.5
+    rebalance_floor_seconds: float = 5.0
+    replicas_max: int = 8
+    warm_up_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
@@ -46,9 +55,14 @@ class SchedulerConfig:
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
         if not (_is_number(self.exploit_ratio) and 0.0 <= self.exploit_ratio <= 1.0):
             raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
-        for name in ("escape_seconds", "decode_ratio"):
+        for name in ("escape_seconds", "decode_ratio", "rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1e9):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1e9], got {getattr(self, name)!r}")
+        if 0.0 < self.rebalance_ratio < 1.0:
+            raise InvalidConfig(
+                f"SchedulerConfig.rebalance_ratio must be 0 or at least 1, got {self.rebalance_ratio!r}"
+            )
+        check_int("SchedulerConfig.replicas_max", self.replicas_max, 1, 8)
         check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
         check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
         check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)

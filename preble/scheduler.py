@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .records import DecisionRecord, Recording
     from .scheduler_books import PolicyBooks
     from .shadow import Shadow
+    from .shifts import Shifts, WarmUp
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
@@ -117,6 +118,7 @@ class GlobalScheduler(RequestCalls):
         self._open_records(record, shadow)
         self._asks = self._policy is not None or (self._shadow is not None and self._shadow.policy is not None)
         self._books = _open_books(self._policy, self._shadow, self._core.tree)
+        self._shifts = _open_shifts(self._core, self.config) if self._policy is None else None
         self._workers: dict[str, _Worker] = {}
         self._lock = self._core.tree  # the writers' lock: recursive, and let go of Python's while it waits
         self._counts_here = dict.fromkeys(COUNTED, 0)
@@ -280,6 +282,7 @@ class GlobalScheduler(RequestCalls):
                 "reasons": dict(Counter(self._e2_reasons()) + Counter(self._reasons)),
                 "tree": self._core.tree.stats(),
                 "policy_books": {} if self._books is None else self._books.stats(),
+                "plans": {} if self._shifts is None else self._shifts.stats(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
             }
 
@@ -294,6 +297,8 @@ class GlobalScheduler(RequestCalls):
                 worker.blocks.check()
             if self._books is not None:
                 self._books.check(self._core.leases)
+            if self._shifts is not None:
+                self._shifts.check()
 
     def records(self) -> tuple[DecisionRecord, ...]:
         """The decision records that are kept, oldest first; empty without `record`."""
@@ -350,6 +355,8 @@ class GlobalScheduler(RequestCalls):
         with self._lock:
             worker = self._worker(worker_id)
             orphans = self._core.close_worker(worker.index)
+            if self._shifts is not None:
+                self._shifts.worker_left(worker.index, self._now())
             del self._workers[worker_id]
             if self._books is not None:
                 self._books.closed(worker_id)
@@ -469,6 +476,19 @@ class GlobalScheduler(RequestCalls):
             self._core.trust.fade(at)
             workers = list(self._workers.values())
         warn(look(self._core.trust, workers, self._lock, self._core.scheduled_heads))
+        if self._shifts is not None:
+            self._shifts.tick(at)
+
+    def warm_ups(self) -> list[WarmUp]:
+        """What plans ask workers to prefill before traffic moves (`SchedulerConfig.warm_up_seconds`): send each as an
+        ordinary request for one token to that very worker, then call `warmed`. Each is handed out once."""
+        with self._lock:
+            return [] if self._shifts is None else self._shifts.warm_ups()
+
+    def warmed(self, plan: int) -> bool:
+        """The worker of a plan has prefilled its prefix: let the traffic move. False if the plan does not wait."""
+        with self._lock:
+            return self._shifts is not None and self._shifts.warmed(plan)
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
@@ -604,6 +624,22 @@ def _open_books(policy: Policy | None, shadow: Shadow | None, tree: RadixTree) -
     from .scheduler_books import PolicyBooks
 
     return PolicyBooks(needs, tree)
+
+
+def _open_shifts(core: DecisionCore, config: SchedulerConfig) -> Shifts | None:
+    """Rebalancing and copies of hot prefixes; None, and nothing is loaded or counted for it, where both are off."""
+    if not config.rebalance_ratio and config.replicas_max < 2:
+        return None
+    from .shifts import Shifts
+
+    return Shifts(
+        core,
+        history_seconds=config.history_seconds,
+        rebalance_ratio=config.rebalance_ratio,
+        rebalance_floor_seconds=config.rebalance_floor_seconds,
+        replicas_max=config.replicas_max,
+        warm_up_seconds=config.warm_up_seconds,
+    )
 
 
 def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:

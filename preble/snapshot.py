@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
@@ -26,6 +27,7 @@ from .clock import Clock
 from .errors import InvalidConfig, InvalidInput, SnapshotRefused
 from .leases import Drift
 from .policy import POLICIES, Policy, resolve
+from .shifts_state import give, taken
 from .truth import Truth
 from .types import WorkerSpec
 
@@ -89,7 +91,8 @@ def _facts(scheduler: GlobalScheduler) -> tuple[Any, ...]:
         ("truth", tuple(_truth_fact(scheduler, worker) for worker in workers)),
         ("faded_at", scheduler._core.trust.faded),
         ("counts", _pairs(scheduler._counts_here)),
-        ("reasons", _pairs(scheduler._reasons)),
+        ("shifts", taken(scheduler._shifts)),
+        ("reasons", _pairs(Counter(scheduler._reasons) + Counter(scheduler._steered_reasons()))),
     )
 
 
@@ -238,6 +241,7 @@ def _fill(scheduler: GlobalScheduler, reader: Reader, facts: dict[str, Any], the
         read_blocks(reader, kept.blocks)
     scheduler._core.trust.faded = _read("its time", lambda: finite_time("faded_at", facts.get("faded_at", then)))
     reader.done()
+    _read("its plans", lambda: give(scheduler._shifts, facts["shifts"]))
     scheduler._counts_here.update(_read("its counts", lambda: _counts_of(facts["counts"])))
     scheduler._reasons.update(_read("its counts", lambda: _counts_of(facts["reasons"])))
 

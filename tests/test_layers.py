@@ -25,7 +25,7 @@ FLOORS = [
         *("_msgpack", "_decode", "_events", "_block_table", "_block_layout", "_block_places", "_block_store"),
         "_blocks",
     },
-    {"policy", "policies", "metrics", "_e2"},
+    {"policy", "policies", "metrics", "_groups", "_steers", "_e2"},
     {
         "scheduler",
         "snapshot",
@@ -34,6 +34,9 @@ FLOORS = [
         "shadow",
         "leases",
         "truth",
+        "shifting",
+        "shifts",
+        "shifts_state",
         "local",
         "_batch",
         "_answers",

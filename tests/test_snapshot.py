@@ -304,7 +304,7 @@ def test_a_policy_with_books_of_its_own_is_refused_and_named() -> None:
 
 def test_every_attribute_of_a_scheduler_is_kept_or_left_out_on_purpose() -> None:
     """Whoever gives a scheduler more state must say here what a snapshot does with it, and do it."""
-    kept = {"config", "_seed", "_cost_model", "_workers", "_counts_here", "_reasons"}
+    kept = {"_shifts", "config", "_seed", "_cost_model", "_workers", "_counts_here", "_reasons"}
     new_each_time = {"_lock", "_thread", "_stop", "_ahead_seconds", "_asks"}
     left_out = {"_shadow", "_records"}
     scheduler = GlobalScheduler(["a"])
