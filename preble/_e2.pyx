@@ -325,7 +325,7 @@ cdef class E2:
         choice.worker = NONE
         for i in range(s.workers):
             row = &self.book.rows[i]
-            if not row.eligible:
+            if row.eligible != ANY_REQUEST:
                 continue
             self.size_up(&terms, i, s.held[i], order.count)
             if row.alike != alike or terms.usable != usable:
@@ -364,7 +364,8 @@ cdef class E2:
         memset(&choice, 0, sizeof(Choice))
         choice.worker = NONE
         for i in range(s.workers):
-            s.terms[i].candidate = s.terms[i].weighed and s.terms[i].whole >= key_end
+            s.terms[i].candidate = s.terms[i].weighed and s.terms[i].whole >= key_end and (
+                key_end > 0 or load32(&self.book.rows[i].eligible) == ANY_REQUEST)
             if s.terms[i].candidate and (choice.worker == NONE or self.better(&s.terms[i], i, &s.terms[choice.worker],
                                                                               choice.worker)):
                 choice.worker = i
