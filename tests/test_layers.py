@@ -33,6 +33,8 @@ FLOORS = [
         "records",
         "shadow",
         "leases",
+        "membership",
+        "_handover",
         "local",
         "_batch",
         "_answers",
