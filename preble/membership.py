@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ._booking import DecisionCore
     from .config import SchedulerConfig
 
+OpenWorker = tuple[float, int, str, int]  # load seconds, index, name, capacity in tokens
 NO_REQUEST, ANY_REQUEST, CACHED_ONLY = range(3)  # which requests a worker takes, as `_e2.pxd` has it
 MOVES_KEPT = 64  # the last moves, shown by `stats`
 TAKERS_MAX = 64  # workers that a leaver's prefixes are shared out to, the least loaded
@@ -243,9 +244,9 @@ class Membership:
         if not self._givers and now < self._next_round <= now + ROUND_SECONDS:  # later: a clock has jumped back
             return
         with self._lock:
-            loads = {name: (load, index) for load, index, name, _ in open_workers(self._core, now)}
+            loads = {row[2]: row for row in open_workers(self._core, now)}
             self._look_at_newcomers(loads, now)
-            old = {name: load for name, (load, _) in loads.items() if name not in self._newcomers}
+            old = {name: row[0] for name, row in loads.items() if name not in self._newcomers}
             mean = sum(old.values()) / max(len(loads), 1)
             if not self._givers:
                 self._next_round = now + ROUND_SECONDS
@@ -261,7 +262,7 @@ class Membership:
                 self._givers.clear()
                 return
 
-    def _look_at_newcomers(self, loads: Mapping[str, tuple[float, int]], now: float) -> None:
+    def _look_at_newcomers(self, loads: Mapping[str, OpenWorker], now: float) -> None:
         """Who has been there for a window is no newcomer; others have come by load also without being given it."""
         for name, newcomer in list(self._newcomers.items()):
             if name not in loads or now - newcomer.joined_at > self._config.history_seconds:
@@ -271,10 +272,10 @@ class Membership:
         if not self._newcomers:
             self._given.clear()
 
-    def _share_out(self, name: str, loads: Mapping[str, tuple[float, int]], mean: float, now: float) -> bool:
+    def _share_out(self, name: str, loads: Mapping[str, OpenWorker], mean: float, now: float) -> bool:
         """Give newcomers what a worker has above the mean, first what is computed soonest for its requests; False if
         they have their share. The giver keeps its copies: from then on the less loaded of the two takes a request."""
-        load, index = loads[name]
+        load, index, _, _ = loads[name]
         surplus = load - self._given.get(name, 0.0) - mean
         with self._lock:
             if surplus <= 0.0 or not takes_any(self._core, index, name):
@@ -288,7 +289,7 @@ class Membership:
         for prefix in prefixes:
             seconds = min(prefix.hits * seconds_per_hit, surplus)
             with self._lock:
-                takers = self._takers(prefix, seconds, mean)
+                takers = self._takers(prefix, seconds, mean, loads)
                 if takers is None:
                     return False
                 for taker in takers:
@@ -299,15 +300,19 @@ class Membership:
                 break
         return True
 
-    def _takers(self, prefix: HotPrefix, seconds: float, mean: float) -> list[str] | None:
+    def _takers(
+        self, prefix: HotPrefix, seconds: float, mean: float, loads: Mapping[str, OpenWorker]
+    ) -> list[str] | None:
         """The newcomers who have least of their share, so many that none is given more than the mean load with it; none
         where they have it already, None if nobody needs anything."""
         share = self._join_share * mean
-        has = {name: newcomer.has_seconds for name, newcomer in self._newcomers.items() if newcomer.has_seconds < share}
+        has = {name: newcomer.has_seconds for name, newcomer in self._newcomers.items() if name in loads}
+        has = {name: load for name, load in has.items() if load < share}
         if not has:
             return None
         known = (prefix.namespace, prefix.tokens, prefix.head)
-        free = [name for name in has if known not in self._newcomers[name].taken]
+        fits = [name for name in has if loads[name][3] >= prefix.tokens]
+        free = [name for name in fits if known not in self._newcomers[name].taken]
         most = mean * (1.0 + 1e-9)  # equal sums of seconds may differ in the last bits
         count = min(math.ceil(seconds / most), REPLICAS_MAX)
         chosen = nsmallest(count, free, key=lambda name: (has[name], name))

@@ -294,6 +294,14 @@ def test_a_prefix_too_hot_for_one_newcomer_is_given_to_several() -> None:
     assert max(told["newcomers"].values()) <= mean * (1 + 1e-9)
 
 
+def test_a_newcomer_is_not_given_what_does_not_fit() -> None:
+    sched, _ = busy()
+    sched.add_worker(WorkerSpec("small", kv_capacity_tokens=100))
+    sched.tick()
+    assert sched.stats()["membership"]["given_to_newcomers"] == 0
+    assert sched.stats()["workers"]["small"]["cached_tokens"] == 0
+
+
 def test_workers_that_start_together_and_idle_fleets_give_nothing() -> None:
     sched, clock = fleet("a", "b")
     clock.advance(5.0)
