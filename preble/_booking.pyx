@@ -16,7 +16,19 @@ from libc.string cimport memset
 from preble._answers cimport Decision, Match, new_decision
 from preble._atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
-from preble._e2 cimport EXPLORE, Choice, E2, Order, Prices, Scratch, Terms, clear_scratch, free_scratch, new_scratch
+from preble._e2 cimport (
+    ANY_REQUEST,
+    EXPLORE,
+    Choice,
+    E2,
+    Order,
+    Prices,
+    Scratch,
+    Terms,
+    clear_scratch,
+    free_scratch,
+    new_scratch,
+)
 from preble._epochs cimport reader_enter, reader_leave
 from preble._guard cimport await_python, guard_leave, guard_try
 from preble._layout cimport LIVE, Node, Tree, Walk, generation, node_at, run_end
@@ -105,9 +117,9 @@ cdef class DecisionCore(E2):
         self.names_now = tuple(self.names)
         return orphans
 
-    def set_eligible(self, uint32_t index, bint eligible) -> None:
-        """Whether a worker may take new requests."""
-        self.eligible_workers += eligible - (self.book.rows[index].eligible != 0)
+    def set_eligible(self, uint32_t index, uint32_t eligible) -> None:
+        """Which new requests a worker may take: none (0), any (1), or those exploited there (2)."""
+        self.eligible_workers += (eligible == ANY_REQUEST) - (self.book.rows[index].eligible == ANY_REQUEST)
         store32(&self.book.rows[index].eligible, eligible)
 
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens,

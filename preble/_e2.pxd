@@ -18,6 +18,11 @@ cdef enum Reason:
     HANDOVER = 5
     REASONS = 6
 
+cdef enum Service:               # which requests a worker takes: `eligible` of its row
+    NO_REQUEST = 0
+    ANY_REQUEST = 1
+    CACHED_ONLY = 2              # it leaves, and takes what would be exploited there
+
 cdef struct Terms:               # one worker in one decision; seconds unless said
     bint weighed                 # might take the request
     bint candidate               # was compared

@@ -385,7 +385,7 @@ cdef class E2:
         own = steer.count > 1
         for at in range(steer.count + own):
             i = steer.targets[at] if at < steer.count else choice.worker
-            if i >= s.workers or not load32(&self.book.rows[i].eligible):
+            if i >= s.workers or load32(&self.book.rows[i].eligible) != ANY_REQUEST:
                 continue
             self.size_up(&terms, i, held_by(t, order.walk, i), order.count)
             self.weigh(&terms, i, order, prices)
@@ -430,7 +430,7 @@ cdef class E2:
         cdef Terms terms
         self.gather(s, order.walk, 0)
         for i in range(s.workers):
-            if not load32(&self.book.rows[i].eligible):
+            if load32(&self.book.rows[i].eligible) != ANY_REQUEST:
                 continue
             self.size_up(&terms, i, s.held[i], order.count)
             self.weigh_queue(&terms, i, prices)
@@ -464,7 +464,7 @@ cdef class E2:
             self.set_candidates(s, 0)
         for i in range(s.workers):
             row = &self.book.rows[i]
-            if not load32(&row.eligible):
+            if load32(&row.eligible) != ANY_REQUEST:
                 continue
             self.size_up(&terms, i, s.held[i], order.count)
             if row.alike != alike or terms.usable != usable:
@@ -492,7 +492,7 @@ cdef class E2:
         cdef uint32_t i
         cdef Terms terms
         for i in range(s.workers):
-            if not load32(&self.book.rows[i].eligible):
+            if load32(&self.book.rows[i].eligible) != ANY_REQUEST:
                 continue
             share = self.decode_share(i)
             if share <= most:
@@ -528,11 +528,12 @@ cdef class E2:
         """Note who is compared: those that hold so much of the prompt."""
         cdef uint32_t i
         for i in range(s.workers):
-            s.terms[i].candidate = s.terms[i].weighed and s.terms[i].whole >= least_held
+            s.terms[i].candidate = s.terms[i].weighed and s.terms[i].whole >= least_held and (
+                least_held > 0 or load32(&self.book.rows[i].eligible) == ANY_REQUEST)
 
     cdef void compare_own(self, Scratch* s) noexcept nogil:
         """Note that all were compared, by `own`."""
         cdef uint32_t i
         for i in range(s.workers):
-            s.terms[i].candidate = s.terms[i].weighed
+            s.terms[i].candidate = s.terms[i].weighed and load32(&self.book.rows[i].eligible) == ANY_REQUEST
             s.terms[i].total = s.terms[i].own

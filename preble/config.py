@@ -26,6 +26,8 @@ class SchedulerConfig:
     live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.
     lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
     cancelled by `tick`, and counted.
+    handover_prefixes_max: a draining worker gives at most so many of its hottest prefixes away; 0: none.
+    join_share: a worker that joins a busy fleet is given prefixes that make up this share of the mean load; 0: none.
     tick_seconds: how often the background thread of `start` ticks.
     rebalance_ratio: when the heaviest worker's load is more than this times the lightest's, prefixes move (0: never).
     rebalance_floor_seconds: and more than so many seconds more.
@@ -43,6 +45,8 @@ class SchedulerConfig:
     max_bytes: int = 1 << 30
     live_requests_max: int = 1 << 20
     lease_seconds: float = 3600.0
+    handover_prefixes_max: int = 64
+    join_share: float = 0.75
     tick_seconds: float = 1.0
     rebalance_ratio: float = 1.5
     rebalance_floor_seconds: float = 5.0
@@ -53,8 +57,9 @@ class SchedulerConfig:
         for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
             if not (_is_number(getattr(self, name)) and 1e-3 <= getattr(self, name) <= 1e9):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
-        if not (_is_number(self.exploit_ratio) and 0.0 <= self.exploit_ratio <= 1.0):
-            raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
+        for name in ("exploit_ratio", "join_share"):
+            if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1.0):
+                raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1], got {getattr(self, name)!r}")
         for name in ("escape_seconds", "decode_ratio", "rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1e9):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1e9], got {getattr(self, name)!r}")
@@ -63,6 +68,7 @@ class SchedulerConfig:
                 f"SchedulerConfig.rebalance_ratio must be 0 or at least 1, got {self.rebalance_ratio!r}"
             )
         check_int("SchedulerConfig.replicas_max", self.replicas_max, 1, 8)
+        check_int("SchedulerConfig.handover_prefixes_max", self.handover_prefixes_max, 0, 4096)
         check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
         check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
         check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)

@@ -36,6 +36,7 @@ from .errors import (
     UnknownWorker,
 )
 from .leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
+from .membership import ANY_REQUEST, Handover, Membership
 from .policy import Policy, RequestView, resolve
 from .truth import Truth, look, warn
 from .types import (
@@ -120,6 +121,7 @@ class GlobalScheduler(RequestCalls):
         self._books = _open_books(self._policy, self._shadow, self._core.tree)
         self._shifts = _open_shifts(self._core, self.config) if self._policy is None else None
         self._workers: dict[str, _Worker] = {}
+        self._membership = Membership(self._core, self.config, gives=self._policy is None)
         self._lock = self._core.tree  # the writers' lock: recursive, and let go of Python's while it waits
         self._counts_here = dict.fromkeys(COUNTED, 0)
         self._reasons: dict[str, int] = {}
@@ -283,6 +285,7 @@ class GlobalScheduler(RequestCalls):
                 "tree": self._core.tree.stats(),
                 "policy_books": {} if self._books is None else self._books.stats(),
                 "plans": {} if self._shifts is None else self._shifts.stats(),
+                "membership": self._membership.stats(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
             }
 
@@ -338,16 +341,24 @@ class GlobalScheduler(RequestCalls):
         worker.blocks.watch(self._core.trust, spec.block_size)
         self._workers[spec.id] = worker
         self._core.set_eligible(index, not draining)
+        if not draining:
+            self._membership.joined(spec.id, index)
         if self._books is not None:
             self._books.opened(spec.id, index, cost)
         return worker
 
-    def drain_worker(self, worker_id: str) -> None:
-        """Give a worker no more requests; those it has go on. Idempotent."""
+    def drain_worker(self, worker_id: str, *, handover_seconds: float = 0.0) -> Handover:
+        """Give a worker no more requests; those it has go on. Its hottest prefixes are given to others: at once, or in
+        the course of `handover_seconds`, in which it still takes requests for what it has not given away. Idempotent;
+        a later call may shorten the time. Returns what goes where. Raises UnknownWorker, InvalidInput."""
+        seconds, now = finite_time("handover_seconds", handover_seconds), self._now()
+        if seconds < 0.0:
+            raise InvalidInput(f"handover_seconds must not be negative, got {handover_seconds!r}")
         with self._lock:
             worker = self._worker(worker_id)
             worker.draining = True
             self._core.set_eligible(worker.index, False)
+        return self._membership.leave(worker_id, worker.index, now, seconds)
 
     def remove_worker(self, worker_id: str) -> list[Hashable]:
         """Forget a worker and what it cached; returns its live requests' ids, which stay live until finished or
@@ -358,6 +369,7 @@ class GlobalScheduler(RequestCalls):
             if self._shifts is not None:
                 self._shifts.worker_left(worker.index, self._now())
             del self._workers[worker_id]
+            self._membership.removed(worker_id)
             if self._books is not None:
                 self._books.closed(worker_id)
             return orphans
@@ -468,6 +480,7 @@ class GlobalScheduler(RequestCalls):
         with self._lock:
             self._core.advance(at)
         self._count("expired_nodes", self._core.tree.expire(at))
+        self._membership.tick(at)
         before = at - self.config.lease_seconds
         unseen = self._core.unseen_since(before)
         if unseen:
@@ -556,6 +569,10 @@ class GlobalScheduler(RequestCalls):
         except (KeyError, TypeError):
             raise UnknownWorker(f"no worker {worker_id!r}; there are {', '.join(self._workers) or 'none'}") from None
 
+    def _takes(self, worker: _Worker) -> int:
+        """Which requests a worker takes, as the core has it."""
+        return self._membership.takes(worker.spec.id) if worker.draining else ANY_REQUEST
+
     def _worker_stats(self, worker: _Worker) -> dict[str, Any]:
         return {
             **self._core.book.account(worker.index),
@@ -594,7 +611,7 @@ class _Excluding:
 
     def __exit__(self, *_: object) -> None:
         for worker in self._taken:
-            self._scheduler._core.set_eligible(worker.index, not worker.draining)
+            self._scheduler._core.set_eligible(worker.index, self._scheduler._takes(worker))
 
 
 def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:

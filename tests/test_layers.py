@@ -37,6 +37,8 @@ FLOORS = [
         "shifting",
         "shifts",
         "shifts_state",
+        "membership",
+        "_handover",
         "local",
         "_batch",
         "_answers",

@@ -48,6 +48,8 @@ configs = st.builds(
     lease_seconds=st.just(150.0),
     rebalance_ratio=st.just(0.0),  # load that shifts has a machine of its own, test_shifts_machine.py
     replicas_max=st.just(1),
+    handover_prefixes_max=st.just(0),  # prefixes that change hands are the subject of `test_fleet_machine.py`
+    join_share=st.just(0.0),
 )
 
 

@@ -236,6 +236,7 @@ SOON = (WorkerDeath(1.0, "w0", 1.0), WorkerDeath(1.5, "w0"))
         ((WorkerDeath(1.0, "w0", math.nan),), InvalidConfig, "noticed_after_seconds"),
         ((WorkerDeath(1.0, 0),), InvalidConfig, "WorkerDeath.worker"),
         ((WorkerDrain(1.0, None),), InvalidConfig, "WorkerDrain.worker"),
+        ((WorkerDrain(1.0, "w0", -1.0),), InvalidConfig, "WorkerDrain.handover_seconds"),
         ((WorkerJoin(1.0, "w9"),), InvalidConfig, "WorkerJoin.spec"),
         ((WorkerJoin(1.0, WorkerSpec("w9", cost_model="none such")),), InvalidConfig, "none such"),
         (("w0@30",), InvalidConfig, "w0@30"),

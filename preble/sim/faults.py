@@ -31,10 +31,12 @@ class WorkerJoin:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDrain:
-    """A worker gets no more requests and ends those that it has."""
+    """A worker gets no more requests and ends those that it has; its prefixes go to others within
+    `handover_seconds`, in which it still takes requests for what it has cached."""
 
     at_seconds: float
     worker: str
+    handover_seconds: float = 0.0
 
 
 Fault = WorkerDeath | WorkerJoin | WorkerDrain
@@ -90,6 +92,8 @@ def _check_fields(fault: Fault) -> None:
     check_seconds("at_seconds of a fault", fault.at_seconds)
     if isinstance(fault, WorkerDeath):
         check_seconds("WorkerDeath.noticed_after_seconds", fault.noticed_after_seconds)
+    if isinstance(fault, WorkerDrain):
+        check_seconds("WorkerDrain.handover_seconds", fault.handover_seconds)
     if isinstance(fault, WorkerJoin):
         if not isinstance(fault.spec, WorkerSpec):
             raise InvalidConfig(f"WorkerJoin.spec must be a WorkerSpec, got {fault.spec!r}")

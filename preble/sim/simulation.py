@@ -247,7 +247,7 @@ class Simulation:
         if isinstance(fault, WorkerJoin):
             self._add_worker(fault.spec)
         elif isinstance(fault, WorkerDrain):
-            self.scheduler.drain_worker(fault.worker)
+            self.scheduler.drain_worker(fault.worker, handover_seconds=fault.handover_seconds)
         else:
             worker = self._workers[fault.worker]
             worker.die()

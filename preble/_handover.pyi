@@ -1,0 +1,20 @@
+# Types of `_handover.pyx`; what the functions promise stands there.
+
+from collections.abc import Hashable
+
+from ._booking import DecisionCore
+
+class HotPrefix:
+    namespace: Hashable
+    head: tuple[int, ...]
+    tokens: int
+    hits: float
+    hot_seconds: float
+    loss_seconds: float
+
+def hot_prefixes(core: DecisionCore, worker: int, now: float, *, exclusive: bool) -> list[HotPrefix]: ...
+def hand_over(core: DecisionCore, prefix: HotPrefix, giver: int, taker: int, now: float, *, keep: bool) -> int: ...
+def open_workers(core: DecisionCore, now: float) -> list[tuple[float, int, str, int]]: ...
+def takes_any(core: DecisionCore, index: int, name: str) -> bool: ...
+def joined_at(core: DecisionCore, index: int) -> float: ...
+def oldest_joined(core: DecisionCore) -> float: ...
