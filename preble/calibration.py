@@ -1,22 +1,23 @@
-"""What workers really cost, learned from requests' own times. Owns the estimate of two factors for each worker, on the
-prefill and on the decode of the cost model it was given, and the rule by which a better model is published.
+"""What workers really cost, learned from requests' own times. Owns the estimate of four factors for each worker, on the
+terms of the cost model it was given, and the rule by which a better model is published.
 
 `_gauges.pyx` notes samples on the hot path; `Calibrator.tick` reads them in the background. docs/calibration.md tells
 an operator what is behind it. Knows nothing of requests, prompts or policies.
 
-  1. Each sample is compared with what the worker's prior says of it: log(seconds / seconds predicted).
-  2. A factor is the median of these, newer samples weighing more, so that outliers are counted and not felt. A worker
-     of which only one of the two is known has it for both.
-  3. Workers with the same prior are a group, and its factors are the medians of theirs. They are taken for each of its
-     workers, newcomers too, as long as its own are not clearly others.
-  4. A group's prior is believed until it is clearly wrong. Factors are rounded, and a model is published only where it
-     differs enough from the one that is: workers that are alike stay exactly alike.
+  1. What the prior says of each sample is a sum of four terms, in seconds: iterations as short as decodes' are (floor),
+     what more tokens in an iteration take (rise), attention over contexts, attention of long chunks (pair). The factors
+     are those that make the sums fit best: least squares of logarithms, in which newer samples weigh more and outliers
+     next to nothing. Where samples cannot tell terms apart, these keep the proportion they have in the prior.
+  2. Workers with the same prior are a group, and the factors of its middle worker are taken for all of them, newcomers
+     too, as long as a worker's own are not clearly others.
+  3. A prior is believed until it is clearly wrong for what the worker usually does, and a model is published only where
+     it differs enough from the one that is: workers that are alike stay exactly alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,52 +30,51 @@ from ._gauges import swap_cost
 from .errors import InvalidConfig
 
 Floats = npt.NDArray[np.float64]
+Logs = tuple[float, float, float, float]  # logarithms of the factors on floor, rise, context and pair
 
-SAMPLES_LEAST = 12  # of a kind, before a factor is known
-HALF_LIFE_SAMPLES = 8  # so many samples later one weighs half
-WORKERS_PER_TICK = 64  # looked at in one tick, in turn; each is some 200 microseconds
-OWN_SHARE_LEAST = 0.5  # of a decode's time, by the model, that must be its own and not others' prefills
+SAMPLES_LEAST = 8  # of both kinds together, before anything is known
+HALF_LIFE_SAMPLES = 12  # so many samples of its kind later one weighs half
+WORKERS_PER_TICK = 32  # looked at in one tick, in turn; each is some milliseconds
+SURE_SHARE_LEAST = 0.7  # of a decode's time, by the model, that must not be others' prefills of which the end is unknown
 DECODE_TOKENS = 64  # in a batch, up to which an iteration is taken for one of decodes
 KNOTS_MAX = 16
 FACTOR_MOST = 1e3
-ERROR_MOST = 0.25  # standard error in logarithms; beyond it a factor is not known
 STEP = 0.05  # factors are rounded to multiples of it, in logarithms
 PRIOR_WRONG = 0.25  # in logarithms: 28 %. The samples' own bias is up to 12 %
 OTHER_THAN_GROUP = 0.2
 WORTH_PUBLISHING = 0.1
 SURE = 2.0  # standard errors
+SPREAD_LEAST = 0.1  # of samples, in logarithms; what is smaller is luck
+APART = 0.7  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
+TOGETHER = 3.0
+ROUNDS = 25
 
 (AT, SECONDS, TOKENS, CONTEXT, BATCH, MOMENTS, OTHER, WAITING) = range(8)  # columns of a sample
+PRIOR: Logs = (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
-    """Logarithms of the factors on a prior's prefill and decode seconds, and their standard errors; infinite: not
-    known."""
+class Estimate:
+    """What samples say of a worker: its factors, and, for its usual prefill and decode iteration, the prior's terms and
+    how sure the fit is of their sums (standard errors of logarithms)."""
 
-    prefill: float = 0.0
-    decode: float = 0.0
-    prefill_error: float = math.inf
-    decode_error: float = math.inf
+    logs: Logs
+    prefill_terms: Floats
+    decode_terms: Floats
+    prefill_error: float
+    decode_error: float
 
-    @property
-    def known(self) -> bool:
-        """Whether either is."""
-        return min(self.prefill_error, self.decode_error) < math.inf
+    def factors(self, logs: Logs) -> tuple[float, float]:
+        """Logarithms of what these factors make of the usual prefill and decode, as parts of the prior's."""
+        return _gain(self.prefill_terms, logs), _gain(self.decode_terms, logs)
 
-    def differs(self, other: Factors, by: float) -> bool:
-        """Whether either factor is surely further from the other's than `by`."""
+    def differs(self, logs: Logs, by: float) -> bool:
+        """Whether prefill or decode is surely further from what these factors say than `by`."""
+        (prefill, decode), (other_prefill, other_decode) = self.factors(self.logs), self.factors(logs)
         return (
-            abs(self.prefill - other.prefill) > by + SURE * self.prefill_error
-            or abs(self.decode - other.decode) > by + SURE * self.decode_error
+            abs(prefill - other_prefill) > by + SURE * self.prefill_error
+            or abs(decode - other_decode) > by + SURE * self.decode_error
         )
-
-    def rounded(self) -> Factors:
-        """The same in whole steps."""
-        return Factors(round(self.prefill / STEP) * STEP, round(self.decode / STEP) * STEP, 0.0, 0.0)
-
-
-PRIOR = Factors(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -83,8 +83,9 @@ class _Measured:
 
     index: int
     prior: CostModel
-    published: Factors
-    found: Factors = field(default_factory=Factors)
+    key: Hashable  # equal for equal priors
+    published: Logs
+    found: Estimate | None = None
     own: bool = False  # its factors are not its group's
     seen: tuple[int, int, int] = (0, 0, 0)
     changes: int = 0
@@ -98,11 +99,14 @@ class Calibrator:
         self._core = core
         self._window_seconds = window_seconds
         self._workers: dict[str, _Measured] = {}
-        self._groups: dict[Hashable, Factors] = {}  # what is taken for a group's workers
+        self._groups: dict[Hashable, Logs] = {}  # what is taken for a group's workers
 
     def opened(self, name: str, index: int, prior: CostModel, published: CostModel) -> None:
         """A worker joined, whose decisions reckon with `published`: its prior, unless it was restored."""
-        self._workers[name] = _Measured(index, prior, factors_between(prior, published))
+        logs = logs_between(prior, published)
+        worker = _Measured(index, prior, key_of(prior), logs)
+        self._workers[name] = worker
+        self._groups.setdefault(worker.key, logs)
 
     def closed(self, name: str) -> None:
         """A worker left."""
@@ -128,40 +132,29 @@ class Calibrator:
                 return
             prefills, decodes = self._core.gauges.samples(worker.index)
         worker.seen = seen
-        worker.found = estimated(worker.prior, rows_of(prefills), rows_of(decodes), now - self._window_seconds)
+        found = estimated(worker.prior, rows_of(prefills), rows_of(decodes), now - self._window_seconds)
+        worker.found = worker.found if found is None else found
 
     def _regroup(self) -> None:
         """The factors of each group, moved where that is worth it, and who differs from its group."""
         members: dict[Hashable, list[_Measured]] = {}
-        for worker in self._workers.values():
-            members.setdefault(key_of(worker.prior), []).append(worker)
-        self._groups = {key: self._group(self._groups.get(key, PRIOR), group) for key, group in members.items()}
+        with self._core.tree:
+            for worker in self._workers.values():
+                members.setdefault(worker.key, []).append(worker)
+            self._groups = {key: _of_group(self._groups.get(key, PRIOR), group) for key, group in members.items()}
         for key, group in members.items():
             for worker in group:
                 by = 0.5 * OTHER_THAN_GROUP if worker.own else OTHER_THAN_GROUP
-                worker.own = worker.found.known and worker.found.differs(self._groups[key], by)
-
-    def _group(self, taken: Factors, group: Iterable[_Measured]) -> Factors:
-        known = [worker.found for worker in group if worker.found.known]
-        if not known:
-            return taken
-        found = Factors(
-            _middle(factors.prefill for factors in known),
-            _middle(factors.decode for factors in known),
-            _middle(factors.prefill_error for factors in known),
-            _middle(factors.decode_error for factors in known),
-        )
-        by = PRIOR_WRONG if taken == PRIOR else WORTH_PUBLISHING
-        return found.rounded() if found.differs(taken, by) else taken
+                worker.own = worker.found is not None and worker.found.differs(self._groups[key], by)
 
     def _publish(self, name: str) -> None:
         with self._core.tree:
             worker = self._workers.get(name)
             if worker is None:
                 return
-            wanted = self._groups.get(key_of(worker.prior), PRIOR)
-            if worker.own:
-                wanted = worker.found.rounded()
+            wanted = self._groups.get(worker.key, PRIOR)
+            if worker.own and worker.found is not None:
+                wanted = _rounded(worker.found.logs)
                 if not worker.found.differs(worker.published, WORTH_PUBLISHING):
                     return
             if wanted == worker.published:
@@ -171,17 +164,20 @@ class Calibrator:
             worker.changes += 1
 
     def stats(self, name: str) -> dict[str, Any]:
-        """What is known of a worker's cost: factors on its prior as measured and as decisions reckon, confidence."""
+        """What is known of a worker's cost: the model that decisions reckon with, as coefficients; the factors on its
+        prior for the usual prefill and decode, as they reckon and as measured; and how sure these are, from 0 to 1."""
         worker = self._workers[name]
         found = worker.found
+        taken = (0.0, 0.0) if found is None else found.factors(worker.published)
+        told = (None, None) if found is None else tuple(math.exp(log) for log in found.factors(found.logs))
         return {
-            "prior": worker.prior.name,
-            "prefill_factor": math.exp(worker.published.prefill),
-            "decode_factor": math.exp(worker.published.decode),
-            "measured_prefill_factor": math.exp(found.prefill) if found.prefill_error < math.inf else None,
-            "measured_decode_factor": math.exp(found.decode) if found.decode_error < math.inf else None,
-            "prefill_confidence": confidence(found.prefill_error),
-            "decode_confidence": confidence(found.decode_error),
+            **scaled(worker.prior, worker.published).coefficients(),
+            "prefill_factor": math.exp(taken[0]),
+            "decode_factor": math.exp(taken[1]),
+            "measured_prefill_factor": told[0],
+            "measured_decode_factor": told[1],
+            "prefill_confidence": 0.0 if found is None else confidence(found.prefill_error),
+            "decode_confidence": 0.0 if found is None else confidence(found.decode_error),
             "prefill_samples": worker.seen[0],
             "decode_samples": worker.seen[1],
             "ignored_samples": worker.seen[2],
@@ -194,6 +190,23 @@ def confidence(error: float) -> float:
     return 1.0 / (1.0 + 10.0 * error)
 
 
+def _of_group(taken: Logs, group: list[_Measured]) -> Logs:
+    """The factors of a group's middle worker, where they are worth a change. Of two in the middle it is the faster
+    one's."""
+    known = [worker.found for worker in group if worker.found is not None]
+    if not known:
+        return taken
+    known.sort(key=lambda found: sum(found.factors(found.logs)))
+    found = known[(len(known) - 1) // 2]
+    by = PRIOR_WRONG if taken == PRIOR else WORTH_PUBLISHING
+    return _rounded(found.logs) if found.differs(taken, by) else taken
+
+
+def _rounded(logs: Logs) -> Logs:
+    floor, rise, context, pair = (round(log / STEP) * STEP for log in logs)
+    return floor, rise, context, pair
+
+
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
@@ -203,77 +216,112 @@ def rows_of(samples: bytes) -> Floats:
     return rows[np.argsort(rows[:, AT], kind="stable")]
 
 
-def estimated(prior: CostModel, prefills: Floats, decodes: Floats, since: float) -> Factors:
-    """Both factors on a prior from samples that ended after `since`."""
+def estimated(prior: CostModel, prefills: Floats, decodes: Floats, since: float) -> Estimate | None:
+    """What samples that ended after `since` say; None where they are too few."""
     parts = Parts(prior)
     prefills, decodes = prefills[prefills[:, AT] >= since], decodes[decodes[:, AT] >= since]
-    prefill, prefill_error = middle(np.log(prefills[:, SECONDS] / prefill_predicted(parts, prefills)))
-    taken = prefill if prefill_error < math.inf else 0.0
-    decode, decode_error = middle(decode_ratios(parts, decodes, math.exp(taken)))
-    if decode_error == math.inf:
-        decode = prefill
-    elif prefill_error == math.inf:
-        prefill = decode
-    return Factors(prefill, decode, prefill_error, decode_error)
+    prefill_terms, (decode_terms, use) = prefill_expected(parts, prefills), decode_expected(parts, decodes)
+    weights = np.concatenate([_recent(len(prefills)), _recent(int(use.sum()))])
+    if len(weights) < SAMPLES_LEAST:
+        return None
+    seconds = np.concatenate([prefills[:, SECONDS], decodes[use, SECONDS]])
+    logs, doubt = fitted(np.concatenate([prefill_terms, decode_terms[use]]), seconds, weights)
+    prefill, decode = _usual(parts, prefills, decodes)
+    return Estimate(logs, prefill, decode, _error(prefill, logs, doubt), _error(decode, logs, doubt))
 
 
-def prefill_predicted(parts: Parts, rows: Floats) -> Floats:
-    """Seconds the prior gives stretches of prefills: an iteration a moment, with the decodes beside it, and half an
+def _recent(count: int) -> Floats:
+    return np.asarray(0.5 ** (np.arange(count)[::-1] / HALF_LIFE_SAMPLES))
+
+
+def _usual(parts: Parts, prefills: Floats, decodes: Floats) -> tuple[Floats, Floats]:
+    """The prior's terms of a worker's usual prefill, alone, and of its usual decode iteration."""
+    tokens, context, batch = 512.0, 512.0, 8.0
+    if len(prefills):
+        moments = np.maximum(prefills[:, MOMENTS], 1.0)
+        tokens, context = (float(np.median(prefills[:, column] / moments)) for column in (TOKENS, CONTEXT))
+    beside = batch * context
+    if len(decodes):
+        batch = float(np.median(decodes[:, BATCH]))
+        beside = float(np.median(decodes[:, BATCH] * decodes[:, CONTEXT]))
+    return parts.terms([tokens], [context], [tokens])[0], parts.terms([batch], [beside], [0.0])[0]
+
+
+def prefill_expected(parts: Parts, rows: Floats) -> Floats:
+    """The prior's terms of stretches of prefills: an iteration a moment, with the decodes beside it, and half an
     iteration of these before it where nothing waited."""
     moments = np.maximum(rows[:, MOMENTS], 1.0)
     tokens, context, batch = (rows[:, column] / moments for column in (TOKENS, CONTEXT, BATCH))
     beside = batch * (context.mean() if len(context) else 0.0)
-    alone = parts.linear(tokens + batch) + parts.context(context + beside) + parts.pair(tokens, context)
-    residue = np.where(batch > 0.0, 0.5 * (parts.linear(batch) + parts.context(beside)), 0.0)
-    return np.maximum(moments * alone + rows[:, OTHER] * residue, 1e-9)
+    alone = parts.terms(tokens + batch, context + beside, tokens, context)
+    residue = np.where(batch > 0.0, 0.5 * rows[:, OTHER], 0.0)
+    return moments[:, None] * alone + residue[:, None] * parts.terms(batch, beside, 0.0 * batch)
 
 
-def decode_ratios(parts: Parts, rows: Floats, prefill_factor: float) -> Floats:
-    """Logarithms of seconds / predicted, of decodes whose time was mostly their own. Iterations that ended another's
-    prefill are taken out on both sides."""
+def decode_expected(parts: Parts, rows: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """The prior's terms of decodes, with the iterations that ended others' prefills, and which rows can be used: not
+    those that may have stood beside the better part of a prefill of which the end has not been seen."""
     others, batch = rows[:, MOMENTS], rows[:, BATCH]
-    beside = parts.context(batch * rows[:, CONTEXT])
-    own = np.maximum(rows[:, TOKENS] - others, 0.0) * (parts.linear(batch) + beside)
-    chunk = rows[:, OTHER] / np.maximum(others, 1.0)
-    mixed = others * (parts.linear(chunk + batch) + beside + parts.pair(chunk, chunk))
-    left = rows[:, SECONDS] - prefill_factor * mixed
-    use = (own > 0.0) & (left > 0.0) & (own >= OWN_SHARE_LEAST * (own + mixed + rows[:, WAITING]))
-    return np.log(left[use] / own[use])
+    beside, chunk = batch * rows[:, CONTEXT], rows[:, OTHER] / np.maximum(others, 1.0)
+    own = np.maximum(rows[:, TOKENS] - others, 0.0)[:, None] * parts.terms(batch, beside, 0.0 * batch)
+    mixed = others[:, None] * parts.terms(chunk + batch, chunk + beside, chunk)
+    known = (own + mixed).sum(axis=1)
+    return own + mixed, known >= SURE_SHARE_LEAST * (known + rows[:, WAITING])
 
 
-def middle(logs: Floats) -> tuple[float, float]:
-    """Median of logarithms, oldest first, in which newer ones weigh more, and its standard error: infinite where there
-    are too few, or the median cannot be a factor."""
-    logs = logs[np.isfinite(logs)]
-    if len(logs) < SAMPLES_LEAST:
-        return 0.0, math.inf
-    weights = 0.5 ** (np.arange(len(logs))[::-1] / HALF_LIFE_SAMPLES)
-    found = weighted_median(logs, weights)
-    spread = 1.4826 * weighted_median(np.abs(logs - found), weights)
-    count = weights.sum() ** 2 / (weights**2).sum()
-    limit = math.log(FACTOR_MOST)
-    error = float(1.2533 * spread / math.sqrt(count))
-    return min(max(found, -limit), limit), error if error <= ERROR_MOST else math.inf
+def fitted(terms: Floats, seconds: Floats, weights: Floats) -> tuple[Logs, Floats]:
+    """Logarithms of the factors under which the terms' sums are closest to the seconds, and their covariance.
+
+    Gauss-Newton on log(seconds / sum), each sample weighed by 1 / (1 + (its error / 2 spreads)^2) anew each round. The
+    ridge, factors near each other, keeps apart nothing that the samples do not.
+    """
+    usable = np.isfinite(seconds) & (seconds > 0.0) & (terms.sum(axis=1) > 0.0)
+    terms, logs, weights = terms[usable], np.log(seconds[usable]), weights[usable]
+    ridge = np.linalg.inv(APART**2 * np.eye(4) + TOGETHER**2 * np.ones((4, 4)))
+    limit, covariance = math.log(FACTOR_MOST), np.linalg.inv(ridge)
+    if not len(logs):
+        return PRIOR, covariance
+    found = np.full(4, np.clip(_median(logs - np.log(terms.sum(axis=1)), weights), -limit, limit))
+    for _ in range(ROUNDS):
+        parts = terms * np.exp(found)
+        sums = parts.sum(axis=1)
+        errors = logs - np.log(sums)
+        spread = max(SPREAD_LEAST, 1.4826 * _median(np.abs(errors), weights))
+        sure = weights / (1.0 + (errors / (2.0 * spread)) ** 2) / spread**2
+        slopes = parts / sums[:, None]
+        covariance = np.linalg.inv(slopes.T @ (sure[:, None] * slopes) + ridge)
+        step = np.clip(covariance @ (slopes.T @ (sure * errors) - ridge @ found), -1.0, 1.0)
+        found = np.clip(found + step, -limit, limit)
+        if np.abs(step).max() < 1e-3:
+            break
+    floor, rise, context, pair = (float(log) for log in found)
+    return (floor, rise, context, pair), covariance
 
 
-def weighted_median(values: Floats, weights: Floats) -> float:
+def _gain(terms: Floats, logs: Logs) -> float:
+    """Logarithm of what factors make of a sum of terms."""
+    return math.log(float(terms @ np.exp(logs)) / float(terms.sum())) if terms.sum() > 0.0 else 0.0
+
+
+def _error(terms: Floats, logs: Logs, covariance: Floats) -> float:
+    """Standard error of the logarithm of a sum of terms."""
+    parts = terms * np.exp(logs)
+    slopes = parts / max(float(parts.sum()), 1e-300)
+    return math.sqrt(max(float(slopes @ covariance @ slopes), 0.0))
+
+
+def _median(values: Floats, weights: Floats) -> float:
     """The value below and above which lies half of the weight."""
     order = np.argsort(values, kind="stable")
     sums = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(sums, 0.5 * sums[-1])])
 
 
-def _middle(values: Iterable[float]) -> float:
-    """The median; of two in the middle the lower, so that of two workers the faster one makes the group."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
-
-
 # --- cost models ------------------------------------------------------------------------------------------------------
 
 
 class Parts:
-    """The parts of a cost model, for arrays."""
+    """The terms of a cost model, for arrays."""
 
     def __init__(self, model: CostModel) -> None:
         found: dict[str, Any] = model.coefficients()
@@ -290,87 +338,76 @@ class Parts:
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.at[-1] - self.at[-2])
         return np.asarray(inside + slope * np.maximum(np.asarray(tokens) - self.at[-1], 0.0))
 
-    def context(self, tokens: Floats) -> Floats:
-        """Seconds of attention over a context."""
+    def terms(self, tokens: Any, context: Any, chunk: Any, chunk_context: Any = None) -> Floats:
+        """Rows of (floor, rise, context, pair) seconds of iterations of so many tokens, over contexts that sum up to
+        `context`, one chunk of a prefill among them."""
+        tokens, context, chunk = np.asarray(tokens), np.asarray(context), np.asarray(chunk)
+        floor = self.linear(np.minimum(tokens, DECODE_TOKENS))
         start, flat, base, slope = self._context
-        return np.where(tokens <= start, flat, base + slope * tokens)
-
-    def pair(self, chunk: Floats, context: Floats) -> Floats:
-        """Seconds of attention of a chunk over its context."""
+        attention = np.where(context <= start, flat, base + slope * context)
+        last = np.maximum(chunk, context if chunk_context is None else chunk_context)
         start, base, q, s, qs = self._pair
-        return np.where(chunk * context <= start, 0.0, base + q * chunk + s * context + qs * chunk * context)
+        pair = np.where((chunk <= 0.0) | (chunk * last <= start), 0.0, base + q * chunk + s * last + qs * chunk * last)
+        return np.stack([floor, self.linear(tokens) - floor, attention, pair], axis=1)
 
 
-def scaled(prior: CostModel, factors: Factors) -> CostModel:
-    """A prior times its factors: iterations of up to DECODE_TOKENS tokens and attention over contexts times that of
-    decode, longer prefills times that of prefill and at least what the longest decode takes.
-
-    Monotone whatever the factors; where the prior's terms do not allow that apart, both get the factor between.
-    """
-    if factors == PRIOR:
+def scaled(prior: CostModel, logs: Logs) -> CostModel:
+    """A prior with its terms times the factors. Monotone, positive and finite whatever these are: only the pair term
+    may fall in one of its tokens, and where the others do not make up for it, it gets the least factor of all."""
+    if logs == PRIOR:
         return prior
-    decode, prefill = math.exp(factors.decode), math.exp(factors.prefill)
+    floor, rise, context, pair = (math.exp(log) for log in logs)
     with suppress(InvalidConfig):
-        return _times(prior, prefill, decode)
-    both = math.sqrt(decode * prefill)
-    return _times(prior, both, both)
+        return _times(prior, floor, rise, context, pair)
+    return _times(prior, floor, rise, context, min(floor, rise, context, pair))
 
 
-def _times(prior: CostModel, prefill: float, decode: float) -> CostModel:
+def _times(prior: CostModel, floor: float, rise: float, context: float, pair: float) -> CostModel:
     found: dict[str, Any] = prior.coefficients()
-    start, *context = found["context"]
-    pair_start, *pair = found["pair"]
+    parts = Parts(prior)
+    least = float(parts.linear(DECODE_TOKENS))
+    points = []
+    for tokens in _ends(parts):
+        short = float(parts.linear(min(tokens, float(DECODE_TOKENS))))
+        points.append((tokens, floor * short + rise * max(float(parts.linear(tokens)) - least, 0.0)))
+    context_from, *rest = found["context"]
+    pair_from, *pairs = found["pair"]
     return CostModel(
-        [(tokens, decode * seconds) for tokens, seconds in found["knots"]]
-        if prefill == decode
-        else _knots(Parts(prior), prefill, decode),
-        context=(start, *(decode * number for number in context)),
-        pair=(pair_start, *(prefill * number for number in pair)),
+        points,
+        context=(context_from, *(context * number for number in rest)),
+        pair=(pair_from, *(pair * number for number in pairs)),
         name=found["name"],
     )
 
 
-def _knots(parts: Parts, prefill: float, decode: float) -> list[tuple[float, float]]:
-    """The linear part with two factors, as knots."""
-    least = decode * float(parts.linear(DECODE_TOKENS))
-    ends = {0.0, float(DECODE_TOKENS), 2.0 * DECODE_TOKENS, *(float(tokens) for tokens in parts.at)}
-    ends.add(2.0 * max(ends))
-    ends |= _crossings(parts, sorted(ends), least / prefill)
-    ends.add(2.0 * max(ends))
-    points = []
-    for tokens in _thinned(sorted(ends)):
-        seconds = float(parts.linear(tokens))
-        points.append((tokens, decode * seconds if tokens <= DECODE_TOKENS else max(least, prefill * seconds)))
-    return points
+def _ends(parts: Parts) -> list[float]:
+    """The knots of a scaled model: the prior's, and where decodes end. Where these are more than there may be, one goes
+    that is inside."""
+    ends = sorted({*(float(tokens) for tokens in parts.at), float(DECODE_TOKENS)})
+    if ends[-1] <= DECODE_TOKENS:
+        ends.append(2.0 * DECODE_TOKENS)
+    while len(ends) > KNOTS_MAX:
+        inside = [at for at in range(1, len(ends) - 2) if ends[at] != DECODE_TOKENS]
+        del ends[min(inside, key=lambda at: ends[at + 1] - ends[at - 1])]
+    return ends
 
 
-def _crossings(parts: Parts, ends: list[float], seconds: float) -> set[float]:
-    """Where the linear part rises above `seconds`, if it does beyond what decodes take."""
-    slope = (parts.linear(ends[-1]) - parts.linear(ends[-2])) / (ends[-1] - ends[-2])
-    beyond = ends[-1] + (seconds - float(parts.linear(ends[-1]))) / slope if slope > 0.0 else 0.0
-    for low, high in zip(ends, [*ends[1:], max(beyond, ends[-1])], strict=True):
-        a, b = float(parts.linear(low)), float(parts.linear(high))
-        if a < seconds < b and low >= DECODE_TOKENS:
-            return {low + (seconds - a) * (high - low) / (b - a)}
-    return set()
-
-
-def _thinned(ends: list[float]) -> list[float]:
-    """At most as many as a cost model may have, the first few and the last few among them."""
-    if len(ends) <= KNOTS_MAX:
-        return ends
-    places = np.linspace(0, len(ends) - 1, KNOTS_MAX).round().astype(int)
-    return [ends[place] for place in places]
-
-
-def factors_between(prior: CostModel, published: CostModel) -> Factors:
-    """The factors by which a model was published, if it was; read off where each of them rules."""
+def logs_between(prior: CostModel, published: CostModel) -> Logs:
+    """The factors with which a model was made from its prior, by `scaled`."""
     if key_of(prior) == key_of(published):
         return PRIOR
-    decode = float(Parts(published).linear(1.0)) / max(float(Parts(prior).linear(1.0)), 1e-12)
-    prefill = published.prefill_time(65536) / max(prior.prefill_time(65536), 1e-12)
-    logs = [math.log(min(max(factor, 1 / FACTOR_MOST), FACTOR_MOST)) for factor in (prefill, decode)]
-    return Factors(logs[0], logs[1], 0.0, 0.0).rounded()
+    pairs = list(zip(_marks(prior), _marks(published), strict=True))
+    logs = [math.log(after / before) if before > 0.0 and after > 0.0 else None for before, after in pairs]
+    instead = next((log for log in logs if log is not None), 0.0)
+    limit = math.log(FACTOR_MOST)
+    return _rounded(tuple(min(max(instead if log is None else log, -limit), limit) for log in logs))  # type: ignore[arg-type]
+
+
+def _marks(model: CostModel) -> tuple[float, float, float, float]:
+    """A number of each term that its factor multiplies."""
+    parts, found = Parts(model), model.coefficients()
+    floor = float(parts.linear(DECODE_TOKENS))
+    return floor, float(parts.linear(65536.0)) - floor, found["context"][3], found["pair"][4]  # type: ignore[index]
 
 
 def key_of(model: CostModel) -> Hashable:

@@ -24,6 +24,7 @@ from ._cost import CostModel, LoadBook
 from ._events import EventBatch
 from ._hot import RequestCalls, finite_time, hashable, output_limit
 from ._radix import RadixTree
+from .calibration import Calibrator
 from .clock import Clock, monotonic
 from .errors import (
     DuplicateWorker,
@@ -69,6 +70,7 @@ class SchedulerConfig:
     lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
     cancelled by `tick`, and counted.
     tick_seconds: how often the background thread of `start` ticks.
+    calibrate: learn from requests' times what workers really cost (docs/calibration.md).
     """
 
     history_seconds: float = 180.0
@@ -79,6 +81,7 @@ class SchedulerConfig:
     live_requests_max: int = 1 << 20
     lease_seconds: float = 3600.0
     tick_seconds: float = 1.0
+    calibrate: bool = True
 
     def __post_init__(self) -> None:
         for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
@@ -86,6 +89,8 @@ class SchedulerConfig:
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
         if not (_is_number(self.exploit_ratio) and 0.0 <= self.exploit_ratio <= 1.0):
             raise InvalidConfig(f"SchedulerConfig.exploit_ratio must be in [0, 1], got {self.exploit_ratio!r}")
+        if not isinstance(self.calibrate, bool):
+            raise InvalidConfig(f"SchedulerConfig.calibrate must be True or False, got {self.calibrate!r}")
         check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
         check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
         check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)
@@ -142,7 +147,9 @@ class GlobalScheduler(RequestCalls):
             exploit_ratio=self.config.exploit_ratio,
             victims_max=self.config.victims_max,
             live_max=self.config.live_requests_max,
+            calibrate=self.config.calibrate,
         )
+        self._calibrator = Calibrator(self._core, self.config.history_seconds) if self.config.calibrate else None
         self._open_records(record, shadow)
         self._asks = self._policy is not None or (self._shadow is not None and self._shadow.policy is not None)
         self._books = _open_books(self._policy, self._shadow, self._core.tree)
@@ -361,6 +368,9 @@ class GlobalScheduler(RequestCalls):
         worker = _Worker(spec, index, BlockIndex(self._core.tree, index, blocks_max), draining)
         self._workers[spec.id] = worker
         self._core.set_eligible(index, not draining)
+        if self._calibrator is not None:
+            prior = _cost_model(spec.cost_model, "cost_model") or self._cost_model
+            self._calibrator.opened(spec.id, index, prior, cost)
         if self._books is not None:
             self._books.opened(spec.id, index, cost)
         return worker
@@ -379,6 +389,8 @@ class GlobalScheduler(RequestCalls):
             worker = self._worker(worker_id)
             orphans = self._core.close_worker(worker.index)
             del self._workers[worker_id]
+            if self._calibrator is not None:
+                self._calibrator.closed(worker_id)
             if self._books is not None:
                 self._books.closed(worker_id)
             return orphans
@@ -484,6 +496,8 @@ class GlobalScheduler(RequestCalls):
         unseen = self._core.unseen_since(before)
         if unseen:
             self._count("expired_leases", give_back(self, unseen, before, at))
+        if self._calibrator is not None:
+            self._calibrator.tick(at)
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
@@ -559,6 +573,7 @@ class GlobalScheduler(RequestCalls):
             "draining": worker.draining,
             **worker.blocks.stats(),
             **worker.drift.stats(),
+            "cost": {} if self._calibrator is None else self._calibrator.stats(worker.spec.id),
         }
 
     def _tick_until(self, stop: threading.Event) -> None:
