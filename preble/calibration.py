@@ -35,22 +35,31 @@ Logs = tuple[float, float, float, float]  # logarithms of the factors on floor, 
 SAMPLES_LEAST = 8  # of both kinds together, before anything is known
 HALF_LIFE_SAMPLES = 12  # so many samples of its kind later one weighs half
 WORKERS_PER_TICK = 32  # looked at in one tick, in turn; each is some milliseconds
-SURE_SHARE_LEAST = 0.7  # of a decode's time, by the model, that must not be others' prefills of which the end is unknown
+OWN_SHARE_LEAST = 0.5  # of a decode's time, by the model, that must be its own and not others' prefills
 DECODE_TOKENS = 64  # in a batch, up to which an iteration is taken for one of decodes
 KNOTS_MAX = 16
 FACTOR_MOST = 1e3
 STEP = 0.05  # factors are rounded to multiples of it, in logarithms
-PRIOR_WRONG = 0.25  # in logarithms: 28 %. The samples' own bias is up to 12 %
-OTHER_THAN_GROUP = 0.2
+PRIOR_WRONG = 0.35  # in logarithms: 42 %. The samples' own bias is up to 25 % where a fleet is overloaded
+OTHER_THAN_GROUP = 0.25
 WORTH_PUBLISHING = 0.1
-SURE = 2.0  # standard errors
+SURE = 3.0  # standard errors
 SPREAD_LEAST = 0.1  # of samples, in logarithms; what is smaller is luck
-APART = 0.7  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
+APART = 1.5  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
 TOGETHER = 3.0
 ROUNDS = 25
 
 (AT, SECONDS, TOKENS, CONTEXT, BATCH, MOMENTS, OTHER, WAITING) = range(8)  # columns of a sample
 PRIOR: Logs = (0.0, 0.0, 0.0, 0.0)
+
+# For an engine of which nothing is known: of the shape that measured ones have, of a size between theirs, and not
+# believed, so that it gives way as soon as there are samples.
+NEUTRAL = CostModel(
+    [(0, 0.02), (256, 0.02), (8192, 0.64)],
+    context=(0.0, 0.0, 0.0, 1e-6),
+    pair=(0.0, 0.0, 0.0, 0.0, 1e-9),
+    name="neutral",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +207,8 @@ def _of_group(taken: Logs, group: list[_Measured]) -> Logs:
         return taken
     known.sort(key=lambda found: sum(found.factors(found.logs)))
     found = known[(len(known) - 1) // 2]
-    by = PRIOR_WRONG if taken == PRIOR else WORTH_PUBLISHING
+    believed = taken == PRIOR and group[0].prior.name != NEUTRAL.name
+    by = PRIOR_WRONG if believed else WORTH_PUBLISHING
     return _rounded(found.logs) if found.differs(taken, by) else taken
 
 
@@ -226,7 +236,9 @@ def estimated(prior: CostModel, prefills: Floats, decodes: Floats, since: float)
         return None
     seconds = np.concatenate([prefills[:, SECONDS], decodes[use, SECONDS]])
     logs, doubt = fitted(np.concatenate([prefill_terms, decode_terms[use]]), seconds, weights)
-    prefill, decode = _usual(parts, prefills, decodes)
+    few = parts.terms([8.0], [4096.0], [0.0])[0]  # a batch of eight, where nothing is known of batches
+    prefill = _usual(prefill_terms, _recent(len(prefills)), few)
+    decode = _usual(decode_terms[use], _recent(int(use.sum())), few)
     return Estimate(logs, prefill, decode, _error(prefill, logs, doubt), _error(decode, logs, doubt))
 
 
@@ -234,17 +246,9 @@ def _recent(count: int) -> Floats:
     return np.asarray(0.5 ** (np.arange(count)[::-1] / HALF_LIFE_SAMPLES))
 
 
-def _usual(parts: Parts, prefills: Floats, decodes: Floats) -> tuple[Floats, Floats]:
-    """The prior's terms of a worker's usual prefill, alone, and of its usual decode iteration."""
-    tokens, context, batch = 512.0, 512.0, 8.0
-    if len(prefills):
-        moments = np.maximum(prefills[:, MOMENTS], 1.0)
-        tokens, context = (float(np.median(prefills[:, column] / moments)) for column in (TOKENS, CONTEXT))
-    beside = batch * context
-    if len(decodes):
-        batch = float(np.median(decodes[:, BATCH]))
-        beside = float(np.median(decodes[:, BATCH] * decodes[:, CONTEXT]))
-    return parts.terms([tokens], [context], [tokens])[0], parts.terms([batch], [beside], [0.0])[0]
+def _usual(terms: Floats, weights: Floats, instead: Floats) -> Floats:
+    """The terms of a worker's usual sample of a kind; `instead` where it has none."""
+    return np.asarray(weights @ terms / weights.sum()) if len(weights) else instead
 
 
 def prefill_expected(parts: Parts, rows: Floats) -> Floats:
@@ -260,13 +264,13 @@ def prefill_expected(parts: Parts, rows: Floats) -> Floats:
 
 def decode_expected(parts: Parts, rows: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """The prior's terms of decodes, with the iterations that ended others' prefills, and which rows can be used: not
-    those that may have stood beside the better part of a prefill of which the end has not been seen."""
+    those that stood mostly beside prefills, of which one knows when they ended and not when they began."""
     others, batch = rows[:, MOMENTS], rows[:, BATCH]
     beside, chunk = batch * rows[:, CONTEXT], rows[:, OTHER] / np.maximum(others, 1.0)
     own = np.maximum(rows[:, TOKENS] - others, 0.0)[:, None] * parts.terms(batch, beside, 0.0 * batch)
     mixed = others[:, None] * parts.terms(chunk + batch, chunk + beside, chunk)
-    known = (own + mixed).sum(axis=1)
-    return own + mixed, known >= SURE_SHARE_LEAST * (known + rows[:, WAITING])
+    alone, shared = own.sum(axis=1), mixed.sum(axis=1)
+    return own + mixed, alone >= OWN_SHARE_LEAST * (alone + shared + rows[:, WAITING])
 
 
 def fitted(terms: Floats, seconds: Floats, weights: Floats) -> tuple[Logs, Floats]:
@@ -394,8 +398,6 @@ def _ends(parts: Parts) -> list[float]:
 
 def logs_between(prior: CostModel, published: CostModel) -> Logs:
     """The factors with which a model was made from its prior, by `scaled`."""
-    if key_of(prior) == key_of(published):
-        return PRIOR
     pairs = list(zip(_marks(prior), _marks(published), strict=True))
     logs = [math.log(after / before) if before > 0.0 and after > 0.0 else None for before, after in pairs]
     instead = next((log for log in logs if log is not None), 0.0)
@@ -411,6 +413,6 @@ def _marks(model: CostModel) -> tuple[float, float, float, float]:
 
 
 def key_of(model: CostModel) -> Hashable:
-    """Equal for models that cost the same."""
+    """Equal for models of one name that cost the same."""
     found: dict[str, Any] = model.coefficients()
-    return tuple(found["knots"]), found["context"], found["pair"]
+    return found["name"], tuple(found["knots"]), found["context"], found["pair"]

@@ -24,7 +24,7 @@ from ._cost import CostModel, LoadBook
 from ._events import EventBatch
 from ._hot import RequestCalls, finite_time, hashable, output_limit
 from ._radix import RadixTree
-from .calibration import Calibrator
+from .calibration import NEUTRAL, Calibrator
 from .clock import Clock, monotonic
 from .errors import (
     DuplicateWorker,
@@ -111,9 +111,9 @@ class GlobalScheduler(RequestCalls):
     """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
-    or preset name, or a file (*.json), for workers that bring none. `clock`: any callable returning seconds. `seed`:
-    makes random choices repeatable. `record`: keep records of decisions, a `Recording` says of which. `shadow`: a
-    policy, as `policy`, that is asked what it would do, without effect.
+    or preset name, "neutral", or a file (*.json), for workers that bring none. `clock`: any callable returning
+    seconds. `seed`: makes random choices repeatable. `record`: keep records of decisions, a `Recording` says of which.
+    `shadow`: a policy, as `policy`, that is asked what it would do, without effect.
     """
 
     def __new__(cls, *_: Any, record: Any = None, shadow: Any = None, **__: Any) -> GlobalScheduler:
@@ -641,7 +641,7 @@ def _open_books(policy: Policy | None, shadow: Shadow | None, tree: RadixTree) -
 
 def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
     if isinstance(model, str):
-        return CostModel.preset(model)
+        return NEUTRAL if model == NEUTRAL.name else CostModel.preset(model)
     if model is not None and not isinstance(model, CostModel):
         raise InvalidConfig(f"{name} must be a CostModel, a preset name or a .json file, got {model!r}")
     return model
