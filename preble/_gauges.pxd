@@ -6,7 +6,7 @@ from preble._cost cimport Lease
 
 cdef enum:
     SAMPLES = 64                 # of each kind kept for one worker; older ones are written over
-    STRETCH_MOMENTS = 4          # first tokens' moments after which a stretch of prefills is one sample
+    STRETCH_MOMENTS = 1          # first tokens' moments after which a stretch of prefills is one sample
 
 cdef double MOMENT_SECONDS       # first tokens that come closer than this are of one iteration
 

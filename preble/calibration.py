@@ -41,7 +41,7 @@ KNOTS_MAX = 16
 FACTOR_MOST = 1e3
 STEP = 0.05  # factors are rounded to multiples of it, in logarithms
 PRIOR_WRONG = 0.35  # in logarithms: 42 %. The samples' own bias is up to 25 % where a fleet is overloaded
-OTHER_THAN_GROUP = 0.25
+OTHER_THAN_GROUP = 0.35
 WORTH_PUBLISHING = 0.1
 SURE = 3.0  # standard errors
 SPREAD_LEAST = 0.1  # of samples, in logarithms; what is smaller is luck
@@ -203,7 +203,7 @@ def _of_group(taken: Logs, group: list[_Measured]) -> Logs:
     """The factors of a group's middle worker, where they are worth a change. Of two in the middle it is the faster
     one's."""
     known = [worker.found for worker in group if worker.found is not None]
-    if not known:
+    if 2 * len(known) <= len(group):  # else the first one known would speak for all
         return taken
     known.sort(key=lambda found: sum(found.factors(found.logs)))
     found = known[(len(known) - 1) // 2]
