@@ -477,7 +477,7 @@ def test_a_worker_three_times_slower_gets_about_a_third() -> None:
     assert learned.summary().mean_ttft_seconds < 0.2 * blind.summary().mean_ttft_seconds
 
 
-def test_a_worker_slow_for_a_while_gets_less_and_then_its_share_again() -> None:
+def test_a_worker_slow_for_a_while_gets_less_and_then_its_share_and_model_again() -> None:
     faults = (sim.WorkerSlowdown(30.0, "w0", 3.0), sim.WorkerSlowdown(110.0, "w0", 1.0))
     result = sim.simulate(questions(1500, 7.0), fleet(4, faults=faults))
 
@@ -488,7 +488,7 @@ def test_a_worker_slow_for_a_while_gets_less_and_then_its_share_again() -> None:
 
     assert share(0.0, 30.0) == pytest.approx(1.0, abs=0.25)
     assert share(80.0, 110.0) < 0.6
-    assert share(170.0, 210.0) == pytest.approx(1.0, abs=0.25)
+    assert share(170.0, 210.0) > 0.75, "more than its share, even: its load of the window is lower than the others'"
     told = result.scheduler_stats["workers"]
     assert told["w0"]["cost"]["knots"] == told["w1"]["cost"]["knots"]
 
