@@ -402,7 +402,8 @@ def logs_between(prior: CostModel, published: CostModel) -> Logs:
     logs = [math.log(after / before) if before > 0.0 and after > 0.0 else None for before, after in pairs]
     instead = next((log for log in logs if log is not None), 0.0)
     limit = math.log(FACTOR_MOST)
-    return _rounded(tuple(min(max(instead if log is None else log, -limit), limit) for log in logs))  # type: ignore[arg-type]
+    floor, rise, context, pair = (min(max(instead if log is None else log, -limit), limit) for log in logs)
+    return _rounded((floor, rise, context, pair))
 
 
 def _marks(model: CostModel) -> tuple[float, float, float, float]:
