@@ -497,7 +497,8 @@ def test_a_worker_slow_for_a_while_gets_less_and_then_its_share_and_model_again(
 def test_a_neutral_prior_gives_way_to_what_is_there(truth: str) -> None:
     workers = {f"w{i}": truth for i in range(3)}
     specs = tuple(WorkerSpec(name, cost_model=NEUTRAL) for name in workers)
-    simulation = sim.Simulation(questions(500, 4.0), fleet(specs, engine_cost_models=workers), None)  # type: ignore[arg-type]
+    config = fleet(specs, engine_cost_models=workers)  # type: ignore[arg-type]
+    simulation = sim.Simulation(questions(500, 4.0), config, None)
     simulation.run()
     found, right = cost_at(simulation.scheduler._core, 0), CostModel.preset(truth)
     for chunks in (2, 4, 6):  # what the engine takes, which computes a prompt in chunks
