@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t, uint32_t
 
 from preble._cost cimport Lease
 from preble._e2 cimport Choice, E2, Order, Scratch
+from preble._gauges cimport Gauges
 from preble._layout cimport Walk
 from preble._tokens cimport TokenView
 
@@ -27,6 +28,7 @@ cdef class DecisionCore(E2):
     cdef tuple names_now         # the same, never changed
     cdef readonly dict leases    # request id -> lease key, or PENDING
     cdef readonly uint32_t live_max
+    cdef readonly Gauges gauges  # what the workers' speed is known by; None: nobody wants to know
     cdef readonly uint32_t eligible_workers
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens, double now) except -1
     cdef int bind_root(self, Order* order, object namespace, bint create) except -1
@@ -40,6 +42,7 @@ cdef class DecisionCore(E2):
     cdef int raise_outcome(self, int outcome) except -1
     cdef int explain_unlocked(self, Order* order, Scratch* s, Choice* choice) except -1
     cdef Lease* live_lease(self, int64_t key) noexcept nogil
+    cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil
     cdef int prefilled(self, int64_t key, int64_t cached_tokens, double now) noexcept nogil
     cdef int ended(self, int64_t key, int64_t output_tokens, int64_t cached_tokens, double now) noexcept nogil
     cdef int cancelled(self, int64_t key, double now) noexcept nogil

@@ -6,6 +6,7 @@ from typing import Any
 from ._answers import Decision, Match
 from ._cost import CostModel, LoadBook
 from ._e2 import E2
+from ._gauges import Gauges
 from ._radix import RadixTree, TokenIds
 from .policy import Policy, RequestView, WorkersView
 
@@ -13,6 +14,7 @@ class DecisionCore(E2):
     names: list[str | None]
     leases: dict[Hashable, int]
     live_max: int
+    gauges: Gauges | None
     eligible_workers: int
     def __init__(
         self,
@@ -24,6 +26,7 @@ class DecisionCore(E2):
         decode_ratio: float,
         victims_max: int,
         live_max: int,
+        calibrate: bool = True,
     ) -> None: ...
     def open_worker(self, name: str, capacity_tokens: int, block_size: int, cost: CostModel, now: float) -> int: ...
     def close_worker(self, index: int) -> list[Hashable]: ...

@@ -30,6 +30,7 @@ from preble._e2 cimport (
     new_scratch,
 )
 from preble._epochs cimport reader_enter, reader_leave
+from preble._gauges cimport Gauges, note_end, note_first
 from preble._guard cimport await_python, guard_leave, guard_try
 from preble._layout cimport LIVE, Node, Tree, Walk, generation, node_at, run_end
 from preble._layout_parts cimport find_entry
@@ -63,13 +64,14 @@ cdef class DecisionCore(E2):
     (`with core.tree:`)."""
 
     def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, double escape_seconds,
-                 double decode_ratio, uint32_t victims_max, uint32_t live_max):
+                 double decode_ratio, uint32_t victims_max, uint32_t live_max, bint calibrate=True):
         E2.__init__(self, tree, book, exploit_ratio=exploit_ratio, escape_seconds=escape_seconds,
                     decode_ratio=decode_ratio, victims_max=victims_max)
         self.names = []
         self.names_now = ()
         self.leases = {}
         self.live_max = live_max
+        self.gauges = Gauges() if calibrate else None
 
     # --- workers ---
 
@@ -84,6 +86,8 @@ cdef class DecisionCore(E2):
             index = self.tree.add_worker(capacity_tokens)
             try:
                 self.grow(index + 1)
+                if self.gauges is not None:
+                    self.gauges.open(index)
                 self.book.open(index, own, now)
             except MemoryError:
                 self.tree.drop_worker(index)
@@ -113,6 +117,8 @@ cdef class DecisionCore(E2):
         cost = self.book.close(index)
         retire_thing(&self.tree.t, <void*> cost, PLAIN, 0)
         self.trust.open(index)
+        if self.gauges is not None:
+            self.gauges.close(index)
         self.names[index] = None
         self.names_now = tuple(self.names)
         return orphans
@@ -439,8 +445,15 @@ cdef class DecisionCore(E2):
             return LATE
         if cached_tokens > lease.prompt_tokens:
             return TOO_MANY_CACHED
+        if self.gauges is not None and not lease.prefilled and self.book.is_current(lease):
+            note_first(self.gauges.at[lease.worker], lease, lease.prompt_tokens - <uint32_t> (
+                lease.matched_tokens if cached_tokens < 0 else cached_tokens), self.decodes_on(lease.worker), now)
         self.first_seen(lease, cached_tokens, now)
         return DONE
+
+    cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil:
+        """Requests of a worker that have their first token."""
+        return self.book.workers[worker].live_requests - self.book.workers[worker].waiting_requests
 
     cdef Lease* live_lease(self, int64_t key) noexcept nogil:
         return self.book.lease_of(key) if key != PENDING else NULL
@@ -528,6 +541,9 @@ cdef class DecisionCore(E2):
             return LATE
         if cached_tokens > lease.prompt_tokens:
             return TOO_MANY_CACHED
+        if self.gauges is not None and lease.prefilled and self.book.is_current(lease):
+            note_end(self.gauges.at[lease.worker], lease, output_tokens, self.decodes_on(lease.worker),
+                     self.book.workers[lease.worker].waiting_prefill_ns, now)
         if cached_tokens >= 0 or not lease.prefilled:
             self.first_seen(lease, cached_tokens, now)
         self.book.advance(now)

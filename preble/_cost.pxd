@@ -65,6 +65,10 @@ cdef struct Lease:               # one live request
     bint prefilled               # its first token has come
     uint32_t told                # its cached tokens have been reported
     uint32_t share               # of a prefix group it was counted in, and 1; 0: in none
+    uint32_t first_decodes       # requests that decoded then, with it
+    uint32_t seen_tokens         # its worker's gauge then: tokens prefilled, moments
+    uint32_t seen_moments
+    double first_at              # when it came
 
 # What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is
 # also read without a lock, so it is written with atomic stores.

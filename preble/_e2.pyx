@@ -56,7 +56,7 @@ from preble._layout cimport (
 )
 from preble._layout_parts cimport hits_estimate
 from preble._memory cimport NONE
-from preble._nodes cimport held_at, key_portion_end
+from preble._nodes cimport held_at
 from preble._radix cimport RadixTree
 from preble._steers cimport Steer, Steers, find_steer, load_steers
 from preble._trust cimport FULL_TRUST, TrustBook

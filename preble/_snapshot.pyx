@@ -6,7 +6,7 @@ Times stay what they were: a restored scheduler goes on in the time of the one t
 how), so slices of the window and counters of hits need no change.
 """
 
-from libc.math cimport isfinite
+from libc.math cimport NAN, isfinite
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -190,6 +190,8 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     cdef Cost* own
     if not isfinite(row.joined_at) or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MOST or row.generation == 0:
         refuse(b"an account is out of its range")
+    if core.gauges is not None:
+        core.gauges.open(i)
     own = <Cost*> malloc(sizeof(Cost))
     if own == NULL:
         raise MemoryError("snapshot")
@@ -260,6 +262,7 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     cdef Node* leaf
     lease.prefilled = lease.prefilled != 0
     lease.share = lease.share if lease.share <= <uint32_t> SHARES else 0
+    lease.first_at = NAN                         # what was measured of its worker since then is not kept
     if (lease.index != index or not 0 < lease.serial <= book.serials or not isfinite(lease.booked_at)
             or not isfinite(lease.renewed_seconds) or lease.renewed_seconds < 0
             or not 0 <= lease.bucket <= book.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX

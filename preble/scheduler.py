@@ -24,6 +24,7 @@ from ._cost import CostModel, LoadBook
 from ._events import EventBatch
 from ._hot import RequestCalls, finite_time, hashable, output_limit
 from ._radix import RadixTree
+from .calibration import NEUTRAL, Calibrator
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
 from .errors import (
@@ -77,9 +78,9 @@ class GlobalScheduler(RequestCalls):
     """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
-    or preset name, or a file (*.json), for workers that bring none. `clock`: any callable returning seconds. `seed`:
-    makes random choices repeatable. `record`: keep records of decisions, a `Recording` says of which. `shadow`: a
-    policy, as `policy`, that is asked what it would do, without effect.
+    or preset name, "neutral", or a file (*.json), for workers that bring none. `clock`: any callable returning
+    seconds. `seed`: makes random choices repeatable. `record`: keep records of decisions, a `Recording` says of which.
+    `shadow`: a policy, as `policy`, that is asked what it would do, without effect.
     """
 
     def __new__(cls, *_: Any, record: Any = None, shadow: Any = None, **__: Any) -> GlobalScheduler:
@@ -115,7 +116,9 @@ class GlobalScheduler(RequestCalls):
             decode_ratio=self.config.decode_ratio,
             victims_max=self.config.victims_max,
             live_max=self.config.live_requests_max,
+            calibrate=self.config.calibrate,
         )
+        self._calibrator = Calibrator(self._core, self.config.history_seconds) if self.config.calibrate else None
         self._open_records(record, shadow)
         self._asks = self._policy is not None or (self._shadow is not None and self._shadow.policy is not None)
         self._books = _open_books(self._policy, self._shadow, self._core.tree)
@@ -343,6 +346,9 @@ class GlobalScheduler(RequestCalls):
         self._core.set_eligible(index, not draining)
         if not draining:
             self._membership.joined(spec.id, index)
+        if self._calibrator is not None:
+            prior = _cost_model(spec.cost_model, "cost_model") or self._cost_model
+            self._calibrator.opened(spec.id, index, prior, cost)
         if self._books is not None:
             self._books.opened(spec.id, index, cost)
         return worker
@@ -370,6 +376,8 @@ class GlobalScheduler(RequestCalls):
                 self._shifts.worker_left(worker.index, self._now())
             del self._workers[worker_id]
             self._membership.removed(worker_id)
+            if self._calibrator is not None:
+                self._calibrator.closed(worker_id)
             if self._books is not None:
                 self._books.closed(worker_id)
             return orphans
@@ -491,6 +499,8 @@ class GlobalScheduler(RequestCalls):
         warn(look(self._core.trust, workers, self._lock, self._core.scheduled_heads))
         if self._shifts is not None:
             self._shifts.tick(at)
+        if self._calibrator is not None:
+            self._calibrator.tick(at)
 
     def warm_ups(self) -> list[WarmUp]:
         """What plans ask workers to prefill before traffic moves (`SchedulerConfig.warm_up_seconds`): send each as an
@@ -583,6 +593,7 @@ class GlobalScheduler(RequestCalls):
             **worker.drift.stats(),
             **self._core.trust.stats(worker.index),
             **worker.truth.stats(),
+            "cost": {} if self._calibrator is None else self._calibrator.stats(worker.spec.id),
         }
 
     def _tick_until(self, stop: threading.Event) -> None:
@@ -661,7 +672,7 @@ def _open_shifts(core: DecisionCore, config: SchedulerConfig) -> Shifts | None:
 
 def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:
     if isinstance(model, str):
-        return CostModel.preset(model)
+        return NEUTRAL if model == NEUTRAL.name else CostModel.preset(model)
     if model is not None and not isinstance(model, CostModel):
         raise InvalidConfig(f"{name} must be a CostModel, a preset name or a .json file, got {model!r}")
     return model

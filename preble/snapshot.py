@@ -97,6 +97,8 @@ def _facts(scheduler: GlobalScheduler) -> tuple[Any, ...]:
 
 
 def _plain_number(value: Any) -> int | float:
+    if isinstance(value, bool):
+        return value
     return int(value) if isinstance(value, int) else float(value)
 
 

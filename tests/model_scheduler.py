@@ -434,7 +434,8 @@ class NaiveScheduler:
         longest = max(whole.values())
         exploits = longest > self.config.exploit_ratio * length
         least_held = int(HOLDS * longest) if exploits else 0
-        rows = [self.row(name, path, held[name], limit, now, whole[name] >= least_held) for name in names]
+        prices = self.prices(now)
+        rows = [self.row(name, path, held[name], limit, now, prices, whole[name] >= least_held) for name in names]
         best = min((row for row in rows if row.candidate), key=lambda row: (row.total, row.tie))
         if exploits:
             free = min(rows, key=lambda row: row.own)
@@ -451,12 +452,23 @@ class NaiveScheduler:
         within = [best, *(row for row in rows if row is not best and row.total <= bound)]
         return max(within, key=lambda row: row.decoding).worker
 
-    def row(self, name: str, path: Path, held: int, limit: int | None, now: float, candidate: bool) -> Row:
+    def row(
+        self,
+        name: str,
+        path: Path,
+        held: int,
+        limit: int | None,
+        now: float,
+        prices: tuple[float, float, float],
+        candidate: bool,
+    ) -> Row:
         account, length = self.accounts[name], len(path[1])
         usable = min(held, length - 1)
         usable -= usable % account.spec.block_size
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
-        queue, waited, price = self.queue(account), *self.prices(account, load, now)
+        queue, (waited, reuse, longest) = self.queue(account), prices
+        stays = reuse * load / (1.0 - min(load / longest, 0.9))
+        price = waited + STAY * len(account.live) + STAY * stays
         promised = sum(booking.expected_output for booking in account.live)
         free = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
         need = length - usable + self.expected_output(account, limit) - free
@@ -472,8 +484,8 @@ class NaiveScheduler:
         waiting = sum(booking.prefill_ns for booking in account.live if not booking.prefilled)
         return waiting * 1e-9 + SLOW_SECONDS * len(account.live)
 
-    def prices(self, account: Account, load: float, now: float) -> tuple[float, float]:
-        """(what a second of work costs with what it makes others wait, the same in this place)."""
+    def prices(self, now: float) -> tuple[float, float, float]:
+        """(what a second of work costs with what it makes others wait, reuse, how long the oldest worker was seen)."""
         least, most = min(self.config.join_seconds, self.config.history_seconds), self.config.history_seconds
         accounts = list(self.accounts.values())
         longest = min(most, max([least, *(now - other.joined_at for other in accounts)]))
@@ -484,8 +496,7 @@ class NaiveScheduler:
         recent = [booking for booking in every if booking.counts]
         matched = sum(booking.matched for booking in recent)
         reuse = matched / max(sum(booking.prompt_tokens for booking in recent) - matched, 1)
-        here = reuse * load / (1.0 - min(load / longest, 0.9))
-        return waited, waited + STAY * len(account.live) + STAY * here
+        return waited, reuse, longest
 
     def decoding(self, account: Account) -> float:
         """How much of a worker's outstanding seconds is decoding."""

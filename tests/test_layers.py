@@ -25,7 +25,7 @@ FLOORS = [
         *("_msgpack", "_decode", "_events", "_block_table", "_block_layout", "_block_places", "_block_store"),
         "_blocks",
     },
-    {"policy", "policies", "metrics", "_groups", "_steers", "_e2"},
+    {"policy", "policies", "metrics", "_groups", "_steers", "_e2", "_gauges"},
     {
         "scheduler",
         "snapshot",
@@ -43,6 +43,7 @@ FLOORS = [
         "_batch",
         "_answers",
         "_booking",
+        "calibration",
         "_hot",
     },
     {"transport", "engines", "sim", "workloads", "integrations"},

@@ -21,7 +21,8 @@ PREFIX = list(range(1000))
 def fleet(workers: int = 3, **knobs: Any) -> tuple[GlobalScheduler, ManualClock]:
     clock = ManualClock(1000.0)
     specs = [WorkerSpec(f"w{i}", block_size=1) for i in range(workers)]
-    return GlobalScheduler(specs, cost_model=PLAIN, config=SchedulerConfig(**knobs), clock=clock), clock
+    config = SchedulerConfig(**{"escape_seconds": 1e9, **knobs})  # nothing escapes: plans are what spreads the load
+    return GlobalScheduler(specs, cost_model=PLAIN, config=config, clock=clock), clock
 
 
 def ask(scheduler: GlobalScheduler, prefix: list[int], number: int, *, tokens: int = 50, **more: Any) -> Any:

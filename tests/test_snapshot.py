@@ -145,6 +145,16 @@ def lived(seed: int, steps: int, max_bytes: int = 1 << 20) -> tuple[GlobalSchedu
     return scheduler, clock
 
 
+def kept_stats(scheduler: GlobalScheduler) -> dict[str, Any]:
+    """Stats without what was measured of the workers' speed, of which a snapshot keeps what it led to, and without the
+    joins and drains of before."""
+    told = scheduler.stats()
+    del told["membership"]
+    for worker in told["workers"].values():
+        del worker["cost"]
+    return told
+
+
 def resealed(data: bytes) -> bytes:
     """The bytes with a checksum and a length that fit."""
     start = struct.pack("<8sIIQ", data[:8], struct.unpack_from("<I", data, 8)[0], 0, len(data))
@@ -170,11 +180,6 @@ def test_a_restored_scheduler_goes_on_as_the_original(seed: int, steps: int, shi
     restored.check()
     original.check()
     assert kept_stats(restored) == kept_stats(original)
-
-
-def kept_stats(scheduler: GlobalScheduler) -> dict[str, Any]:
-    """What a snapshot keeps of them: the joins and drains of before are no longer told of."""
-    return {name: value for name, value in scheduler.stats().items() if name != "membership"}
 
 
 def test_a_newcomer_is_one_after_a_restart_too_and_a_handover_is_over() -> None:
@@ -205,7 +210,7 @@ def test_a_long_history_at_the_byte_bound_is_kept_to_the_byte() -> None:
     for prompt in prompts[4000:]:
         assert original.schedule(prompt).worker == restored.schedule(prompt).worker
         assert original._core.tree.bytes_used == restored._core.tree.bytes_used
-    assert restored.stats() == original.stats()
+    assert kept_stats(restored) == kept_stats(original)
     assert restored.stats()["tree"]["shed_nodes"] > 0
 
 
@@ -214,7 +219,7 @@ def test_an_empty_scheduler_and_one_that_never_had_a_worker() -> None:
         original = GlobalScheduler(names, clock=ManualClock(5.0))
         restored = GlobalScheduler.restore(original.snapshot(), clock=ManualClock(5.0))
         restored.check()
-        assert restored.stats() == original.stats()
+        assert kept_stats(restored) == kept_stats(original)
 
 
 def test_draining_workers_stay_so_and_free_indices_stay_free() -> None:
@@ -257,7 +262,7 @@ def test_renewals_and_what_engines_counts_differ_by_are_kept() -> None:
     original.reconcile_counts("a", running=9, waiting=0)
     other = ManualClock(77.0)
     restored = GlobalScheduler.restore(original.snapshot(), clock=other, elapsed_seconds=60.0)
-    assert restored.stats() == original.stats()
+    assert kept_stats(restored) == kept_stats(original)
     assert restored.stats()["unknown_requests"] == 1
     restored.tick()
     assert list(restored._core.leases) == ["renewed"]
@@ -327,7 +332,7 @@ def test_a_policy_with_books_of_its_own_is_refused_and_named() -> None:
 def test_every_attribute_of_a_scheduler_is_kept_or_left_out_on_purpose() -> None:
     """Whoever gives a scheduler more state must say here what a snapshot does with it, and do it."""
     kept = {"_shifts", "config", "_seed", "_cost_model", "_workers", "_counts_here", "_reasons"}
-    new_each_time = {"_lock", "_thread", "_stop", "_ahead_seconds", "_asks", "_membership"}
+    new_each_time = {"_lock", "_thread", "_stop", "_ahead_seconds", "_asks", "_membership", "_calibrator"}
     left_out = {"_shadow", "_records"}
     scheduler = GlobalScheduler(["a"])
     assert set(vars(scheduler)) == kept | new_each_time | {"_shadow"}
@@ -343,12 +348,12 @@ def test_a_watched_scheduler_is_restored_as_a_plain_one() -> None:
     for number in range(20):
         watched.schedule([number % 3] * 9, request_id=number, explain=True)
     assert len(watched.records()) == 20
-    plain = {name: value for name, value in watched.stats().items() if name not in ("records", "shadow")}
+    plain = {name: value for name, value in kept_stats(watched).items() if name not in ("records", "shadow")}
     restored = [kind.restore(watched.snapshot(), clock=clock) for kind in (GlobalScheduler, type(watched))]
     for one in restored:
         assert type(one) is GlobalScheduler
         assert one.records() == ()
-        assert one.stats() == plain
+        assert kept_stats(one) == plain
         one.check()
     for number in range(20):
         prompt = [number % 5] * (5 + number)

@@ -10,6 +10,7 @@ from .config import SimConfig as SimConfig
 from .faults import WorkerDeath as WorkerDeath
 from .faults import WorkerDrain as WorkerDrain
 from .faults import WorkerJoin as WorkerJoin
+from .faults import WorkerSlowdown as WorkerSlowdown
 from .results import Result as Result
 from .results import Summary as Summary
 from .simulation import Simulation as Simulation

@@ -4,6 +4,7 @@ the faults' is in `faults.py`."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .._cost import CostModel
@@ -28,6 +29,7 @@ class SimConfig:
     sampling, detokenising), once and for each request in its batch.
     network_seconds: from router to worker; events of a worker reach the router `event_delay_seconds` after they
     happen, and a share of `event_loss` of its batches of cache events never does.
+    engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is told.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
     until_seconds: when the simulation is broken off; requests not finished by then count as unfinished.
@@ -44,6 +46,7 @@ class SimConfig:
     network_seconds: float = 0.0
     event_delay_seconds: float = 0.0
     event_loss: float = 0.0
+    engine_cost_models: Mapping[str, str | CostModel] = field(default_factory=dict, hash=False)
     faults: tuple[Fault, ...] = ()
     until_seconds: float = math.inf
 
@@ -79,6 +82,7 @@ class SimConfig:
         check_faults(names, self.faults)
         for spec in [*specs, *(fault.spec for fault in self.faults if isinstance(fault, WorkerJoin))]:
             self.model_of(spec)
+            self.engine_model_of(spec)
 
     def specs(self) -> list[WorkerSpec]:
         """The workers at the start."""
@@ -87,8 +91,17 @@ class SimConfig:
         return [WorkerSpec(f"w{i}", kv_capacity_tokens=self.local.kv_capacity_tokens) for i in range(self.workers)]
 
     def model_of(self, spec: WorkerSpec) -> CostModel:
-        """How long a worker's iterations take. Raises `InvalidConfig` for what is neither preset nor model."""
-        model = self.cost_model if spec.cost_model is None else spec.cost_model
+        """What the scheduler is told of a worker. Raises `InvalidConfig` for what is neither preset nor model."""
+        return self._model(spec, self.cost_model if spec.cost_model is None else spec.cost_model)
+
+    def engine_model_of(self, spec: WorkerSpec) -> CostModel:
+        """How long a worker's iterations take. Raises as `model_of`."""
+        if not isinstance(self.engine_cost_models, Mapping):
+            raise InvalidConfig(f"SimConfig.engine_cost_models must be a dict, got {self.engine_cost_models!r}")
+        own = self.engine_cost_models.get(spec.id)
+        return self.model_of(spec) if own is None else self._model(spec, own)
+
+    def _model(self, spec: WorkerSpec, model: str | CostModel) -> CostModel:
         model = CostModel.preset(model) if isinstance(model, str) else model
         if not isinstance(model, CostModel):
             raise InvalidConfig(f"cost_model of worker {spec.id!r} must be a CostModel or a preset name, got {model!r}")

@@ -39,7 +39,16 @@ class WorkerDrain:
     handover_seconds: float = 0.0
 
 
-Fault = WorkerDeath | WorkerJoin | WorkerDrain
+@dataclass(frozen=True, slots=True)
+class WorkerSlowdown:
+    """A worker's iterations take `factor` times what its cost model says, from the next one on; 1 ends it."""
+
+    at_seconds: float
+    worker: str
+    factor: float
+
+
+Fault = WorkerDeath | WorkerJoin | WorkerDrain | WorkerSlowdown
 
 
 def check_seconds(name: str, seconds: Any) -> None:
@@ -87,13 +96,17 @@ def check_faults(workers: Iterable[str], faults: Sequence[Fault]) -> None:
 
 def _check_fields(fault: Fault) -> None:
     """Its type and its fields."""
-    if not isinstance(fault, WorkerDeath | WorkerJoin | WorkerDrain):
-        raise InvalidConfig(f"SimConfig.faults must be WorkerDeath, WorkerJoin or WorkerDrain, got {fault!r}")
+    if not isinstance(fault, Fault):
+        raise InvalidConfig(f"SimConfig.faults must be of the types that preble.sim has for them, got {fault!r}")
     check_seconds("at_seconds of a fault", fault.at_seconds)
     if isinstance(fault, WorkerDeath):
         check_seconds("WorkerDeath.noticed_after_seconds", fault.noticed_after_seconds)
     if isinstance(fault, WorkerDrain):
         check_seconds("WorkerDrain.handover_seconds", fault.handover_seconds)
+    if isinstance(fault, WorkerSlowdown):
+        check_seconds("WorkerSlowdown.factor", fault.factor)
+        if fault.factor == 0.0:
+            raise InvalidConfig("WorkerSlowdown.factor must be positive, got 0")
     if isinstance(fault, WorkerJoin):
         if not isinstance(fault.spec, WorkerSpec):
             raise InvalidConfig(f"WorkerJoin.spec must be a WorkerSpec, got {fault.spec!r}")

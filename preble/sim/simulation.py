@@ -27,7 +27,7 @@ from ..scheduler import GlobalScheduler
 from ..types import CacheEvent, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import SimConfig
-from .faults import Fault, WorkerDrain, WorkerJoin
+from .faults import Fault, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .timeline import Timeline
 from .worker import SimWorker
@@ -223,7 +223,7 @@ class Simulation:
         config = self._config
         running = config.local.max_running if spec.max_running is None else spec.max_running
         local = replace(config.local, kv_capacity_tokens=spec.kv_capacity_tokens, max_running=running)
-        model = config.model_of(spec)
+        model = config.engine_model_of(spec)
         worker = SimWorker(
             spec.id,
             len(self.workers),
@@ -248,6 +248,8 @@ class Simulation:
             self._add_worker(fault.spec)
         elif isinstance(fault, WorkerDrain):
             self.scheduler.drain_worker(fault.worker, handover_seconds=fault.handover_seconds)
+        elif isinstance(fault, WorkerSlowdown):
+            self._workers[fault.worker].slowness = fault.factor
         else:
             worker = self._workers[fault.worker]
             worker.die()

@@ -35,6 +35,7 @@ class SimWorker:
         self._busy_seconds = 0.0  # of the iterations that have ended
         self._begun = self._end_seconds = 0.0  # when the iteration that runs began, and when it will end
         self.iterations = 0
+        self.slowness = 1.0  # what an iteration's time is multiplied by
         self.engine = SimulatedEngine(cost_model, config, clock=timeline.clock, time_scale=0.0)
         self._timeline = timeline
         self._deliver = deliver
@@ -74,7 +75,7 @@ class SimWorker:
         if self._running:
             self._begun = self._timeline.now
             host_seconds = self._step_seconds + self._step_seconds_per_request * self.engine.batch_requests
-            self._end_seconds = self._begun + (seconds + host_seconds)
+            self._end_seconds = self._begun + (seconds + host_seconds) * self.slowness
             self.iterations += 1
             self._timeline.at(self._end_seconds, self._end)
 
