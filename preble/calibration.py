@@ -34,6 +34,8 @@ Logs = tuple[float, float, float, float]  # logarithms of the factors on floor, 
 
 SAMPLES_LEAST = 8  # of both kinds together, before anything is known
 HALF_LIFE_SAMPLES = 12  # so many samples of its kind later one weighs half
+FRESH_LEAST = 16  # samples since the last fit, for another one at once
+FIT_AGAIN_SECONDS = 10.0  # for fewer
 WORKERS_PER_TICK = 32  # looked at in one tick, in turn; each is some milliseconds
 OWN_SHARE_LEAST = 0.5  # of a decode's time, by the model, that must be its own and not others' prefills
 DECODE_TOKENS = 64  # in a batch, up to which an iteration is taken for one of decodes
@@ -98,6 +100,7 @@ class _Measured:
     own: bool = False  # its factors are not its group's
     seen: tuple[int, int, int] = (0, 0, 0)
     changes: int = 0
+    fitted_at: float = -math.inf
 
 
 class Calibrator:
@@ -137,10 +140,12 @@ class Calibrator:
                 return
             self._workers[name] = worker  # in turn: it is the last now
             seen = self._core.gauges.counts(worker.index)
-            if seen == worker.seen:
+            fresh = sum(seen) - sum(worker.seen)
+            if not fresh or (fresh < FRESH_LEAST and abs(now - worker.fitted_at) < FIT_AGAIN_SECONDS):
                 return
             prefills, decodes = self._core.gauges.samples(worker.index)
         worker.seen = seen
+        worker.fitted_at = now
         found = estimated(worker.prior, rows_of(prefills), rows_of(decodes), now - self._window_seconds)
         worker.found = worker.found if found is None else found
 
