@@ -400,7 +400,7 @@ cdef class E2:
 
     cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best, const Prices* prices) noexcept nogil:
         """The best of those that hold as good as all of what is cached, or of all where these have too much to do."""
-        cdef uint32_t least_held = <uint32_t> (HOLDS * best), i, at
+        cdef uint32_t least_held = max(1, <uint32_t> (HOLDS * best)), i, at
         cdef Terms terms, least
         cdef Choice choice
         memset(&choice, 0, sizeof(Choice))

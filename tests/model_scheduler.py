@@ -433,7 +433,7 @@ class NaiveScheduler:
         whole = {name: held[name] - held[name] % self.accounts[name].spec.block_size for name in names}
         longest = max(whole.values())
         exploits = longest > self.config.exploit_ratio * length
-        least_held = int(HOLDS * longest) if exploits else 0
+        least_held = max(1, int(HOLDS * longest)) if exploits else 0
         prices = self.prices(now)
         rows = [self.row(name, path, held[name], limit, now, prices, whole[name] >= least_held) for name in names]
         best = min((row for row in rows if row.candidate), key=lambda row: (row.total, row.tie))

@@ -50,6 +50,7 @@ configs = st.builds(
     replicas_max=st.just(1),
     handover_prefixes_max=st.just(0),  # prefixes that change hands are the subject of `test_fleet_machine.py`
     join_share=st.just(0.0),
+    calibrate=st.just(False),  # costs that change: `test_calibration.py`
 )
 
 
