@@ -83,10 +83,11 @@ class Prompts:
 
 
 def scheduler_of(workers: int, **spec: Any) -> tuple[preble.GlobalScheduler, preble.ManualClock]:
-    """A scheduler with a clock that stands until it is moved."""
+    """A scheduler with a clock that stands until it is moved. Nothing escapes from queues, which only grow meanwhile."""
     clock = preble.ManualClock()
     specs = [preble.WorkerSpec(f"w{i}", **spec) for i in range(workers)]
-    return preble.GlobalScheduler(specs, clock=clock), clock
+    config = preble.SchedulerConfig(escape_seconds=1e9)
+    return preble.GlobalScheduler(specs, clock=clock, config=config), clock
 
 
 def serve(scheduler: preble.GlobalScheduler, clock: preble.ManualClock, prompts: Iterable[Any]) -> None:

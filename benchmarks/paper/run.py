@@ -22,6 +22,7 @@ import fairness
 import figure7
 import figure8
 import figure9
+import figure10
 import terms
 import throughput
 from page import prose
@@ -32,6 +33,7 @@ EXPERIMENTS: dict[str, ModuleType] = {
     "terms": terms,
     "figure8": figure8,
     "figure9": figure9,
+    "figure10": figure10,
     "fairness": fairness,
     "throughput": throughput,
 }
