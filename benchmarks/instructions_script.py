@@ -83,7 +83,7 @@ class Prompts:
 
 
 def scheduler_of(workers: int, **spec: Any) -> tuple[preble.GlobalScheduler, preble.ManualClock]:
-    """A scheduler with a clock that stands until it is moved. Nothing escapes from queues, which only grow meanwhile."""
+    """A scheduler with a clock that stands until it is moved. Nothing escapes from queues, which only grow then."""
     clock = preble.ManualClock()
     specs = [preble.WorkerSpec(f"w{i}", **spec) for i in range(workers)]
     config = preble.SchedulerConfig(escape_seconds=1e9)

@@ -248,6 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         name = self.worker(which)
         self.real.drain_worker(name)
+        self.model.advance(self.clock())  # who is least loaded is asked
         self.model.accounts[name].eligible = False
 
     @precondition(lambda self: len(self.model.accounts) > 1)

@@ -34,11 +34,11 @@ def test_the_table_has_a_row_a_policy_and_is_the_same_again(capsys: pytest.Captu
 
 def test_the_figures_are_those_of_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     place = tmp_path / "found.json"
-    options = ["--policy", "e2", "--kv-capacity", "9000", "--token-budget", "256", "--order", "fcfs", "--seed", "5",
+    options = ["--policy", "e2", "--kv-capacity", "6000", "--token-budget", "256", "--order", "fcfs", "--seed", "5",
                "--event-delay", "0.1", "--event-loss", "0.5", "--kill", "w1@1.5", "--slo-ttft", "0.4",
                "--cost-model", "mistral-7b/a100", "--json", str(place)]  # fmt: skip
     assert main([*SMALL, *options]) == 0
-    local = {"kv_capacity_tokens": 9000, "token_budget": 256, "order": "fcfs"}
+    local = {"kv_capacity_tokens": 6000, "token_budget": 256, "order": "fcfs"}
     workload = poisson(generate("toolbench", requests=40, groups=4, seed=5), 8.0, 5)
     result = sim.simulate(
         workload,
