@@ -164,9 +164,10 @@ def shifted(sent: Sequence[int], stored: Sequence[int]) -> int:
 
 
 def warn(news: Iterable[Mismatch]) -> None:
-    """Tell of new mismatches as warnings."""
+    """Tell of new mismatches as warnings. Python's registry of what was told, which only grows, is left out of it: the
+    scheduler itself tells each once."""
     for mismatch in news:
-        warnings.warn(mismatch.message, CacheMismatchWarning, stacklevel=3)
+        warnings.warn_explicit(mismatch.message, CacheMismatchWarning, "preble.truth", 0, registry=None)
 
 
 def _mismatch(name: str, cause: str, at: tuple[int, int | None, int | None] | None, **facts: Any) -> Mismatch:
