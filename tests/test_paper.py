@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ sys.path.insert(0, str(PAPER))
 import cells  # noqa: E402  (a script's directory, which is no package)
 import figure7  # noqa: E402
 import figure9  # noqa: E402
+import figure10  # noqa: E402
 import page  # noqa: E402
 import published  # noqa: E402
 import run  # noqa: E402
@@ -26,7 +28,7 @@ import terms  # noqa: E402
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("name", [name for name in run.EXPERIMENTS if name != "contest"])
+@pytest.mark.parametrize("name", [name for name in run.EXPERIMENTS if name not in ("contest", "figure10")])
 def test_every_cell_of_the_grids_is_defined_and_there_once(name: str, quick: bool) -> None:
     grid = list(run.EXPERIMENTS[name].grid(quick))
     assert len(set(grid)) == len(grid)
@@ -34,6 +36,18 @@ def test_every_cell_of_the_grids_is_defined_and_there_once(name: str, quick: boo
         assert cell.system in setups.SYSTEMS and cell.fleet in setups.FLEETS
         assert cell.workload in setups.SOURCES or cell.workload == "azure-mix"
         assert cell.share == (0.1 if quick else 1.0)
+
+
+def test_the_ablation_adds_one_part_at_a_time() -> None:
+    """Each stage has what the one before has, and one setting or the queue's order more; the last is what ships."""
+    stages = list(figure10.STAGES.values())
+    assert stages[0].system == "oracle" and stages[-1].scheduler == {}
+    for before, after in pairwise(stages[1:-1]):
+        changed = {name for name, value in after.scheduler.items() if before.scheduler[name] != value}
+        assert (len(changed) > 0) != (before.order != after.order)
+    quick, full = list(figure10.grid(True)), list(figure10.grid(False))
+    assert len(set(full)) == len(full) and {cell.stage for cell in quick} == set(figure10.STAGES)
+    assert {(cell.rps, cell.seed, cell.stage) for cell in quick} < {(cell.rps, cell.seed, cell.stage) for cell in full}
 
 
 def test_quick_grids_are_parts_of_the_full_ones() -> None:
