@@ -137,7 +137,7 @@ def rates(found: Found) -> list[float]:
 def draw(found: Found, directory: Path) -> None:
     """Mean and p99 latency of each stage, a column a rate."""
     names = rates(found)
-    sheet, axes = figure(2, len(names), 4.2 * len(names), 5.5)
+    sheet, axes = figure(2, len(names), max(7.0, 4.2 * len(names)), 5.5)
     axes = np.asarray(axes).reshape(2, len(names))
     for column, rps in enumerate(names):
         for axis, metric in zip(axes[:, column], ("mean_latency_seconds", "p99_latency_seconds"), strict=True):
