@@ -61,7 +61,8 @@ class Fill:
         self.clock = ManualClock(1.0)
         self.sched = GlobalScheduler(
             [WorkerSpec(f"w{i}", kv_capacity_tokens=10**9) for i in range(8)],  # only max_bytes bounds what is kept
-            config=SchedulerConfig(max_bytes=max_bytes),
+            # What plans and fits take has bounds of its own (a megabyte or so); this is about the tree's.
+            config=SchedulerConfig(max_bytes=max_bytes, calibrate=False, rebalance_ratio=0.0, replicas_max=1),
             clock=self.clock,
         )
         self.given_out = measure() or (lambda: 0)
