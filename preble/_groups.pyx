@@ -27,8 +27,8 @@ cdef uint64_t SPREAD = 0x9E3779B97F4A7C15
 
 
 cdef uint32_t key_node(Tree* t, uint32_t i, uint32_t limit) noexcept nogil:
-    """The node from `i` up that holds the end of the key portion of the first `limit` tokens; NONE if there is none.
-    As `key_portion_end`, for a prompt that has been inserted."""
+    """The node from `i` up that holds the end of the key portion of the first `limit` tokens, the deepest node
+    longer than all before it; NONE if there is none. The prompt has been inserted."""
     cdef Node* node = node_at(t, i)
     cdef TokenRun* run
     while node.parent != NONE:

@@ -23,7 +23,6 @@ cdef bint walk_holds(Tree* t, Walk walk) noexcept nogil
 cdef uint32_t held_at(Tree* t, uint32_t i, uint32_t matched, uint32_t* held, uint32_t* met, uint32_t met_count,
                       uint32_t workers) noexcept nogil
 cdef uint32_t held_on_path(Tree* t, Walk walk, uint32_t* held, uint32_t* met, uint32_t workers) noexcept nogil
-cdef uint32_t key_portion_end(Tree* t, Walk walk, uint32_t limit) noexcept nogil
 cdef uint32_t confirmed_tokens(Tree* t, Walk walk, uint32_t worker) noexcept nogil
 
 # split

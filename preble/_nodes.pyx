@@ -374,20 +374,6 @@ cdef uint32_t held_on_path(Tree* t, Walk walk, uint32_t* held, uint32_t* met, ui
     return count
 
 
-cdef uint32_t key_portion_end(Tree* t, Walk walk, uint32_t limit) noexcept nogil:
-    """Where the key portion of the first `limit` walked tokens ends: the deepest node longer than all before it
-    (paper section 3)."""
-    cdef uint32_t i = walk.node, end
-    cdef TokenRun* run
-    while load32(&node_at(t, i).parent) != NONE:
-        run = load_run(&node_at(t, i).run)
-        end = min(run_end(run), limit)
-        if end > run.start and end - run.start > run.start:
-            return end
-        i = load32(&node_at(t, i).parent)
-    return 0
-
-
 cdef uint32_t confirmed_tokens(Tree* t, Walk walk, uint32_t worker) noexcept nogil:
     """How much of the walked prefix the worker is known, not only predicted, to cache. For writers; O(path)."""
     cdef Node* node = node_at(t, walk.node)

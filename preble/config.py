@@ -29,7 +29,7 @@ class SchedulerConfig:
     handover_prefixes_max: a draining worker gives at most so many of its hottest prefixes away; 0: none.
     join_share: a worker that joins a busy fleet is given prefixes that make up this share of the mean load; 0: none.
     tick_seconds: how often the background thread of `start` ticks.
-    calibrate: learn from requests' times what workers really cost (docs/calibration.md).
+    calibrate: learn from requests' times what workers really cost (docs/calibration.md, also for why it is off).
     rebalance_ratio: when the heaviest worker's load is more than this times the lightest's, prefixes move (0: never).
     rebalance_floor_seconds: and more than so many seconds more.
     replicas_max: workers that one hot prefix is spread over on purpose (1: it is not).
@@ -49,7 +49,7 @@ class SchedulerConfig:
     handover_prefixes_max: int = 64
     join_share: float = 0.75
     tick_seconds: float = 1.0
-    calibrate: bool = True
+    calibrate: bool = False
     rebalance_ratio: float = 1.5
     rebalance_floor_seconds: float = 5.0
     replicas_max: int = 8

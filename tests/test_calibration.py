@@ -34,6 +34,8 @@ from preble.errors import InvalidConfig
 MODELS = [*CostModel.presets(), "neutral", "flat", "full"]
 LENGTHS = [1, 7, 63, 64, 65, 100, 192, 300, 511, 1000, 1025, 2000, 8192, 30_000]
 
+ON = SchedulerConfig(calibrate=True)
+
 
 def model_of(name: str) -> CostModel:
     """A preset, or one at the edge of what there may be."""
@@ -54,7 +56,7 @@ def measured(scheduler: GlobalScheduler, worker: int = 0) -> tuple[Any, Any]:
 
 def one_worker() -> tuple[GlobalScheduler, ManualClock]:
     clock = ManualClock(100.0)
-    return GlobalScheduler(["a"], clock=clock), clock
+    return GlobalScheduler(["a"], clock=clock, config=ON), clock
 
 
 def sampled(model: CostModel, logs: Logs, count: int, seed: int, noise: float = 0.1) -> tuple[Any, Any]:
@@ -294,13 +296,15 @@ def test_several_factors_are_read_off_again() -> None:
 def test_a_fleet_with_swapped_models_decides_as_one_that_was_made_with_them(swaps: list[tuple[int, int]]) -> None:
     models = [scaled(CostModel.preset("mistral-7b/a6000"), (0.3 * i,) * 4) for i in range(4)]
     now = [0] * 6
-    swapped = GlobalScheduler([WorkerSpec(f"w{i}", cost_model=models[0]) for i in range(6)], clock=ManualClock(1.0))
+    swapped = GlobalScheduler(
+        [WorkerSpec(f"w{i}", cost_model=models[0]) for i in range(6)], clock=ManualClock(1.0), config=ON
+    )
     for worker, model in swaps:
         with swapped._lock:
             swap_cost(swapped._core.tree, swapped._core.book, worker, models[model])
         now[worker] = model
     specs = [WorkerSpec(f"w{i}", cost_model=models[at]) for i, at in enumerate(now)]
-    made = GlobalScheduler(specs, clock=ManualClock(1.0))
+    made = GlobalScheduler(specs, clock=ManualClock(1.0), config=ON)
     rng = np.random.default_rng(len(swaps))
     for _ in range(30):
         prompt = rng.integers(0, 3, int(rng.integers(1, 900)))
@@ -314,7 +318,7 @@ def test_what_is_evicted_next_is_weighed_anew() -> None:
         WorkerSpec("a", kv_capacity_tokens=600, block_size=1),
         WorkerSpec("b", kv_capacity_tokens=600, block_size=1),
     ]
-    scheduler = GlobalScheduler(specs, clock=ManualClock(1.0))
+    scheduler = GlobalScheduler(specs, clock=ManualClock(1.0), config=ON)
     for number in range(8):
         scheduler.finish(scheduler.schedule([number] * 150, max_new_tokens=1).request_id, output_tokens=1)
     before = {cost.worker: cost.eviction_seconds for cost in scheduler.explain([99] * 500).workers}
@@ -350,7 +354,7 @@ def hash_free(name: str, number: int, slowness: dict[str, float]) -> bool:
 
 def test_a_worker_alone_is_slow_and_the_others_stay_exactly_alike() -> None:
     clock = ManualClock(1.0)
-    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
     serve(scheduler, clock, {"a": 3.0, "b": 1.0, "c": 1.05}, 90)
     told = {name: worker["cost"] for name, worker in scheduler.stats()["workers"].items()}
     assert told["a"]["prefill_factor"] == pytest.approx(3.0, rel=0.12)
@@ -365,7 +369,7 @@ def test_a_worker_alone_is_slow_and_the_others_stay_exactly_alike() -> None:
 
 def test_a_fleet_whose_prior_is_wrong_changes_together_and_newcomers_with_it() -> None:
     clock = ManualClock(1.0)
-    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
     serve(scheduler, clock, dict.fromkeys("abc", 2.0), 90)
     scheduler.add_worker("new")
     scheduler.tick()
@@ -377,7 +381,7 @@ def test_a_fleet_whose_prior_is_wrong_changes_together_and_newcomers_with_it() -
 
 def test_a_worker_that_recovers_gets_its_group_s_model_back() -> None:
     clock = ManualClock(1.0)
-    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
     for factor, requests in ((1.0, 60), (3.0, 90), (1.0, 150)):
         serve(scheduler, clock, {"a": factor, "b": 1.0, "c": 1.0}, requests)
         told = scheduler.stats()["workers"]["a"]["cost"]
@@ -387,7 +391,7 @@ def test_a_worker_that_recovers_gets_its_group_s_model_back() -> None:
 
 def test_more_workers_than_one_tick_looks_at_take_turns() -> None:
     clock = ManualClock(1.0)
-    scheduler = GlobalScheduler([f"w{i}" for i in range(70)], clock=clock)
+    scheduler = GlobalScheduler([f"w{i}" for i in range(70)], clock=clock, config=ON)
     for number in range(70 * 14):
         decision = scheduler.schedule([number] * 400, exclude=[f"w{i}" for i in range(70) if i != number % 70])
         clock.advance(0.2)
@@ -413,7 +417,7 @@ def test_without_calibration_nothing_is_measured_and_nothing_changes() -> None:
 
 def test_a_snapshot_keeps_what_was_published_and_leaves_out_what_was_measured() -> None:
     clock = ManualClock(1.0)
-    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
     serve(scheduler, clock, {"a": 3.0, "b": 1.0, "c": 1.0}, 90)
     scheduler.schedule([1] * 50, request_id="live")
     scheduler.first_token("live")
@@ -507,7 +511,7 @@ def test_a_neutral_prior_gives_way_to_what_is_there(truth: str) -> None:
 
 
 def test_neutral_is_a_name_for_a_fleet_of_which_nothing_is_known() -> None:
-    scheduler = GlobalScheduler(["a"], cost_model="neutral")
+    scheduler = GlobalScheduler(["a"], cost_model="neutral", config=ON)
     assert scheduler.stats()["workers"]["a"]["cost"]["name"] == "neutral"
     restored = GlobalScheduler.restore(scheduler.snapshot())
     assert restored.stats()["workers"]["a"]["cost"]["name"] == "neutral"
