@@ -40,7 +40,8 @@ cdef class DecisionCore(E2):
     cdef int commit(self, const Order* order, Choice* choice) noexcept nogil
     cdef str chosen_name(self, const Choice* choice)
     cdef int raise_outcome(self, int outcome) except -1
-    cdef int explain_unlocked(self, Order* order, Scratch* s, Choice* choice) except -1
+    cdef tuple explain_once(self, Order* order, TokenView* view, object namespace)
+    cdef void explain_unlocked(self, Order* order, Scratch* s, Choice* choice)
     cdef Lease* live_lease(self, int64_t key) noexcept nogil
     cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil
     cdef int prefilled(self, int64_t key, int64_t cached_tokens, double now) noexcept nogil

@@ -45,6 +45,7 @@ from preble._tree cimport confirm_path, drop_beside, take_back, tree_insert
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
 cdef enum:
+    EXPLAIN_ATTEMPTS = 8         # of an explanation without a lock, while workers come and go
     HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
 
@@ -360,7 +361,6 @@ cdef class DecisionCore(E2):
         cdef TokenView view
         cdef Order order
         cdef Choice choice
-        cdef Scratch own
         cdef uint64_t changes
         self.need_eligible()
         view_tokens(token_ids, &view)
@@ -377,24 +377,40 @@ cdef class DecisionCore(E2):
             order.now = now
             order.everyone = True
             order.writer = False
-            while True:
+            for _ in range(EXPLAIN_ATTEMPTS):
                 changes = load64(&self.tree.t.worker_changes)
-                names = self.names_now
-                self.bind_root(&order, namespace, False)
-                if new_scratch(&own, len(names)):
-                    raise MemoryError("GlobalScheduler.explain")
-                try:
-                    own.workers = own.room
-                    self.explain_unlocked(&order, &own, &choice)
-                    check_tokens(&view, order.walk.matched)
-                    if changes == load64(&self.tree.t.worker_changes):       # else a worker came or went meanwhile
-                        return choice.worker, _REASONS[choice.reason], view.count, rows_of(&own), names
-                finally:
-                    free_scratch(&own)
+                told = self.explain_once(&order, &view, namespace)
+                if told is not None and changes == load64(&self.tree.t.worker_changes):
+                    return told
+            with self.tree:    # workers come and go faster than one can look: nobody does while this is held
+                self.need_eligible()
+                told = self.explain_once(&order, &view, namespace)
+                if told is None:
+                    raise AssertionError("no worker was chosen, though some may take requests and nobody writes")
+                return told
         finally:
             release_tokens(&view)
 
-    cdef int explain_unlocked(self, Order* order, Scratch* s, Choice* choice) except -1:
+    cdef tuple explain_once(self, Order* order, TokenView* view, object namespace):
+        """One look at the tree and the books as they are; None if those that could have been chosen left meanwhile."""
+        cdef Choice choice
+        cdef Scratch own
+        names = self.names_now
+        self.bind_root(order, namespace, False)
+        if new_scratch(&own, len(names)):
+            raise MemoryError("GlobalScheduler.explain")
+        try:
+            own.workers = own.room
+            self.explain_unlocked(order, &own, &choice)
+            check_tokens(view, order.walk.matched)
+            if choice.worker == NONE:
+                self.need_eligible()
+                return None
+            return choice.worker, _REASONS[choice.reason], view.count, rows_of(&own), names
+        finally:
+            free_scratch(&own)
+
+    cdef void explain_unlocked(self, Order* order, Scratch* s, Choice* choice):
         """Walk and choose as a reader. Only if a slice of the window has passed, and nobody writes, are the books
         brought up to date first; without that an explanation is late by one slice at most."""
         cdef Tree* t = &self.tree.t
@@ -411,10 +427,6 @@ cdef class DecisionCore(E2):
             choice[0] = self.choose_e2(s, order)
             reader_leave(&t.epochs, slot)
             await_python()
-        if choice.worker == NONE:
-            self.need_eligible()
-            raise NoWorkers("every worker left while it was explained")
-        return 0
 
     def match(self, token_ids, object namespace) -> Match:
         """What each worker is believed to cache. Changes nothing, takes no lock."""

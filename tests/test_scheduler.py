@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import threading
+import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
@@ -783,6 +784,35 @@ def test_eight_threads_may_call_anything_at_once() -> None:
     assert not errors and not any(thread.is_alive() for thread in threads)
     assert_books_are_zero(sched)
     assert sched.stats()["scheduled"] == 8 * 400
+
+
+def test_an_explanation_outlives_the_worker_it_would_have_chosen() -> None:
+    """The holder of the prompt leaves, again and again, between the look at who holds what and the choice. This once
+    raised NoWorkers, though 400 others could have taken the request (one explanation in three of this very test)."""
+    sched = GlobalScheduler([WorkerSpec(f"w{i}") for i in range(400)])
+    asked, errors, stop = [0], [], threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                sched.explain(DOCUMENT)
+                asked[0] += 1
+            except Exception as error:  # noqa: BLE001 - whatever a thread dies of is the test's result
+                errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    for _ in range(5000):
+        decision = sched.schedule(DOCUMENT)
+        sched.finish(decision.request_id)
+        sched.remove_worker(decision.worker)
+        sched.add_worker(decision.worker)
+    while not asked[0] and not errors and thread.is_alive():
+        time.sleep(0.001)
+    stop.set()
+    thread.join(60)
+    assert not errors and asked[0]
+    assert not thread.is_alive()
 
 
 def test_a_worker_removed_the_moment_after_a_decision_is_still_explained() -> None:
