@@ -47,6 +47,7 @@ from .errors import (
 )
 from .router_fleet import Fleet, FleetConfig, Worker
 from .router_request import Attempt, LiveRequest, Setback, StreamChunk, TokenIds
+from .router_warm_ups import WarmUps
 from .transport import wire
 from .transport.fields import MAX_PROMPT_TOKENS, check_namespace
 from .transport.security import ClientKeys
@@ -144,6 +145,7 @@ class Router:
         self._live: dict[Hashable, LiveRequest] = {}
         self._running: dict[str, LiveRequest] = {}  # by wire id of the attempt
         self._wire_ids = 0
+        self._warm_ups = WarmUps(scheduler)
         self._available = asyncio.Event()
         self._fleet: Fleet | None = None
         self._tick_task: asyncio.Task[None] | None = None
@@ -236,6 +238,7 @@ class Router:
             try:
                 await asyncio.to_thread(self.scheduler.tick)
                 self.counters.ticks += 1
+                self._warm_ups.send(self.fleet)
             except PrebleError:
                 self.counters.ticks_failed += 1
                 logger.exception("the scheduler's tick failed")
@@ -479,6 +482,8 @@ class Router:
 
     def on_message(self, worker: Worker, message: wire.Chunk | wire.Rejected) -> None:
         """A chunk or a refusal of one request; of an earlier attempt, it is counted and dropped."""
+        if self._warm_ups.take(message, worker.worker_id):
+            return
         live = self._running.get(message.request_id)
         attempt = live.attempt if live is not None else None
         if live is None or attempt is None or attempt.worker_id != worker.worker_id:
@@ -490,6 +495,7 @@ class Router:
 
     def on_unavailable(self, worker: Worker, why: str) -> None:
         """Move every request that runs there."""
+        self._warm_ups.lose(worker.worker_id)
         there = [live for live in self._running.values() if live.attempt and live.attempt.worker_id == worker.worker_id]
         for live in there:
             # A worker that is not lost may wake up; then it need not go on with what runs elsewhere.
@@ -544,7 +550,8 @@ class Router:
     def stats(self) -> dict[str, Any]:
         """Counters of this router and of each worker address, and the requests alive now. Changes nothing."""
         workers = {} if self._fleet is None else self._fleet.stats()
-        return {**asdict(self.counters), "live_requests": len(self._live), "workers": workers}
+        own = {**asdict(self.counters), **asdict(self._warm_ups.counters), "live_requests": len(self._live)}
+        return {**own, "workers": workers}
 
     def check(self) -> None:
         """Assert that requests, attempts and the fleet agree."""
