@@ -71,6 +71,7 @@ class LinkCounters:
     stale_frames: int = 0
     unsent: int = 0
     frame_gaps: int = 0
+    frame_duplicates: int = 0
     event_batches: int = 0
     event_gaps: int = 0
     event_duplicates: int = 0
@@ -131,6 +132,7 @@ class WorkerLink:
         self._silent_seconds = 0.0
         self._stalled = False
         self._replaying = False
+        self._joining = False
         self._pong_event_seq = 0
         self._cursor = EventCursor(0, config.max_held_batches)
         self._context = context
@@ -155,7 +157,9 @@ class WorkerLink:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def open(self, *, resume_events_at: tuple[int, int] | None = None) -> wire.Welcome:
-        """Shake hands. `resume_events_at` is (epoch, next event number) of an earlier session with this worker.
+        """Shake hands. `resume_events_at` is (epoch, next event number) of an earlier session with this worker. Without
+        one the event stream is taken from its beginning, so that a new router learns what is cached from an engine that
+        tells what it stores.
 
         Raises `HandshakeRefused` when the two do not fit (naming both), `TransportError` when there is no answer in
         time.
@@ -167,9 +171,10 @@ class WorkerLink:
         difference = wire.disagreement(self._hello, self.welcome)
         if difference:
             raise HandshakeRefused(difference)
-        first_event = self.welcome.next_event_seq
-        if resume_events_at is not None and resume_events_at[0] == self.epoch:
-            first_event = min(first_event, resume_events_at[1])
+        self._joining = resume_events_at is None or resume_events_at[0] != self.epoch
+        first_event = 0
+        if resume_events_at is not None and not self._joining:
+            first_event = min(self.welcome.next_event_seq, resume_events_at[1])
         self._cursor = EventCursor(first_event, self._config.max_held_batches)
         self._cursor.expect(self.welcome.next_event_seq)
         self._pong_event_seq = self.welcome.next_event_seq
@@ -181,6 +186,7 @@ class WorkerLink:
     async def run(self) -> str:
         """Serve the session until it ends; return why. Call once, after `open`."""
         self._close_gap()
+        self._joining &= self._replaying
         loops = (self._receive_loop(), self._event_loop(), self._heartbeat_loop(), self._monitor_loop())
         tasks = [asyncio.ensure_future(loop) for loop in loops]
         try:
@@ -336,7 +342,10 @@ class WorkerLink:
         if envelope.session != self.session or envelope.epoch != self.epoch:
             self.counters.stale_frames += 1
             return "" if not isinstance(message, wire.Fault) else f"the worker could not read a frame: {message.text}"
-        if envelope.seq != self._expected_seq:
+        if envelope.seq < self._expected_seq:
+            self.counters.frame_duplicates += 1  # taken already: what it says must not count twice
+            return ""
+        if envelope.seq > self._expected_seq:
             self.counters.frame_gaps += 1
             return f"frames lost: expected {self._expected_seq}, got {envelope.seq}"
         self._expected_seq += 1
@@ -417,11 +426,15 @@ class WorkerLink:
         self._replaying = False
         stuck = end.to_seq == end.from_seq and self._cursor.has_gap and self._cursor.next_seq == end.from_seq
         if stuck:
-            # Too old for the worker's buffer. Forgetting is safe, going on as if nothing had happened is not.
-            self.counters.resyncs += 1
-            self._cursor.skip_to(end.next_event_seq)
-            self._listener.on_resync()
-        elif self._cursor.has_gap:
+            # Too old for the worker's buffer. Forgetting is safe, going on as if nothing had happened is not. From the
+            # oldest batch kept on, the stream never says more than is true; a newcomer has nothing to forget.
+            self._cursor.skip_to(end.first_kept_seq if end.first_kept_seq > end.from_seq else end.next_event_seq)
+            self._cursor.expect(end.next_event_seq)
+            if not self._joining:
+                self.counters.resyncs += 1
+                self._listener.on_resync()
+        self._joining = False
+        if self._cursor.has_gap:
             self._ask_replay()
 
 
