@@ -8,6 +8,10 @@ A `WorkerLink` lives for one session: when its connection breaks, a frame is mis
 returns why, and whoever owns the link opens a new one. Frames of an earlier session or of another epoch of the worker
 are counted and dropped.
 
+Events and chunks take different sockets, so an eviction may overtake the chunk of a prompt that was computed before it;
+believed in that order, the prompt would count as cached for good. Each chunk and each Pong says how many event batches
+the worker had made by then, and a batch is applied when one has been taken that is younger than it.
+
 A worker that is silent for `quiet_after_seconds`, or whose engine has been in one step for `stalled_after_seconds`, is
 reported quiet; when it speaks again it is reported heard, with nothing lost in between. Only silence of
 `give_up_seconds` ends the link.
@@ -20,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -73,6 +78,7 @@ class LinkCounters:
     frame_gaps: int = 0
     frame_duplicates: int = 0
     event_batches: int = 0
+    events_early: int = 0
     event_gaps: int = 0
     event_duplicates: int = 0
     replays: int = 0
@@ -135,6 +141,8 @@ class WorkerLink:
         self._joining = False
         self._pong_event_seq = 0
         self._cursor = EventCursor(0, config.max_held_batches)
+        self._early: deque[Batch] = deque()  # in order, waiting for what the worker sent before them
+        self._events_told = 0  # all batches below this number were made before what has been taken
         self._context = context
         self._keys = keys
         self._closed = False
@@ -197,8 +205,8 @@ class WorkerLink:
 
     @property
     def next_event_seq(self) -> int:
-        """The event batch to come next; with `epoch`, what a later session needs to go on."""
-        return self._cursor.next_seq
+        """The event batch to be applied next; with `epoch`, what a later session needs to go on."""
+        return self._cursor.next_seq - len(self._early)
 
     def close(self) -> None:
         """Say Bye if anybody hears it and free the sockets. Idempotent."""
@@ -353,12 +361,16 @@ class WorkerLink:
         return self._dispatch(message)
 
     def _dispatch(self, message: wire.Message) -> str:
-        if isinstance(message, wire.Chunk | wire.Rejected | wire.Draining):
+        if isinstance(message, wire.Chunk):
+            self._apply_events(message.next_event_seq)
+            self._listener.on_message(message)
+        elif isinstance(message, wire.Rejected | wire.Draining):
             self._listener.on_message(message)
         elif isinstance(message, wire.Pong):
             self._take_pong(message)
         elif isinstance(message, wire.Events):
             self._offer(message)
+            self._apply_events(message.number + 1)
         elif isinstance(message, wire.ReplayEnd):
             self._end_replay(message)
         else:
@@ -374,6 +386,7 @@ class WorkerLink:
         self._cursor.expect(self._pong_event_seq)
         self._pong_event_seq = pong.next_event_seq
         self._close_gap()
+        self._apply_events(pong.next_event_seq)
         self._listener.on_pong(pong)
 
     def _judge(self) -> None:
@@ -406,11 +419,20 @@ class WorkerLink:
 
     def _offer(self, message: wire.Events) -> None:
         duplicates = self._cursor.counters.duplicates
-        for batch in self._cursor.offer(message.number, message.events):
-            self.counters.event_batches += 1
-            self._listener.on_events(batch)
+        self._early.extend(self._cursor.offer(message.number, message.events))
+        self._apply_events(0)
+        self.counters.events_early += bool(self._early)
         self.counters.event_duplicates += self._cursor.counters.duplicates - duplicates
         self._close_gap()
+
+    def _apply_events(self, told: int) -> None:
+        """Apply the batches whose turn has come: those below `told`, and over the bound the oldest in any case."""
+        self._events_told = max(self._events_told, told)
+        while self._early and (
+            self.next_event_seq < self._events_told or len(self._early) > self._config.max_held_batches
+        ):
+            self.counters.event_batches += 1
+            self._listener.on_events(self._early.popleft())
 
     def _close_gap(self) -> None:
         if self._cursor.has_gap and not self._replaying:
@@ -428,12 +450,14 @@ class WorkerLink:
         if stuck:
             # Too old for the worker's buffer. Forgetting is safe, going on as if nothing had happened is not. From the
             # oldest batch kept on, the stream never says more than is true; a newcomer has nothing to forget.
+            self._early.clear()
             self._cursor.skip_to(end.first_kept_seq if end.first_kept_seq > end.from_seq else end.next_event_seq)
             self._cursor.expect(end.next_event_seq)
             if not self._joining:
                 self.counters.resyncs += 1
                 self._listener.on_resync()
         self._joining = False
+        self._apply_events(end.next_event_seq)
         if self._cursor.has_gap:
             self._ask_replay()
 

@@ -203,7 +203,8 @@ class Load:
 
     def believed(self, worker: Worker, prompt: Prompt) -> int:
         """Tokens of a prompt that the router believes cached there."""
-        return self.router.scheduler.match(prompt).matched_tokens.get(worker.worker_id, 0)
+        known = self.router.scheduler.match(prompt).matched_tokens.get(worker.worker_id, 0)
+        return min(known, len(prompt) - 1)  # as the engine counts: it computes a last token in any case
 
 
 class Probe:
