@@ -287,7 +287,9 @@ class Fleet:
 
     async def _serve(self, worker: Worker, link: WorkerLink) -> bool:
         """One session from handshake to loss."""
-        resume_at = (worker.epoch, worker.link.next_event_seq) if worker.link is not None else None
+        resume_at = None
+        if worker.link is not None and self._by_id.get(worker.worker_id) is worker:
+            resume_at = (worker.epoch, worker.link.next_event_seq)  # what was believed until then still is
         welcome = await link.open(resume_events_at=resume_at)
         self._adopt(worker, link, welcome)
         why = "router closes"

@@ -235,7 +235,7 @@ class Worker:
         if ticket is None or not ticket.session.open:
             self.counters.orphan_chunks += 1
         else:
-            self.server.send(ticket.session, _wire_chunk(ticket.request_id, chunk))
+            self.server.send(ticket.session, _wire_chunk(ticket.request_id, chunk, self.server.replay.next_seq))
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -277,9 +277,11 @@ def _engine_id(session: Session, request_id: str) -> str:
     return f"{session.serial}/{request_id}"
 
 
-def _wire_chunk(request_id: str, chunk: OutputChunk) -> wire.Chunk:
+def _wire_chunk(request_id: str, chunk: OutputChunk, next_event_seq: int) -> wire.Chunk:
     token_ids = tuple(map(int, chunk.token_ids))
-    return wire.Chunk(request_id, chunk.index, token_ids, chunk.cached_tokens, chunk.finish_reason, chunk.error)
+    return wire.Chunk(
+        request_id, chunk.index, token_ids, chunk.cached_tokens, chunk.finish_reason, chunk.error, next_event_seq
+    )
 
 
 def _facts(worker_id: str, info: EngineInfo) -> wire.Welcome:

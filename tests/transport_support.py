@@ -238,24 +238,36 @@ class ScriptedWorker:
 
 
 class WorkerProcess:
-    """`preble worker ARGS...` as a process, simulated unless they say otherwise. Ready when constructed."""
+    """`preble worker ARGS...` as a process, simulated unless they say otherwise. Ready when constructed.
 
-    def __init__(self, *arguments: str, endpoint: str = "tcp://127.0.0.1:*", time_scale: float = 0.05) -> None:
-        command = [sys.executable, "-m", "preble.cli", "worker", "--log-level", "warning", "--bind", endpoint]
-        if "--engine" not in arguments:
-            command += ["--engine", "simulated", "--time-scale", str(time_scale)]
-        command += arguments
+    `prefix` is put before the command; `command` stands for `preble worker` and all options but --bind and `arguments`.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        endpoint: str = "tcp://127.0.0.1:*",
+        time_scale: float = 0.05,
+        prefix: Sequence[str] = (),
+        command: Sequence[str] = (),
+        start_seconds: float = HANG_SECONDS,
+    ) -> None:
+        if not command:
+            command = [sys.executable, "-m", "preble.cli", "worker", "--log-level", "warning"]
+            if "--engine" not in arguments:
+                command += ["--engine", "simulated", "--time-scale", str(time_scale)]
+        command = [*prefix, *command, "--bind", endpoint, *arguments]
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         )
-        word, self.endpoint, *facts = self._first_line().split()
+        word, self.endpoint, *facts = self._first_line(start_seconds).split()
         assert word == "READY"
         self.facts = dict(fact.split("=", 1) for fact in facts)
 
-    def _first_line(self) -> str:
+    def _first_line(self, timeout_seconds: float) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], HANG_SECONDS)
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_seconds)
         line = self.process.stdout.readline() if ready else ""
         if not line:
             self.process.kill()

@@ -8,6 +8,10 @@ A `WorkerLink` lives for one session: when its connection breaks, a frame is mis
 returns why, and whoever owns the link opens a new one. Frames of an earlier session or of another epoch of the worker
 are counted and dropped.
 
+Events and chunks take different sockets, so an eviction may overtake the chunk of a prompt that was computed before it;
+believed in that order, the prompt would count as cached for good. Each chunk and each Pong says how many event batches
+the worker had made by then, and a batch is applied when one has been taken that is younger than it.
+
 A worker that is silent for `quiet_after_seconds`, or whose engine has been in one step for `stalled_after_seconds`, is
 reported quiet; when it speaks again it is reported heard, with nothing lost in between. Only silence of
 `give_up_seconds` ends the link.
@@ -20,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -71,7 +76,9 @@ class LinkCounters:
     stale_frames: int = 0
     unsent: int = 0
     frame_gaps: int = 0
+    frame_duplicates: int = 0
     event_batches: int = 0
+    events_early: int = 0
     event_gaps: int = 0
     event_duplicates: int = 0
     replays: int = 0
@@ -131,8 +138,11 @@ class WorkerLink:
         self._silent_seconds = 0.0
         self._stalled = False
         self._replaying = False
+        self._joining = False
         self._pong_event_seq = 0
         self._cursor = EventCursor(0, config.max_held_batches)
+        self._early: deque[Batch] = deque()  # in order, waiting for what the worker sent before them
+        self._events_told = 0  # all batches below this number were made before what has been taken
         self._context = context
         self._keys = keys
         self._closed = False
@@ -155,7 +165,9 @@ class WorkerLink:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def open(self, *, resume_events_at: tuple[int, int] | None = None) -> wire.Welcome:
-        """Shake hands. `resume_events_at` is (epoch, next event number) of an earlier session with this worker.
+        """Shake hands. `resume_events_at` is (epoch, next event number) of an earlier session with this worker. Without
+        one the event stream is taken from its beginning, so that a new router learns what is cached from an engine that
+        tells what it stores.
 
         Raises `HandshakeRefused` when the two do not fit (naming both), `TransportError` when there is no answer in
         time.
@@ -167,9 +179,10 @@ class WorkerLink:
         difference = wire.disagreement(self._hello, self.welcome)
         if difference:
             raise HandshakeRefused(difference)
-        first_event = self.welcome.next_event_seq
-        if resume_events_at is not None and resume_events_at[0] == self.epoch:
-            first_event = min(first_event, resume_events_at[1])
+        self._joining = resume_events_at is None or resume_events_at[0] != self.epoch
+        first_event = 0
+        if resume_events_at is not None and not self._joining:
+            first_event = min(self.welcome.next_event_seq, resume_events_at[1])
         self._cursor = EventCursor(first_event, self._config.max_held_batches)
         self._cursor.expect(self.welcome.next_event_seq)
         self._pong_event_seq = self.welcome.next_event_seq
@@ -181,6 +194,7 @@ class WorkerLink:
     async def run(self) -> str:
         """Serve the session until it ends; return why. Call once, after `open`."""
         self._close_gap()
+        self._joining &= self._replaying
         loops = (self._receive_loop(), self._event_loop(), self._heartbeat_loop(), self._monitor_loop())
         tasks = [asyncio.ensure_future(loop) for loop in loops]
         try:
@@ -191,8 +205,8 @@ class WorkerLink:
 
     @property
     def next_event_seq(self) -> int:
-        """The event batch to come next; with `epoch`, what a later session needs to go on."""
-        return self._cursor.next_seq
+        """The event batch to be applied next; with `epoch`, what a later session needs to go on."""
+        return self._cursor.next_seq - len(self._early)
 
     def close(self) -> None:
         """Say Bye if anybody hears it and free the sockets. Idempotent."""
@@ -336,7 +350,10 @@ class WorkerLink:
         if envelope.session != self.session or envelope.epoch != self.epoch:
             self.counters.stale_frames += 1
             return "" if not isinstance(message, wire.Fault) else f"the worker could not read a frame: {message.text}"
-        if envelope.seq != self._expected_seq:
+        if envelope.seq < self._expected_seq:
+            self.counters.frame_duplicates += 1  # taken already: what it says must not count twice
+            return ""
+        if envelope.seq > self._expected_seq:
             self.counters.frame_gaps += 1
             return f"frames lost: expected {self._expected_seq}, got {envelope.seq}"
         self._expected_seq += 1
@@ -344,12 +361,16 @@ class WorkerLink:
         return self._dispatch(message)
 
     def _dispatch(self, message: wire.Message) -> str:
-        if isinstance(message, wire.Chunk | wire.Rejected | wire.Draining):
+        if isinstance(message, wire.Chunk):
+            self._apply_events(message.next_event_seq)
+            self._listener.on_message(message)
+        elif isinstance(message, wire.Rejected | wire.Draining):
             self._listener.on_message(message)
         elif isinstance(message, wire.Pong):
             self._take_pong(message)
         elif isinstance(message, wire.Events):
             self._offer(message)
+            self._apply_events(message.number + 1)
         elif isinstance(message, wire.ReplayEnd):
             self._end_replay(message)
         else:
@@ -365,6 +386,7 @@ class WorkerLink:
         self._cursor.expect(self._pong_event_seq)
         self._pong_event_seq = pong.next_event_seq
         self._close_gap()
+        self._apply_events(pong.next_event_seq)
         self._listener.on_pong(pong)
 
     def _judge(self) -> None:
@@ -397,11 +419,20 @@ class WorkerLink:
 
     def _offer(self, message: wire.Events) -> None:
         duplicates = self._cursor.counters.duplicates
-        for batch in self._cursor.offer(message.number, message.events):
-            self.counters.event_batches += 1
-            self._listener.on_events(batch)
+        self._early.extend(self._cursor.offer(message.number, message.events))
+        self._apply_events(0)
+        self.counters.events_early += bool(self._early)
         self.counters.event_duplicates += self._cursor.counters.duplicates - duplicates
         self._close_gap()
+
+    def _apply_events(self, told: int) -> None:
+        """Apply the batches whose turn has come: those below `told`, and over the bound the oldest in any case."""
+        self._events_told = max(self._events_told, told)
+        while self._early and (
+            self.next_event_seq < self._events_told or len(self._early) > self._config.max_held_batches
+        ):
+            self.counters.event_batches += 1
+            self._listener.on_events(self._early.popleft())
 
     def _close_gap(self) -> None:
         if self._cursor.has_gap and not self._replaying:
@@ -417,11 +448,17 @@ class WorkerLink:
         self._replaying = False
         stuck = end.to_seq == end.from_seq and self._cursor.has_gap and self._cursor.next_seq == end.from_seq
         if stuck:
-            # Too old for the worker's buffer. Forgetting is safe, going on as if nothing had happened is not.
-            self.counters.resyncs += 1
-            self._cursor.skip_to(end.next_event_seq)
-            self._listener.on_resync()
-        elif self._cursor.has_gap:
+            # Too old for the worker's buffer. Forgetting is safe, going on as if nothing had happened is not. From the
+            # oldest batch kept on, the stream never says more than is true; a newcomer has nothing to forget.
+            self._early.clear()
+            self._cursor.skip_to(end.first_kept_seq if end.first_kept_seq > end.from_seq else end.next_event_seq)
+            self._cursor.expect(end.next_event_seq)
+            if not self._joining:
+                self.counters.resyncs += 1
+                self._listener.on_resync()
+        self._joining = False
+        self._apply_events(end.next_event_seq)
+        if self._cursor.has_gap:
             self._ask_replay()
 
 

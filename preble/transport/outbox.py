@@ -38,6 +38,7 @@ class _Merged:
             cached_tokens,
             self.last.finish_reason,
             self.last.error,
+            self.first.next_event_seq,
         )
 
 

@@ -81,6 +81,7 @@ class ServerCounters:
     malformed_frames: int = 0
     stale_frames: int = 0
     frame_gaps: int = 0
+    frame_duplicates: int = 0
     faults_unsent: int = 0
     faults_received: int = 0
     chunks_merged: int = 0
@@ -278,7 +279,10 @@ class Server:
                 identity, wire.Closed("no_session", "no such session with this worker's epoch"), envelope.session
             )
             return
-        if envelope.seq != session.expected_seq:
+        if envelope.seq < session.expected_seq:
+            self.counters.frame_duplicates += 1
+            return
+        if envelope.seq > session.expected_seq:
             self.counters.frame_gaps += 1
             self.end(session, "gap", f"expected frame {session.expected_seq}, got {envelope.seq}")
             return

@@ -140,7 +140,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New output tokens of a request; `index` is the position of the first, counted from the original prompt."""
+    """New output tokens of a request; `index` is the position of the first, counted from the original prompt.
+
+    Event batches from `next_event_seq` on are younger than these tokens, whichever comes first.
+    """
 
     request_id: str
     index: int
@@ -148,6 +151,7 @@ class Chunk:
     cached_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
+    next_event_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +315,7 @@ _FIELDS: Mapping[type, tuple[int, tuple[Field, ...]]] = {
             optional(int_field("cached_tokens", 0, INT31)),
             optional(choice_field("finish_reason", FINISH_REASONS)),
             optional(text_field("error")),
+            int_field("next_event_seq"),
         ),
     ),
     Rejected: (20, (id_field("request_id"), choice_field("code", REFUSAL_CODES), text_field("text"))),
