@@ -8,7 +8,7 @@ and which flag to name when something is missing; asks nothing itself (`http_ser
 | capacity        | max_total_num_tokens                        | there: kv_cache_size_tokens, else num_gpu_blocks     |
 | ranks           | dp_size                                     | there: one line for each engine                      |
 | event sockets   | kv_events (0.5.20 on), else kv_events_config| /kv_event_sources (0.32 on), else `ServerOptions`    |
-| start           | startup_time, random_seed                   | /metrics: when the counters were made                |
+| start           | startup_time: how long each step took       | /metrics: when the counters were made                |
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def sglang_facts(url: str, told: Mapping[str, Any], options: ServerOptions) -> S
         max_length,
         _int(told, "max_running_requests", name, 1, _INT31, None),
         ranks,
-        _digest([told.get("startup_time"), told.get("random_seed"), told.get("launch_command")]),
+        _digest(told.get("startup_time")),
         events,
         not (told.get("incremental_streaming_output") or told.get("stream_output")),
         advice,
@@ -210,7 +210,7 @@ def vllm_facts(
         _int(card, "max_model_len", f"{url}/v1/models", 1, _INT31, _INT31),
         None,
         ranks,
-        _digest(sorted(_CREATED.findall(metrics)) or None),
+        _digest(sorted(_CREATED.findall(metrics))),
         events,
         False,
         advice,
@@ -300,6 +300,6 @@ def _int(told: Mapping[str, Any], key: str, where: str, low: int, high: int, def
 
 def _digest(values: Any) -> str:
     """A short text for what differs from start to start; "" if there is nothing."""
-    if not values or not any(values):
+    if not values:
         return ""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
