@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import secrets
 import time
@@ -43,7 +44,7 @@ from .client import LinkConfig, LinkCounters, LinkListener
 from .fields import pack_namespace, unpack_namespace
 from .http_server import EngineServer, Unreachable
 from .kv_events import LoadReport
-from .kv_feed import EventFeed, FeedConfig, FeedCounters
+from .kv_feed import EventFeed, FeedConfig, FeedCounters, within
 from .server_facts import ServerFacts, ServerOptions
 
 logger = logging.getLogger("preble.transport")
@@ -295,10 +296,8 @@ class ServerLink:
             else:
                 self._heard()
                 self._report(next((load for load in loads if load.rank == self.rank), None))
-            try:
-                await asyncio.wait_for(self._ask_now.wait(), self._config.heartbeat_seconds)
-            except asyncio.TimeoutError:
-                continue
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(self._config.heartbeat_seconds, self._ask_now.wait())
 
     async def _judge_loop(self) -> str:
         before = self._clock()
@@ -388,8 +387,6 @@ def namespace_of(keys: BlockKeys) -> Hashable:
     if salt is None and len(extra) == 1 and isinstance(extra[0], str):
         salt, extra = extra[0], ()  # where vLLM tells it
     if salt is not None and salt.startswith(_SALT_MARK) and keys.lora_name is None and not extra:
-        try:
+        with contextlib.suppress(ValueError, TypeError, ProtocolError):  # somebody else's may begin like ours
             return unpack_namespace("salt", msgpack.unpackb(base64.urlsafe_b64decode(salt[len(_SALT_MARK) :])))
-        except (ValueError, TypeError, ProtocolError):
-            pass  # somebody else's, that begins like ours
     return BlockKeys(keys.lora_name, keys.lora_id, salt, extra).namespace()
