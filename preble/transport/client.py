@@ -140,7 +140,7 @@ class WorkerLink:
         self._replaying = False
         self._joining = False
         self._pong_event_seq = 0
-        self._cursor = EventCursor(0, config.max_held_batches)
+        self._cursor: EventCursor[Batch] = EventCursor(0, config.max_held_batches)
         self._early: deque[Batch] = deque()  # in order, waiting for what the worker sent before them
         self._events_told = 0  # all batches below this number were made before what has been taken
         self._context = context
