@@ -218,6 +218,7 @@ class Launch:
         self._addresses: dict[int, str] = {}  # of workers, from their first start on
         self._introduced: set[int] = set()  # workers that the router has met
         self._settled = asyncio.Event()  # every worker serves or was given up
+        self._hurried = False  # asked to end a second time
         self._loop: asyncio.AbstractEventLoop
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -235,7 +236,7 @@ class Launch:
                 answers = self._keep(self._serve_prompts(self._service))
             await self._supervise()
             logger.info("%s", self._status())
-            if answers is not None:
+            if answers is not None and not self._hurried:
                 await asyncio.wait([answers], timeout=_LAST_ANSWERS_SECONDS)
         finally:
             self._supervisor.kill()
@@ -271,6 +272,7 @@ class Launch:
 
     def _drain(self) -> None:
         logger.info("draining %d workers", len(self._plan.names))
+        self._hurried = self._supervisor.draining
         self._supervisor.drain()
         self._end_prompts()
 
