@@ -258,9 +258,9 @@ async def stream_all(
     }
 
 
-async def with_router(sides: Sequence[Side], measure: Any) -> Any:
-    """Measure with a router in front of these workers, round robin: so that the load of all is the same."""
-    async with Router([side.endpoint for side in sides], policy="round_robin") as router:
+async def with_router(sides: Sequence[Side], measure: Any, policy: str = "e2") -> Any:
+    """Measure with a router in front of these workers."""
+    async with Router([side.endpoint for side in sides], policy=policy) as router:
         found = await measure(router)
         counters = router.stats()
         assert counters["finished"] == counters["requests"] and not counters["resumed"], "requests were lost"
