@@ -23,6 +23,8 @@ COMMANDS = {
     "explain": ("preble.explain", "why requests went where they went, from a file of decision records"),
     "profile": ("preble.profiler", "measure an engine and fit its cost model"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
+    "up": ("preble.up", "start workers and a router together, restart what crashes, drain on SIGTERM"),
+    "keygen": ("preble.keygen", "make the CURVE keys of a fleet, and let routers in or shut them out"),
 }
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from .clock import Clock
 from .engines.base import Engine, EngineInfo, GenerationRequest, OutputChunk
 from .errors import EngineError, InvalidConfig
+from .launcher_process import end_with_stdin
 from .transport import wire
 from .transport.security import ServerKeys, check_bind, load_server_keys
 from .transport.server import Request, Server, ServerConfig, Session, SessionEnded
@@ -40,6 +41,7 @@ logger = logging.getLogger("preble.worker")
 
 _WILDCARDS = ("0.0.0.0", "*", "[::]")
 _SIMULATED_KV_TOKENS = 200_000
+_LAST_SECONDS = 15.0  # for the engine's last step and the sockets, after a drain
 _POLL_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
 
 
@@ -324,6 +326,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--curve-keys", metavar="DIR", help="CURVE keys: server.key_secret and clients/")
     parser.add_argument("--insecure", action="store_true", help="allow a non-loopback endpoint without keys")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="drain and end when standard input closes: for launchers"
+    )
     batching = parser.add_argument_group("batching")
     batching.add_argument("--kv-capacity-tokens", type=int, metavar="N", help="KV cache size; default: what fits")
     batching.add_argument("--token-budget", type=int, metavar="N", help="tokens per iteration")
@@ -358,6 +363,8 @@ def run(args: argparse.Namespace) -> int:
     check_bind(args.bind, has_keys=keys is not None, insecure=args.insecure)
     if args.cpu is not None:
         _pin(args.cpu)
+    if args.until_stdin_closes:
+        end_with_stdin(args.drain_seconds + _LAST_SECONDS)
     server = ServerConfig(
         bind=args.bind,
         events_bind=args.events_bind,

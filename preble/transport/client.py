@@ -25,24 +25,22 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from ..clock import Clock
 from ..errors import HandshakeRefused, InvalidConfig, ProtocolError, QueueFull, TransportError
 from . import wire
 from .events import Batch, EventCursor
+from .frames import FrameReader
 from .security import ClientKeys, apply_client_keys
 
 logger = logging.getLogger("preble.transport")
 
-_FRAMES_PER_TURN = 128  # frames taken before other tasks of the loop get a turn
 _AUTH_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS_FRAME = frozenset({wire.Events})
@@ -143,16 +141,18 @@ class WorkerLink:
         self._cursor: EventCursor[Batch] = EventCursor(0, config.max_held_batches)
         self._early: deque[Batch] = deque()  # in order, waiting for what the worker sent before them
         self._events_told = 0  # all batches below this number were made before what has been taken
-        self._context = context
+        # Plain sockets, see `frames`, in a context whose own sockets are asyncio's.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._keys = keys
         self._closed = False
         self._dealer = self._socket(zmq.DEALER)
         self._dealer.sndhwm = config.send_queue_messages
         # The monitor is there before the connection, so that its first failure is seen.
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | _AUTH_FAILED | _HANDSHAKE_FAILED)
-        self._subscriber: zmq.asyncio.Socket | None = None
+        self._subscriber: zmq.Socket[bytes] | None = None
+        self._reader: FrameReader | None = None
 
-    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.tcp_keepalive = 1
@@ -174,7 +174,8 @@ class WorkerLink:
         """
         self._dealer.connect(self.address)
         self.send(self._hello)
-        envelope = await self._first_of(self._await_welcome(), self._await_failure())
+        envelope = await self._first_answer()
+        assert isinstance(envelope.message, wire.Welcome)
         self.welcome, self.epoch = envelope.message, envelope.epoch
         difference = wire.disagreement(self._hello, self.welcome)
         if difference:
@@ -193,15 +194,27 @@ class WorkerLink:
 
     async def run(self) -> str:
         """Serve the session until it ends; return why. Call once, after `open`."""
+        assert self._subscriber is not None
+        self._reader = FrameReader(self._dealer, self._take)
+        readers = [
+            self._reader,
+            FrameReader(self._subscriber, self._take_event),
+            FrameReader(self._monitor, self._take_monitor),
+        ]
         self._close_gap()
         self._joining &= self._replaying
-        loops = (self._receive_loop(), self._event_loop(), self._heartbeat_loop(), self._monitor_loop())
-        tasks = [asyncio.ensure_future(loop) for loop in loops]
+        heartbeat = asyncio.ensure_future(self._heartbeat_loop())
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [heartbeat, *(reader.ended for reader in readers)], return_when=asyncio.FIRST_COMPLETED
+            )
             return next(iter(done)).result()
         finally:
-            await _cancel_all(tasks)
+            for reader in readers:
+                reader.stop()
+            self._reader = None
+            heartbeat.cancel()
+            await asyncio.gather(heartbeat, return_exceptions=True)
 
     @property
     def next_event_seq(self) -> int:
@@ -224,20 +237,32 @@ class WorkerLink:
 
     # --- handshake ----------------------------------------------------------------------------------------------------
 
-    async def _first_of(self, *attempts: Coroutine[Any, Any, wire.Envelope]) -> Any:
-        tasks = [asyncio.ensure_future(attempt) for attempt in attempts]
-        try:
-            done, _ = await asyncio.wait(
-                tasks, timeout=self._config.handshake_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                raise TransportError(f"no answer from {self.address} in {self._config.handshake_seconds} s")
-            return next(iter(done)).result()
-        finally:
-            await _cancel_all(tasks)
+    async def _first_answer(self) -> wire.Envelope:
+        """The Welcome, or the error that says why there is none."""
+        parts: list[bytes] = []
 
-    async def _await_welcome(self) -> wire.Envelope:
-        parts = await self._dealer.recv_multipart()
+        def take(message: list[bytes]) -> str:
+            parts.extend(message)
+            return "answered"
+
+        answer = FrameReader(self._dealer, take)
+        failure = FrameReader(self._monitor, self._take_failure)
+        try:
+            await asyncio.wait(
+                [answer.ended, failure.ended],
+                timeout=self._config.handshake_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if answer.ended.done():
+                return self._welcome_of(parts)
+            if failure.ended.done():
+                failure.ended.result()  # raises
+            raise TransportError(f"no answer from {self.address} in {self._config.handshake_seconds} s")
+        finally:
+            answer.stop()
+            failure.stop()
+
+    def _welcome_of(self, parts: list[bytes]) -> wire.Envelope:
         try:
             envelope = self._decode(parts)
         except wire.VersionMismatch as error:
@@ -251,17 +276,13 @@ class WorkerLink:
             raise ProtocolError(f"{self.address} answered the handshake with {type(envelope.message).__name__}")
         return envelope
 
-    async def _await_failure(self) -> wire.Envelope:
-        while True:
-            event = await self._next_monitor_event()
-            if event & _AUTH_FAILED:
-                raise HandshakeRefused(f"{self.address} does not accept the key of router {self._hello.router_id}")
-            if event & (_HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED):
-                raise TransportError(f"{self.address} closed the connection during the handshake")
-
-    async def _next_monitor_event(self) -> int:
-        message = await _awaitable(recv_monitor_message(self._monitor))
-        return int(message["event"])
+    def _take_failure(self, parts: list[bytes]) -> str:
+        event = int(parse_monitor_message(parts)["event"])
+        if event & _AUTH_FAILED:
+            raise HandshakeRefused(f"{self.address} does not accept the key of router {self._hello.router_id}")
+        if event & (_HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED):
+            raise TransportError(f"{self.address} closed the connection during the handshake")
+        return ""
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -270,13 +291,17 @@ class WorkerLink:
         if self._closed:
             raise TransportError(f"link to {self.address} is closed")
         frame = wire.encode(message, epoch=self.epoch, session=self.session, seq=self._send_seq)
-        # With NOBLOCK the future is done when it comes back: sent, or not.
-        future = cast("asyncio.Future[Any]", self._dealer.send(frame, zmq.NOBLOCK))
-        error = future.exception()
-        if isinstance(error, zmq.Again):
-            raise QueueFull(f"{self._config.send_queue_messages} messages wait for the worker at {self.address}")
-        if error is not None:
+        try:
+            self._dealer.send(frame, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise QueueFull(
+                f"{self._config.send_queue_messages} messages wait for the worker at {self.address}"
+            ) from error
+        except zmq.ZMQError as error:
             raise TransportError(f"cannot send to {self.address}: {error}") from error
+        finally:
+            if self._reader is not None:
+                self._reader.look()
         self._send_seq += 1
 
     def _send_if_room(self, message: wire.Message) -> bool:
@@ -288,24 +313,7 @@ class WorkerLink:
             return False
         return True
 
-    # --- the four loops; each returns why the session is over ---------------------------------------------------------
-
-    async def _receive_loop(self) -> str:
-        return await self._take_frames(self._dealer, self._take)
-
-    async def _event_loop(self) -> str:
-        assert self._subscriber is not None
-        return await self._take_frames(self._subscriber, self._take_event)
-
-    async def _take_frames(self, socket: zmq.asyncio.Socket, take: Callable[[list[bytes]], str]) -> str:
-        # asyncio wakes us for the first frame; what has come with it is read without a future for each.
-        plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-        while True:
-            for parts in chain([await socket.recv_multipart()], _waiting_frames(plain)):
-                reason = take(parts)
-                if reason:
-                    return reason
-            await asyncio.sleep(0)
+    # --- silence ------------------------------------------------------------------------------------------------------
 
     async def _heartbeat_loop(self) -> str:
         nonce = 0
@@ -321,12 +329,6 @@ class WorkerLink:
             self._judge()
             nonce += 1
             self._send_if_room(wire.Ping(nonce))
-
-    async def _monitor_loop(self) -> str:
-        while True:
-            event = await self._next_monitor_event()
-            if event & (zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED | _AUTH_FAILED):
-                return "connection lost"
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -400,6 +402,10 @@ class WorkerLink:
             self.quiet = False
             self._listener.on_heard()
 
+    def _take_monitor(self, parts: list[bytes]) -> str:
+        event = int(parse_monitor_message(parts)["event"])
+        return "connection lost" if event & (zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED | _AUTH_FAILED) else ""
+
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _take_event(self, parts: list[bytes]) -> str:
@@ -467,23 +473,3 @@ def _events_endpoint(address: str, told: str) -> str:
     if not (address.startswith("tcp://") and told.startswith("tcp://")):
         return told
     return f"{address.rpartition(':')[0]}:{told.rpartition(':')[2]}"
-
-
-def _waiting_frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """Messages that are there already, at most `_FRAMES_PER_TURN` of them."""
-    for _ in range(_FRAMES_PER_TURN):
-        try:
-            parts = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        yield parts
-
-
-async def _awaitable(message: Any) -> Any:
-    return await message if isinstance(message, Awaitable) else message
-
-
-async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

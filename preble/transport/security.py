@@ -7,8 +7,12 @@ A key directory holds any of
     client.key, client.key_secret    the router's pair
     clients/*.key                    public keys of the routers that a worker lets in
 
+    routers/NAME/                    what a router of that name needs: copied to its machine, or moved there
+
 in ZeroMQ's certificate format. A worker needs `server.key_secret` and `clients/`, a router `client.key_secret` and
-`server.key`. Owns no socket; `server` and `client` apply the keys to theirs.
+`server.key`. A worker that runs looks at `clients/` at every handshake: a key put there is let in, one taken away is
+refused from then on, and keeps at most the connection it has. Owns no socket; `server` and `client` apply the keys to
+theirs.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,16 +35,21 @@ from ..errors import InsecureBind, InvalidConfig
 logger = logging.getLogger("preble.transport")
 
 DOMAIN = "preble"  # ZAP domain: only sockets of this domain are authenticated by our allow-list
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _BANNER = "# Preble CURVE {kind} key. {advice}\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """A worker's key pair and the public keys of the routers it lets in (none: nobody gets in)."""
+    """A worker's key pair and the public keys of the routers it lets in (none: nobody gets in).
+
+    With `clients`, a directory of keys, that directory is asked again at every handshake instead of `allowed`.
+    """
 
     public: bytes
     secret: bytes = field(repr=False)
     allowed: frozenset[bytes] = frozenset()
+    clients: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,51 @@ def create_keys(directory: str | os.PathLike[str], *, overwrite: bool = False) -
     return files
 
 
+def add_clients(directory: str | os.PathLike[str], names: Sequence[str]) -> list[Path]:
+    """Make a pair for each router named and let it in; return what each needs: `routers/NAME`, a key directory.
+
+    `directory` has a server pair (`create_keys`). Raises `InvalidConfig` for a name that cannot be a file's or is
+    taken, or without a server pair; then nothing has been written.
+    """
+    root = Path(directory)
+    server, _ = _load(root / "server.key", secret=False)
+    homes = [root / "routers" / _check_name(name) for name in names]
+    if len(set(names)) != len(names):
+        raise InvalidConfig(f"client names must differ, got {', '.join(names)}")
+    public_files = [root / "clients" / f"{name}.key" for name in names]
+    taken = [str(path) for path in (*homes, *public_files) if path.exists()]
+    if taken:
+        raise InvalidConfig(f"key files exist: {', '.join(taken)}")
+    for home, public_file in zip(homes, public_files, strict=True):
+        home.mkdir(parents=True, mode=0o700)
+        public, secret = zmq.curve_keypair()
+        _write(home / "client.key", public, None)
+        _write(home / "client.key_secret", public, secret)
+        _write(home / "server.key", server, None)
+        _write(public_file, public, None)
+    return homes
+
+
+def remove_clients(directory: str | os.PathLike[str], names: Sequence[str]) -> list[Path]:
+    """Take the keys of these routers out of `clients/`; return the files that were there. Their own files stay.
+
+    Raises `InvalidConfig` for one that is not there; then nothing has been removed.
+    """
+    files = [Path(directory) / "clients" / f"{_check_name(name)}.key" for name in names]
+    missing = [str(file) for file in files if not file.exists()]
+    if missing:
+        raise InvalidConfig(f"no such client keys: {', '.join(missing)}")
+    for file in files:
+        file.unlink(missing_ok=True)
+    return files
+
+
+def _check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise InvalidConfig(f"a client's name has letters, digits, '-', '_' and inner dots, got {name!r}")
+    return name
+
+
 def load_server_keys(directory: str | os.PathLike[str]) -> ServerKeys:
     """A worker's keys. Raises `InvalidConfig` naming the file that is missing or broken."""
     root = Path(directory)
@@ -83,7 +138,7 @@ def load_server_keys(directory: str | os.PathLike[str]) -> ServerKeys:
     allowed = frozenset(_load(file, secret=False)[0] for file in sorted(clients.glob("*.key")))
     if not allowed:
         logger.warning("no client keys in %s: no router can connect", clients)
-    return ServerKeys(public, secret, allowed)
+    return ServerKeys(public, secret, allowed, clients)
 
 
 def load_client_keys(directory: str | os.PathLike[str]) -> ClientKeys:
@@ -139,14 +194,48 @@ def apply_client_keys(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
     socket.curve_serverkey = keys.server
 
 
-class _AllowList:
-    """Answers the authenticator: is this public key one of ours?"""
+class AllowList:
+    """Answers the authenticator, in its thread: is this public key one of ours, now?
 
-    def __init__(self, allowed: frozenset[bytes]) -> None:
-        self._allowed = allowed
+    Files are read again only when a name, a size or a time in the directory has changed. One that cannot be read, or
+    holds no key, lets nobody in and is logged.
+    """
+
+    def __init__(self, keys: ServerKeys) -> None:
+        self._allowed = keys.allowed
+        self._clients = keys.clients
+        self._seen: list[tuple[str, int, int, int]] | None = None
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """The name is the authenticator's."""
+        if self._clients is not None:
+            self._read_again(self._clients)
         return key in self._allowed
+
+    def _read_again(self, clients: Path) -> None:
+        try:
+            listing = sorted(_listing(clients))
+        except OSError as error:
+            logger.error("cannot read %s, so nobody is let in: %s", clients, error)
+            self._allowed, self._seen = frozenset(), None
+            return
+        if listing != self._seen:
+            self._allowed = frozenset(filter(None, (_public_key(clients / name) for name, *_ in listing)))
+            self._seen = listing
+
+
+def _listing(clients: Path) -> Iterator[tuple[str, int, int, int]]:
+    for file in clients.glob("*.key"):
+        facts = file.stat()
+        yield file.name, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _public_key(file: Path) -> bytes:
+    try:
+        return _load(file, secret=False)[0]
+    except InvalidConfig as error:
+        logger.error("a client key is left out: %s", error)
+        return b""
 
 
 def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> Callable[[], None]:
@@ -155,7 +244,7 @@ def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKey
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=_AllowList(keys.allowed))
+    authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=AllowList(keys))
     return authenticator.stop
 
 

@@ -1,0 +1,75 @@
+"""Messages of a ZeroMQ socket on an asyncio loop, each handed to a function as it comes. Owns that loop's reader only.
+
+ZeroMQ's file descriptor does not say "there are messages" but "something has changed since you last asked", and asking,
+sending or setting an option counts as asking. So after it becomes readable everything is read, and whoever sends on the
+same socket must call `look` afterwards. pyzmq's asyncio sockets do the same with a future for every message; for a path
+where each token is a message that is half of the router's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+# As plain ints: pyzmq's are enumerations, whose arithmetic costs more than the call.
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_FRAMES_PER_TURN = 128  # messages taken before other tasks of the loop get a turn
+
+
+class FrameReader:
+    """Calls `take(parts)` for each message until it returns a reason to stop (not ""), which `ended` then holds.
+
+    An exception out of `take` or the socket ends it, too, and is `ended`'s. Starts at once; needs a running loop.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], str]) -> None:
+        self._socket = socket
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = socket.fileno()
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        self._loop.add_reader(self._descriptor, self._read)
+        self._loop.call_soon(self._read)  # what has come before is no change
+
+    def look(self) -> None:
+        """Read soon what a send may have hidden. No effect once it has ended."""
+        if not self.ended.done() and self._socket.get(EVENTS) & POLLIN:  # type: ignore[operator]
+            self._loop.call_soon(self._read)
+
+    def stop(self) -> None:
+        """Read no more; `ended` is cancelled if it was open. Before the socket is closed. Idempotent."""
+        self._end()
+        self.ended.cancel()
+
+    def _end(self) -> None:
+        if self._descriptor >= 0:
+            self._loop.remove_reader(self._descriptor)
+            self._descriptor = -1
+
+    def _read(self) -> None:
+        try:
+            reason = self._read_waiting()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the task that waits for `ended` raises it
+            self._end()
+            if not self.ended.done():
+                self.ended.set_exception(error)
+            return
+        if reason:
+            self._end()
+            self.ended.set_result(reason)
+
+    def _read_waiting(self) -> str:
+        """The reason to stop; "" when there is no more, or others must have a turn."""
+        for _ in range(_FRAMES_PER_TURN):
+            if self.ended.done():
+                return ""
+            # Asking first: an exception for "nothing there" costs as much as receiving something.
+            if not self._socket.get(EVENTS) & POLLIN:  # type: ignore[operator]
+                return ""
+            reason = self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+            if reason:
+                return reason
+        self._loop.call_soon(self._read)
+        return ""
