@@ -1,7 +1,8 @@
 """Stands in for the compiled `sgl_kernel` where that has no build: SGLang on a machine without a GPU. For tests only.
 
 SGLang asks whether fast CPU kernels are there and takes its own plain torch code where they are not, with one
-exception: the table of KV slots, which is filled here. Any other kernel it asks for raises when called, not when imported.
+exception: the table of KV slots, which is filled here. Any other kernel it asks for raises when called, not when
+imported.
 """
 
 from __future__ import annotations
