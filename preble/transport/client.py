@@ -132,7 +132,7 @@ class WorkerLink:
         self._stalled = False
         self._replaying = False
         self._pong_event_seq = 0
-        self._cursor = EventCursor(0, config.max_held_batches)
+        self._cursor: EventCursor[Batch] = EventCursor(0, config.max_held_batches)
         self._context = context
         self._keys = keys
         self._closed = False

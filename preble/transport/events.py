@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ..errors import InvalidConfig
 from ..types import CacheEvent
 
 Batch = Sequence[CacheEvent]
+T = TypeVar("T")
 
 
 class ReplayBuffer:
@@ -67,8 +69,8 @@ class CursorCounters:
     overflows: int = 0
 
 
-class EventCursor:
-    """The router's place in one worker's event stream. Not thread-safe.
+class EventCursor(Generic[T]):
+    """The router's place in one worker's event stream, of batches in whatever form. Not thread-safe.
 
     `offer` takes batches in any order and returns those whose turn has come. At most `max_held` early batches wait; one
     more drops them all, which is counted and loses nothing: they are inside the hole that will be asked for again.
@@ -78,7 +80,7 @@ class EventCursor:
         self.next_seq = next_seq
         self.max_held = max_held
         self.counters = CursorCounters()
-        self._held: dict[int, Batch] = {}
+        self._held: dict[int, T] = {}
         self._known_end = next_seq
 
     @property
@@ -90,7 +92,7 @@ class EventCursor:
         """Learn that all batches below `end_seq` should have come by now: a loss at the very end is noticed, too."""
         self._known_end = max(self._known_end, end_seq)
 
-    def offer(self, seq: int, batch: Batch) -> list[Batch]:
+    def offer(self, seq: int, batch: T) -> list[T]:
         """Take batch number `seq`; return the batches that may be applied now, in order."""
         self.expect(seq + 1)
         if seq < self.next_seq or seq in self._held:
@@ -99,15 +101,19 @@ class EventCursor:
         if seq > self.next_seq:
             self._hold(seq, batch)
             return []
-        ready = [batch]
         self.next_seq += 1
-        while self.next_seq in self._held:
-            ready.append(self._held.pop(self.next_seq))
-            self.next_seq += 1
+        ready = [batch, *self._next_held()]
         self.counters.batches += len(ready)
         return ready
 
-    def _hold(self, seq: int, batch: Batch) -> None:
+    def _next_held(self) -> list[T]:
+        ready = []
+        while self.next_seq in self._held:
+            ready.append(self._held.pop(self.next_seq))
+            self.next_seq += 1
+        return ready
+
+    def _hold(self, seq: int, batch: T) -> None:
         if len(self._held) >= self.max_held:
             self._held.clear()
             self.counters.overflows += 1
@@ -121,3 +127,15 @@ class EventCursor:
         """
         self.next_seq = self._known_end = seq
         self._held.clear()
+
+    def skip_gap(self, to: int | None = None) -> list[T]:
+        """Give up on what is missing before number `to` (None: before the first batch held back) and return those that
+        may be applied then; the caller forgets what it believed before them."""
+        if to is None:
+            to = min(self._held, default=max(self._known_end, self.next_seq))
+        self.next_seq = to
+        self._held = {seq: batch for seq, batch in self._held.items() if seq >= to}
+        self.expect(to)
+        ready = self._next_held()
+        self.counters.batches += len(ready)
+        return ready
