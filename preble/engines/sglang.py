@@ -16,6 +16,7 @@ import logging
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +35,8 @@ logger = logging.getLogger("preble.engines")
 TOPIC = "kv-events"
 OURS = ("model_path", "kv_events_config", "skip_tokenizer_init", "custom_sigquit_handler", "stream_output")
 
+_child_died = threading.Event()
+
 
 class SglangBackend:
     """Implements `streaming.Backend` with SGLang in child processes of this one.
@@ -51,7 +54,6 @@ class SglangBackend:
             raise MissingExtra(f"--engine sglang needs SGLang: pip install 'preble[sglang]' ({error})") from error
         self._model = model
         self._salts = Salts()
-        self._failure = ""
         self._directory = tempfile.mkdtemp(prefix="preble-sglang-")
         self._sources, events = _event_sockets(int(given.get("dp_size", 1)), self._directory)
         settings = {
@@ -61,7 +63,7 @@ class SglangBackend:
             "model_path": model,
             "skip_tokenizer_init": True,
             "kv_events_config": json.dumps(events),
-            "custom_sigquit_handler": self._on_child_death,
+            "custom_sigquit_handler": _on_child_death,
         }
         try:
             self._engine = sglang.Engine(**settings)
@@ -143,18 +145,20 @@ class SglangBackend:
 
     def failure(self) -> str:
         """A child process has died, or has said that it cannot go on."""
-        return self._failure
+        return "a process of SGLang has died; its log says why" if _child_died.is_set() else ""
 
     async def close(self) -> None:
         """End all child processes."""
         await asyncio.to_thread(self._engine.shutdown)
         self._remove_directory()
 
-    def _on_child_death(self, *_: object) -> None:
-        self._failure = "a process of SGLang has died; its log says why"
-
     def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _on_child_death(*_: object) -> None:
+    """SGLang copies all settings to its processes, so this must not be a method of something that cannot be copied."""
+    _child_died.set()
 
 
 def refuse_ours(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:

@@ -354,32 +354,41 @@ class StreamingEngine:
                 stream.take(part, self._vocab_size)
             if part.token_ids:
                 self.admission.started(job.id, stream.cached_tokens)
-            if wanted:
-                self._tell(stream)
-            if stream.finish_reason is not None and part.finish_reason is None and wanted:
+            if part.finish_reason is not None:
+                self._leave(stream)
+            elif wanted and stream.finish_reason is not None:
                 self._let_go(stream)
             self._admit()
+            if wanted:
+                self._tell(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        """A request is no longer in the engine."""
+        del self._streams[stream.id]
+        ended_well = stream.finish_reason not in ("error", "abort")
+        self.admission.ended(stream.id, stream.produced if ended_well else None)
 
     def _end_job(self, job: Job, task: asyncio.Task[None]) -> None:
         """The engine says no more of a request."""
         self._jobs.pop(job.id, None)
         error = None if task.cancelled() else task.exception()
         with self._changed:
-            stream = self._streams.pop(job.id, None)
+            self._look_for_failure()
+            stream = self._streams.get(job.id)
             if stream is None:
                 return
             self._moved_at = self._clock()
-            if stream.finish_reason is None:
+            wanted = stream.finish_reason is None
+            if wanted:
                 if error is not None:
                     self.counters.streams_failed += 1
                     # What an engine raises may quote the prompt, so only its kind is told.
                     stream.fail(f"the engine failed the request: {type(error).__name__}")
                 stream.end_of_stream()
-                self._tell(stream)
-            failed = stream.finish_reason in ("error", "abort")
-            self.admission.ended(job.id, None if failed else stream.produced)
-            self._look_for_failure()
+            self._leave(stream)
             self._admit()
+            if wanted:
+                self._tell(stream)
 
     def _take_events(self, rank: int, events: Iterable[CacheEvent]) -> None:
         """The engine's cache has changed."""
