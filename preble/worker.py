@@ -22,9 +22,8 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
+from . import engine_choice
 from .clock import Clock
 from .engines.base import Engine, EngineInfo, GenerationRequest, OutputChunk
 from .errors import EngineError, InvalidConfig
@@ -34,13 +33,9 @@ from .transport.security import ServerKeys, check_bind, load_server_keys
 from .transport.server import Request, Server, ServerConfig, Session, SessionEnded
 from .worker_engine import EngineThread, Refusal
 
-if TYPE_CHECKING:
-    from .local import LocalConfig
-
 logger = logging.getLogger("preble.worker")
 
 _WILDCARDS = ("0.0.0.0", "*", "[::]")
-_SIMULATED_KV_TOKENS = 200_000
 _LAST_SECONDS = 15.0  # for the engine's last step and the sockets, after a drain
 _POLL_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
 
@@ -309,8 +304,7 @@ def _facts(worker_id: str, info: EngineInfo) -> wire.Welcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `preble worker`."""
-    parser.add_argument("--engine", choices=("torch", "simulated"), required=True, help="what generates the tokens")
-    parser.add_argument("--model", metavar="DIR", help="model directory in transformers format (torch)")
+    engine_choice.add_arguments(parser)
     parser.add_argument("--bind", default="tcp://127.0.0.1:*", help="endpoint for routers; port * takes a free one")
     parser.add_argument("--events-bind", default="", metavar="ENDPOINT", help="for cache events; default: a free port")
     parser.add_argument("--id", default="", metavar="NAME", help="name of this worker; default host:port")
@@ -328,28 +322,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.add_argument(
         "--until-stdin-closes", action="store_true", help="drain and end when standard input closes: for launchers"
-    )
-    batching = parser.add_argument_group("batching")
-    batching.add_argument("--kv-capacity-tokens", type=int, metavar="N", help="KV cache size; default: what fits")
-    batching.add_argument("--token-budget", type=int, metavar="N", help="tokens per iteration")
-    batching.add_argument("--max-running", type=int, metavar="N", help="requests per iteration")
-    batching.add_argument(
-        "--order", choices=("priority", "fcfs", "longest_prefix"), help="which waiting request goes first"
-    )
-    batching.add_argument(
-        "--max-model-tokens", type=int, metavar="N", help="longest prompt + output (torch); default: the model's"
-    )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="numbers (torch)")
-    machine.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device (torch)")
-    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads of the model (torch)")
-    machine.add_argument("--cpu", type=int, metavar="N", help="pin this process to one CPU core")
-    simulation = parser.add_argument_group("simulation")
-    simulation.add_argument(
-        "--cost-model", default="mistral-7b/a6000", metavar="PRESET", help="or FILE.json: step times"
-    )
-    simulation.add_argument(
-        "--time-scale", type=float, default=1.0, help="seconds slept per simulated second (%(default)s); 0: none"
     )
 
 
@@ -372,7 +344,7 @@ def run(args: argparse.Namespace) -> int:
         session_timeout_seconds=args.session_timeout,
     )
     config = WorkerConfig(server, args.id, args.max_requests, args.drain_seconds)
-    worker = Worker(make_engine(args), config, epoch=time.time_ns(), keys=keys)
+    worker = Worker(engine_choice.make_engine(args), config, epoch=time.time_ns(), keys=keys)
     return serve(worker)
 
 
@@ -390,13 +362,6 @@ def serve(worker: Worker) -> int:
     return 0
 
 
-def make_engine(args: argparse.Namespace) -> Engine:
-    """The engine that the options ask for. Raises `InvalidConfig`, `EngineError` or `MissingExtra`."""
-    if args.engine == "simulated":
-        return _simulated_engine(args)
-    return _torch_engine(args)
-
-
 def _pin(cpu: int) -> None:
     if not hasattr(os, "sched_setaffinity"):
         raise InvalidConfig("--cpu: this system cannot pin a process to a core")
@@ -404,46 +369,3 @@ def _pin(cpu: int) -> None:
         os.sched_setaffinity(0, {cpu})
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidConfig(f"--cpu {cpu}: {error}; available: {sorted(os.sched_getaffinity(0))}") from error
-
-
-def _simulated_engine(args: argparse.Namespace) -> Engine:
-    from ._cost import CostModel
-    from .engines.simulated import SimulatedEngine
-    from .local import LocalConfig
-
-    config = _local_config(args, LocalConfig(_SIMULATED_KV_TOKENS))
-    assert config is not None
-    return SimulatedEngine(CostModel.preset(args.cost_model), config, time_scale=args.time_scale)
-
-
-def _torch_engine(args: argparse.Namespace) -> Engine:
-    if not args.model:
-        raise InvalidConfig("--engine torch needs --model DIR")
-    if not Path(args.model).is_dir():
-        raise InvalidConfig(f"--model {args.model}: no such directory")
-    from .engines.torch import TorchEngine
-
-    return TorchEngine(
-        args.model,
-        local=_local_config(args),
-        dtype=args.dtype,
-        device=args.device,
-        threads=args.threads,
-        max_model_tokens=args.max_model_tokens,
-    )
-
-
-def _local_config(args: argparse.Namespace, default: LocalConfig | None = None) -> LocalConfig | None:
-    """How the engine forms batches; None leaves all of it to the engine, which finds its own capacity."""
-    from .local import LocalConfig
-
-    options = {name: getattr(args, name) for name in ("token_budget", "max_running", "order")}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    if args.kv_capacity_tokens is not None:
-        return LocalConfig(args.kv_capacity_tokens, **chosen)
-    if default is not None:
-        return replace(default, **chosen)
-    if chosen:
-        given = ", ".join("--" + name.replace("_", "-") for name in chosen)
-        raise InvalidConfig(f"{given} with this engine needs --kv-capacity-tokens, too")
-    return None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .clock import Clock
-from .engines.base import Engine, EngineLoad, GenerationRequest, OutputChunk
+from .engines.base import Engine, EngineLoad, GenerationRequest, OutputChunk, SelfRunning
 from .errors import EngineError, InvalidInput, QueueFull
 from .types import CacheEvent
 
@@ -76,10 +76,13 @@ class EngineThread:
         self._outputs: queue.Queue[Output] = queue.Queue(max_outputs)
         self._step_started: float | None = None
         self._load_read_at = -1.0
+        self._self_running = engine if isinstance(engine, SelfRunning) else None
         self._thread = threading.Thread(target=self._run, name="preble-engine", daemon=True)
 
     def start(self) -> None:
         """Start the thread; from now on only it touches the engine."""
+        if self._self_running is not None:
+            self._self_running.listen(self._engine_spoke)
         self._thread.start()
 
     @property
@@ -88,7 +91,9 @@ class EngineThread:
         return self._thread.is_alive()
 
     def step_seconds(self, now: float) -> float:
-        """How long the engine has been in its current step; 0.0 when it is in none."""
+        """How long the engine has been in its current step, or has said nothing; 0.0 when it has nothing to do."""
+        if self._self_running is not None:
+            return self._self_running.stalled_seconds()
         started = self._step_started
         return 0.0 if started is None else max(0.0, now - started)
 
@@ -125,6 +130,10 @@ class EngineThread:
             self._commands.append(command)
             self._wake.notify()
 
+    def _engine_spoke(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -145,7 +154,7 @@ class EngineThread:
             return False
         refusals = [refusal for command in commands if (refusal := self._obey(command)) is not None]
         self._step_started = self._clock()
-        chunks = self.engine.step() if self.engine.has_work() else []
+        chunks = self.engine.step() if self._engine_has_work() else []
         self._step_started = None
         self.steps += 1
         self._put(Output(chunks, refusals, self.engine.take_events()))
@@ -153,15 +162,18 @@ class EngineThread:
 
     def _next_commands(self) -> list[GenerationRequest | str] | None:
         """Commands that wait, without waiting where the engine has work; None to stop."""
-        has_work = self.engine.has_work()
-        if not has_work:
+        if not self._engine_has_work():
             self.load = self.engine.load()
         with self._wake:
-            while not (self._commands or has_work or self._stopping):
+            while not (self._commands or self._stopping or self._engine_has_work()):
                 self._wake.wait()
             commands = list(self._commands)
             self._commands.clear()
             return None if self._stopping else commands
+
+    def _engine_has_work(self) -> bool:
+        """Whether a step is worth while: an engine that runs by itself does the rest without one."""
+        return self.engine.has_work() if self._self_running is None else self._self_running.ready()
 
     def _obey(self, command: GenerationRequest | str) -> Refusal | None:
         if isinstance(command, str):

@@ -8,9 +8,9 @@ chunk with
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -107,3 +107,20 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the device. Idempotent."""
+
+
+@runtime_checkable
+class SelfRunning(Protocol):
+    """What an engine adds that computes in threads or processes of its own, whoever calls `step`.
+
+    Its `step` need only be called when `ready` says so. These methods are thread-safe.
+    """
+
+    def listen(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called, from any thread, whenever `ready` may have turned true."""
+
+    def ready(self) -> bool:
+        """True if `step` or `take_events` has something to give, or `step` would raise."""
+
+    def stalled_seconds(self) -> float:
+        """How long it has had requests and said nothing; 0.0 when it has none."""

@@ -7,7 +7,6 @@ file takes the tensors out, fused for fewer and larger products. It runs nothing
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import EngineError, InvalidConfig
+from ..model_files import tokenizer_fingerprint
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -312,9 +312,3 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
         if eos is not None:
             return tuple(int(token) for token in (eos if isinstance(eos, (list, tuple)) else [eos]))
     return ()
-
-
-def tokenizer_fingerprint(path: Path) -> str:
-    """sha256 of tokenizer.json in hexadecimal, "" without that file. Equal fingerprints mean equal token ids."""
-    file = path / "tokenizer.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

@@ -1,0 +1,273 @@
+"""The waiting queue before an engine that has a loop of its own. Owns who waits and who goes in next; runs nothing.
+
+An engine such as SGLang or vLLM keeps its own waiting queue, in its own order. So it is given little more than it can
+run, and who comes next is decided here, by the paper's priority groups (`local_queue`), for as long as possible:
+
+    waiting here  -> by group ->  in the engine, no output yet  ->  in the engine, streaming
+                                  [ prefilling | look-ahead ]
+
+A request goes in while the engine has a place for it (`max_running` and the look-ahead on top), and those without
+output are fewer than the look-ahead, or have together fewer tokens to compute than `look_ahead_tokens`, so that small
+prompts still share an iteration.
+
+What is cached is known by a `GlobalScheduler` of the engine's data-parallel ranks, from the engine's own events or,
+where it has none, from what it reports of its hits. It also decides on the rank that a request goes to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .._batch import LiveRequest
+from ..clock import Clock, monotonic
+from ..errors import DuplicateRequest, InvalidConfig, QueueFull
+from ..local_queue import WaitingQueue
+from ..local_types import Int32Array, LocalConfig, LocalRequest
+from ..scheduler import GlobalScheduler
+from ..types import CacheEvent, WorkerSpec, check_int
+from .base import EngineInfo, GenerationRequest
+
+_TICK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """In which order requests go into the engine, and how far ahead. Raises `InvalidConfig` naming the field.
+
+    `order`, `priority_groups`, `max_wait_seconds` and `max_waiting` are those of `preble.LocalConfig`. `look_ahead` is
+    the number of requests without output that the engine may always hold, `look_ahead_tokens` the prompt tokens yet to
+    be computed up to which it may hold more (None: what the engine computes in two iterations).
+    """
+
+    order: str = "priority"
+    priority_groups: int = 10
+    max_wait_seconds: float = 30.0
+    max_waiting: int = 4096
+    look_ahead: int = 2
+    look_ahead_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.queue_config()
+        check_int("AdmissionConfig.look_ahead", self.look_ahead, 1, 100_000)
+        if self.look_ahead_tokens is not None:
+            check_int("AdmissionConfig.look_ahead_tokens", self.look_ahead_tokens, 0, 2**31 - 1)
+
+    def queue_config(self) -> LocalConfig:
+        """The same for the queue."""
+        try:
+            return LocalConfig(
+                kv_capacity_tokens=1,
+                order=self.order,
+                priority_groups=self.priority_groups,
+                max_wait_seconds=self.max_wait_seconds,
+                max_waiting=self.max_waiting,
+            )
+        except InvalidConfig as error:
+            raise InvalidConfig(str(error).replace("LocalConfig.", "AdmissionConfig.")) from None
+
+
+@dataclass(slots=True)
+class AdmissionCounters:
+    """What happened to requests here, since the start."""
+
+    queued: int = 0
+    refused_full: int = 0
+    admitted: int = 0
+    left_waiting: int = 0
+
+
+@dataclass(slots=True)
+class _Inside:
+    """A request in the engine: what it has to compute until its first output, 0 from then on."""
+
+    request: GenerationRequest
+    rank: int
+    uncached_tokens: int
+
+
+class _Believed:
+    """What the queue asks of a cache, answered by the scheduler of the ranks."""
+
+    def __init__(self, scheduler: GlobalScheduler) -> None:
+        self.version = 0
+        self._scheduler = scheduler
+
+    def cached_tokens(self, token_ids: Int32Array, namespace: Hashable) -> int:
+        """Length of the longest prefix believed cached on any rank."""
+        return self._scheduler.match(token_ids, namespace=namespace).best_tokens
+
+
+class Admission:
+    """See the module. Not thread-safe: its owner has a lock. Every request is waiting or inside until `ended`."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        info: EngineInfo,
+        *,
+        ranks: int = 1,
+        iteration_tokens: int = 8192,
+        clock: Clock = monotonic,
+    ) -> None:
+        specs = [
+            WorkerSpec(
+                str(rank), kv_capacity_tokens=max(1, info.kv_capacity_tokens // ranks), block_size=info.block_size
+            )
+            for rank in range(ranks)
+        ]
+        self.config = config
+        self.counters = AdmissionCounters()
+        self.scheduler = GlobalScheduler(specs, clock=clock)
+        self._places: float = math.inf if info.max_running is None else info.max_running * ranks + config.look_ahead
+        tokens = config.look_ahead_tokens
+        self._look_ahead_tokens = 2 * iteration_tokens * ranks if tokens is None else tokens
+        self._look_ahead = config.look_ahead * ranks
+        self._clock = clock
+        self._believed = _Believed(self.scheduler)
+        self._queue = WaitingQueue(config.queue_config(), self._believed)
+        self._waiting: dict[str, tuple[LiveRequest, GenerationRequest]] = {}
+        self._inside: dict[str, _Inside] = {}
+        self._number = 0
+        self._silent: set[str] = set()  # inside, without output
+        self._silent_tokens = 0
+        self._ticked_at = clock()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises `QueueFull`, `DuplicateRequest` or `InvalidInput`; then nothing has changed."""
+        if request.request_id in self:
+            raise DuplicateRequest(f"request {request.request_id!r} is live")
+        if len(self._waiting) >= self.config.max_waiting:
+            self.counters.refused_full += 1
+            raise QueueFull(f"{self.config.max_waiting} requests wait for the engine, its bound")
+        left = request.sampling.max_new_tokens - request.output_offset
+        local = LocalRequest(request.request_id, request.token_ids, max(1, left), namespace=request.namespace)
+        live = LiveRequest(local, self._number, self._clock())
+        self._queue.add(live)
+        self._number += 1
+        self._waiting[request.request_id] = live, request
+        self.counters.queued += 1
+
+    def next(self) -> tuple[GenerationRequest, int] | None:
+        """The request to hand to the engine now, and its rank; None if nobody waits or the engine has enough."""
+        now = self._clock()
+        self._tick(now)
+        if not self._waiting or not self._has_room():
+            return None
+        self._queue.begin_round()
+        live = self._queue.peek(now)
+        assert live is not None, "somebody waits"
+        self._queue.take(live)
+        self._queue.end_round()
+        _, request = self._waiting.pop(live.request.request_id)
+        decision = self.scheduler.schedule(
+            request.token_ids,
+            request_id=request.request_id,
+            namespace=request.namespace,
+            max_new_tokens=live.request.max_new_tokens,
+        )
+        self._believed.version += 1
+        inside = _Inside(request, int(decision.worker), decision.prompt_tokens - decision.matched_tokens)
+        self._inside[request.request_id] = inside
+        self._silent.add(request.request_id)
+        self._silent_tokens += inside.uncached_tokens
+        self.counters.admitted += 1
+        return request, inside.rank
+
+    def _has_room(self) -> bool:
+        silent = len(self._silent)
+        return len(self._inside) < self._places and (
+            silent < self._look_ahead or self._silent_tokens < self._look_ahead_tokens
+        )
+
+    def started(self, request_id: str, cached_tokens: int | None) -> None:
+        """The engine has sent the first output of a request."""
+        if request_id in self._silent:
+            self._leave_silence(request_id)
+            self.scheduler.first_token(request_id, cached_tokens=cached_tokens)
+
+    def ended(self, request_id: str, output_tokens: int | None) -> None:
+        """The engine is done with a request; `output_tokens` None if it failed or was aborted. Ignores unknown ids."""
+        if request_id not in self._inside:
+            return
+        if request_id in self._silent:
+            self._leave_silence(request_id)
+        del self._inside[request_id]
+        if output_tokens is None:
+            self.scheduler.cancel(request_id)
+        else:
+            self.scheduler.finish(request_id, output_tokens=output_tokens)
+
+    def withdraw(self, request_id: str) -> bool:
+        """Forget a waiting request; False if it does not wait."""
+        found = self._waiting.pop(request_id, None)
+        if found is None:
+            return False
+        self._queue.remove(found[0])
+        self.counters.left_waiting += 1
+        return True
+
+    def _leave_silence(self, request_id: str) -> None:
+        self._silent.remove(request_id)
+        self._silent_tokens -= self._inside[request_id].uncached_tokens
+        self._inside[request_id].uncached_tokens = 0
+
+    # --- the cache ----------------------------------------------------------------------------------------------------
+
+    def apply(self, rank: int, events: Iterable[CacheEvent]) -> None:
+        """Cache events of one rank. Raises `InvalidInput` for events that make no sense."""
+        self._believed.version += 1
+        self.scheduler.apply(str(rank), events)
+
+    def _tick(self, now: float) -> None:
+        if now - self._ticked_at >= _TICK_SECONDS:
+            self._ticked_at = now
+            self.scheduler.tick()
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting or request_id in self._inside
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here."""
+        return len(self._waiting)
+
+    @property
+    def silent(self) -> int:
+        """Requests in the engine without output: prefilling, or in its own queue."""
+        return len(self._silent)
+
+    @property
+    def inside(self) -> int:
+        """Requests in the engine."""
+        return len(self._inside)
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens that have to be computed for requests without output, here and in the engine."""
+        return self._queue.uncached_tokens + self._silent_tokens
+
+    def group_sizes(self) -> Sequence[int]:
+        """Waiting requests in each priority group, lowest first."""
+        return self._queue.group_sizes()
+
+    def rank_of(self, request_id: str) -> int | None:
+        """The rank that a request in the engine went to."""
+        inside = self._inside.get(request_id)
+        return None if inside is None else inside.rank
+
+    def check(self) -> None:
+        """Assert that queue, sets, sums and the scheduler's books agree."""
+        self._queue.check()
+        self.scheduler.check()
+        assert len(self._queue) == len(self._waiting), "queue and table list different requests"
+        assert self._silent <= set(self._inside), "a silent request is not inside"
+        tokens = sum(inside.uncached_tokens for inside in self._inside.values())
+        assert tokens == self._silent_tokens, f"{tokens} tokens are to be computed, the sum says {self._silent_tokens}"
+        booked = self.scheduler.stats()["live_requests"]
+        assert booked == len(self._inside), f"{booked} requests are booked, {len(self._inside)} are inside"

@@ -1,0 +1,200 @@
+"""Embeds `sglang.Engine`: token ids in, token streams out. Owns the translation between SGLang's calls and ours.
+
+Everything about batching, memory, tensor and data parallelism is SGLang's own and set by its own arguments
+(`sglang.srt.server_args.ServerArgs`). What the worker needs is set here: no tokenizer, streams that bring new tokens
+only, cache events over a local socket. Run with SGLang 0.5.23.
+
+SGLang's scheduler processes are children of this one, and closing the engine ends all children of this process.
+Constructed in the main thread, for only there SGLang can tell that a child has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineError, InvalidConfig, MissingExtra
+from ..transport.server_facts import EventSource
+from .base import EngineInfo
+from .kv_listener import EventSink, KvListener, Salts
+from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
+from .streaming import BackendFacts, KvLoad
+from .streams import Job, StreamPart
+
+logger = logging.getLogger("preble.engines")
+
+TOPIC = "kv-events"
+OURS = ("model_path", "kv_events_config", "skip_tokenizer_init", "custom_sigquit_handler", "stream_output")
+
+_child_died = threading.Event()
+
+
+class SglangBackend:
+    """Implements `streaming.Backend` with SGLang in child processes of this one.
+
+    `arguments` are fields of SGLang's `ServerArgs`. Raises `MissingExtra` without SGLang, `InvalidConfig` for arguments
+    that it does not have or that are set here, `EngineError` if it does not start.
+    """
+
+    def __init__(self, model: str, arguments: Mapping[str, Any] | None = None) -> None:
+        given = dict(arguments or {})
+        refuse_ours(given, OURS)
+        try:
+            import sglang
+        except ImportError as error:
+            raise MissingExtra(f"--engine sglang needs SGLang: pip install 'preble[sglang]' ({error})") from error
+        self._model = model
+        self._salts = Salts()
+        self._directory = tempfile.mkdtemp(prefix="preble-sglang-")
+        self._sources, events = _event_sockets(int(given.get("dp_size", 1)), self._directory)
+        settings = {
+            "log_level": "warning",
+            "incremental_streaming_output": True,
+            **given,
+            "model_path": model,
+            "skip_tokenizer_init": True,
+            "kv_events_config": json.dumps(events),
+            "custom_sigquit_handler": _on_child_death,
+        }
+        try:
+            self._engine = sglang.Engine(**settings)
+        except (RuntimeError, ValueError, OSError, AssertionError) as error:
+            self._remove_directory()
+            raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
+        except TypeError as error:
+            self._remove_directory()
+            raise InvalidConfig(f"SGLang does not take these arguments: {error}") from error
+
+    def make_loop(self) -> asyncio.AbstractEventLoop:
+        """SGLang's own."""
+        loop: asyncio.AbstractEventLoop = self._engine.loop
+        return loop
+
+    async def start(self) -> BackendFacts:
+        """Ask the engine what it found: memory, places, lengths."""
+        manager, arguments = self._engine.tokenizer_manager, self._engine.server_args.resolved_dict()
+        loads = await manager.get_loads()
+        told = self._engine._scheduler_init_result.scheduler_infos[0]
+        ranks = int(arguments.get("dp_size") or 1)
+        places = max((load.max_running_requests for load in loads), default=0)
+        path = Path(self._model)
+        info = EngineInfo(
+            engine="sglang",
+            model=arguments.get("served_model_name") or model_name(self._model),
+            kv_capacity_tokens=int(told["max_total_num_tokens"]) * ranks,
+            block_size=int(arguments.get("page_size") or 1),
+            max_running=int(places or arguments.get("max_running_requests") or 0) or None,
+            max_model_tokens=min(int(manager.model_config.context_len), int(told["max_req_input_len"]) + 1),
+            tokenizer_fingerprint=tokenizer_fingerprint(path),
+            eos_token_ids=eos_token_ids(path) or tuple(sorted(manager.model_config.hf_eos_token_id or ())),
+        )
+        chunk = int(arguments.get("chunked_prefill_size") or -1)
+        iteration = chunk if chunk > 0 else int(arguments.get("max_prefill_tokens") or 8192)
+        self._eos = info.eos_token_ids
+        return BackendFacts(info, ranks, iteration, int(manager.model_config.vocab_size))
+
+    async def feed(self, sink: EventSink) -> None:
+        """Cache events of all ranks."""
+        await KvListener(self._sources, self._salts).run(sink)
+
+    async def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+        """Generate."""
+        wanted = job.request.sampling
+        sampling = {
+            "max_new_tokens": job.max_tokens,
+            "temperature": wanted.temperature,
+            "top_p": wanted.top_p,
+            "stop_token_ids": [*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._eos)],
+            "ignore_eos": wanted.ignore_eos,
+        }
+        outputs = await self._engine.async_generate(
+            input_ids=job.request.token_ids.tolist(),
+            sampling_params=sampling,
+            stream=True,
+            rid=job.id,
+            routed_dp_rank=job.rank if len(self._sources) > 1 else None,
+            cache_salt=self._salts.salt_of(job.request.namespace),
+        )
+        async for output in outputs:
+            told, token_ids = output["meta_info"], output["output_ids"]
+            reason = told["finish_reason"]
+            yield StreamPart(
+                told["completion_tokens"] - len(token_ids),
+                token_ids,
+                told.get("cached_tokens"),
+                None if reason is None else reason["type"],
+            )
+
+    async def abort(self, job_id: str) -> None:
+        """End a request."""
+        self._engine.tokenizer_manager.abort_request(rid=job_id)
+
+    async def load(self) -> KvLoad:
+        """KV tokens of all ranks, as the schedulers last said."""
+        loads = await self._engine.tokenizer_manager.get_loads()
+        return KvLoad(sum(load.num_used_tokens for load in loads))
+
+    def failure(self) -> str:
+        """A child process has died, or has said that it cannot go on."""
+        return "a process of SGLang has died; its log says why" if _child_died.is_set() else ""
+
+    async def close(self) -> None:
+        """End all child processes."""
+        await asyncio.to_thread(self._engine.shutdown)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _on_child_death(*_: object) -> None:
+    """SGLang copies all settings to its processes, so this must not be a method of something that cannot be copied."""
+    _child_died.set()
+
+
+def refuse_ours(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
+    """Raise `InvalidConfig` for engine arguments that the worker sets itself."""
+    taken = sorted(set(given) & set(ours))
+    if taken:
+        raise InvalidConfig(f"--engine-arg {', '.join(taken)}: set by the worker itself")
+
+
+def _event_sockets(ranks: int, directory: str) -> tuple[list[EventSource], dict[str, Any]]:
+    """Where each rank publishes, and what SGLang has to be told for that."""
+    if ranks == 1:
+        source = EventSource(f"ipc://{directory}/events", f"ipc://{directory}/replay", TOPIC)
+        sources, base = [source], source
+    else:  # SGLang counts up ports, not file names
+        port = _free_ports(2 * ranks)
+        ends = [(f"tcp://127.0.0.1:{port + r}", f"tcp://127.0.0.1:{port + ranks + r}") for r in range(ranks)]
+        sources = [EventSource(events, replay, TOPIC) for events, replay in ends]
+        base = sources[0]
+    told = {"endpoint": base.endpoint, "replay_endpoint": base.replay_endpoint, "topic": TOPIC}
+    return sources, {"publisher": "zmq", "bind": True, **told}
+
+
+def _free_ports(count: int, tries: int = 64) -> int:
+    """The first of `count` consecutive ports that are free now. Raises `EngineError` if there are none."""
+    for _ in range(tries):
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            if port + count > 65_536:
+                continue
+            try:
+                for offset in range(1, count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"found no {count} free ports in a row")

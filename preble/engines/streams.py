@@ -1,0 +1,130 @@
+"""One request in an engine that streams: what it is asked, what it says, and what of that is believed.
+
+Owns the checks of an engine's answers; knows no threads. Tokens that were sent already are dropped, a gap, an
+impossible token or an end without a reason ends the request with "error", tokens beyond the number asked for are cut
+off, and an impossible number of cached tokens counts as not told. Each is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .base import FINISH_REASONS, GenerationRequest, OutputChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as the engine gets it. `id` is unique in this process; it may produce `max_tokens` more tokens."""
+
+    id: str
+    request: GenerationRequest
+    max_tokens: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPart:
+    """What an engine says of one request. `index` is the position of `token_ids[0]` in what it has generated.
+
+    So an engine that repeats all tokens each time says 0. `finish_reason` is one of `base.FINISH_REASONS`, or None.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What was wrong with what the engine said, since the start."""
+
+    repeated_tokens: int = 0
+    surplus_tokens: int = 0
+    impossible_tokens: int = 0
+    impossible_hits: int = 0
+    gaps: int = 0
+    ends_without_reason: int = 0
+    unasked_aborts: int = 0
+    streams_failed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A live request: what came of it, and what of that nobody has taken. `id` is its job's."""
+
+    id: str
+    request: GenerationRequest
+    max_tokens: int
+    counters: StreamCounters
+    produced: int = 0
+    pending: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    _chunks: int = 0
+
+    def take(self, part: StreamPart, vocab_size: int) -> None:
+        """Believe what can be believed. Afterwards `finish_reason` may be set, by the engine or by what was wrong."""
+        if part.index > self.produced:
+            self.counters.gaps += 1
+            self.fail(f"the engine left out {part.index - self.produced} tokens")
+            return
+        known = self.produced - part.index
+        new = part.token_ids[known:]
+        if part.index:  # one that says 0 repeats all it has said on purpose
+            self.counters.repeated_tokens += min(known, len(part.token_ids))
+        if not all(type(token) is int and 0 <= token < vocab_size for token in new):
+            self.counters.impossible_tokens += 1
+            self.fail("the engine sent a token that its vocabulary does not have")
+            return
+        self._take_hit(part.cached_tokens)
+        room = self.max_tokens - self.produced
+        self.counters.surplus_tokens += max(0, len(new) - room)
+        self.pending += new[:room]
+        self.produced += min(room, len(new))
+        if part.finish_reason is not None:
+            self._take_end(part.finish_reason)
+        elif self.produced == self.max_tokens and len(new) > room:
+            self.finish_reason = "length"  # it would go on for ever
+
+    def _take_hit(self, cached_tokens: int | None) -> None:
+        if self.produced or cached_tokens is None:
+            return
+        if type(cached_tokens) is not int or not 0 <= cached_tokens <= len(self.request.token_ids):
+            self.counters.impossible_hits += 1
+        else:
+            self.cached_tokens = cached_tokens
+
+    def _take_end(self, reason: str) -> None:
+        if reason == "abort":
+            self.counters.unasked_aborts += 1
+            self.fail("the engine aborted the request by itself")
+        elif reason not in FINISH_REASONS or reason == "error":
+            self.fail(f"the engine ended the request: {reason[:200]}")
+        else:
+            self.finish_reason = reason
+
+    def fail(self, error: str) -> None:
+        """End with finish_reason "error"."""
+        self.finish_reason, self.error = "error", error
+
+    def end_of_stream(self) -> None:
+        """The engine says no more."""
+        if self.finish_reason is None:
+            self.counters.ends_without_reason += 1
+            self.fail("the engine's answer broke off")
+
+    def chunk(self) -> OutputChunk:
+        """What has not been taken; the first chunk brings the hit, the last the reason."""
+        token_ids, self.pending = tuple(self.pending), []
+        first, self._chunks = self._chunks == 0, self._chunks + 1
+        return OutputChunk(
+            self.request.request_id,
+            self.request.output_offset + self.produced - len(token_ids),
+            token_ids,
+            cached_tokens=self.cached_tokens if first else None,
+            finish_reason=self.finish_reason,
+            error=self.error,
+        )

@@ -1,0 +1,178 @@
+"""Embeds vLLM's `AsyncLLM`: token ids in, token streams out. Owns the translation between vLLM's calls and ours.
+
+Everything about batching, memory, tensor and data parallelism is vLLM's own and set by its own arguments
+(`vllm.AsyncEngineArgs`). What the worker needs is set here: no tokenizer, prefix caching, cache events over a local
+socket. Run with vLLM 0.32.0. vLLM's engine core runs in a child process of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineError, InvalidConfig, MissingExtra
+from ..transport.server_facts import EventSource
+from .base import EngineInfo
+from .kv_listener import EventSink, KvListener, Salts
+from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
+from .sglang import refuse_ours
+from .streaming import BackendFacts, KvLoad
+from .streams import Job, StreamPart
+
+logger = logging.getLogger("preble.engines")
+
+TOPIC = "kv-events"
+OURS = ("model", "kv_events_config", "skip_tokenizer_init")
+
+
+class VllmBackend:
+    """Implements `streaming.Backend` with vLLM's engine core in child processes of this one.
+
+    `arguments` are fields of vLLM's `AsyncEngineArgs`. Raises `MissingExtra` without vLLM, `InvalidConfig` for
+    arguments that it does not have or that are set here; `start` raises `EngineError` if vLLM does not.
+    """
+
+    def __init__(self, model: str, arguments: Mapping[str, Any] | None = None) -> None:
+        given = dict(arguments or {})
+        refuse_ours(given, OURS)
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.config import KVEventsConfig
+        except ImportError as error:
+            raise MissingExtra(f"--engine vllm needs vLLM: pip install 'preble[vllm]' ({error})") from error
+        self._model = model
+        self._salts = Salts()
+        self._engine: Any = None
+        self._usage: dict[int, float] = {}  # by rank: the share of KV blocks in use
+        self._capacity_tokens = 0
+        self._directory = tempfile.mkdtemp(prefix="preble-vllm-")
+        events = {"endpoint": f"ipc://{self._directory}/events", "replay_endpoint": f"ipc://{self._directory}/replay"}
+        if int(given.get("data_parallel_size", 1)) > 1:
+            # vLLM counts up ports, not file names; with port 0 each rank takes a free one of this address.
+            os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+            events = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+        publisher = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", topic=TOPIC, **events)
+        settings = {"enable_prefix_caching": True, **given, "model": model, "skip_tokenizer_init": True}
+        try:
+            self._arguments = AsyncEngineArgs(**settings, kv_events_config=publisher)
+        except TypeError as error:
+            self._remove_directory()
+            raise InvalidConfig(f"vLLM does not take these arguments: {error}") from error
+
+    def make_loop(self) -> asyncio.AbstractEventLoop:
+        """A new one."""
+        return asyncio.new_event_loop()
+
+    async def start(self) -> BackendFacts:
+        """Load the model and ask the engine what it found: memory, places, lengths."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._engine = AsyncLLM.from_engine_args(self._arguments, stat_loggers=[self._stat_logger()])
+        except (RuntimeError, ValueError, OSError, AssertionError) as error:
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        config = self._engine.vllm_config
+        model, ranks = config.model_config, int(config.parallel_config.data_parallel_size)
+        block_size = int(config.cache_config.block_size)
+        # One block of each rank stands for nothing.
+        self._capacity_tokens = (int(config.cache_config.num_gpu_blocks) - 1) * block_size * ranks
+        path = Path(self._model)
+        served = self._arguments.served_model_name
+        info = EngineInfo(
+            engine="vllm",
+            model=(served if isinstance(served, str) else served[0]) if served else model_name(self._model),
+            kv_capacity_tokens=self._capacity_tokens,
+            block_size=block_size,
+            max_running=int(config.scheduler_config.max_num_seqs),
+            max_model_tokens=int(model.max_model_len),
+            tokenizer_fingerprint=tokenizer_fingerprint(path),
+            eos_token_ids=eos_token_ids(path),
+        )
+        self._eos = info.eos_token_ids
+        return BackendFacts(
+            info, ranks, int(config.scheduler_config.max_num_batched_tokens), int(model.get_vocab_size())
+        )
+
+    def _stat_logger(self) -> Any:
+        """Makes a listener to vLLM's own statistics for each rank: there is no call that asks for them."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        usage = self._usage
+
+        class Listener(StatLoggerBase):
+            """Keeps the last share of KV blocks in use."""
+
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                self.rank = engine_index
+
+            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+                """After each iteration."""
+                if scheduler_stats is not None:
+                    usage[self.rank] = scheduler_stats.kv_cache_usage
+
+            def log_engine_initialized(self) -> None:
+                """Nothing to say."""
+
+        return Listener
+
+    async def feed(self, sink: EventSink) -> None:
+        """Cache events of all ranks."""
+        sources = self._engine.get_kv_event_sources()
+        ends = [EventSource(sources[r].endpoint, sources[r].replay_endpoint or "", TOPIC) for r in sorted(sources)]
+        await KvListener(ends, self._salts).run(sink)
+
+    async def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+        """Generate."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        wanted = job.request.sampling
+        sampling = SamplingParams(
+            max_tokens=job.max_tokens,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            seed=wanted.seed if wanted.temperature > 0.0 else None,
+            stop_token_ids=[*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._eos)],
+            ignore_eos=wanted.ignore_eos,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": job.request.token_ids.tolist()}
+        salt = self._salts.salt_of(job.request.namespace)
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        rank = job.rank if self._arguments.data_parallel_size > 1 else None
+        produced = 0
+        async for output in self._engine.generate(prompt, sampling, job.id, data_parallel_rank=rank):
+            part = output.outputs[0]
+            token_ids = list(part.token_ids)
+            yield StreamPart(produced, token_ids, output.num_cached_tokens, part.finish_reason)
+            produced += len(token_ids)
+
+    async def abort(self, job_id: str) -> None:
+        """End a request."""
+        await self._engine.abort(job_id)
+
+    async def load(self) -> KvLoad:
+        """KV tokens that running requests hold, as of the last iteration."""
+        share = sum(self._usage.values()) / max(1, len(self._usage))
+        return KvLoad(round(share * self._capacity_tokens))
+
+    def failure(self) -> str:
+        """The engine core has died."""
+        return "vLLM's engine core has died; its log says why" if self._engine and self._engine.errored else ""
+
+    async def close(self) -> None:
+        """End the child processes."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,190 @@
+"""Two real workers of each engine behind a router: answers, hits, evictions, and workers that die or hang mid-stream.
+
+Run by `make test-live`. The tests of one engine share its two workers and run in the order they stand here: caches are
+empty at first, and the last ones kill. Figures are printed for the record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from live_fleet import CAPACITY_TOKENS, ENGINES_DIR, LOGS, LiveWorker, answers, ask_directly, prompts, python_of
+from transport_support import assert_books_are_even, collect, fast, until
+
+from preble import Router, SamplingParams
+
+DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 16, 5, 1200, 8, 300, 4
+LIMIT_SECONDS = 900.0
+
+
+@dataclass
+class Fleet:
+    """Two workers of one engine, the prompts, and what the engine says to them when asked directly."""
+
+    engine: str
+    block_size: int
+    workers: list[LiveWorker]
+    asked: list[list[int]]
+    short: list[list[int]]
+    long: list[list[int]]
+
+    def run(self, story: Callable[[Router], Awaitable[None]]) -> None:
+        """Run a story with a router, on a loop of its own."""
+
+        async def told() -> None:
+            config = fast(quiet_after_seconds=4.0, give_up_seconds=600.0, resume_seconds=120.0)
+            endpoints = [worker.endpoint for worker in self.workers]
+            async with Router(endpoints, config=config) as router:
+                await until(lambda: not router.fleet.unusable and len(router.scheduler.workers) == 2, "both are ready")
+                await story(router)
+                await until(lambda: router.stats()["live_requests"] == 0, "all requests have ended")
+                assert_books_are_even(router)
+
+        asyncio.run(asyncio.wait_for(told(), LIMIT_SECONDS))
+
+
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """Start both workers and ask the engine itself, all at once."""
+    engine = request.param
+    if not python_of(engine).exists():
+        pytest.skip(f"no {engine} in {ENGINES_DIR}: run tests/live/install.py --engine {engine}")
+    asked = prompts(DOCUMENTS, TURNS, PROMPT_TOKENS)
+    questions = [(ids, SHORT) for ids in asked] + [(ids, LONG) for ids in asked[:STREAMS]]
+    workers = [LiveWorker(engine, number) for number in range(2)]
+    for worker in workers:
+        worker.log.unlink(missing_ok=True)
+        worker.start()
+    asking = ask_directly(engine, questions)
+    try:
+        told = answers(engine, asking)
+        for worker in workers:
+            worker.wait()
+        block_size = 16 if engine == "sglang" else 32
+        yield Fleet(engine, block_size, workers, asked, told[: len(asked)], told[len(asked) :])
+    finally:
+        asking.kill()
+        codes = [worker.stop() for worker in workers]
+    assert codes == [0, 0], "workers drain on SIGTERM"
+
+
+def sampling(new: int) -> SamplingParams:
+    """Greedy, and exactly so many tokens."""
+    return SamplingParams(max_new_tokens=new, ignore_eos=True)
+
+
+async def streams_running(router: Router, fleet: Fleet, started: list[int]) -> list[asyncio.Task[list[int]]]:
+    """Long requests, each with some tokens already."""
+
+    async def one(number: int) -> list[int]:
+        tokens: list[int] = []
+        async for chunk in router.generate(fleet.asked[number], sampling(LONG)):
+            assert chunk.index == len(tokens), "each token once, none left out"
+            tokens += chunk.token_ids
+            started[number] = len(tokens)
+        return tokens
+
+    tasks = [asyncio.ensure_future(one(number)) for number in range(STREAMS)]
+    await until(lambda: min(started) > 5, "all streams have begun")
+    assert max(started) < LONG, "and none has ended"
+    return tasks
+
+
+def busy_worker(router: Router, fleet: Fleet) -> LiveWorker:
+    """The worker with most requests."""
+    live = router.scheduler.stats()["workers"]
+    name = max(live, key=lambda worker: live[worker]["live_requests"])
+    return next(worker for worker in fleet.workers if name == f"{worker.engine}-{worker.number}")
+
+
+def test_real_prompts_are_answered_as_by_the_engine_itself_and_hit_as_predicted(fleet: Fleet) -> None:
+    """All documents together are more than both caches hold, so some are evicted before they come back."""
+    distinct = sum(len(ids) for ids in fleet.asked[-DOCUMENTS:])
+    assert distinct > 2 * CAPACITY_TOKENS, "evictions are certain"
+    exact, hits, wrong = 0, 0, []
+
+    async def story(router: Router) -> None:
+        nonlocal exact, hits
+        for number, ids in enumerate(fleet.asked):
+            believed = router.scheduler.match(ids).matched_tokens
+            tokens, chunks = await collect(router.generate(ids, sampling(SHORT)))
+            assert tokens == fleet.short[number], f"prompt {number}"
+            predicted = min(believed.get(chunks[0].worker, 0), len(ids) - 1) // fleet.block_size * fleet.block_size
+            exact += predicted == chunks[0].cached_tokens
+            hits += chunks[0].cached_tokens > 0
+            if predicted != chunks[0].cached_tokens:
+                wrong.append((number, len(ids), predicted, chunks[0].cached_tokens))
+        stats = router.scheduler.stats()["workers"]
+        sources = {name: worker["cache_source"] for name, worker in stats.items()}
+        assert set(sources.values()) == {"events"}, "what is believed comes from the engine's own events"
+
+    fleet.run(story)
+    share = exact / len(fleet.asked)
+    record(fleet, "replay", {"requests": len(fleet.asked), "exact": share, "hits": hits, "wrong": wrong})
+    assert hits > 0, "something was cached"
+    assert share >= 0.99, f"(prompt, tokens, predicted, reported): {wrong}"
+
+
+def test_streams_at_once_and_aborts(fleet: Fleet) -> None:
+    """Streams that share batches are answered alike; those that nobody wants any more leave the engine."""
+
+    async def story(router: Router) -> None:
+        started = [0] * STREAMS
+        tasks = await streams_running(router, fleet, started)
+        tasks[0].cancel()
+        told = await asyncio.gather(*tasks[1:])
+        assert told == fleet.long[1:]
+        idle = list(router.fleet.workers.values())
+        await until(lambda: all(w.pong and w.pong.running + w.pong.waiting == 0 for w in idle), "the engines are idle")
+
+    fleet.run(story)
+
+
+def test_a_hung_worker_costs_no_token_and_comes_back(fleet: Fleet) -> None:
+    async def story(router: Router) -> None:
+        started = [0] * STREAMS
+        tasks = await streams_running(router, fleet, started)
+        hung = busy_worker(router, fleet)
+        hung.signal(signal.SIGSTOP)
+        try:
+            assert await asyncio.gather(*tasks) == fleet.long
+        finally:
+            hung.signal(signal.SIGCONT)
+        await until(lambda: not router.fleet.unusable, "the worker is ready again")
+        tokens, _ = await collect(router.generate(fleet.asked[0], sampling(SHORT)))
+        assert tokens == fleet.short[0]
+
+    fleet.run(story)
+
+
+def test_a_killed_worker_costs_no_token_and_its_successor_starts_empty(fleet: Fleet) -> None:
+    async def story(router: Router) -> None:
+        started = [0] * STREAMS
+        tasks = await streams_running(router, fleet, started)
+        killed = busy_worker(router, fleet)
+        killed.kill()
+        assert await asyncio.gather(*tasks) == fleet.long
+        name = f"{killed.engine}-{killed.number}"
+        await asyncio.to_thread(killed.start)
+        await asyncio.to_thread(killed.wait)
+        address = next(worker for worker in router.fleet.workers.values() if worker.address == killed.endpoint)
+        await until(lambda: address.state == "ready", "it is back")
+        assert address.counters.restarts == 1
+        held = [router.scheduler.match(ids).matched_tokens.get(name, 0) for ids in fleet.asked]
+        assert max(held) == 0, "nothing is believed of a cache that died"
+        for number in range(DOCUMENTS):
+            tokens, _ = await collect(router.generate(fleet.asked[number], sampling(SHORT)))
+            assert tokens == fleet.short[number]
+
+    fleet.run(story)
+
+
+def record(fleet: Fleet, what: str, figures: dict[str, object]) -> None:
+    """Keep figures beside the logs."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    (LOGS / f"{fleet.engine}-{what}.json").write_text(json.dumps(figures, indent=1) + "\n")
