@@ -378,6 +378,7 @@ class Router:
                 live.failed_workers.clear()  # better a worker that failed it once than none
                 continue
             if self._send(live, decision.worker):
+                live.decision = live.decision or decision
                 return True
             self.scheduler.cancel(live.request_id)
             unusable.add(decision.worker)
