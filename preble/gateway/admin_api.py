@@ -13,6 +13,7 @@ A worker's id may hold slashes and colons; its address does as well as its id.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +26,10 @@ from .http import json_response, read_body
 from .problems import ApiError, unavailable, wrong
 from .schemas import ExplainRequest, WorkerRequest, decode, plain_messages
 from .state import Gateway, TokenIds
+
+_ADDRESS = re.compile(
+    r"(tcp|https?)://([\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})|ipc:///?[\w./@-]{1,100}", re.ASCII
+)
 
 
 class Admin:
@@ -129,6 +134,6 @@ class Admin:
 
 
 def is_address(text: str) -> bool:
-    """Whether it looks like a worker's endpoint."""
-    scheme, found, rest = text.partition("://")
-    return bool(found and rest) and scheme in ("tcp", "ipc", "http", "https") and text.isprintable()
+    """Whether it can be a worker's endpoint."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and int(found["port"] or 1) in range(1, 65_536)
