@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from . import __version__
-from .errors import InvalidInput, PrebleError
+from .errors import InvalidInput, MissingExtra, PrebleError
 
 COMMANDS = {
     "demo": ("preble.demo", "serve real prompts with two workers: round robin against E2"),
@@ -22,6 +22,8 @@ COMMANDS = {
     "simulate": ("preble.simulate", "compare policies on a simulated fleet, reproducibly"),
     "explain": ("preble.explain", "why requests went where they went, from a file of decision records"),
     "profile": ("preble.profiler", "measure an engine and fit its cost model"),
+    "serve": ("preble.gateway", "serve an OpenAI-compatible HTTP API in front of workers"),
+    "config": ("preble.gateway.configured", "print the configuration that `preble serve` would use"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
     "up": ("preble.up", "start workers and a router together, restart what crashes, drain on SIGTERM"),
     "keygen": ("preble.keygen", "make the CURVE keys of a fleet, and let routers in or shut them out"),
@@ -31,7 +33,11 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `preble ARGV...` and return the exit code. `argv` None means the process's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser(arguments)
+    try:
+        parser = build_parser(arguments)
+    except MissingExtra as error:  # options that are those of an optional part
+        sys.stderr.write(f"preble: {error}\n")
+        return 1
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help(sys.stderr)

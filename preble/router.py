@@ -244,6 +244,17 @@ class Router:
         """Leave a worker; its requests go elsewhere. Raises `UnknownWorker`."""
         await self.fleet.remove(address)
 
+    def change_policy(self, policy: Any) -> None:
+        """Decide by another policy from now on; what is booked and what is believed of caches stays.
+
+        `scheduler` becomes another one, without records and shadow; the old one is left as it is. O(everything).
+        Raises as `GlobalScheduler.snapshot` and `restore` do; then nothing has changed.
+        """
+        from .scheduler import GlobalScheduler
+
+        scheduler = GlobalScheduler.restore(self.scheduler.snapshot(), policy=policy, clock=self._clock)
+        self.fleet.scheduler = self._warm_ups.scheduler = self.scheduler = scheduler
+
     async def _tick_loop(self) -> None:
         while True:
             await asyncio.sleep(self.config.tick_seconds)
@@ -390,6 +401,7 @@ class Router:
                 live.failed_workers.clear()  # better a worker that failed it once than none
                 continue
             if self._send(live, decision.worker):
+                live.decision = live.decision or decision
                 return True
             self.scheduler.cancel(live.request_id)
             unusable.add(decision.worker)

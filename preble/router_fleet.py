@@ -196,7 +196,7 @@ class Fleet:
         self.owner = owner
         self.workers: dict[str, Worker] = {}  # by address
         self._by_id: dict[str, Worker] = {}  # those the scheduler knows
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._config = config
         self._expect = expect
         self._keys = keys
@@ -385,7 +385,7 @@ class Fleet:
         worker.worker_id = welcome.worker_id
         # An embedding application may have known it already, but nobody can say whether its marks are of this epoch.
         self._remove_from_scheduler(welcome.worker_id)
-        self._scheduler.add_worker(spec)
+        self.scheduler.add_worker(spec)
         self._by_id[welcome.worker_id] = worker
 
     def update_unusable(self) -> None:
@@ -407,17 +407,17 @@ class Fleet:
 
     def _remove_from_scheduler(self, worker_id: str) -> None:
         try:
-            self._scheduler.remove_worker(worker_id)
+            self.scheduler.remove_worker(worker_id)
         except UnknownWorker:
             logger.debug("worker %s was not in the scheduler", worker_id)
 
     def apply(self, worker: Worker, batch: Batch) -> None:
         """Give cache events to the scheduler; if it refuses them, it is told to forget the cache."""
-        self._apply(worker, lambda: self._scheduler.apply(worker.worker_id, batch))
+        self._apply(worker, lambda: self.scheduler.apply(worker.worker_id, batch))
 
     def apply_raw(self, worker: Worker, payload: bytes) -> None:
         """The same with a batch as an engine wrote it."""
-        self._apply(worker, lambda: self._scheduler.apply_raw(worker.worker_id, payload, namespace_of=namespace_of))
+        self._apply(worker, lambda: self.scheduler.apply_raw(worker.worker_id, payload, namespace_of=namespace_of))
 
     def _apply(self, worker: Worker, change: Callable[[], object]) -> None:
         if self._by_id.get(worker.worker_id) is not worker:
@@ -427,7 +427,7 @@ class Fleet:
         except PrebleError as error:
             worker.counters.events_refused += 1
             logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)
-            self._scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
+            self.scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
 
     def compare_load(self, worker: Worker, pong: wire.Pong) -> None:
         """Tell the scheduler how many requests the worker has; what differs is in the scheduler's `stats`. With several
@@ -435,7 +435,7 @@ class Fleet:
         if self._by_id.get(worker.worker_id) is not worker:
             return
         try:
-            self._scheduler.reconcile_counts(worker.worker_id, running=pong.running, waiting=pong.waiting)
+            self.scheduler.reconcile_counts(worker.worker_id, running=pong.running, waiting=pong.waiting)
         except PrebleError as error:
             logger.debug("the load of worker %s was not compared: %s", worker.worker_id, error)
 

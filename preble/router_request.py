@@ -13,6 +13,7 @@ import asyncio
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ import numpy.typing as npt
 from .errors import PrebleError, ProtocolError
 from .transport.wire import Chunk
 from .types import SamplingParams
+
+if TYPE_CHECKING:
+    from ._answers import Decision
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -29,8 +33,8 @@ class StreamChunk:
     """New output tokens of a request. `index` is the output position of `token_ids[0]`, counted from the prompt's end.
 
     `cached_tokens` (prompt tokens whose KV the first worker reused) comes once, with the first chunk or as soon as the
-    worker tells it; `finish_reason` ("stop", "length" or "abort") with the last, which may hold no tokens. `worker`
-    computed the newest of the tokens.
+    worker tells it; `decision` (which sent the request to its first worker) with the first chunk; `finish_reason`
+    ("stop", "length" or "abort") with the last, which may hold no tokens. `worker` computed the newest of the tokens.
     """
 
     request_id: Hashable
@@ -39,6 +43,7 @@ class StreamChunk:
     worker: str
     cached_tokens: int | None = None
     finish_reason: str | None = None
+    decision: Decision | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class LiveRequest:
         self.sampling = sampling
         self.namespace = namespace
         self.attempt: Attempt | None = None
+        self.decision: Decision | None = None  # the one that placed it first
         self.failures = 0  # attempts that were lost under it
         self.full_workers: set[str] = set()  # at their bound when last asked
         self.failed_workers: set[str] = set()  # lost it; another one is preferred, whatever they have cached
@@ -171,6 +177,7 @@ class LiveRequest:
             self._last_worker,
             self._untold_cached(),
             self.finish_reason,
+            self.decision if start == 0 else None,
         )
 
     def last_chunk(self) -> StreamChunk:
@@ -182,6 +189,7 @@ class LiveRequest:
             self._last_worker,
             self._untold_cached(),
             self.finish_reason,
+            self.decision if self._read == 0 else None,
         )
 
     def _untold_cached(self) -> int | None:

@@ -39,13 +39,13 @@ class WarmUps:
 
     def __init__(self, scheduler: GlobalScheduler) -> None:
         self.counters = WarmUpCounters()
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._running: dict[str, tuple[int, str]] = {}  # wire id -> (plan, worker)
         self._sent = 0
 
     def send(self, fleet: Fleet) -> None:
         """Send what plans have asked for since the last call."""
-        for asked in self._scheduler.warm_ups():
+        for asked in self.scheduler.warm_ups():
             self.counters.warm_ups += 1
             self._sent += 1
             wire_id = f"warm-up/{self._sent}"
@@ -70,7 +70,7 @@ class WarmUps:
         elif message.finish_reason is not None:
             del self._running[message.request_id]
             self.counters.warm_ups_done += 1
-            self._scheduler.warmed(plan)
+            self.scheduler.warmed(plan)
         return True
 
     def lose(self, worker_id: str) -> None:

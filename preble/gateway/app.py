@@ -1,0 +1,52 @@
+"""The gateway as an ASGI application: which path leads to which handler. Owns the table of routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from ..clock import Clock
+from .admin_api import Admin
+from .guard import Guard
+from .http import Receive, Send
+from .openai_api import OpenAI
+from .problems import ApiError
+from .sglang_api import Sglang
+from .state import Gateway
+
+
+def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
+    """The application for one gateway."""
+    openai, sglang, admin = OpenAI(gateway), Sglang(gateway), Admin(gateway)
+
+    async def metrics(request: Request) -> Response:
+        """GET /metrics. Counters are read on the loop, the text is made beside it."""
+        facts = gateway.router.stats()
+        text = await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, facts, gateway.stats())
+        return Response(text, media_type=gateway.metrics.content_type)
+
+    routes = [
+        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/v1/models", openai.models),
+        Route("/generate", sglang.generate, methods=["POST"]),
+        Route("/health", admin.health),
+        Route("/ready", admin.ready),
+        Route("/metrics", metrics),
+        Route("/workers", admin.workers),
+        Route("/workers", admin.add_worker, methods=["POST"]),
+        Route("/workers/{worker_id:path}/drain", admin.drain_worker, methods=["POST"]),
+        Route("/workers/{worker_id:path}", admin.remove_worker, methods=["DELETE"]),
+        Route("/v1/preble/explain", admin.explain, methods=["POST"]),
+    ]
+    return Guard(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
+
+
+async def _no_such_path(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    raise ApiError(404, "no such path", code="not_found")

@@ -1,0 +1,281 @@
+"""The gateway's process: its start, its signals and its end. Owns uvicorn, the logs' format, and reloading.
+
+SIGTERM, SIGINT   no new connections; answers that go on may end, for at most `drain_seconds`; exit code 0. Twice: now.
+SIGHUP            the configuration is read again; what can change without a restart does, the rest is named in the log.
+                  One that is wrong changes nothing.
+
+When requests are answered, one line goes to stdout: `READY http://HOST:PORT`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import HandshakeRefused, InvalidConfig, MissingExtra, PrebleError
+from ..records import Recording
+from ..router import Router, RouterConfig
+from ..scheduler import GlobalScheduler
+from ..transport.security import load_client_keys
+from .config import GatewayConfig, Loaded, changes
+
+try:
+    import msgspec
+    import uvicorn
+
+    from .app import make_app
+    from .guard import Guard
+    from .metrics import Metrics
+    from .state import Gateway
+    from .tokenizing import TextCodec, first_difference
+except ImportError as error:
+    raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
+
+logger = logging.getLogger("preble.gateway")
+
+BACKLOG = 2048
+RECORDS_KEPT = 1024
+
+
+def serve_until_stopped(load: Callable[[], Loaded]) -> int:
+    """Run the gateway that `load` describes, in this thread. Main thread only, for the signals."""
+    config = load().config
+    logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, force=True)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonLines())
+    asyncio.run(_serve(config, load))
+    return 0
+
+
+async def _serve(config: GatewayConfig, load: Callable[[], Loaded]) -> None:
+    listener = _listen(config.host, config.port)
+    codec = None
+    try:
+        codec = _codec(config)
+        metrics = Metrics(time.monotonic)
+        router = _router(config, metrics, codec)
+        await _start(router, config, codec)
+        try:
+            gateway = Gateway(router, codec, config, metrics)
+            await _run(make_app(gateway), gateway, listener, load)
+        finally:
+            await router.close()
+            router.scheduler.close()
+    finally:
+        listener.close()
+        if codec is not None:
+            codec.close()
+
+
+async def _run(app: Guard, gateway: Gateway, listener: socket.socket, load: Callable[[], Loaded]) -> None:
+    server = _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(gateway.config.drain_seconds)),
+        ),
+        listener,
+    )
+    reloading = Reloading(gateway, app, load)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.force_exit = gateway.draining
+        server.should_exit = gateway.draining = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, reloading.ask)
+    await server.serve(sockets=[listener])
+    await reloading.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which says when it is ready and leaves the signals to us."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the program's."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and tell it."""
+        await super().startup(sockets)
+        if self.started:
+            host, port = self._listener.getsockname()[:2]
+            sys.stdout.write(f"READY http://{f'[{host}]' if ':' in host else host}:{port}\n")
+            sys.stdout.flush()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `InvalidConfig` if the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+# --- making the parts -------------------------------------------------------------------------------------------------
+
+
+def _codec(config: GatewayConfig) -> TextCodec | None:
+    if config.tokenizer is None:
+        return None
+    return TextCodec(
+        config.tokenizer,
+        threads=config.tokenizer_threads,
+        queue_max=config.tokenizer_queue,
+        cache_bytes=config.tokenizer_cache_bytes,
+    )
+
+
+def _router(config: GatewayConfig, metrics: Metrics, codec: TextCodec | None) -> Router:
+    recording = Recording(share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record)
+    scheduler = GlobalScheduler([], policy=config.policy, config=config.scheduler, record=recording)
+    strict = codec is not None and config.tokenizer_mismatch == "refuse"
+    return Router(
+        config.workers,
+        scheduler=scheduler,
+        config=RouterConfig(connect_seconds=config.connect_seconds),
+        keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
+        tokenizer_fingerprint=codec.fingerprint if codec is not None and strict else "",
+    )
+
+
+async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None) -> None:
+    """Connect to the workers, and compare their tokenizers with ours. Raises as `Router.start` does."""
+    try:
+        await router.start(min_workers=config.min_workers)
+    except HandshakeRefused as error:
+        if codec is None or "tokenizer_fingerprint" not in str(error):
+            raise
+        raise HandshakeRefused(
+            f"{error}: prompts would be tokenised wrongly. Point `tokenizer` at the workers' model, "
+            "or set `tokenizer_mismatch: warn` if the tokens are known to be the same"
+        ) from error
+    if codec is not None:
+        for worker in router.fleet.workers.values():
+            _compare_tokenizers(codec, worker.welcome)
+
+
+def _compare_tokenizers(codec: TextCodec, welcome: Any) -> None:
+    """Say loudly what is not known to be the same."""
+    if welcome is None or welcome.tokenizer_fingerprint == codec.fingerprint:
+        return
+    if not welcome.tokenizer_fingerprint:
+        logger.warning("worker %s does not say which tokenizer it has", welcome.worker_id)
+        return
+    theirs = Path(welcome.model)
+    difference = first_difference(codec.directory, theirs) if (theirs / "tokenizer.json").is_file() else "not known"
+    logger.warning(
+        "worker %s has another tokenizer.json than this gateway; first difference: %s",
+        welcome.worker_id,
+        difference or "none found",
+    )
+
+
+# --- reloading --------------------------------------------------------------------------------------------------------
+
+
+class Reloading:
+    """Reads the configuration again, one time after the other. Belongs to the loop."""
+
+    def __init__(self, gateway: Gateway, app: Guard, load: Callable[[], Loaded]) -> None:
+        self._gateway = gateway
+        self._app = app
+        self._load = load
+        self._task: asyncio.Task[None] | None = None
+        self._again = False
+
+    def ask(self) -> None:
+        """Reload soon; asked while one goes on, once more after it."""
+        self._again = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._reload_until_quiet())
+
+    async def close(self) -> None:
+        """Wait for the one that goes on."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _reload_until_quiet(self) -> None:
+        while self._again:
+            self._again = False
+            try:
+                await self._reload(self._load().config)
+            except PrebleError as error:
+                logger.error("the configuration was not reloaded: %s", error)
+
+    async def _reload(self, new: GatewayConfig) -> None:
+        gateway = self._gateway
+        taken, left = changes(gateway.config, new)
+        if "policy" in taken:
+            before = gateway.router.scheduler
+            gateway.router.change_policy(new.policy)
+            before.close()
+        # What needs a restart keeps its old value, so that what is shown is what is done.
+        kept = {name: getattr(gateway.config, name) for name in {name.partition(".")[0] for name in left}}
+        old, gateway.config = gateway.config, msgspec.structs.replace(new, **kept)
+        self._app.configure(gateway.config)
+        await self._change_workers(old.workers, new.workers)
+        if left:
+            logger.warning("these need a restart: %s", ", ".join(sorted(left)))
+        logger.info("reloaded: %s", ", ".join(sorted(taken)) or "nothing has changed")
+
+    async def _change_workers(self, old: list[str], new: list[str]) -> None:
+        """Join the workers that are new, leave those that are gone; those added over HTTP stay."""
+        router = self._gateway.router
+        for address in dict.fromkeys(old):
+            if address not in new and address in router.fleet.workers:
+                await router.remove_worker(address)
+        for address in dict.fromkeys(new):
+            if address not in router.fleet.workers:
+                try:
+                    await router.add_worker(address)
+                except PrebleError as error:
+                    logger.error("the worker at %s was not added: %s", address, error)
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+class JsonLines(logging.Formatter):
+    """Each log record as one line of JSON; a record's `fields` are its own keys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
