@@ -31,6 +31,7 @@ from .fields import (
     INT31,
     MAX_STOP_TOKENS,
     Field,
+    Unpack,
     bool_field,
     choice_field,
     id_field,
@@ -337,10 +338,15 @@ _FIELDS: Mapping[type, tuple[int, tuple[Field, ...]]] = {
     Fault: (26, (text_field("text"),)),
 }
 
-_BY_CODE = {code: (cls, fields) for cls, (code, fields) in _FIELDS.items()}
+_Reads = tuple[tuple[str, Unpack], ...]  # of a message: the name of each field in errors, and what reads it
+_BY_CODE: Mapping[int, tuple[type, _Reads]] = {
+    code: (cls, tuple((f"{cls.__name__}.{item.name}", item.unpack) for item in fields))
+    for cls, (code, fields) in _FIELDS.items()
+}
 ROUTER_MESSAGES = frozenset(cls for cls, (code, _) in _FIELDS.items() if code < 16) | {Fault}
 WORKER_MESSAGES = frozenset(cls for cls, (code, _) in _FIELDS.items() if code > 16)
-_HEADER = tuple(int_field(name) for name in ("epoch", "session", "seq"))
+_HEADER: _Reads = tuple((name, int_field(name).unpack) for name in ("epoch", "session", "seq"))
+_NO_CLASS: tuple[None, _Reads] = (None, ())
 
 
 def encode(
@@ -369,18 +375,18 @@ def decode(frame: bytes, allowed: frozenset[type], *, max_bytes: int = MAX_FRAME
         raise ProtocolError("frame does not start with a protocol version and a message code")
     if version != PROTOCOL_VERSION and code != _REFUSED_CODE:
         raise VersionMismatch(version)
-    cls, fields = _BY_CODE.get(code, (None, ()))
+    cls, reads = _BY_CODE.get(code, _NO_CLASS)
     if cls is None or cls not in allowed:
         raise ProtocolError(f"message code {code} is unknown or not expected from this side")
-    if len(values) != 5 + len(fields):
-        raise ProtocolError(f"{cls.__name__} must have {len(fields)} fields, got {len(values) - 5}")
-    epoch, session, seq = (item.unpack(item.name, value) for item, value in zip(_HEADER, values[2:5], strict=True))
-    body = [item.unpack(f"{cls.__name__}.{item.name}", v) for item, v in zip(fields, values[5:], strict=True)]
-    message = cls(*body)
+    if len(values) != 5 + len(reads):
+        raise ProtocolError(f"{cls.__name__} must have {len(reads)} fields, got {len(values) - 5}")
+    header = [unpack(name, value) for (name, unpack), value in zip(_HEADER, values[2:5], strict=True)]
+    message = cls(*[unpack(name, value) for (name, unpack), value in zip(reads, values[5:], strict=True)])
     if isinstance(message, Submit) and message.output_offset >= len(message.token_ids):
         raise ProtocolError(
             f"Submit.output_offset must be below the {len(message.token_ids)} token_ids, got {message.output_offset}"
         )
+    epoch, session, seq = header
     return Envelope(epoch, session, seq, message)
 
 
