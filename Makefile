@@ -6,6 +6,8 @@
 #   make asan    the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in build/asan
 #   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
+#   make chaos   ten minutes of faults on workers, routers and their network, under load
+#   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
 #   make build   the compiled core, in place
 #   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
 #   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
@@ -24,7 +26,7 @@ PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
-.PHONY: demo test check asan tsan leaks build bench paper paper-quick peers instructions instructions-renew clean
+.PHONY: demo test check asan tsan leaks chaos fuzz build bench paper paper-quick peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -44,6 +46,14 @@ asan tsan: $(VENV)/installed
 
 leaks: $(VENV)/built
 	$(BIN)/python tests/stress/leaks.py $(ARGS)
+
+chaos: $(VENV)/built
+	$(BIN)/python tests/stress/chaos.py --seconds 600 $(ARGS)
+
+# Where atheris has no wheel, a seeded generator damages the inputs instead.
+fuzz: $(VENV)/built
+	@$(PIP) install atheris==3.0.0 || echo "atheris cannot be installed; going on without"
+	$(BIN)/python tests/stress/fuzz.py $(ARGS)
 
 build: $(VENV)/built
 

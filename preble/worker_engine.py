@@ -17,6 +17,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -140,8 +141,10 @@ class EngineThread:
         try:
             while self._turn():
                 pass
-        except Exception as error:
-            logger.exception("the engine failed")
+        except Exception as error:  # noqa: BLE001 - any error of an engine ends it, and is told
+            # Where, but not what it said: a foreign error may quote the prompt.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("the engine failed: %s\n%s", type(error).__name__, where)
             self.failure = error
         finally:
             self.engine.close()

@@ -35,7 +35,7 @@ from preble.transport import wire
 from preble.types import BlockRemoved, BlockStored
 
 PROMPT = list(range(200, 400))
-LONG = SamplingParams(max_new_tokens=150)
+ENDLESS = SamplingParams(max_new_tokens=1000)
 SHORT = SamplingParams(max_new_tokens=3)
 
 
@@ -276,9 +276,9 @@ def island() -> Iterator[Island]:
 
 
 def start_on(island: Island, worker: Start, *arguments: str) -> WorkerProcess:
-    """Worker "a" beyond the cable."""
+    """Worker "a" beyond the cable. It would need more than a minute for an answer of ENDLESS."""
     options = ("--id", "a", "--insecure", *arguments)
-    return worker(*options, endpoint=f"tcp://{island.host}:22511", time_scale=0.3, prefix=island.prefix)
+    return worker(*options, endpoint=f"tcp://{island.host}:22511", time_scale=3.0, prefix=island.prefix)
 
 
 @asynchronous
@@ -286,10 +286,10 @@ async def test_a_partition_that_heals_in_time_costs_no_session(worker: Start, is
     far, near = start_on(island, worker), worker("--id", "b")
     async with routing(far.endpoint, near.endpoint, quiet_after_seconds=1.0) as router:
         prompts = [[*PROMPT, i] for i in range(4)]
-        answers = [asyncio.ensure_future(collect(router.generate(prompt, LONG))) for prompt in prompts]
+        answers = [asyncio.ensure_future(collect(router.generate(prompt, ENDLESS))) for prompt in prompts]
         await until(lambda: router.stats()["output_tokens"] > 40, "all are under way")
         island.cut()
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected_tokens(p, 150) for p in prompts]
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected_tokens(p, 1000) for p in prompts]
         await until(lambda: stats_of(router, far.endpoint)["state"] == "quiet", "it is left alone")
         island.heal()
         await until(lambda: stats_of(router, far.endpoint)["state"] == "ready", "it is back")
@@ -305,10 +305,10 @@ async def test_a_partition_that_outlasts_all_patience_ends_even_on_both_sides(wo
     far, near = start_on(island, worker, "--session-timeout", "1"), worker("--id", "b")
     async with routing(far.endpoint, near.endpoint, quiet_after_seconds=0.5, give_up_seconds=1.5) as router:
         prompts = [[*PROMPT, i] for i in range(4)]
-        answers = [asyncio.ensure_future(collect(router.generate(prompt, LONG))) for prompt in prompts]
+        answers = [asyncio.ensure_future(collect(router.generate(prompt, ENDLESS))) for prompt in prompts]
         await until(lambda: router.stats()["output_tokens"] > 40, "all are under way")
         island.cut()
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected_tokens(p, 150) for p in prompts]
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected_tokens(p, 1000) for p in prompts]
         await until(lambda: stats_of(router, far.endpoint)["state"] == "lost", "the router has given up")
         assert_books_are_even(router)
         island.heal()
@@ -348,10 +348,13 @@ def test_a_killed_router_leaves_nothing_behind_and_its_successor_serves_on(
     worker: Start, load: Callable[..., RouterProcess]
 ) -> None:
     process = worker("--max-requests", "8", "--session-timeout", "1", time_scale=0.1)
-    first = busy(load(process.endpoint))
-    first.kill()
+    first = load(process.endpoint, "--output-tokens", "100000")
+    first.ask("load")
     probe = Probe(process.endpoint)
-    probe.wait_until_idle()
+    while not probe.running():
+        continue
+    first.kill()
+    probe.wait_until_idle()  # long before so many tokens could have been computed
     probe.close()
     second = busy(load(process.endpoint, "--seed", "1"))
     second.ask("stop")

@@ -103,16 +103,17 @@ def test_the_replay_buffer_keeps_the_newest_within_both_bounds(
 
 def test_waiting_chunks_of_one_request_merge_and_other_messages_keep_their_place() -> None:
     box = Outbox(max_messages=10, max_tokens=100)
-    box.push(wire.Chunk("a", 0, (1, 2), cached_tokens=7))
+    box.push(wire.Chunk("a", 0, (1, 2), cached_tokens=7, next_event_seq=5))
     box.push(wire.Chunk("b", 4, (9,)))
     box.push(wire.Pong(1, 0))
     box.push(wire.Chunk("a", 2, (3,)))
-    box.push(wire.Chunk("a", 3, (4,), finish_reason="length"))
+    box.push(wire.Chunk("a", 3, (4,), finish_reason="length", next_event_seq=6))
     sent = []
     while box:
         sent.append(box.peek())
         box.pop()
-    assert sent == [wire.Chunk("a", 0, (1, 2, 3, 4), 7, "length"), wire.Chunk("b", 4, (9,)), wire.Pong(1, 0)]
+    merged = wire.Chunk("a", 0, (1, 2, 3, 4), 7, "length", None, 5)  # events that follow its first part follow it
+    assert sent == [merged, wire.Chunk("b", 4, (9,)), wire.Pong(1, 0)]
     assert box.tokens == 0 and box.merged == 2
 
 

@@ -102,6 +102,7 @@ MESSAGES = st.one_of(
         st.none() | INT31,
         st.none() | st.sampled_from(wire.FINISH_REASONS),
         st.none() | TEXT,
+        INT63,
     ),
     st.builds(wire.Rejected, IDS, st.sampled_from(wire.REFUSAL_CODES), TEXT),
     st.builds(wire.Pong, INT63, INT63, INT63, INT63, INT63, INT63, INT63, INT63, st.booleans()),

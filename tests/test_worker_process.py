@@ -488,9 +488,9 @@ class LeashedEngine:
 class Leashed:
     """A worker in a thread of this process, with its engine on a leash."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, max_frame_bytes: int = wire.MAX_FRAME_BYTES, **config: Any) -> None:
         self.engine = LeashedEngine()
-        worker_config = WorkerConfig(ServerConfig(), "leashed", **config)
+        worker_config = WorkerConfig(ServerConfig(max_frame_bytes=max_frame_bytes), "leashed", **config)
         self.worker = Worker(self.engine, worker_config, epoch=5)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)

@@ -264,7 +264,7 @@ def _load(file: Path, *, secret: bool) -> tuple[bytes, bytes]:
     try:
         public_key, secret_key = zmq.auth.load_certificate(file)
         mode = file.stat().st_mode
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:  # IndexError: a line that names a key and gives none
         raise InvalidConfig(f"cannot read the CURVE key {file}: {error}") from error
     if secret and secret_key is None:
         raise InvalidConfig(f"{file} holds no secret key")

@@ -113,7 +113,7 @@ def literal(row: Row, name: str, text: str) -> Any:
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
     raise row.wrong(f"{name!r} is neither a list nor the text of one")
 

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from ..errors import InvalidInput
 
+INTEGER_DIGITS_MAX = 20
 GZIP_MAGIC = b"\x1f\x8b"
 UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
 
@@ -45,7 +46,8 @@ class Row:
     def integer(self, name: str, low: int) -> int:
         """An integer of at least `low`, below 2**31; CSV gives it as digits."""
         value = self.values.get(name)
-        if isinstance(value, str) and value.strip().isdecimal():
+        # Longer ones are out of range, and Python refuses to convert very long ones.
+        if isinstance(value, str) and value.strip().isdecimal() and len(value.strip()) <= INTEGER_DIGITS_MAX:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
             raise self.wrong(f"{name!r} must be an integer from {low} to 2**31 - 1, got {value!r:.80}")
@@ -89,7 +91,7 @@ def json_rows(path: Path) -> Iterator[Row]:
             continue
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(values, dict):
             raise InvalidInput(f"{path}, line {number}: must be a JSON object, got {line:.80}")
@@ -101,7 +103,7 @@ def json_list(path: Path) -> Iterator[Row]:
     text = "\n".join(line for _, line in numbered_lines(path))
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise InvalidInput(f"{path}, line {line}: not JSON: {error}") from error
     if not isinstance(values, list):

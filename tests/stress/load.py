@@ -141,7 +141,7 @@ class Load:
 
     async def request(self, number: int, manner: float) -> None:
         """One request: 12 % leave half-way, 8 % read slowly."""
-        count = wanted_tokens(number)
+        count = self.args.output_tokens or wanted_tokens(number)
         stream = self.router.generate(self.prompts[number], SamplingParams(max_new_tokens=count, temperature=0.0))
         tokens: list[int] = []
         async for chunk in stream:
@@ -221,11 +221,16 @@ class Probe:
         assert isinstance(pong, wire.Pong)
         return pong
 
+    def running(self) -> int:
+        """Requests of anybody that are there."""
+        pong = self._pong()
+        return pong.running + pong.waiting
+
     def wait_until_idle(self) -> None:
         """Until no request of anybody is there."""
         deadline = time.monotonic() + HANG_SECONDS
-        while (pong := self._pong()).running + pong.waiting:
-            assert time.monotonic() < deadline, f"{pong.running} running, {pong.waiting} waiting, whose?"
+        while count := self.running():
+            assert time.monotonic() < deadline, f"{count} requests are there, whose?"
             time.sleep(0.02)
 
     def event_end(self) -> int:
@@ -272,6 +277,7 @@ async def serve(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("endpoints", nargs="+", help="of workers")
+    parser.add_argument("--output-tokens", type=int, default=0, help="to ask for; 0: some 5 to 59, by prompt")
     parser.add_argument("--reference", type=Path, help="file of right answers; without, the simulated engine's")
     parser.add_argument("--clients", type=int, default=6, help="requests at a time (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do")

@@ -1,0 +1,395 @@
+"""Every decoder of bytes from outside, fed with damaged inputs: no exception but its own, no hang, no growth.
+
+    python tests/stress/fuzz.py --inputs 1000000                  all decoders, guided by atheris where it is installed
+    python tests/stress/fuzz.py --target wire --mutator plain     one of them, without atheris
+
+Owns the table of decoders (`targets`), the seeds, and how an input is damaged; `tests/test_fuzz.py` runs a few of the
+same inputs. Each decoder runs in a process of its own, which prints one line of JSON: inputs per second, resident
+memory after a tenth of the inputs and at the end. An input may take `SLOW_SECONDS`; then the process is ended by a
+signal. Exit code 1 when a decoder raised what it may not, hung, or grew by more than GROWTH_BYTES_MAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import lzma
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgpack
+import numpy as np
+
+from preble import CostModel, GlobalScheduler, ManualClock, SamplingParams, SchedulerConfig, WorkerSpec, workloads
+from preble.errors import InvalidConfig, InvalidInput, PrebleError, ProtocolError, SnapshotRefused
+from preble.records import Recording, from_json, to_json
+from preble.transport import wire
+from preble.transport.security import create_keys, load_client_keys
+from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
+INPUT_BYTES_MAX = 4096
+SLOW_SECONDS = 10
+GROWTH_BYTES_MAX = 48 << 20  # atheris keeps inputs that reached something new
+SNAPSHOT_HEADER_BYTES = 24
+WORDS = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFF, 0x10000]
+TEXTS = [
+    b"[" * 3000,
+    b"[" * 600 + b"]" * 600,
+    b"9" * 5000,
+    b'"',
+    b"null",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"\xff",
+    b"\0",
+    b"{}",
+    b"[]",
+    b'""',
+    b"\r\n",
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A decoder: `feed` gives it bytes and raises nothing but `may_raise`, whatever they are."""
+
+    name: str
+    seeds: list[bytes]
+    feed: Callable[[bytes], object]
+    may_raise: tuple[type[PrebleError], ...]
+
+    def __call__(self, data: bytes) -> bool:
+        """Feed; True if the input was accepted."""
+        try:
+            self.feed(data)
+        except self.may_raise:
+            return False
+        return True
+
+
+# --- the decoders -----------------------------------------------------------------------------------------------------
+
+
+def targets(directory: Path) -> list[Target]:
+    """All of them. Those that read files read one in `directory`."""
+    made = [
+        Target("wire", _frames(), _feed_wire, (ProtocolError,)),
+        Target("engine_events", _payloads(), EngineEvents(), (InvalidInput,)),
+        Target("snapshot", [_snapshot()[SNAPSHOT_HEADER_BYTES:]], Snapshots(), (SnapshotRefused, InvalidInput)),
+        Target("records", [line.encode() for line in _records()], _feed_record, (InvalidInput,)),
+        Target(
+            "cost_model", [_cost_model(directory)], OneFile(directory / "cost.json", CostModel.load), (InvalidConfig,)
+        ),
+        Target("curve_keys", *_keys(directory), (InvalidConfig,)),
+    ]
+    return made + [_trace_target(directory, name) for name in TRACES]
+
+
+TRACES = {
+    "tiny.jsonl": "segments",
+    "mooncake.jsonl": "mooncake",
+    "azure.csv": "azure",
+    "toolbench.json": "toolbench",
+    "loogle.jsonl": "loogle",
+    "nextqa.csv": "nextqa",
+    "alfworld.jsonl": "alfworld",
+    "apps.jsonl": "apps",
+}
+
+
+def _frames() -> list[bytes]:
+    ids = np.arange(5, dtype=np.int32)
+    events = (
+        BlockStored((1, b"x" * 32), None, ids, 5, ("lora", 3), "GPU"),
+        BlockRemoved((1,), None),
+        AllBlocksCleared(),
+        PrefixEvicted(ids, 3, None),
+    )
+    messages = [
+        wire.Hello("router", "w", "m", "t", 16),
+        wire.Submit("r", ids, SamplingParams(stop_token_ids=(1, 2)), ("a", 1, None, b"x"), 2),
+        *(wire.Abort("r"), wire.Ping(1), wire.Replay(7), wire.Bye(), wire.Refused("no"), wire.Draining()),
+        wire.Welcome("w", "e", "m", "t", 1, 1000, 3, 4096, (2,), "tcp://127.0.0.1:5", 9, 1 << 20, True),
+        wire.Chunk("r", 3, (1, 2, 3), 4, "length", "text", 12),
+        *(wire.Rejected("r", "invalid", "why"), wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), wire.Events(3, events)),
+        *(wire.ReplayEnd(1, 2, 3, 4), wire.Closed("gap", "why"), wire.Fault("what")),
+    ]
+    return [wire.encode(message, epoch=5, session=1, seq=2) for message in messages]
+
+
+def _feed_wire(data: bytes) -> None:
+    wire.encode(wire.decode(data, ALL).message)  # what was accepted can be said again
+
+
+def _payloads() -> list[bytes]:
+    seeds = []
+    for file in sorted(DATA.glob("events_*.xz")):
+        records = msgpack.unpackb(lzma.decompress(file.read_bytes()))
+        payloads = [record["payload"] for record in records if record["kind"] == "event"]
+        seeds += sorted(payloads, key=len)[:: max(1, len(payloads) // 8)][:6]
+    arrays = [["BlockStored", [1, b"h"], None, [1, 2, 3, 4], 2, None, "GPU"], ["BlockRemoved", [1], None]]
+    seeds.append(msgpack.packb([1.5, [*arrays, ["AllBlocksCleared"]], 0]))
+    return [seed for seed in seeds if len(seed) <= INPUT_BYTES_MAX]
+
+
+class EngineEvents:
+    """A scheduler that takes an engine's bytes; a new one now and then, so that inputs are fed to all kinds."""
+
+    def __init__(self) -> None:
+        self._fed = 0
+        self._new()
+
+    def _new(self) -> None:
+        workers = [WorkerSpec("w", kv_capacity_tokens=100_000, block_size=16)]
+        self._scheduler = GlobalScheduler(workers, config=SchedulerConfig(max_bytes=1 << 22), clock=ManualClock(1.0))
+
+    def __call__(self, data: bytes) -> None:
+        self._fed += 1
+        if self._fed % 1000 == 0:
+            self._scheduler.check()
+            self._new()
+        self._scheduler.apply_raw("w", data)
+
+
+def _snapshot() -> bytes:
+    scheduler = GlobalScheduler(["a", "b"], clock=ManualClock(1.0))
+    for i in range(12):
+        namespace = ("n", 1) if i % 3 else None
+        decision = scheduler.schedule([1, 2, 3, i % 4, *range(i)], request_id=f"r{i}", namespace=namespace)
+        if i % 2:
+            scheduler.first_token(decision.request_id, cached_tokens=0)
+    scheduler.apply("a", [BlockStored((5, 6), None, tuple(range(8)), 4, None, "GPU")])
+    return scheduler.snapshot()
+
+
+class Snapshots:
+    """Restores bodies under a header whose length and checksum fit: a liar can compute both."""
+
+    def __init__(self) -> None:
+        self._head = _snapshot()[:SNAPSHOT_HEADER_BYTES]
+
+    def __call__(self, data: bytes) -> None:
+        length = struct.pack("<Q", SNAPSHOT_HEADER_BYTES + len(data))
+        check = zlib.crc32(data, zlib.crc32(length, zlib.crc32(self._head[:12])))
+        whole = self._head[:12] + struct.pack("<I", check) + length + data
+        GlobalScheduler.restore(whole, clock=ManualClock(2.0)).check()
+
+
+def _records() -> list[str]:
+    scheduler = GlobalScheduler(["a", "b"], clock=ManualClock(1.0), record=Recording())
+    for i in range(4):
+        decision = scheduler.schedule([1, 2, 3, i], request_id=f"r{i}")
+        scheduler.first_token(decision.request_id, cached_tokens=1)
+        scheduler.finish(decision.request_id, output_tokens=3)
+    return [to_json(record) for record in scheduler.records()]
+
+
+def _feed_record(data: bytes) -> None:
+    to_json(from_json(data.decode("utf-8", "replace")))
+
+
+class OneFile:
+    """Writes each input to the same file and has it read."""
+
+    def __init__(self, path: Path, read: Callable[[Path], object]) -> None:
+        self._path = path
+        self._read = read
+
+    def __call__(self, data: bytes) -> None:
+        self._path.write_bytes(data)
+        self._read(self._path)
+
+
+def _cost_model(directory: Path) -> bytes:
+    CostModel.preset("mistral-7b/a6000").save(directory / "seed.json")
+    return (directory / "seed.json").read_bytes()
+
+
+def _keys(directory: Path) -> tuple[list[bytes], OneFile]:
+    create_keys(directory / "keys")
+    file = directory / "keys" / "client.key_secret"
+    return [file.read_bytes()], OneFile(file, lambda _: load_client_keys(directory / "keys"))
+
+
+def _trace_target(directory: Path, name: str) -> Target:
+    shutil.copy(DATA / "workloads" / "tiny_segments.jsonl", directory)
+    feed = OneFile(directory / name, lambda path: workloads.read(path, format=TRACES[name], limit=3))
+    return Target(f"trace_{TRACES[name]}", [(DATA / "workloads" / name).read_bytes()], feed, (InvalidInput,))
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def damaged(rng: random.Random, seeds: list[bytes]) -> bytes:
+    """A seed with a few things wrong."""
+    data = bytearray(rng.choice(seeds))
+    for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):
+        at = rng.randrange(len(data) + 1)
+        what = rng.randrange(7)
+        if what == 0 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif what == 1 and at < len(data):
+            data[at] = rng.randrange(256)
+        elif what == 2:
+            data[at : at + 4] = struct.pack(rng.choice((">I", "<I")), rng.choice(WORDS))
+        elif what == 3:
+            del data[at : at + rng.choice((1, 2, 4, 9, len(data)))]
+        elif what == 4:
+            end = rng.randrange(len(data) + 1)
+            data[at:at] = data[min(at, end) : max(at, end)]
+        elif what == 5:
+            other = rng.choice(seeds)
+            data[at:] = other[rng.randrange(len(other) + 1) :]
+        else:
+            data[at : at + rng.choice((0, 1, 5))] = rng.choice(TEXTS)
+    return bytes(data[: 2 * INPUT_BYTES_MAX])
+
+
+# --- one decoder in this process --------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+class Meter:
+    """Feeds a decoder and measures."""
+
+    def __init__(self, target: Target, inputs: int) -> None:
+        self.target = target
+        self.inputs = inputs
+        self.fed = self.accepted = self.early_bytes = 0
+        self.began = time.monotonic()
+
+    def __call__(self, data: bytes) -> bool:
+        """Feed one input; True when all have been fed."""
+        self.accepted += self.target(data)
+        self.fed += 1
+        if self.fed == max(1, self.inputs // 10):
+            self.early_bytes = resident_bytes()
+        return self.fed >= self.inputs
+
+    def report(self) -> int:
+        """One line of JSON; the exit code: 1 if memory grew."""
+        seconds = time.monotonic() - self.began
+        grown_bytes = resident_bytes() - self.early_bytes
+        line = {
+            "target": self.target.name,
+            "inputs": self.fed,
+            "accepted": self.accepted,
+            "inputs_per_second": round(self.fed / seconds),
+            "early_mib": round(self.early_bytes / 2**20, 1),
+            "grown_mib": round(grown_bytes / 2**20, 1),
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+        return int(grown_bytes > GROWTH_BYTES_MAX)
+
+
+def fuzz_plain(target: Target, inputs: int, seed: int) -> int:
+    """Seeded damage, alike on every machine. Returns the exit code."""
+    rng = random.Random(seed)
+    meter = Meter(target, inputs)
+    for data in target.seeds:
+        assert target(data), f"{target.name}: a seed is refused"
+    done = False
+    while not done:
+        data = damaged(rng, target.seeds)
+        signal.alarm(SLOW_SECONDS)
+        try:
+            done = meter(data)
+        except BaseException:
+            sys.stderr.write(f"{target.name}: input {meter.fed}: {data!r}\n")
+            raise
+    signal.alarm(0)
+    return meter.report()
+
+
+def fuzz_atheris(target: Target, inputs: int, seed: int, directory: Path) -> None:
+    """Guided by the Python code that an input reaches (what is compiled guides nothing). Ends the process."""
+    import atheris
+
+    corpus = directory / "corpus"
+    corpus.mkdir()
+    for number, data in enumerate(target.seeds):
+        (corpus / f"{number}").write_bytes(data)
+    options = [f"-seed={seed}", f"-max_len={2 * INPUT_BYTES_MAX}", f"-timeout={SLOW_SECONDS}", "-verbosity=0"]
+    meter = Meter(target, inputs)
+
+    def feed(data: bytes) -> None:
+        if meter(data):
+            code = meter.report()
+            shutil.rmtree(directory)
+            os._exit(code)  # libFuzzer has no other end
+
+    atheris.Setup([sys.argv[0], *options, str(corpus)], feed)
+    atheris.Fuzz()
+
+
+GUIDED = """
+import sys
+import atheris
+sys.path[:0] = [{stress!r}]
+with atheris.instrument_imports(include=["preble"]):
+    import fuzz
+sys.exit(fuzz.main())
+"""
+
+
+def run_target(name: str, args: argparse.Namespace) -> int:
+    """Fuzz one decoder in a process of its own; its exit code, negative for a signal."""
+    program = [__file__]
+    if args.mutator == "atheris":
+        program = ["-c", GUIDED.format(stress=str(Path(__file__).parent))]
+    options = ["--target", name, "--inputs", str(args.inputs), "--seed", str(args.seed), "--mutator", args.mutator]
+    return subprocess.run([sys.executable, *program, *options, "--here"]).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="append", help="a decoder; may be given again; default: all")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="for each decoder (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    found = "atheris" if importlib.util.find_spec("atheris") else "plain"
+    parser.add_argument("--mutator", choices=("atheris", "plain"), default=found, help="%(default)s")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.disable()
+    directory = Path(tempfile.mkdtemp())
+    try:
+        table = {target.name: target for target in targets(directory)}
+        if not args.here:
+            failed = [name for name in args.target or table if run_target(name, args)]
+            sys.stdout.write(f"failed: {', '.join(failed)}\n" if failed else "no findings\n")
+            return 1 if failed else 0
+        (target,) = (table[name] for name in args.target)
+        if args.mutator == "plain":
+            return fuzz_plain(target, args.inputs, args.seed)
+        fuzz_atheris(target, args.inputs, args.seed, directory)
+        return 1
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
