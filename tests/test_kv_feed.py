@@ -343,8 +343,8 @@ async def test_load_frames_are_told_and_nonsense_among_them_is_counted() -> None
 @asynchronous
 async def test_an_endpoint_that_is_none_ends_the_feed_with_an_error_that_names_it() -> None:
     context = zmq.asyncio.Context()
-    feed = EventFeed(EventSource("tcp://127.0.0.1:99999999"), Heard(), context=context)
-    with pytest.raises(TransportError, match="99999999"):
+    feed = EventFeed(EventSource("nonsense"), Heard(), context=context)
+    with pytest.raises(TransportError, match="nonsense"):
         await feed.run()
     context.destroy(linger=0)
 
