@@ -47,7 +47,7 @@ FLOORS = [
         "_hot",
     },
     {"transport", "engines", "sim", "workloads", "integrations"},
-    {"router", "worker", "gateway", "cli", "demo", "study", "simulate", "profiler", "explain"},
+    {"router", "worker", "attach", "gateway", "cli", "demo", "study", "simulate", "profiler", "explain"},
 ]
 EDGES = 4
 # On floor 4 a package may import itself, and of its siblings only these.
