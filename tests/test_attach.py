@@ -181,6 +181,7 @@ async def test_a_server_that_dies_is_lost_and_its_streams_go_on_elsewhere(kind: 
             assert {chunk.worker for chunk in chunks} == {f"127.0.0.1:{one.port}" for one in servers}
         assert router.counters.resumed == 5 and len(second.bodies) == 5
         await until(lambda: worker_at(router, first).state == "lost", "it is lost")
+        assert "cannot be reached" in worker_at(router, first).why, "at once, not after a silence"
 
 
 @both_servers
@@ -271,6 +272,22 @@ async def test_a_break_of_the_network_costs_nothing_that_is_known() -> None:
         assert router.scheduler.match(PROMPT).matched_tokens.get(name) == 40
 
 
+@asynchronous
+async def test_events_that_are_lost_for_good_are_forgotten_and_learned_anew() -> None:
+    server = FakeServer("sglang")
+    other = [7] * 12
+    async with attached(server) as router:
+        name, publisher = f"127.0.0.1:{server.port}", server.publishers[0]
+        await collect(router.generate(PROMPT, SHORT))
+        await until(lambda: router.scheduler.match(PROMPT).matched_tokens.get(name) == 40, "its cache is known")
+        publisher.next_seq += 3  # what these said, nobody has
+        publisher.buffer.clear()
+        await server._store(other, 0)
+        await until(lambda: router.scheduler.match([*other, 1]).matched_tokens.get(name) == 12, "what is new is known")
+        assert not router.scheduler.match(PROMPT).matched_tokens.get(name), "what may be gone is not believed"
+        assert worker_at(router, server).stats()["resyncs"] == 1
+
+
 LIES: dict[str, bytes] = {
     "no JSON": b"data: {nonsense\n\n",
     "no object": b"data: [1, 2]\n\n",
@@ -278,7 +295,7 @@ LIES: dict[str, bytes] = {
     "no numbers": b'data: {"output_ids": [-1], "choices": [{"token_ids": [-1]}], "meta_info": {}}\n\n',
     "error": b'data: {"error": {"message": "out of memory", "code": 500}}\n\n',
     "end": b"data: [DONE]\n\n",
-    "long line": b"data: " + b"x" * 9000 + b"\n\n",
+    "long line": b'data: {"output_ids": [], "choices": [{"token_ids": []}], "meta_info": {}' + b" " * 9000 + b"}\n\n",
     "deep": b"data: " + b"[" * 5000 + b"\n\n",
 }
 
@@ -398,7 +415,7 @@ NONSENSE: list[tuple[str, int, bytes]] = [
     ("/server_info", 200, b"\xff\xfe nonsense"),
     ("/server_info", 200, b'{"max_total_num_tokens": 10, "dp_size": 1000000}'),
     ("/server_info", 500, b""),
-    ("/server_info", 200, b"x" * 3000),
+    ("/server_info", 200, b'{"max_total_num_tokens": 10, "page_size": 1' + b" " * 3000 + b"}"),
 ]
 
 

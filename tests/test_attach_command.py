@@ -93,6 +93,23 @@ async def test_the_example_sends_each_document_where_it_is_cached() -> None:
     assert sum(" 600 of 620 cached, 8 tokens" in line for line in lines) == 6
 
 
+@asynchronous
+async def test_the_readmes_five_lines_run_before_two_servers() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"<!-- example: attach -->\n```python\n(.*?)```", readme, re.DOTALL)
+    assert example is not None and len(example.group(1).strip().splitlines()) == 5
+    servers = [await FakeServer("sglang").start() for _ in range(2)]
+    code = example.group(1)
+    for host, server in zip("ab", servers, strict=True):
+        code = code.replace(f"http://host-{host}:30000", server.url)
+    process = await start("-c", f"{code}\nasyncio.run(main([1, 2, 3]))")
+    out, error = await process.communicate()
+    for server in servers:
+        await server.kill()
+    assert process.returncode == 0, error.decode()
+    assert out.decode().rstrip().endswith("length")
+
+
 @pytest.mark.parametrize("arguments", [["tcp://127.0.0.1:1"], ["http://h:1", "--block-size", "0"]])
 def test_wrong_usage_is_exit_code_two_or_names_what_is_wrong(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
