@@ -414,7 +414,8 @@ NONSENSE: list[tuple[str, int, bytes]] = [
     ("/server_info", 200, b'{"max_total_num_tokens": "many", "page_size": 1}'),
     ("/server_info", 200, b"\xff\xfe nonsense"),
     ("/server_info", 200, b'{"max_total_num_tokens": 10, "dp_size": 1000000}'),
-    ("/server_info", 500, b""),
+    ("/server_info", 503, b""),
+    ("/server_info", 307, b""),
     ("/server_info", 200, b'{"max_total_num_tokens": 10, "page_size": 1' + b" " * 3000 + b"}"),
 ]
 
