@@ -32,7 +32,8 @@ class FakePublisher:
     """An engine's publisher: PUB and, unless `replay` is False, the socket that replays what it keeps.
 
     `with_topic`: whether replies hold the topic frame. `kept`: batches it keeps. `cut_after`: replies after which the
-    next replay breaks off, without an end. `mute`: replays are not answered.
+    next replay breaks off, without an end. `drop_once`: batches that the next replay leaves out, as a full queue does.
+    `mute`: replays are not answered.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FakePublisher:
         self.buffer: deque[tuple[int, bytes]] = deque(maxlen=kept)
         self.next_seq = 0
         self.cut_after = 0
+        self.drop_once: set[int] = set()
         self.mute = False
         self.asked: list[int] = []
         self.subscribed = asyncio.Event()
@@ -82,7 +84,8 @@ class FakePublisher:
             self.asked.append(int.from_bytes(start, "big"))
             if self.mute:
                 continue
-            replies = [(seq, payload) for seq, payload in self.buffer if seq >= self.asked[-1]]
+            dropped, self.drop_once = self.drop_once, set()
+            replies = [(n, payload) for n, payload in self.buffer if n >= self.asked[-1] and n not in dropped]
             cut, self.cut_after = self.cut_after, 0
             for seq, payload in replies[: cut or None]:
                 await self._reply(identity, self.topic, seq.to_bytes(8, "big"), payload)

@@ -61,6 +61,7 @@ FLOORS = [
         "up",
         "keygen",
         "engine_choice",
+        "attach",
     },
 ]
 EDGES = 4

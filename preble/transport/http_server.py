@@ -102,8 +102,9 @@ class EngineServer:
             client = _aiohttp()
             headers = {"Authorization": f"Bearer {self.options.api_key}"} if self.options.api_key else {}
             # Requests are bounded by their owner, and a health question must never wait behind streams.
+            timeout = client.ClientTimeout(total=None, sock_connect=self.options.answer_seconds)
             self._session = client.ClientSession(
-                connector=client.TCPConnector(limit=0), headers=headers, timeout=client.ClientTimeout(total=None)
+                connector=client.TCPConnector(limit=0), headers=headers, timeout=timeout
             )
         return self._session
 
@@ -119,9 +120,9 @@ class EngineServer:
         if status == 200 and isinstance(told := _json(body), Mapping) and "max_total_num_tokens" in told:
             self._known = sglang_facts(self.url, told, self.options)
             return self._known
-        self._check_let_in(status)
+        self._check_usable(status)
         status, body = await self._get("/v1/models")
-        self._check_let_in(status)
+        self._check_usable(status)
         models = _json(body) if status == 200 else None
         version = await self._get_json("/version")
         if not isinstance(models, Mapping) or not isinstance(version, Mapping) or "version" not in version:
@@ -139,7 +140,9 @@ class EngineServer:
         )
         return self._known
 
-    def _check_let_in(self, status: int) -> None:
+    def _check_usable(self, status: int) -> None:
+        if status >= 500:
+            raise TransportError(f"{self.url} answers {status}: it fails, or is not ready yet")
         if status in (401, 403):
             raise HandshakeRefused(f"{self.url} answers {status}: give ServerOptions.api_key as its --api-key is")
 
@@ -203,7 +206,9 @@ class EngineServer:
         stream = _SglangStream(facts.cumulative) if facts.engine == "sglang" else _VllmStream()
         client = _aiohttp()
         try:
-            async with self._http().post(self.url + path, json=body, headers=headers) as response:
+            async with self._http().post(
+                self.url + path, json=body, headers=headers, allow_redirects=False
+            ) as response:
                 if response.status != 200:
                     raise self._refusal(response.status, await self._read(response))
                 async for line in self._lines(response):
@@ -267,14 +272,16 @@ class EngineServer:
         limit = client.ClientTimeout(total=self.options.answer_seconds)
         for attempt in (1, 2):
             try:
-                async with self._http().request(method, self.url + path, json=body, timeout=limit) as response:
+                async with self._http().request(
+                    method, self.url + path, json=body, timeout=limit, allow_redirects=False
+                ) as response:
                     return response.status, await self._read(response)
-            except (client.ServerDisconnectedError, client.ClientOSError) as error:
+            except asyncio.TimeoutError as error:
+                raise TransportError(f"no answer from {self.url} in {self.options.answer_seconds} s") from error
+            except client.ClientConnectionError as error:
                 # A kept connection that the server has just closed says nothing about the server.
                 if attempt == 2 or isinstance(error, client.ClientConnectorError):
                     raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__}") from error
-            except asyncio.TimeoutError as error:
-                raise TransportError(f"no answer from {self.url} in {self.options.answer_seconds} s") from error
             except client.ClientError as error:
                 raise ProtocolError(f"{self.url} does not speak HTTP: {type(error).__name__}") from error
         raise AssertionError("the second attempt returns or raises")

@@ -179,8 +179,8 @@ class EventFeed:
             async for parts in _frames(socket):
                 self._take_live(parts)
         finally:
+            # Nothing is waited for here: who is cancelled twice would leave the sockets open.
             watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)

@@ -7,7 +7,7 @@ and which flag to name when something is missing; asks nothing itself (`http_ser
 | block size      | page_size                                   | /metrics: vllm:cache_config_info block_size          |
 | capacity        | max_total_num_tokens                        | there: kv_cache_size_tokens, else num_gpu_blocks     |
 | ranks           | dp_size                                     | there: one line for each engine                      |
-| event sockets   | kv_events (0.5.20 on), else kv_events_config| /kv_event_sources (0.32 on), else `ServerOptions`    |
+| event sockets   | kv_events, else kv_events_config            | /kv_event_sources (0.32), else `ServerOptions`       |
 | start           | startup_time: how long each step took       | /metrics: when the counters were made                |
 """
 
@@ -235,7 +235,7 @@ def _vllm_advice(events: tuple[EventSource, ...]) -> tuple[str, ...]:
     if not events:
         config = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
         config += '"replay_endpoint": "tcp://*:5657"}'
-        tells = "before 0.32 the server does not tell them, give ServerOptions.events_endpoint"
+        tells = "a server older than 0.32 may not tell them, give ServerOptions.events_endpoint"
         return (f"--kv-events-config '{config}' turns cache events on; {tells}",)
     if not events[0].replay_endpoint:
         return ('"replay_endpoint" in --kv-events-config lets lost events be asked for again',)
