@@ -252,6 +252,11 @@ class Admission:
         """Prompt tokens that have to be computed for requests without output, here and in the engine."""
         return self._queue.uncached_tokens + self._silent_tokens
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens believed to be in the caches of all ranks."""
+        return sum(worker["cached_tokens"] for worker in self.scheduler.stats()["workers"].values())
+
     def group_sizes(self) -> Sequence[int]:
         """Waiting requests in each priority group, lowest first."""
         return self._queue.group_sizes()

@@ -50,14 +50,6 @@ class BackendFacts:
     vocab_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KvLoad:
-    """KV tokens in use by running requests, and by the cache."""
-
-    used_tokens: int = 0
-    cached_tokens: int = 0
-
-
 class Backend(Protocol):
     """An asynchronous engine, all of it on one event loop."""
 
@@ -76,8 +68,8 @@ class Backend(Protocol):
     async def abort(self, job_id: str) -> None:
         """End a request; its stream ends soon after. Ids that it does not know (yet) are ignored."""
 
-    async def load(self) -> KvLoad:
-        """Load at this moment."""
+    async def used_tokens(self) -> int:
+        """KV tokens in use, as of the engine's last iteration."""
 
     def failure(self) -> str:
         """Why the engine can do nothing any more; "" while it can. No prompt is quoted in it."""
@@ -115,7 +107,7 @@ class StreamingEngine:
         self._helpers: set[asyncio.Task[None]] = set()  # these two are the loop's thread's
         self._news: dict[str, Stream] = {}  # by request id, oldest news first
         self._serial = 0
-        self._kv = KvLoad()
+        self._used_tokens = 0
         self._failure = ""
         self._moved_at = clock()
         self._closed = False
@@ -198,14 +190,15 @@ class StreamingEngine:
             return self._relay.take()
 
     def load(self) -> EngineLoad:
-        """Load at this moment, KV tokens as of half a second ago. Requests without output count as waiting."""
+        """Load at this moment; requests without output count as waiting. Used KV tokens are those of half a second ago,
+        cached ones what the engine's events, or else its reports, amount to."""
         with self._changed:
             queue = self.admission
             return EngineLoad(
                 running=queue.inside - queue.silent,
                 waiting=queue.waiting + queue.silent,
-                kv_used_tokens=self._kv.used_tokens,
-                kv_cached_tokens=self._kv.cached_tokens,
+                kv_used_tokens=self._used_tokens if queue.inside else 0,
+                kv_cached_tokens=queue.cached_tokens,
                 waiting_uncached_tokens=queue.uncached_tokens,
             )
 
@@ -414,7 +407,7 @@ class StreamingEngine:
     async def _watch(self) -> None:
         """Ask for load and life, until cancelled."""
         while not self._failure:
-            self._kv = await self._backend.load()
+            self._used_tokens = await self._backend.used_tokens()
             with self._changed:
                 self._look_for_failure()
                 self._admit()
