@@ -6,6 +6,7 @@
 #   make asan    the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in build/asan
 #   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
+#   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
 #   make build   the compiled core, in place
 #   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
 #   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
@@ -24,7 +25,7 @@ PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
-.PHONY: demo test check asan tsan leaks build bench paper paper-quick peers instructions instructions-renew clean
+.PHONY: demo test test-live check asan tsan leaks build bench paper paper-quick peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -32,6 +33,11 @@ demo: $(VENV)/built
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest $(ARGS)
+
+test-live: $(VENV)/built
+	$(BIN)/python tests/live/install.py --engine sglang
+	$(BIN)/python tests/live/install.py --engine vllm
+	PREBLE_LIVE_TESTS=1 $(BIN)/python -m pytest tests/live --timeout=1200 $(ARGS)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
