@@ -22,6 +22,7 @@ COMMANDS = {
     "simulate": ("preble.simulate", "compare policies on a simulated fleet, reproducibly"),
     "explain": ("preble.explain", "why requests went where they went, from a file of decision records"),
     "profile": ("preble.profiler", "measure an engine and fit its cost model"),
+    "attach": ("preble.attach", "what running SGLang and vLLM servers tell, and whether they can be followed"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
 }
 

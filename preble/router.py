@@ -50,6 +50,7 @@ from .router_request import Attempt, LiveRequest, Setback, StreamChunk, TokenIds
 from .transport import wire
 from .transport.fields import MAX_PROMPT_TOKENS, check_namespace
 from .transport.security import ClientKeys
+from .transport.server_facts import ServerOptions
 from .types import SamplingParams
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class RouterCounters:
 
 
 class Router:
-    """See the module. `workers` are endpoints of `preble worker`; more may be added while running.
+    """See the module. `workers` are endpoints of `preble worker`, or servers that already run: "http://host:30000", or
+    (that, `ServerOptions`). More may be added while running.
 
     `scheduler` None makes a `GlobalScheduler` with `policy`; one given may be shared with other code of this process.
     `tokenizer`, needed for prompts that are text, is a callable or has `encode`, giving token ids (or an object with
@@ -117,7 +119,7 @@ class Router:
 
     def __init__(
         self,
-        workers: Iterable[str],
+        workers: Iterable[str | tuple[str, ServerOptions]],
         *,
         scheduler: GlobalScheduler | None = None,
         policy: Any = "e2",
@@ -136,7 +138,7 @@ class Router:
         self.config = config or RouterConfig()
         self.counters = RouterCounters()
         self.router_id = f"router-{secrets.token_hex(4)}"
-        self._addresses = list(workers)
+        self._addresses = [(one, None) if isinstance(one, str) else one for one in workers]
         self._tokenizer = tokenizer
         self._keys = keys
         self._hello = wire.Hello(self.router_id, "", model, tokenizer_fingerprint)
@@ -147,6 +149,15 @@ class Router:
         self._available = asyncio.Event()
         self._fleet: Fleet | None = None
         self._tick_task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def attach(cls, *urls: str, options: ServerOptions | None = None, **router_options: Any) -> Router:
+        """A router before SGLang or vLLM servers that already run: `Router.attach("http://host:30000", ...)`.
+
+        `options` are those of every URL (API key, and what a server does not tell); where they differ, give pairs to
+        the constructor. `router_options` are the constructor's. Needs the extra `attach`.
+        """
+        return cls([(url, options or ServerOptions()) for url in urls], **router_options)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -163,17 +174,17 @@ class Router:
         )
         self._tick_task = asyncio.ensure_future(self._tick_loop())
         try:
-            for address in self._addresses:
-                self._fleet.add(address)
+            for address, options in self._addresses:
+                self._fleet.add(address, options)
             await self._wait_for_workers(min_workers)
         except BaseException:
             await self.close()
             raise
 
     async def _wait_for_workers(self, min_workers: int) -> None:
-        workers = list(self.fleet.workers.values())
         deadline = self._clock() + self.config.connect_seconds
         while True:
+            workers = list(self.fleet.workers.values())  # a server's other ranks are found when it answers
             refused = [worker.why for worker in workers if worker.state == "refused"]
             if refused:
                 raise HandshakeRefused("; ".join(refused))
@@ -217,9 +228,10 @@ class Router:
             raise TransportError("the router is not started, or closed")
         return self._fleet
 
-    async def add_worker(self, address: str) -> None:
-        """Connect one more worker; returns when its first handshake has been tried. Raises `HandshakeRefused`."""
-        worker = self.fleet.add(address)
+    async def add_worker(self, address: str, options: ServerOptions | None = None) -> None:
+        """Connect one more worker or server; returns when its first handshake has been tried. Raises
+        `HandshakeRefused`."""
+        worker = self.fleet.add(address, options)
         await worker.settled.wait()
         if worker.state == "refused":
             why = worker.why
@@ -519,8 +531,10 @@ class Router:
         self.counters.output_tokens += accepted.new
         self.counters.duplicate_tokens += accepted.duplicates
         self.counters.excess_tokens += accepted.excess
+        self._take_cached(live, attempt, chunk)
         if not attempt.first_seen:
-            self._first_chunk(live, attempt, chunk)
+            attempt.first_seen = True
+            self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
         if chunk.finish_reason == "error":
             self._end_attempt(live, abort=False)
             live.fail(EngineError(chunk.error or "the engine gave no reason"))
@@ -528,16 +542,16 @@ class Router:
             self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
             self._finish(live, chunk.finish_reason or "length")
 
-    def _first_chunk(self, live: LiveRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
-        """Prefill is done: the scheduler learns it, and what of the prompt was really cached."""
-        attempt.first_seen = True
-        attempt.cached_tokens = chunk.cached_tokens
-        if chunk.cached_tokens is not None and chunk.cached_tokens > len(live.prompt) + attempt.offset:
+    def _take_cached(self, live: LiveRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
+        """What of the prompt was really cached comes with the first chunk or, from vLLM's server, with the last."""
+        if chunk.cached_tokens is None or attempt.cached_tokens is not None:
+            return
+        if chunk.cached_tokens > len(live.prompt) + attempt.offset:
             self.counters.wrong_reports += 1
-            attempt.cached_tokens = None
+            return
+        attempt.cached_tokens = chunk.cached_tokens
         if attempt.offset == 0 and live.cached_tokens is None:
             live.cached_tokens = attempt.cached_tokens
-        self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
 
     # --- facts --------------------------------------------------------------------------------------------------------
 

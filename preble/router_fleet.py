@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,9 +32,12 @@ from .errors import (
     UnknownWorker,
 )
 from .transport import wire
+from .transport.attach import ServerLink, is_server, namespace_of
 from .transport.client import LinkConfig, LinkCounters, WorkerLink
 from .transport.events import Batch
+from .transport.kv_feed import FeedConfig, FeedCounters
 from .transport.security import ClientKeys
+from .transport.server_facts import ServerOptions
 from .types import AllBlocksCleared, WorkerSpec
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ class FleetConfig:
     """How workers are found and lost, in seconds. Each failed connection doubles the wait before the next."""
 
     link: LinkConfig = field(default_factory=LinkConfig)
+    feed: FeedConfig = field(default_factory=FeedConfig)
     reconnect_min_seconds: float = 0.05
     reconnect_max_seconds: float = 2.0
     forget_after_seconds: float = 30.0
@@ -94,17 +99,19 @@ class RequestsOwner(Protocol):
 class Worker:
     """One address, and the worker found there. `requests` are the wire ids running on it, kept by the router."""
 
-    def __init__(self, address: str, fleet: Fleet) -> None:
+    def __init__(self, address: str, fleet: Fleet, options: ServerOptions | None = None) -> None:
         self.address = address
+        self.options = options  # of a server that is attached
         self.state = "connecting"
         self.why = ""
         self.worker_id = ""
         self.epoch = 0
         self.welcome: wire.Welcome | None = None
-        self.link: WorkerLink | None = None
+        self.link: WorkerLink | ServerLink | None = None
         self.pong: wire.Pong | None = None
         self.counters = WorkerCounters()
         self.link_counters = LinkCounters()
+        self.feed_counters = FeedCounters() if is_server(address) else None
         self.settled = asyncio.Event()  # the first handshake has been tried
         self.task: asyncio.Task[None] | None = None
         self._fleet = fleet
@@ -126,6 +133,10 @@ class Worker:
     def on_events(self, batch: Batch) -> None:
         """Tell the scheduler what the worker's cache lost or got."""
         self._fleet.apply(self, batch)
+
+    def on_payload(self, payload: bytes) -> None:
+        """The same, as the engine wrote it."""
+        self._fleet.apply_raw(self, payload)
 
     def on_resync(self) -> None:
         """Events are lost for good: believe nothing."""
@@ -164,6 +175,7 @@ class Worker:
             "epoch": self.epoch,
             **asdict(self.counters),
             **asdict(self.link_counters),
+            "feed": None if self.feed_counters is None else asdict(self.feed_counters),
             "load": None if self.pong is None else asdict(self.pong),
         }
 
@@ -191,6 +203,7 @@ class Fleet:
         self._clock = clock
         self._context = zmq.asyncio.Context()
         self._sessions = 0
+        self._background: set[asyncio.Task[None]] = set()  # connections that are being closed
         self.unusable: frozenset[str] = frozenset()  # ids that the scheduler knows and that cannot take a request now
         self.eos_token_ids: tuple[int, ...] = ()
 
@@ -210,28 +223,33 @@ class Fleet:
             raise TransportError(f"worker {worker_id} was never connected")
         worker.link.send(message)
 
-    def add(self, address: str) -> Worker:
+    def add(self, address: str, options: ServerOptions | None = None) -> Worker:
         """Start to connect to an address. Raises `InvalidInput` if it is there already."""
         if address in self.workers:
             raise InvalidInput(f"worker address {address!r} is there already")
-        worker = Worker(address, self)
+        if options is not None and not is_server(address):
+            raise InvalidInput(f"options are for servers, and {address!r} is not one")
+        worker = Worker(address, self, options)
         worker.task = asyncio.ensure_future(self._supervise(worker))
         worker.task.add_done_callback(_log_failure)
         self.workers[address] = worker
         return worker
 
     async def remove(self, address: str) -> None:
-        """Leave a worker. Its requests go elsewhere. Raises `UnknownWorker`."""
-        worker = self.workers.pop(address, None)
-        if worker is None:
+        """Leave a worker, or all ranks of a server. Its requests go elsewhere. Raises `UnknownWorker`."""
+        if address not in self.workers:
             raise UnknownWorker(f"no worker at {address!r}")
-        await self._stop(worker)
-        self._forget(worker)
+        ranks = [other for other in self.workers if is_server(address) and other.startswith(f"{address}#")]
+        for one in (address, *ranks):
+            worker = self.workers.pop(one)
+            await self._stop(worker)
+            self._forget(worker)
 
     async def close(self) -> None:
         """Leave all workers and free the sockets."""
         for worker in list(self.workers.values()):
             await self._stop(worker)
+        await asyncio.gather(*self._background, return_exceptions=True)
         # Waits for the last frames (Bye, aborts) to leave, so not on the loop.
         await asyncio.to_thread(self._context.term)
 
@@ -271,8 +289,23 @@ class Fleet:
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._config.reconnect_max_seconds)
 
-    def _new_link(self, worker: Worker) -> WorkerLink:
+    def _new_link(self, worker: Worker) -> WorkerLink | ServerLink:
         self._sessions += 1
+        if is_server(worker.address):
+            return ServerLink(
+                worker.address,
+                self._expect,
+                worker,
+                self._config.link,
+                session=self._sessions,
+                context=self._context,
+                background=self._background,
+                options=worker.options,
+                feed_config=self._config.feed,
+                counters=worker.link_counters,
+                feed_counters=worker.feed_counters,
+                clock=self._clock,
+            )
         return WorkerLink(
             worker.address,
             self._expect,
@@ -285,11 +318,12 @@ class Fleet:
             clock=self._clock,
         )
 
-    async def _serve(self, worker: Worker, link: WorkerLink) -> bool:
+    async def _serve(self, worker: Worker, link: WorkerLink | ServerLink) -> bool:
         """One session from handshake to loss."""
         resume_at = (worker.epoch, worker.link.next_event_seq) if worker.link is not None else None
         welcome = await link.open(resume_events_at=resume_at)
         self._adopt(worker, link, welcome)
+        self._add_ranks(worker, link)
         why = "router closes"
         try:
             why = await link.run()
@@ -302,7 +336,13 @@ class Fleet:
                 self._forget(worker)
         return True
 
-    def _adopt(self, worker: Worker, link: WorkerLink, welcome: wire.Welcome) -> None:
+    def _add_ranks(self, worker: Worker, link: WorkerLink | ServerLink) -> None:
+        """The other ranks of a server are workers of their own."""
+        for address in link.more_addresses if isinstance(link, ServerLink) else ():
+            if address not in self.workers and self.workers.get(worker.address) is worker:
+                self.add(address, worker.options)
+
+    def _adopt(self, worker: Worker, link: WorkerLink | ServerLink, welcome: wire.Welcome) -> None:
         """A handshake went well: bring the scheduler up to date. Raises `HandshakeRefused` if others disagree."""
         other = self._by_id.get(welcome.worker_id)
         if other is not None and other is not worker:
@@ -371,10 +411,17 @@ class Fleet:
 
     def apply(self, worker: Worker, batch: Batch) -> None:
         """Give cache events to the scheduler; if it refuses them, it is told to forget the cache."""
+        self._apply(worker, lambda: self._scheduler.apply(worker.worker_id, batch))
+
+    def apply_raw(self, worker: Worker, payload: bytes) -> None:
+        """The same with a batch as an engine wrote it."""
+        self._apply(worker, lambda: self._scheduler.apply_raw(worker.worker_id, payload, namespace_of=namespace_of))
+
+    def _apply(self, worker: Worker, change: Callable[[], object]) -> None:
         if self._by_id.get(worker.worker_id) is not worker:
             return
         try:
-            self._scheduler.apply(worker.worker_id, batch)
+            change()
         except PrebleError as error:
             worker.counters.events_refused += 1
             logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)

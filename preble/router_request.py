@@ -28,8 +28,9 @@ TokenIds = npt.NDArray[np.int32]
 class StreamChunk:
     """New output tokens of a request. `index` is the output position of `token_ids[0]`, counted from the prompt's end.
 
-    `cached_tokens` (prompt tokens whose KV the first worker reused) comes with the first chunk; `finish_reason`
-    ("stop", "length" or "abort") with the last, which may hold no tokens. `worker` computed the newest of the tokens.
+    `cached_tokens` (prompt tokens whose KV the first worker reused) comes once, with the first chunk or as soon as the
+    worker tells it; `finish_reason` ("stop", "length" or "abort") with the last, which may hold no tokens. `worker`
+    computed the newest of the tokens.
     """
 
     request_id: Hashable
@@ -88,6 +89,7 @@ class LiveRequest:
         self.error: PrebleError | None = None
         self._output = array("i")
         self._read = 0
+        self._told_cached = False
         self._last_worker = ""
         self._changed = asyncio.Event()
 
@@ -167,7 +169,7 @@ class LiveRequest:
             start,
             tuple(self._output[start:]),
             self._last_worker,
-            self.cached_tokens if start == 0 else None,
+            self._untold_cached(),
             self.finish_reason,
         )
 
@@ -178,6 +180,11 @@ class LiveRequest:
             self._read,
             (),
             self._last_worker,
-            self.cached_tokens if self._read == 0 else None,
+            self._untold_cached(),
             self.finish_reason,
         )
+
+    def _untold_cached(self) -> int | None:
+        """What was cached, for the first chunk that can tell it."""
+        told, self._told_cached = self._told_cached, self._told_cached or self.cached_tokens is not None
+        return None if told else self.cached_tokens

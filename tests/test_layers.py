@@ -47,7 +47,19 @@ FLOORS = [
         "_hot",
     },
     {"transport", "engines", "sim", "workloads", "integrations"},
-    {"router", "worker", "engine_choice", "gateway", "cli", "demo", "study", "simulate", "profiler", "explain"},
+    {
+        "router",
+        "worker",
+        "attach",
+        "engine_choice",
+        "gateway",
+        "cli",
+        "demo",
+        "study",
+        "simulate",
+        "profiler",
+        "explain",
+    },
 ]
 EDGES = 4
 # On floor 4 a package may import itself, and of its siblings only these.

@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import (
     EngineError,
     HandshakeRefused,
@@ -44,6 +47,8 @@ from .server_facts import ServerFacts, ServerOptions, sglang_facts, vllm_facts
 
 if TYPE_CHECKING:
     import aiohttp
+
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
 _INT31 = 2**31 - 1
 _LOAD = re.compile(
@@ -144,7 +149,7 @@ class EngineServer:
     async def health(self) -> None:
         """Return when the server answers that it is well. Raises `TransportError` if it does not, or not in time.
 
-        SGLang's own health question computes a token; its load is asked instead, which goes to its scheduler, too.
+        SGLang's own health question computes a token, so its load is asked instead.
         """
         await self.load()
 
@@ -173,7 +178,7 @@ class EngineServer:
 
     async def generate(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         sampling: SamplingParams | None = None,
         *,
         request_id: str,
@@ -294,7 +299,7 @@ class Unreachable(TransportError):
 
 def _sglang_request(
     facts: ServerFacts,
-    token_ids: Sequence[int],
+    token_ids: TokenIds,
     sampling: SamplingParams,
     request_id: str,
     rank: int | None,
@@ -325,7 +330,7 @@ def _sglang_request(
 
 def _vllm_request(
     facts: ServerFacts,
-    token_ids: Sequence[int],
+    token_ids: TokenIds,
     sampling: SamplingParams,
     request_id: str,
     rank: int | None,
@@ -354,9 +359,8 @@ def _vllm_request(
     return "/v1/completions", {} if rank is None else {"X-data-parallel-rank": str(rank)}, body
 
 
-def _plain(token_ids: Sequence[int]) -> list[int]:
-    tolist = getattr(token_ids, "tolist", None)
-    return list(token_ids) if tolist is None else tolist()
+def _plain(token_ids: TokenIds) -> list[int]:
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
 
 
 # --- the two stream forms ---------------------------------------------------------------------------------------------

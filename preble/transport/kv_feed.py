@@ -26,9 +26,9 @@ import asyncio
 import contextlib
 import logging
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -41,7 +41,10 @@ from .server_facts import EventSource
 
 logger = logging.getLogger("preble.transport")
 
+T = TypeVar("T")
+
 _END = b"\xff" * 8
+_IN_VAIN_MAX = 4  # replays in a row that break off, or stay out, and bring nothing, before we give up
 _FRAMES_PER_TURN = 128  # frames taken before other tasks of the loop get a turn
 _PAYLOAD_MAX_BYTES = 1 << 24  # what the decoder takes
 _TWO_OR_MORE_AND_DOUBLE = struct.Struct(">BBd")
@@ -176,8 +179,8 @@ class EventFeed:
             async for parts in _frames(socket):
                 self._take_live(parts)
         finally:
+            # Nothing is waited for here: who is cancelled twice would leave the sockets open.
             watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
@@ -255,47 +258,54 @@ class EventFeed:
     # --- replay -------------------------------------------------------------------------------------------------------
 
     async def _replay_loop(self) -> None:
+        in_vain = 0  # replays in a row that brought nothing new
         while True:
             self._wanted.clear()
             before, had_gap = self.next_seq, self._cursor.has_gap
-            await self._replay()
+            ended = await self._replay()
             if self._cursor.has_gap:
-                if self.next_seq > before:
-                    self.counters.replays_cut += 1
-                elif had_gap:
+                in_vain = in_vain + 1 if self.next_seq == before else 0
+                if had_gap and in_vain and (ended or in_vain >= _IN_VAIN_MAX):
                     self._give_up()
-                self._wanted.set()  # a gap that came up meanwhile may have been behind what was asked for
+                    in_vain = 0
+                self._wanted.set()  # a gap that came up meanwhile may be behind what was asked for
             else:
                 self._caught_up.set()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), self._config.audit_seconds)
+                await within(self._config.audit_seconds, self._wanted.wait())
 
-    async def _replay(self) -> None:
-        """Ask for the newest batch we have and all after it, and take what comes."""
+    async def _replay(self) -> bool:
+        """Ask for the newest batch we have and all after it, and take what comes. True if that is all there is."""
         self.counters.replays += 1
         anchor, life = self._newest, self.counters.restarts
         start = self.next_seq - (anchor is not None)
         # A socket of its own, so that the rest of an earlier replay is never taken for this one.
         socket = self._socket(zmq.DEALER, self.source.replay_endpoint)
+        taken = 0
         try:
             self._connect(socket, self.source.replay_endpoint)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
-            for number in range(self._config.max_replay_batches):
-                reply = await asyncio.wait_for(self._reply(socket), self._config.replay_seconds)
+            while taken < self._config.max_replay_batches:
+                reply = await within(self._config.replay_seconds, self._reply(socket))
                 if self.counters.restarts != life:
-                    return  # what was asked for is of an earlier life
+                    break  # what was asked for is of an earlier life
                 if reply is None:
-                    if number == 0 and anchor is not None and anchor is self._newest:
+                    if taken == 0 and anchor is not None and anchor is self._newest:
                         self._restarted()  # who has published less than we have heard is another one
-                    return
-                if not self._take_replayed(*reply, start, anchor, first=number == 0):
-                    return
+                    elif taken and self._cursor.has_gap:
+                        self.counters.replays_cut += 1  # some of its middle was dropped
+                    return True
+                if not self._take_replayed(*reply, start, anchor, first=taken == 0):
+                    break
+                taken += 1
         except asyncio.TimeoutError:
-            self.counters.replays_unanswered += 1
+            self.counters.replays_cut += taken > 0
+            self.counters.replays_unanswered += taken == 0
             self._caught_up.set()
-            logger.warning("the replay at %s does not answer", self.source.replay_endpoint)
+            logger.warning("the replay at %s stopped after %d batches", self.source.replay_endpoint, taken)
         finally:
             socket.close(linger=0)
+        return False
 
     def _take_replayed(self, seq: int, payload: bytes, start: int, anchor: bytes | None, *, first: bool) -> bool:
         """Take one batch of a replay; False if it shows that the publisher is another one."""
@@ -338,6 +348,19 @@ class EventFeed:
                 self._listener.on_load(report)
         finally:
             socket.close(linger=0)
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, or `asyncio.TimeoutError`. Before Python 3.12 `asyncio.wait_for` loses a cancellation
+    that comes together with the result, and a loop around it then never ends."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    raise asyncio.TimeoutError
 
 
 async def _frames(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
