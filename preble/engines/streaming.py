@@ -17,6 +17,7 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
+import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
@@ -106,6 +107,7 @@ class StreamingEngine:
         self._jobs: dict[str, asyncio.Task[None]] = {}  # by job id: in the engine
         self._helpers: set[asyncio.Task[None]] = set()  # these two are the loop's thread's
         self._news: dict[str, Stream] = {}  # by request id, oldest news first
+        self._name = secrets.token_hex(4)  # other workers before the same server number their requests, too
         self._serial = 0
         self._used_tokens = 0
         self._failure = ""
@@ -144,7 +146,7 @@ class StreamingEngine:
                 raise DuplicateRequest(f"request {request.request_id!r} is live")
             room = self._info.max_model_tokens - len(request.token_ids)
             left = min(request.sampling.max_new_tokens - request.output_offset, room)
-            stream = Stream(f"preble-{self._serial}", request, left, self.counters)
+            stream = Stream(f"preble-{self._name}-{self._serial}", request, left, self.counters)
             if left <= 0:  # resumed after its last token: only the news of its end was lost
                 stream.cached_tokens, stream.finish_reason = 0, "length"
                 self._news[request.request_id] = stream
