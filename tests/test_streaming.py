@@ -188,7 +188,7 @@ def test_every_token_comes_once_with_the_hit_first_and_the_reason_last(make: Mak
     engine.admission.check()
     load = engine.load()
     assert (load.running, load.waiting, load.kv_used_tokens) == (0, 0, 0)
-    assert load.kv_cached_tokens == 25, "the prompt, and 20 tokens of output"
+    assert load.kv_cached_tokens == 5, "the prompt; of outputs only events would tell"
 
 
 def test_a_resumed_request_goes_on_where_it_stopped(make: Make) -> None:
@@ -324,6 +324,31 @@ def test_an_engine_that_dies_ends_everything_with_a_typed_error(make: Make) -> N
         drive(engine)
     with pytest.raises(EngineError, match="its process has died"):
         engine.submit(request("another"))
+
+
+def test_requests_that_end_with_the_engine_are_not_failed_one_by_one(make: Make) -> None:
+    async def dying(backend: ScriptedBackend, job: Job) -> AsyncIterator[StreamPart]:
+        yield StreamPart(0, [7])
+        await backend.gate(job.id).wait()
+        backend.why = "its process has died"
+        raise RuntimeError
+
+    engine, backend = make(dying)
+    engine.submit(request())
+    until(lambda: engine.ready(), "it streams")
+    chunks = engine.step()
+    backend.go(0)
+    with pytest.raises(EngineError):
+        while True:
+            until(engine.ready, "something comes")
+            chunks += engine.step()
+    assert [chunk.finish_reason for chunk in chunks] == [None], "routers resume it elsewhere"
+
+
+def test_a_hit_that_is_told_late_is_told_once(make: Make) -> None:
+    engine, _ = make(saying(StreamPart(0, [7]), StreamPart(1, [8], 4), StreamPart(2, [9], 4, "length")))
+    engine.submit(request())
+    assert [chunk.cached_tokens for chunk in drive(engine)["r"] if chunk.cached_tokens is not None] == [4]
 
 
 def test_a_hung_engine_shows_and_its_requests_can_be_taken_away(make: Make) -> None:

@@ -189,7 +189,7 @@ class Admission:
             self._leave_silence(request_id)
             self.scheduler.first_token(request_id, cached_tokens=cached_tokens)
 
-    def ended(self, request_id: str, output_tokens: int | None) -> None:
+    def ended(self, request_id: str, output_tokens: int | None, cached_tokens: int | None = None) -> None:
         """The engine is done with a request; `output_tokens` None if it failed or was aborted. Ignores unknown ids."""
         if request_id not in self._inside:
             return
@@ -199,7 +199,7 @@ class Admission:
         if output_tokens is None:
             self.scheduler.cancel(request_id)
         else:
-            self.scheduler.finish(request_id, output_tokens=output_tokens)
+            self.scheduler.finish(request_id, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
     def withdraw(self, request_id: str) -> bool:
         """Forget a waiting request; False if it does not wait."""

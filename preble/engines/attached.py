@@ -89,8 +89,18 @@ class AttachedBackend:
             ):
                 yield StreamPart(produced, piece.token_ids, piece.cached_tokens, piece.finish_reason)
                 produced += len(piece.token_ids)
+        except TransportError:
+            await self._note_if_gone()
+            raise
         finally:
             self._tasks.pop(job.id, None)
+
+    async def _note_if_gone(self) -> None:
+        """A stream has broken off: a server that does not even say how it is takes all others along."""
+        try:
+            await self._server.health()
+        except TransportError as error:
+            self._failure = f"{self._server.url} broke off and does not answer: {error}"
 
     async def abort(self, job_id: str) -> None:
         """End a request: the server is told, and the connection closed."""

@@ -361,7 +361,7 @@ class StreamingEngine:
         """A request is no longer in the engine."""
         del self._streams[stream.id]
         ended_well = stream.finish_reason not in ("error", "abort")
-        self.admission.ended(stream.id, stream.produced if ended_well else None)
+        self.admission.ended(stream.id, stream.produced if ended_well else None, stream.cached_tokens)
 
     def _end_job(self, job: Job, task: asyncio.Task[None]) -> None:
         """The engine says no more of a request."""
@@ -370,8 +370,8 @@ class StreamingEngine:
         with self._changed:
             self._look_for_failure()
             stream = self._streams.get(job.id)
-            if stream is None:
-                return
+            if stream is None or self._failure:
+                return  # what ends with the engine is not this request's fault: routers take it elsewhere
             self._moved_at = self._clock()
             wanted = stream.finish_reason is None
             if wanted:
