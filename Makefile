@@ -8,6 +8,7 @@
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make chaos   ten minutes of faults on workers, routers and their network, under load
 #   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
+#   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
 #   make build   the compiled core, in place
 #   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
 #   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
@@ -26,7 +27,7 @@ PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
-.PHONY: demo test check asan tsan leaks chaos fuzz build bench paper paper-quick peers instructions instructions-renew clean
+.PHONY: demo test test-live check asan tsan leaks chaos fuzz build bench paper paper-quick peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -34,6 +35,11 @@ demo: $(VENV)/built
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest $(ARGS)
+
+test-live: $(VENV)/built
+	$(BIN)/python tests/live/install.py --engine sglang
+	$(BIN)/python tests/live/install.py --engine vllm
+	PREBLE_LIVE_TESTS=1 $(BIN)/python -m pytest tests/live --timeout=1200 $(ARGS)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

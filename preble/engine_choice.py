@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from .engines.admission import AdmissionConfig
     from .local import LocalConfig
 
-ENGINES = ("torch", "sglang", "vllm", "simulated")
+ENGINES = ("torch", "sglang", "vllm", "attached", "simulated")
 _SIMULATED_KV_TOKENS = 200_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that concern the engine."""
     parser.add_argument("--engine", choices=ENGINES, required=True, help="what generates the tokens")
-    parser.add_argument("--model", metavar="DIR", help="model directory in transformers format (all but simulated)")
+    parser.add_argument("--model", metavar="DIR", help="model directory in transformers format (torch, sglang, vllm)")
+    parser.add_argument("--url", metavar="URL", help="a running SGLang or vLLM server (attached)")
     parser.add_argument(
         "--engine-arg",
         action="append",
@@ -63,11 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_engine(args: argparse.Namespace) -> Engine:
     """The engine that the options ask for. Raises `InvalidConfig`, `EngineError` or `MissingExtra`."""
+    if args.url and args.engine != "attached":
+        raise InvalidConfig(f"--url is for --engine attached, not {args.engine}")
     if args.engine in ("sglang", "vllm"):
         return _streaming_engine(args)
-    for name in ("engine_arg", "look_ahead"):
-        if getattr(args, name):
-            raise InvalidConfig(f"{_flag(name)} is for --engine sglang and vllm, not {args.engine}")
+    if args.engine_arg:
+        raise InvalidConfig(f"--engine-arg is for --engine sglang and vllm, not {args.engine}")
+    if args.engine == "attached":
+        return _attached_engine(args)
+    if args.look_ahead is not None:
+        raise InvalidConfig(f"--look-ahead is for engines that run by themselves, not {args.engine}")
     if args.engine == "simulated":
         return _simulated_engine(args)
     return _torch_engine(args)
@@ -109,9 +115,7 @@ def _typed(key: str, text: str) -> Any:
 def _streaming_engine(args: argparse.Namespace) -> Engine:
     if not args.model:
         raise InvalidConfig(f"--engine {args.engine} needs --model")
-    for name in ("kv_capacity_tokens", "token_budget", "max_running", "max_model_tokens", "threads"):
-        if getattr(args, name) is not None:
-            raise InvalidConfig(f"{_flag(name)} is not for --engine {args.engine}; use --engine-arg with its own name")
+    _refuse_own_settings(args)
     arguments = parse_engine_args(args.engine_arg)
     config = _admission_config(args)
     from .engines.streaming import StreamingEngine
@@ -123,6 +127,24 @@ def _streaming_engine(args: argparse.Namespace) -> Engine:
     from .engines.vllm import VllmBackend
 
     return StreamingEngine(VllmBackend(args.model, arguments), config)
+
+
+def _attached_engine(args: argparse.Namespace) -> Engine:
+    if not args.url:
+        raise InvalidConfig("--engine attached needs --url http://host:port")
+    if args.model:
+        raise InvalidConfig("--model is not for --engine attached: the server says what it serves")
+    _refuse_own_settings(args)
+    from .engines.attached import AttachedBackend
+    from .engines.streaming import StreamingEngine
+
+    return StreamingEngine(AttachedBackend(args.url), _admission_config(args), start_seconds=60.0)
+
+
+def _refuse_own_settings(args: argparse.Namespace) -> None:
+    for name in ("kv_capacity_tokens", "token_budget", "max_running", "max_model_tokens", "threads"):
+        if getattr(args, name) is not None:
+            raise InvalidConfig(f"{_flag(name)} is not for --engine {args.engine}: the engine's own arguments say it")
 
 
 def _admission_config(args: argparse.Namespace) -> AdmissionConfig:

@@ -21,7 +21,7 @@ from preble.engines.admission import Admission, AdmissionConfig
 from preble.engines.base import EngineInfo, GenerationRequest, OutputChunk, SelfRunning
 from preble.engines.kv_listener import Salts
 from preble.engines.relay import EventRelay
-from preble.engines.streaming import BackendFacts, EventSink, KvLoad, StreamingEngine
+from preble.engines.streaming import BackendFacts, EventSink, StreamingEngine
 from preble.engines.streams import Job, Stream, StreamCounters, StreamPart
 from preble.errors import DuplicateRequest, EngineError, InvalidConfig, InvalidInput, QueueFull
 from preble.types import AllBlocksCleared, BlockRemoved, BlockStored
@@ -71,8 +71,8 @@ class ScriptedBackend:
         self.aborted.append(job_id)
         self.gate(job_id).set()
 
-    async def load(self) -> KvLoad:
-        return KvLoad(7, 9)
+    async def used_tokens(self) -> int:
+        return 7
 
     def failure(self) -> str:
         return self.why
@@ -187,7 +187,8 @@ def test_every_token_comes_once_with_the_hit_first_and_the_reason_last(make: Mak
         assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     engine.admission.check()
     load = engine.load()
-    assert (load.running, load.waiting, load.kv_used_tokens, load.kv_cached_tokens) == (0, 0, 7, 9)
+    assert (load.running, load.waiting, load.kv_used_tokens) == (0, 0, 0)
+    assert load.kv_cached_tokens == 5, "the prompt; of outputs only events would tell"
 
 
 def test_a_resumed_request_goes_on_where_it_stopped(make: Make) -> None:
@@ -325,6 +326,31 @@ def test_an_engine_that_dies_ends_everything_with_a_typed_error(make: Make) -> N
         engine.submit(request("another"))
 
 
+def test_requests_that_end_with_the_engine_are_not_failed_one_by_one(make: Make) -> None:
+    async def dying(backend: ScriptedBackend, job: Job) -> AsyncIterator[StreamPart]:
+        yield StreamPart(0, [7])
+        await backend.gate(job.id).wait()
+        backend.why = "its process has died"
+        raise RuntimeError
+
+    engine, backend = make(dying)
+    engine.submit(request())
+    until(lambda: engine.ready(), "it streams")
+    chunks = engine.step()
+    backend.go(0)
+    with pytest.raises(EngineError):
+        while True:
+            until(engine.ready, "something comes")
+            chunks += engine.step()
+    assert [chunk.finish_reason for chunk in chunks] == [None], "routers resume it elsewhere"
+
+
+def test_a_hit_that_is_told_late_is_told_once(make: Make) -> None:
+    engine, _ = make(saying(StreamPart(0, [7]), StreamPart(1, [8], 4), StreamPart(2, [9], 4, "length")))
+    engine.submit(request())
+    assert [chunk.cached_tokens for chunk in drive(engine)["r"] if chunk.cached_tokens is not None] == [4]
+
+
 def test_a_hung_engine_shows_and_its_requests_can_be_taken_away(make: Make) -> None:
     clock = ManualClock()
     engine, backend = make(gated, clock=clock)
@@ -397,7 +423,7 @@ def test_the_engine_holds_little_more_than_it_computes(make: Make) -> None:
         until(lambda i=i: len(backend.jobs) > i, "all go in")
         backend.go(i)
     assert len(drive(engine)) == 10
-    assert [job.id for job in backend.jobs] == [f"preble-{i}" for i in range(10)]
+    assert [job.id.rpartition("-")[2] for job in backend.jobs] == [str(i) for i in range(10)]
     engine.admission.check()
 
 

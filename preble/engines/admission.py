@@ -189,7 +189,7 @@ class Admission:
             self._leave_silence(request_id)
             self.scheduler.first_token(request_id, cached_tokens=cached_tokens)
 
-    def ended(self, request_id: str, output_tokens: int | None) -> None:
+    def ended(self, request_id: str, output_tokens: int | None, cached_tokens: int | None = None) -> None:
         """The engine is done with a request; `output_tokens` None if it failed or was aborted. Ignores unknown ids."""
         if request_id not in self._inside:
             return
@@ -199,7 +199,7 @@ class Admission:
         if output_tokens is None:
             self.scheduler.cancel(request_id)
         else:
-            self.scheduler.finish(request_id, output_tokens=output_tokens)
+            self.scheduler.finish(request_id, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
     def withdraw(self, request_id: str) -> bool:
         """Forget a waiting request; False if it does not wait."""
@@ -251,6 +251,11 @@ class Admission:
     def uncached_tokens(self) -> int:
         """Prompt tokens that have to be computed for requests without output, here and in the engine."""
         return self._queue.uncached_tokens + self._silent_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens believed to be in the caches of all ranks."""
+        return sum(worker["cached_tokens"] for worker in self.scheduler.stats()["workers"].values())
 
     def group_sizes(self) -> Sequence[int]:
         """Waiting requests in each priority group, lowest first."""

@@ -27,7 +27,7 @@ from ..transport.server_facts import EventSource
 from .base import EngineInfo
 from .kv_listener import EventSink, KvListener, Salts
 from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
-from .streaming import BackendFacts, KvLoad
+from .streaming import BackendFacts
 from .streams import Job, StreamPart
 
 logger = logging.getLogger("preble.engines")
@@ -138,10 +138,9 @@ class SglangBackend:
         """End a request."""
         self._engine.tokenizer_manager.abort_request(rid=job_id)
 
-    async def load(self) -> KvLoad:
+    async def used_tokens(self) -> int:
         """KV tokens of all ranks, as the schedulers last said."""
-        loads = await self._engine.tokenizer_manager.get_loads()
-        return KvLoad(sum(load.num_used_tokens for load in loads))
+        return sum(load.num_used_tokens for load in await self._engine.tokenizer_manager.get_loads())
 
     def failure(self) -> str:
         """A child process has died, or has said that it cannot go on."""

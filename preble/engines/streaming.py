@@ -17,6 +17,7 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
+import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
@@ -50,14 +51,6 @@ class BackendFacts:
     vocab_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KvLoad:
-    """KV tokens in use by running requests, and by the cache."""
-
-    used_tokens: int = 0
-    cached_tokens: int = 0
-
-
 class Backend(Protocol):
     """An asynchronous engine, all of it on one event loop."""
 
@@ -76,8 +69,8 @@ class Backend(Protocol):
     async def abort(self, job_id: str) -> None:
         """End a request; its stream ends soon after. Ids that it does not know (yet) are ignored."""
 
-    async def load(self) -> KvLoad:
-        """Load at this moment."""
+    async def used_tokens(self) -> int:
+        """KV tokens in use, as of the engine's last iteration."""
 
     def failure(self) -> str:
         """Why the engine can do nothing any more; "" while it can. No prompt is quoted in it."""
@@ -114,8 +107,9 @@ class StreamingEngine:
         self._jobs: dict[str, asyncio.Task[None]] = {}  # by job id: in the engine
         self._helpers: set[asyncio.Task[None]] = set()  # these two are the loop's thread's
         self._news: dict[str, Stream] = {}  # by request id, oldest news first
+        self._name = secrets.token_hex(4)  # other workers before the same server number their requests, too
         self._serial = 0
-        self._kv = KvLoad()
+        self._used_tokens = 0
         self._failure = ""
         self._moved_at = clock()
         self._closed = False
@@ -152,7 +146,7 @@ class StreamingEngine:
                 raise DuplicateRequest(f"request {request.request_id!r} is live")
             room = self._info.max_model_tokens - len(request.token_ids)
             left = min(request.sampling.max_new_tokens - request.output_offset, room)
-            stream = Stream(f"preble-{self._serial}", request, left, self.counters)
+            stream = Stream(f"preble-{self._name}-{self._serial}", request, left, self.counters)
             if left <= 0:  # resumed after its last token: only the news of its end was lost
                 stream.cached_tokens, stream.finish_reason = 0, "length"
                 self._news[request.request_id] = stream
@@ -198,14 +192,15 @@ class StreamingEngine:
             return self._relay.take()
 
     def load(self) -> EngineLoad:
-        """Load at this moment, KV tokens as of half a second ago. Requests without output count as waiting."""
+        """Load at this moment; requests without output count as waiting. Used KV tokens are those of half a second ago,
+        cached ones what the engine's events, or else its reports, amount to."""
         with self._changed:
             queue = self.admission
             return EngineLoad(
                 running=queue.inside - queue.silent,
                 waiting=queue.waiting + queue.silent,
-                kv_used_tokens=self._kv.used_tokens,
-                kv_cached_tokens=self._kv.cached_tokens,
+                kv_used_tokens=self._used_tokens if queue.inside else 0,
+                kv_cached_tokens=queue.cached_tokens,
                 waiting_uncached_tokens=queue.uncached_tokens,
             )
 
@@ -366,7 +361,7 @@ class StreamingEngine:
         """A request is no longer in the engine."""
         del self._streams[stream.id]
         ended_well = stream.finish_reason not in ("error", "abort")
-        self.admission.ended(stream.id, stream.produced if ended_well else None)
+        self.admission.ended(stream.id, stream.produced if ended_well else None, stream.cached_tokens)
 
     def _end_job(self, job: Job, task: asyncio.Task[None]) -> None:
         """The engine says no more of a request."""
@@ -375,8 +370,8 @@ class StreamingEngine:
         with self._changed:
             self._look_for_failure()
             stream = self._streams.get(job.id)
-            if stream is None:
-                return
+            if stream is None or self._failure:
+                return  # what ends with the engine is not this request's fault: routers take it elsewhere
             self._moved_at = self._clock()
             wanted = stream.finish_reason is None
             if wanted:
@@ -414,7 +409,7 @@ class StreamingEngine:
     async def _watch(self) -> None:
         """Ask for load and life, until cancelled."""
         while not self._failure:
-            self._kv = await self._backend.load()
+            self._used_tokens = await self._backend.used_tokens()
             with self._changed:
                 self._look_for_failure()
                 self._admit()

@@ -63,7 +63,7 @@ class Stream:
     cached_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
-    _chunks: int = 0
+    _hit_told: bool = False
 
     def take(self, part: StreamPart, vocab_size: int) -> None:
         """Believe what can be believed. Afterwards `finish_reason` may be set, by the engine or by what was wrong."""
@@ -90,7 +90,7 @@ class Stream:
             self.finish_reason = "length"  # it would go on for ever
 
     def _take_hit(self, cached_tokens: int | None) -> None:
-        if self.produced or cached_tokens is None:
+        if cached_tokens is None or self.cached_tokens is not None:
             return
         if type(cached_tokens) is not int or not 0 <= cached_tokens <= len(self.request.token_ids):
             self.counters.impossible_hits += 1
@@ -117,14 +117,15 @@ class Stream:
             self.fail("the engine's answer broke off")
 
     def chunk(self) -> OutputChunk:
-        """What has not been taken; the first chunk brings the hit, the last the reason."""
+        """What has not been taken; the hit comes once, as soon as it is known, the reason with the last chunk."""
         token_ids, self.pending = tuple(self.pending), []
-        first, self._chunks = self._chunks == 0, self._chunks + 1
+        hit = None if self._hit_told else self.cached_tokens
+        self._hit_told = self._hit_told or hit is not None
         return OutputChunk(
             self.request.request_id,
             self.request.output_offset + self.produced - len(token_ids),
             token_ids,
-            cached_tokens=self.cached_tokens if first else None,
+            cached_tokens=hit,
             finish_reason=self.finish_reason,
             error=self.error,
         )

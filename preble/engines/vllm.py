@@ -22,7 +22,7 @@ from .base import EngineInfo
 from .kv_listener import EventSink, KvListener, Salts
 from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
 from .sglang import refuse_ours
-from .streaming import BackendFacts, KvLoad
+from .streaming import BackendFacts
 from .streams import Job, StreamPart
 
 logger = logging.getLogger("preble.engines")
@@ -159,10 +159,9 @@ class VllmBackend:
         """End a request."""
         await self._engine.abort(job_id)
 
-    async def load(self) -> KvLoad:
+    async def used_tokens(self) -> int:
         """KV tokens that running requests hold, as of the last iteration."""
-        share = sum(self._usage.values()) / max(1, len(self._usage))
-        return KvLoad(round(share * self._capacity_tokens))
+        return round(sum(self._usage.values()) / max(1, len(self._usage)) * self._capacity_tokens)
 
     def failure(self) -> str:
         """The engine core has died."""

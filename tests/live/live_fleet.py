@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ENGINES_DIR = Path(os.environ.get("PREBLE_ENGINES", ROOT / ".engines"))
 SHARED = Path(os.environ.get("PREBLE_SHARED", ROOT.parent / "shared"))
 LOGS = ROOT / "build" / "live"
-READY_SECONDS = 600.0
-CAPACITY_TOKENS = 8192
+READY_SECONDS = 900.0
+CAPACITY_TOKENS = 4096
 
 # float32, so that an answer does not depend on how a prompt was cut into chunks or who shared its batch. Caches are
 # small, so that a few dozen prompts evict each other.

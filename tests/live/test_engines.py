@@ -18,7 +18,7 @@ from transport_support import assert_books_are_even, collect, fast, until
 
 from preble import Router, SamplingParams
 
-DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 16, 5, 1200, 8, 300, 4
+DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 16, 4, 700, 6, 150, 4
 LIMIT_SECONDS = 900.0
 
 

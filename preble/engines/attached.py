@@ -1,0 +1,129 @@
+"""Puts a worker in front of a SGLang or vLLM server that runs already: requests over HTTP, cache events over its
+sockets. Owns the translation between the server's client (`transport.http_server`) and ours.
+
+A router can attach to such a server by itself (`Router.attach`); a worker beside it adds the paper's queue in front,
+and serves several routers that then see each other's load. Needs aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from ..clock import Clock
+from ..errors import TransportError
+from ..transport.http_server import EngineServer
+from ..transport.server_facts import EventSource, ServerOptions
+from .base import EngineInfo
+from .kv_listener import EventSink, KvListener, Salts
+from .streaming import BackendFacts
+from .streams import Job, StreamPart
+
+logger = logging.getLogger("preble.engines")
+
+
+class AttachedBackend:
+    """Implements `streaming.Backend` with the server at `url`; a server that does not answer for `gone_seconds` has
+    failed. `start` raises `TransportError` or `HandshakeRefused`."""
+
+    def __init__(
+        self,
+        url: str,
+        options: ServerOptions | None = None,
+        *,
+        gone_seconds: float = 30.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._server = EngineServer(url, options)
+        self._salts = Salts()
+        self._sources: tuple[EventSource, ...] = ()
+        self._ranks = 1
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by job id: who reads its stream
+        self._gone_seconds = gone_seconds
+        self._clock = clock
+        self._heard_at = clock()
+        self._failure = ""
+
+    def make_loop(self) -> asyncio.AbstractEventLoop:
+        """A new one."""
+        return asyncio.new_event_loop()
+
+    async def start(self) -> BackendFacts:
+        """Ask the server what it is."""
+        facts = await self._server.facts()
+        for advice in facts.advice:
+            logger.warning("%s", advice)
+        self._sources, self._ranks = facts.events, facts.ranks
+        self._heard_at = self._clock()
+        info = EngineInfo(
+            engine=facts.engine,
+            model=facts.model,
+            kv_capacity_tokens=facts.kv_capacity_tokens,
+            block_size=facts.block_size,
+            max_running=facts.max_running,
+            max_model_tokens=facts.max_model_tokens,
+        )
+        return BackendFacts(info, facts.ranks)
+
+    async def feed(self, sink: EventSink) -> None:
+        """Cache events of all ranks, where the server publishes any."""
+        if self._sources:
+            await KvListener(self._sources, self._salts).run(sink)
+
+    async def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+        """Generate."""
+        task = asyncio.current_task()
+        assert task is not None, "streams are read by tasks"
+        self._tasks[job.id] = task
+        produced = 0
+        try:
+            async for piece in self._server.generate(
+                job.request.token_ids,
+                replace(job.request.sampling, max_new_tokens=job.max_tokens),
+                request_id=job.id,
+                rank=job.rank if self._ranks > 1 else None,
+                salt=self._salts.salt_of(job.request.namespace) or "",
+            ):
+                yield StreamPart(produced, piece.token_ids, piece.cached_tokens, piece.finish_reason)
+                produced += len(piece.token_ids)
+        except TransportError:
+            await self._note_if_gone()
+            raise
+        finally:
+            self._tasks.pop(job.id, None)
+
+    async def _note_if_gone(self) -> None:
+        """A stream has broken off: a server that does not even say how it is takes all others along."""
+        try:
+            await self._server.health()
+        except TransportError as error:
+            self._failure = f"{self._server.url} broke off and does not answer: {error}"
+
+    async def abort(self, job_id: str) -> None:
+        """End a request: the server is told, and the connection closed."""
+        task = self._tasks.get(job_id)
+        if task is not None:
+            task.cancel()
+            await self._server.abort(job_id)
+
+    async def used_tokens(self) -> int:
+        """KV tokens of all ranks. Notes whether the server answers."""
+        try:
+            loads = await self._server.load()
+        except TransportError as error:
+            if self._clock() - self._heard_at >= self._gone_seconds:
+                self._failure = f"{self._server.url} has not answered for {self._gone_seconds} s: {error}"
+            return 0
+        self._heard_at = self._clock()
+        return sum(load.used_tokens for load in loads)
+
+    def failure(self) -> str:
+        """The server is gone."""
+        return self._failure
+
+    async def close(self) -> None:
+        """Close the connections; the server goes on."""
+        await self._server.close()
