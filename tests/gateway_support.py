@@ -66,6 +66,16 @@ def make_tokenizer(directory: Path, *, template: str = TEMPLATE) -> Path:
     return directory
 
 
+def swap_letters(directory: Path, one: str, other: str) -> Path:
+    """Let a tokenizer take one letter for the other."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(content))
+    return directory
+
+
 class GatewayProcess:
     """`preble serve ARGS...` on a free port, as a process. Ready when constructed."""
 

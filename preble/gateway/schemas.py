@@ -199,8 +199,8 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def _place(message: str) -> str | None:
     """The field that msgspec's message names: "... - at `$.messages[0].role`"."""
-    place = message.rpartition("`$.")[2].rstrip("`")
-    return place if place != message else None
+    _, found, place = message.rpartition("`$.")
+    return place.rstrip("`") if found else None
 
 
 def _refuse_unsupported(request: object) -> None:
