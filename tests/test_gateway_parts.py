@@ -137,7 +137,7 @@ async def test_choices_are_merged_each_in_its_own_order() -> None:
 @asynchronous
 async def test_an_error_of_one_choice_ends_all(error: Exception) -> None:
     closed: list[int] = []
-    streams: list[AsyncGenerator[Piece, None]] = [
+    streams = [
         ticking(choice(0), 1000, closed),
         ticking(choice(1), 2, closed, error),
     ]
