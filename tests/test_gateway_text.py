@@ -124,9 +124,9 @@ def test_prompts_are_cut_at_special_tokens_and_parts_are_found_again(model: Path
     assert codec.splits_prompts
     first = f"{BOS}{USER}one{END}{USER}two{END}"
     codec.encode_now(first, False)
-    assert (codec.counters.parts_found, codec.counters.parts_encoded) == (1, 4), "the second mark of a user is known"
+    assert (codec.counters.parts_found, codec.counters.parts_encoded) == (0, 5)
     more = codec.encode_now(f"{first}{USER}three{END}", False)
-    assert codec.counters.parts_encoded == 5, "only what is new is tokenised"
+    assert (codec.counters.parts_found, codec.counters.parts_encoded) == (6, 6), "only what is new is tokenised"
     assert more.tolist() == codec._tokenizer.encode(f"{first}{USER}three{END}", add_special_tokens=False).ids
     codec.close()
 
