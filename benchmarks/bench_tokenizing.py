@@ -19,25 +19,7 @@ from preble.gateway.tokenizing import TextCodec
 
 PROMPTS = 200
 MESSAGES = 8
-WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "it",
-    "you",
-    "that",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "with",
-    "as",
-    "his",
-)
+WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
 
 
 def conversation(codec: TextCodec, mark: str, tokens: int, rng: random.Random) -> str:
