@@ -257,6 +257,13 @@ def test_headers_tell_where_a_request_went_and_why(client: Client) -> None:
         ("/v1/completions", {"prompt": "x", "n": 65}, 400, "n"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"7": 1}}, 400, "logit_bias"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 2**30}, 400, "max_tokens"),
+        ("/generate", {"text": "x", "sampling_params": {"regex": "a+"}}, 400, "regex"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            400,
+            "messages[0].tool_calls",
+        ),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "bishop", "content": "x"}]}, 400, None),
         (
