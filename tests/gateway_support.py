@@ -28,6 +28,7 @@ TEMPLATE = (
     "<|user|>{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
 )
+START_SECONDS = 120.0  # a start reads a tokenizer and a dozen libraries: long on a busy machine
 HAN = "中文字"  # three bytes each
 
 
@@ -66,6 +67,16 @@ def make_tokenizer(directory: Path, *, template: str = TEMPLATE) -> Path:
     return directory
 
 
+def swap_letters(directory: Path, one: str, other: str) -> Path:
+    """Let a tokenizer take one letter for the other."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(content))
+    return directory
+
+
 class GatewayProcess:
     """`preble serve ARGS...` on a free port, as a process. Ready when constructed."""
 
@@ -87,7 +98,7 @@ class GatewayProcess:
 
     def _first_line(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], HANG_SECONDS)
+        ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
         line = self.process.stdout.readline() if ready else ""
         if not line:
             self.process.kill()

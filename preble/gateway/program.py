@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -48,6 +49,8 @@ RECORDS_KEPT = 1024
 def serve_until_stopped(load: Callable[[], Loaded]) -> int:
     """Run the gateway that `load` describes, in this thread. Main thread only, for the signals."""
     config = load().config
+    # The pool's threads are as many as were asked for; the library need not start its own.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, force=True)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines())

@@ -52,6 +52,7 @@ class Message(msgspec.Struct):
     role: Annotated[str, Meta(max_length=64)]
     content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: Any = None
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -75,13 +76,20 @@ class Common(msgspec.Struct, kw_only=True):
     echo: Any = None
     frequency_penalty: Any = None
     functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    include_stop_str_in_output: Any = None
     logit_bias: Any = None
     logprobs: Any = None
     min_p: Any = None
+    min_tokens: Any = None
     modalities: Any = None
     presence_penalty: Any = None
     repetition_penalty: Any = None
     response_format: Any = None
+    structured_outputs: Any = None
     suffix: Any = None
     tools: Any = None
     top_k: Any = None
@@ -113,13 +121,18 @@ class SglangSampling(msgspec.Struct):
     ignore_eos: bool | None = None
     sampling_seed: Seed | None = None
     skip_special_tokens: bool | None = None
+    ebnf: Any = None
     frequency_penalty: Any = None
     json_schema: Any = None
     logit_bias: Any = None
+    min_new_tokens: Any = None
     min_p: Any = None
+    no_stop_trim: Any = None
     presence_penalty: Any = None
     regex: Any = None
     repetition_penalty: Any = None
+    stop_regex: Any = None
+    structural_tag: Any = None
     top_k: Any = None
 
 
@@ -156,21 +169,33 @@ class WorkerRequest(msgspec.Struct):
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
+    "ebnf": (None,),
     "echo": (None, False),
     "frequency_penalty": (None, 0),
     "functions": (None, []),
+    "guided_choice": (None, []),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
     "image_data": (None, []),
+    "include_stop_str_in_output": (None, False),
     "json_schema": (None,),
     "logit_bias": (None, {}),
     "logprobs": (None, False),
     "lora_path": (None,),
+    "min_new_tokens": (None, 0),
     "min_p": (None, 0),
+    "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
+    "no_stop_trim": (None, False),
     "presence_penalty": (None, 0),
     "regex": (None,),
     "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "return_logprob": (None, False),
+    "stop_regex": (None, []),
+    "structural_tag": (None,),
+    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tools": (None, []),
     "top_k": (None, -1, 0),
@@ -199,8 +224,8 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def _place(message: str) -> str | None:
     """The field that msgspec's message names: "... - at `$.messages[0].role`"."""
-    place = message.rpartition("`$.")[2].rstrip("`")
-    return place if place != message else None
+    _, found, place = message.rpartition("`$.")
+    return place.rstrip("`") if found else None
 
 
 def _refuse_unsupported(request: object) -> None:
@@ -232,6 +257,10 @@ def sampling_of(request: Common, max_new_tokens: int, seed: int) -> SamplingPara
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages as chat templates expect them: each content one text. Raises `ApiError` for other than text."""
+    for i, message in enumerate(messages):
+        if message.tool_calls:
+            place = f"messages[{i}].tool_calls"
+            raise ApiError(400, f"{place}: not supported by this gateway", param=place, code="unsupported_content")
     return [
         {
             "role": message.role,

@@ -162,8 +162,8 @@ class TextCodec:
     def encode_now(self, text: str, special_tokens: bool = True) -> TokenIds:
         """`encode` in this thread."""
         ids = array("i", self._before if special_tokens else ())
-        for part in self._parts(text):
-            ids.extend(self._encode_part(part))
+        for part in self._encode_parts(self._parts(text)):
+            ids.extend(part)
         if special_tokens:
             ids.extend(self._after)
         self.counters.texts += 1
@@ -194,16 +194,20 @@ class TextCodec:
         cuts = [0, *ends, len(text)]
         return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
 
-    def _encode_part(self, part: str) -> array[int]:
-        ids = self.cache.get(part)
-        if ids is not None:
-            self.counters.parts_found += 1
-            return ids
-        ids = array("i", self._tokenizer.encode(part, add_special_tokens=False).ids)
-        self.counters.parts_encoded += 1
-        self.cache.put(part, ids)
+    def _encode_parts(self, parts: Sequence[str]) -> list[array[int]]:
+        """The ids of each part, looked up or tokenised."""
+        found = [self.cache.get(part) for part in parts]
+        missing = [part for part, ids in zip(parts, found, strict=True) if ids is None]
+        # Of the library's calls those for many texts let other threads run meanwhile, not the one for a single text.
+        encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False) if missing else []
+        fresh = [array("i", encoding.ids) for encoding in encodings]
+        for part, ids in zip(missing, fresh, strict=True):
+            self.cache.put(part, ids)
+        self.counters.parts_found += len(parts) - len(missing)
+        self.counters.parts_encoded += len(missing)
         self.counters.parts_evicted = self.cache.evicted
-        return ids
+        new = iter(fresh)
+        return [next(new) if ids is None else ids for ids in found]
 
     def _parts_are_independent(self, marks: Sequence[str]) -> bool:
         """Whether cutting after special tokens leaves the ids as they are, tried on texts that are hard to cut."""

@@ -1,0 +1,87 @@
+"""How fast the gateway tokenises, and how long it holds the event loop meanwhile: 2,000-token prompts, with 1 and 2
+threads, with nothing and with all but the last message in the cache.
+
+    python benchmarks/bench_tokenizing.py --tokenizer MODEL_DIR
+
+The directory needs special tokens between messages (any chat model has them). "held" is the longest time by which a
+callback that is due every millisecond came late while prompts were tokenised; "idle" is the same with nothing to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from pathlib import Path
+
+from preble.gateway.tokenizing import TextCodec
+
+PROMPTS = 200
+MESSAGES = 8
+WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
+
+
+def conversation(codec: TextCodec, mark: str, tokens: int, rng: random.Random) -> str:
+    """Messages of about `tokens` tokens together."""
+    parts = []
+    for _ in range(MESSAGES):
+        text = mark
+        while len(codec.encode_now(text, False)) < tokens // MESSAGES:
+            text += " ".join(rng.choices(WORDS, k=20)) + " "
+        parts.append(text)
+    return "".join(parts)
+
+
+async def lateness(done: asyncio.Event) -> float:
+    """The longest delay of a callback that is due every millisecond."""
+    worst = 0.0
+    while not done.is_set():
+        due = time.perf_counter() + 0.001
+        await asyncio.sleep(0.001)
+        worst = max(worst, time.perf_counter() - due)
+    return worst
+
+
+async def measure(codec: TextCodec, prompts: list[str], seconds: float = 0.0) -> tuple[float, float]:
+    """(prompts per second, longest time the loop was held) of tokenising all prompts, or of idling."""
+    done = asyncio.Event()
+    watch = asyncio.ensure_future(lateness(done))
+    await asyncio.sleep(0)
+    started = time.perf_counter()
+    if prompts:
+        await asyncio.gather(*(codec.encode(prompt) for prompt in prompts))
+    else:
+        await asyncio.sleep(seconds)
+    elapsed = time.perf_counter() - started
+    done.set()
+    return len(prompts) / elapsed, await watch
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--mark", default="<|end|>", help="the special token between messages (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=2000)
+    args = parser.parse_args()
+    rng = random.Random(0)
+    plain = TextCodec(args.tokenizer, threads=1, cache_bytes=0)
+    prompts = [conversation(plain, args.mark, args.tokens, rng) for _ in range(PROMPTS)]
+    print("| threads | cache | prompts/s | held ms |\n|---|---|---|---|")
+    print(f"| - | idle | - | {1e3 * asyncio.run(measure(plain, [], 1.0))[1]:.2f} |")
+    for threads in (1, 2):
+        for name, cache_bytes in (("none", 0), ("all but the last message", 64 << 20)):
+            codec = TextCodec(args.tokenizer, threads=threads, cache_bytes=cache_bytes, queue_max=PROMPTS)
+            if cache_bytes:
+                for prompt in prompts:
+                    codec.encode_now(prompt)
+            turns = [f"{prompt}{args.mark}and then {i}?" for i, prompt in enumerate(prompts)]
+            rate, held = asyncio.run(measure(codec, turns))
+            print(f"| {threads} | {name} | {rate:.0f} | {1e3 * held:.2f} |")
+            codec.close()
+    plain.close()
+
+
+if __name__ == "__main__":
+    main()
