@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .errors import InvalidConfig
 from .types import check_int
@@ -29,7 +29,8 @@ class SchedulerConfig:
     handover_prefixes_max: a draining worker gives at most so many of its hottest prefixes away; 0: none.
     join_share: a worker that joins a busy fleet is given prefixes that make up this share of the mean load; 0: none.
     tick_seconds: how often the background thread of `start` ticks.
-    calibrate: learn from requests' times what workers really cost (docs/calibration.md, also for why it is off).
+    calibrate: learn from requests' times what workers really cost (docs/calibration.md). "auto": where the scheduler
+    was given no cost model; it then says True or False in the scheduler's `config`.
     rebalance_ratio: when the heaviest worker's load is more than this times the lightest's, prefixes move (0: never).
     rebalance_floor_seconds: and more than so many seconds more.
     replicas_max: workers that one hot prefix is spread over on purpose (1: it is not).
@@ -49,7 +50,7 @@ class SchedulerConfig:
     handover_prefixes_max: int = 64
     join_share: float = 0.75
     tick_seconds: float = 1.0
-    calibrate: bool = False
+    calibrate: bool | Literal["auto"] = "auto"
     rebalance_ratio: float = 1.5
     rebalance_floor_seconds: float = 5.0
     replicas_max: int = 8
@@ -71,8 +72,8 @@ class SchedulerConfig:
             )
         check_int("SchedulerConfig.replicas_max", self.replicas_max, 1, 8)
         check_int("SchedulerConfig.handover_prefixes_max", self.handover_prefixes_max, 0, 4096)
-        if not isinstance(self.calibrate, bool):
-            raise InvalidConfig(f"SchedulerConfig.calibrate must be True or False, got {self.calibrate!r}")
+        if not (isinstance(self.calibrate, bool) or self.calibrate == "auto"):
+            raise InvalidConfig(f'SchedulerConfig.calibrate must be True, False or "auto", got {self.calibrate!r}')
         check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
         check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
         check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)

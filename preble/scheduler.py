@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,8 @@ class GlobalScheduler(RequestCalls):
         self._seed = check_int("seed", seed, 0, 2**63 - 1)
         self._cost_model = _cost_model(cost_model, "cost_model") or CostModel.preset(DEFAULT_COST_MODEL)
         self._policy = resolve(policy)
+        if self.config.calibrate == "auto":
+            self.config = replace(self.config, calibrate=cost_model is None)
         self._core = DecisionCore(
             RadixTree(max_bytes=self.config.max_bytes, window_seconds=self.config.history_seconds),
             LoadBook(self.config.history_seconds, self.config.join_seconds),
@@ -116,7 +118,7 @@ class GlobalScheduler(RequestCalls):
             decode_ratio=self.config.decode_ratio,
             victims_max=self.config.victims_max,
             live_max=self.config.live_requests_max,
-            calibrate=self.config.calibrate,
+            calibrate=bool(self.config.calibrate),
         )
         self._calibrator = Calibrator(self._core, self.config.history_seconds) if self.config.calibrate else None
         self._open_records(record, shadow)

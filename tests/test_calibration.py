@@ -528,3 +528,20 @@ def test_engine_cost_models_must_be_models_by_name() -> None:
         fleet(2, engine_cost_models=[("w0", NEUTRAL)])
     with pytest.raises(InvalidConfig, match="w1"):
         fleet(2, engine_cost_models={"w1": 3})
+
+
+@pytest.mark.parametrize(
+    ("given", "knob", "on"),
+    [
+        (None, "auto", True),
+        ("mistral-7b/a6000", "auto", False),
+        (None, False, False),
+        ("mistral-7b/a6000", True, True),
+    ],
+)
+def test_costs_are_learned_where_none_was_given(given: Any, knob: Any, on: bool) -> None:
+    scheduler = GlobalScheduler(["a"], cost_model=given, config=SchedulerConfig(calibrate=knob))
+    assert scheduler.config.calibrate is on
+    assert bool(scheduler.stats()["workers"]["a"]["cost"]) is on
+    again = GlobalScheduler.restore(scheduler.snapshot())
+    assert again.config.calibrate is on and bool(again.stats()["workers"]["a"]["cost"]) is on
