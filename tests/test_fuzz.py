@@ -22,7 +22,8 @@ from preble.transport.security import create_keys, load_client_keys
 INPUTS = 1500
 SLOW_INPUTS = 150  # decoders that make a scheduler or read a file for each input
 SLOW = {"snapshot", "cost_model", "curve_keys"}
-NAMES = ["wire", "engine_events", "snapshot", "records", "cost_model", "curve_keys", "trace_segments", "trace_mooncake"]
+NAMES = ["wire", "engine_events", "event_objects", "engine_load", "sglang_stream", "vllm_stream"]
+NAMES += ["snapshot", "records", "cost_model", "curve_keys", "trace_segments", "trace_mooncake"]
 NAMES += ["trace_azure", "trace_toolbench", "trace_loogle", "trace_nextqa", "trace_alfworld", "trace_apps"]
 
 

@@ -36,9 +36,19 @@ import msgpack
 import numpy as np
 
 from preble import CostModel, GlobalScheduler, ManualClock, SamplingParams, SchedulerConfig, WorkerSpec, workloads
-from preble.errors import InvalidConfig, InvalidInput, PrebleError, ProtocolError, SnapshotRefused
+from preble.errors import (
+    HandshakeRefused,
+    InvalidConfig,
+    InvalidInput,
+    PrebleError,
+    ProtocolError,
+    QueueFull,
+    SnapshotRefused,
+    TransportError,
+)
 from preble.records import Recording, from_json, to_json
-from preble.transport import wire
+from preble.transport import kv_events, wire
+from preble.transport.http_server import _SglangStream, _VllmStream
 from preble.transport.security import create_keys, load_client_keys
 from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted
 
@@ -93,6 +103,10 @@ def targets(directory: Path) -> list[Target]:
     made = [
         Target("wire", _frames(), _feed_wire, (ProtocolError,)),
         Target("engine_events", _payloads(), EngineEvents(), (InvalidInput,)),
+        Target("event_objects", _payloads(), kv_events.decode, (InvalidInput,)),
+        Target("engine_load", [LOAD_FRAME], kv_events.decode_load, (ProtocolError,)),
+        Target("sglang_stream", SGLANG_LINES, lambda line: _SglangStream(True).take(line), STREAM_ERRORS),
+        Target("vllm_stream", VLLM_LINES, lambda line: _VllmStream().take(line), STREAM_ERRORS),
         Target("snapshot", [_snapshot()[SNAPSHOT_HEADER_BYTES:]], Snapshots(), (SnapshotRefused, InvalidInput)),
         Target("records", [line.encode() for line in _records()], _feed_record, (InvalidInput,)),
         Target(
@@ -102,6 +116,18 @@ def targets(directory: Path) -> list[Target]:
     ]
     return made + [_trace_target(directory, name) for name in TRACES]
 
+
+LOAD_FRAME = msgpack.packb(["LoadStat", 2, 1, 300, 4000, 0, 77])
+SGLANG_LINES = [
+    b'{"output_ids": [5, 6], "meta_info": {"cached_tokens": 3, "finish_reason": null}}',
+    b'{"output_ids": [7], "meta_info": {"finish_reason": {"type": "stop", "status_code": 503}}}',
+]
+VLLM_LINES = [
+    b'{"choices": [{"text": "", "token_ids": [5, 6], "finish_reason": null}], "usage": null}',
+    b'{"choices": [{"token_ids": [7], "finish_reason": "length"}]}',
+    b'{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}}',
+]
+STREAM_ERRORS = (ProtocolError, TransportError, InvalidInput, QueueFull, HandshakeRefused)
 
 TRACES = {
     "tiny.jsonl": "segments",
