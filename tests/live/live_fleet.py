@@ -11,7 +11,6 @@ import contextlib
 import gzip
 import json
 import os
-import select
 import signal
 import subprocess
 import time
@@ -88,9 +87,10 @@ class LiveWorker:
         self.engine = engine
         self.number = number
         self.endpoint = "tcp://127.0.0.1:*"
-        self.process: subprocess.Popen[str]
+        self.process: subprocess.Popen[bytes]
         LOGS.mkdir(parents=True, exist_ok=True)
         self.log = LOGS / f"{engine}-{number}.log"
+        self.output = LOGS / f"{engine}-{number}.out"
 
     def start(self) -> None:
         """Start the process, at the endpoint it had before, if any."""
@@ -100,23 +100,21 @@ class LiveWorker:
         command += ["--cpu", str(cores[self.number % len(cores)])]
         for key, value in ARGUMENTS[self.engine].items():
             command += ["--engine-arg", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
-        with open(self.log, "a") as log:
+        with open(self.log, "a") as log, open(self.output, "w") as output:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(), start_new_session=True
+                command, stdout=output, stderr=log, env=environment(), start_new_session=True
             )
 
     def wait(self) -> None:
-        """Until it is ready; fails with the end of its log."""
-        assert self.process.stdout is not None
+        """Until it is ready; fails with the end of its log. Engines write to standard output, too."""
         deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline:
-            ready, _, _ = select.select([self.process.stdout], [], [], 1.0)
-            line = self.process.stdout.readline() if ready else None
-            if line == "":
-                break
-            if line and line.startswith("READY "):
-                self.endpoint = line.split()[1]
+        while time.monotonic() < deadline and self.process.poll() is None:
+            lines = self.output.read_text().splitlines(keepends=True)
+            ready = [line for line in lines if line.startswith("READY ") and line.endswith("\n")]
+            if ready:
+                self.endpoint = ready[0].split()[1]
                 return
+            time.sleep(0.1)
         raise AssertionError(f"{self.engine} did not get ready; {self.log} ends: {self.log.read_text()[-2000:]}")
 
     def signal(self, number: signal.Signals) -> None:
@@ -138,8 +136,6 @@ class LiveWorker:
             return self.process.wait(60.0)
         finally:
             self._end_group()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
 
     def _end_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
