@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from .scheduler import GlobalScheduler
 
 logger = logging.getLogger("preble.router")
+
+CLOSE_SECONDS = 5.0  # for the last frames of all sockets
+_CLOSE_STEP_SECONDS = 0.005
+_CANCEL_SECONDS, _CANCELS_MAX = 2.0, 5
 
 STATES = ("connecting", "ready", "quiet", "draining", "lost", "refused")
 
@@ -250,13 +255,23 @@ class Fleet:
         for worker in list(self.workers.values()):
             await self._stop(worker)
         await asyncio.gather(*self._background, return_exceptions=True)
-        # Waits for the last frames (Bye, aborts) to leave, so not on the loop.
-        await asyncio.to_thread(self._context.term)
+        # Waits for the last frames (Bye, aborts) to leave, so not on the loop; and not for good, if a socket was left.
+        ending = threading.Thread(target=self._context.term, name="preble-router-end", daemon=True)
+        ending.start()
+        for _ in range(round(CLOSE_SECONDS / _CLOSE_STEP_SECONDS)):
+            if not ending.is_alive():
+                return
+            await asyncio.sleep(_CLOSE_STEP_SECONDS)
+        logger.error("a socket of this router is still open after %.0f s; it is left behind", CLOSE_SECONDS)
 
     async def _stop(self, worker: Worker) -> None:
+        """Cancel, again if that was lost: before Python 3.12 a library's `wait_for` may swallow it."""
         if worker.task is not None:
-            worker.task.cancel()
-            await asyncio.gather(worker.task, return_exceptions=True)
+            for _ in range(_CANCELS_MAX):
+                worker.task.cancel()
+                if (await asyncio.wait([worker.task], timeout=_CANCEL_SECONDS))[0]:
+                    return
+            logger.error("the task of worker %s does not end; it is left behind", worker.worker_id or worker.address)
 
     # --- one address --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from attach_support import FakeServer
-from transport_support import asynchronous
+from transport_support import HANG_SECONDS, asynchronous
 
 from preble.cli import main
 
@@ -70,13 +70,16 @@ async def test_what_is_missing_is_said_with_its_flag_and_fails_only_where_it_mus
 async def test_watching_says_what_is_heard_until_interrupted() -> None:
     server = await FakeServer("vllm").start()
     await server._store(list(range(12)), 0)
-    process = await start("-m", "preble.cli", "attach", server.url, "--watch")
+    process = await start("-X", "faulthandler", "-m", "preble.cli", "attach", server.url, "--watch")
     assert process.stdout is not None
     while not re.search(r"ready  blocks 3  batches 3  gaps 0", (await process.stdout.readline()).decode()):
         assert not process.stdout.at_eof(), "it ended before it heard the events"
     process.send_signal(signal.SIGINT)
-    await process.communicate()
-    assert process.returncode == 130
+    ended = asyncio.ensure_future(process.communicate())
+    if not (await asyncio.wait([ended], timeout=HANG_SECONDS / 2))[0]:
+        process.send_signal(signal.SIGABRT)  # and it says on which line it hangs
+    _, error = await ended
+    assert process.returncode == 130, error.decode()
     await server.kill()
 
 

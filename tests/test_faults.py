@@ -365,7 +365,7 @@ def test_a_killed_router_leaves_nothing_behind_and_its_successor_serves_on(
 def test_a_stopped_router_delays_nobody_loses_its_places_and_goes_on_when_it_wakes(
     worker: Start, load: Callable[..., RouterProcess]
 ) -> None:
-    process = worker("--session-timeout", "1", time_scale=0.1)
+    process = worker("--session-timeout", "1", time_scale=5.0)  # requests take longer than that
     sleeper = busy(load(process.endpoint))
     sleeper.process.send_signal(signal.SIGSTOP)
     probe = Probe(process.endpoint)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from transport_support import (
@@ -28,7 +29,7 @@ from transport_support import (
     until,
 )
 
-from preble import GlobalScheduler, SamplingParams
+from preble import GlobalScheduler, SamplingParams, router_fleet
 from preble.clock import ManualClock
 from preble.errors import (
     DuplicateRequest,
@@ -1084,3 +1085,36 @@ def test_a_clock_of_the_application_is_used() -> None:
     assert router.scheduler.stats()["live_requests"] == 0
     clock.advance(1.0)
     router.scheduler.tick()
+
+
+@asynchronous
+async def test_a_lost_cancellation_does_not_keep_a_router_from_closing(caplog: pytest.LogCaptureFixture) -> None:
+    """A library's `wait_for` may swallow one; nobody would end the task then, and `close` would wait for good."""
+    lost: list[str] = []
+
+    async with fleet(good) as (router, _):
+        worker = next(iter(router.fleet.workers.values()))
+        supervise = worker.task
+
+        async def swallows_once() -> None:
+            try:
+                await supervise
+            except asyncio.CancelledError:
+                lost.append("once")
+                await asyncio.Event().wait()
+
+        worker.task = asyncio.ensure_future(swallows_once())
+        await asyncio.sleep(0)
+    assert lost == ["once"] and worker.task.cancelled()
+    assert not caplog.records
+
+
+@asynchronous
+async def test_a_socket_that_was_left_open_does_not_keep_a_router_from_closing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router_fleet, "CLOSE_SECONDS", 0.05)
+    async with fleet(good) as (router, _):
+        left = router.fleet._context.socket(zmq.DEALER)
+    assert "a socket of this router is still open" in caplog.text
+    left.close(linger=0)

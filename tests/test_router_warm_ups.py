@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from test_router import PROMPT, SHORT, fleet, good, mute, rejecting
-from transport_support import asynchronous, collect, expected_tokens, until
+from transport_support import FirstByName, asynchronous, collect, expected_tokens, until
 
 from preble import GlobalScheduler
 from preble.router_warm_ups import WARM_UPS_MAX
@@ -20,7 +20,7 @@ class Asking(GlobalScheduler):
     """A scheduler whose plans ask for the prefills in `asked`."""
 
     def __init__(self) -> None:
-        super().__init__([], policy="round_robin")
+        super().__init__([], policy=FirstByName())
         self.asked: list[WarmUp] = []
         self.done: list[int] = []
 

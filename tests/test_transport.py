@@ -290,7 +290,9 @@ def test_a_router_of_another_version_is_refused_naming_both(serve: Serve, peer: 
     frame = bytearray(wire.encode(wire.Hello("r")))
     frame[1] = 9  # the version, after the array's head
     one.send_raw(bytes(frame))
-    assert one.receive() == wire.Refused("worker w0 speaks protocol version 1, the router speaks version 9")
+    assert one.receive() == wire.Refused(
+        f"worker w0 speaks protocol version {wire.PROTOCOL_VERSION}, the router speaks version 9"
+    )
 
 
 def test_malformed_and_oversized_frames_are_counted_and_answered_and_the_session_lives(

@@ -335,7 +335,8 @@ def test_malformed_frames_are_answered_and_the_process_serves_on(worker: Start) 
     process = worker()
     vandal, honest = Peer(process.endpoint), Peer(process.endpoint)
     honest.hello()
-    for junk in (b"", b"\xc1", os.urandom(500), b"\x95\x01\x02\x00\x00\x00", b"\0" * (17 << 20)):
+    short = bytes([0x95, wire.PROTOCOL_VERSION, 2, 0, 0, 0])
+    for junk in (b"", b"\xc1", os.urandom(500), short, b"\0" * (17 << 20)):
         vandal.send_raw(junk)
         assert isinstance(vandal.receive(), wire.Fault)
     honest.send(wire.Submit("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=1)))
