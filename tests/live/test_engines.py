@@ -16,7 +16,7 @@ import pytest
 from live_fleet import CAPACITY_TOKENS, ENGINES_DIR, LOGS, LiveWorker, answers, ask_directly, prompts, python_of
 from transport_support import assert_books_are_even, collect, fast, until
 
-from preble import Router, SamplingParams
+from preble import GlobalScheduler, Router, SamplingParams, SchedulerConfig
 from preble._radix import RadixTree
 
 DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 20, 4, 700, 6, 150, 4
@@ -40,7 +40,9 @@ class Fleet:
         async def told() -> None:
             config = fast(quiet_after_seconds=4.0, give_up_seconds=600.0, resume_seconds=120.0)
             endpoints = [worker.endpoint for worker in self.workers]
-            async with Router(endpoints, config=config) as router:
+            # A worker that comes back is given nothing, so that what is believed of it is what it said.
+            scheduler = GlobalScheduler([], config=SchedulerConfig(join_share=0.0))
+            async with Router(endpoints, scheduler=scheduler, config=config) as router:
                 await until(lambda: not router.fleet.unusable and len(router.scheduler.workers) == 2, "both are ready")
                 await story(router)
                 await until(lambda: router.stats()["live_requests"] == 0, "all requests have ended")
