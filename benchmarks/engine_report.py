@@ -114,7 +114,8 @@ def losses(result: Found) -> Iterator[str]:
             mean, half = difference(result, arm, name)
             worse = -mean if more_is_better else mean
             if worse > 0:
-                sure = "its interval excludes 0" if worse > half else "its interval includes 0"
+                sure = "its interval excludes 0" if worse > half else "it may be chance: its interval includes 0"
+                sure = "one repetition says nothing of chance" if math.isinf(half) else sure
                 yield f"{title}: worse than {NAMES[arm]} by {worse:.3f} ({sure})"
 
 

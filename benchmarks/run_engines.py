@@ -127,6 +127,12 @@ def sglang_python(args: argparse.Namespace) -> Path:
     return Path(args.engines) / "sglang" / "bin" / "python"
 
 
+def stdlib_files() -> list[Path]:
+    """The standard library's modules, then those of its packages."""
+    inner = [path for path in stdlib_directory().glob("*/*.py") if path.parent.name != "site-packages"]
+    return [*sorted(stdlib_directory().glob("*.py")), *sorted(inner)]
+
+
 def version_of(python: Path, package: str) -> str:
     """The version of a package in another environment."""
     asked = [str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
@@ -174,7 +180,7 @@ async def measure(args: argparse.Namespace) -> Found:
     model = model_of(args)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     load = Load(args.documents, args.requests, args.rps, args.output_tokens, args.seed)
-    texts = (path.read_text(errors="replace") for path in sorted(stdlib_directory().glob("*.py")))
+    texts = (path.read_text(errors="replace") for path in stdlib_files())
     documents = choose_documents((tokenizer.encode(text).ids for text in texts), load.documents, *DOCUMENT_TOKENS)
     loads = [load.of_repetition(n, documents, lambda t: tokenizer.encode(t).ids) for n in range(args.repetitions)]
     found = facts(args.seed)

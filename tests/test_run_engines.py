@@ -247,6 +247,9 @@ async def compared(bench: Any, load: Any, report: Any) -> None:
     for run in runs:
         if run["arm"] in ("partition", "gateway"):  # what is shared meets what was stored, if nothing of it is kept
             assert run["hit_fraction"] == pytest.approx(expected[run["repetition"]]), run["arm"]
+        if run["arm"] == "partition":
+            homes = [one.document % 2 for one in loads[run["repetition"]]]
+            assert sorted(run["requests_by_engine"]) == sorted([homes.count(0), homes.count(1)])
         assert 0.0 < run["mean_ttft_seconds"] <= run["mean_latency_seconds"]
         assert sum(run["requests_by_engine"]) == (0 if run["arm"] == "gateway" else 12)
     assert all(run["hit_fraction"] <= expected[run["repetition"]] + 1e-9 for run in runs), "caches were emptied"
@@ -275,14 +278,16 @@ async def failed_requests(load: Any, report: Any) -> None:
     try:
         server.on_token = lambda position: b"data: nonsense\n\n" if position == 1 else None
         outcomes = await load.run_arm("partition", load.Fleet([server.url]), some_requests(load, 3), OUTPUT)
-        server.on_token = None
+        server.on_token = lambda position: b": nothing\n\n" if position == OUTPUT - 1 else None
         short = await load.run_arm("partition", load.Fleet([server.url]), some_requests(load, 1), OUTPUT)
+        server.on_token = None
+        well = await load.run_arm("partition", load.Fleet([server.url]), some_requests(load, 1), OUTPUT)
         server.answers["/generate"] = (503, b"")
         refused = await load.run_arm("partition", load.Fleet([server.url]), some_requests(load, 1), OUTPUT)
     finally:
         await server.kill()
     assert [one.error for one in outcomes] == ["JSONDecodeError"] * 3
-    assert [one.error for one in short + refused] == ["", "ClientResponseError"]
+    assert [one.error for one in short + well + refused] == ["incomplete", "", "ClientResponseError"]
 
 
 def test_failures_are_outcomes(load: Any, report: Any) -> None:
