@@ -147,17 +147,18 @@ def model_of(args: argparse.Namespace) -> Path:
     return make_tiny_model("llama-20m", models) if args.device == "cpu" else mistral_shaped(models)
 
 
-def mistral_shaped(models: Path) -> Path:
-    """A model of Mistral 7B's shape with random weights (14 GB) and the tiny model's tokenizer."""
+def mistral_shaped(models: Path, device: str = "cuda", **smaller: int) -> Path:
+    """A model of Mistral 7B's shape, or a `smaller` one, with random weights (14 GB), made on the device, and the tiny
+    model's tokenizer. That is written last: a directory that has one is complete."""
     import torch
-    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
     directory = models / "mistral-7b-shaped"
     if not (directory / "tokenizer.json").exists():
         torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda"):
-            MistralForCausalLM(MistralConfig()).save_pretrained(directory)
+        config = MistralConfig(max_position_embeddings=32_768, sliding_window=None, **smaller)
+        with torch.device(device):
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
         AutoTokenizer.from_pretrained(make_tiny_model("llama-20m", models)).save_pretrained(directory)
     return directory
 
