@@ -18,6 +18,9 @@ from aiohttp import web
 from attach_support import BLOCK, FakeServer, batch
 from transport_support import FAST, asynchronous
 
+from preble import LocalConfig, SamplingParams
+from preble.engines.base import GenerationRequest
+
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = 3
 DOCUMENTS = [[1000 * n + k for k in range(10 * BLOCK)] for n in range(4)]
@@ -214,6 +217,28 @@ def test_an_engine_that_ends_before_it_is_ready_says_why(
 
     with pytest.raises(RuntimeError, match=f"broken did not get ready; its log ends: {ends}"):
         asyncio.run(start())
+
+
+def test_the_model_of_mistrals_shape_is_one_that_the_torch_engine_runs(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    from preble.engines.torch import TorchEngine
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": 0}))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "tiny")
+    monkeypatch.setattr(bench, "make_tiny_model", lambda _, models: models / "tiny")
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    made = bench.mistral_shaped(tmp_path, "cpu", hidden_size=64, intermediate_size=96, **heads)
+    assert (made / "tokenizer.json").exists()
+    engine = TorchEngine(made, local=LocalConfig(8192), device="cpu", max_model_tokens=8192)
+    sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    engine.submit(GenerationRequest("r", np.arange(5000, dtype=np.int32), sampling))
+    chunks = []
+    while engine.has_work():
+        chunks += engine.step()
+    assert chunks[-1].finish_reason == "length", "a prompt longer than Mistral's window of 4,096 tokens is answered"
 
 
 # --- from end to end --------------------------------------------------------------------------------------------------
