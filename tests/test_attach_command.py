@@ -4,6 +4,7 @@ test_attach.py."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 import signal
@@ -20,11 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
-    """Python, in a process of its own that sees this checkout."""
+    """Python, in a process of its own that sees this checkout, and that SIGINT interrupts: where these tests run in the
+    background of a shell it would be ignored, which children inherit."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     pipe = asyncio.subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": path}
-    return await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=pipe, stderr=pipe, env=environment)
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *arguments,
+        stdout=pipe,
+        stderr=pipe,
+        env=environment,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 async def preble(*arguments: str) -> tuple[int | None, str, str]:
