@@ -1,14 +1,14 @@
-"""The two messages that come for every request and every token, `Submit` and `Chunk`, read and written in one go, and the
-prompt that goes into the first. Owns their fast form only: which messages there are, what their fields may hold and the
-words of every error are `transport.wire`'s.
+"""The two messages that come for every request and every token, `Submit` and `Chunk`, read and written in one go, and
+the prompt that goes into the first. Owns their fast form only: which messages there are, what their fields may hold and
+the words of every error are `transport.wire`'s.
 
     chunk   [version, 19, epoch, session, seq, id, index, tokens, cached, finish, error, next event]
     submit  [version,  2, epoch, session, seq, id, tokens, [max new, temperature, top p, stop, eos, seed], namespace,
              offset]
 
-Each of the four handles the usual case whole, and returns None for anything else: another version, a namespace, an error
-text, a value out of its range. `wire` then takes its own way, field by field, which knows what is wrong. So the two ways
-must agree wherever this one answers: same bytes out, same values in.
+Each of the four handles the usual case whole, and returns None for anything else: another version, a namespace, an
+error text, a value out of its range. `wire` then takes its own way, field by field, which knows what is wrong. So the
+two ways must agree wherever this one answers: same bytes out, same values in.
 
 All functions are thread-safe; frames are immutable bytes.
 """
@@ -17,7 +17,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.ref cimport Py_INCREF
 from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize, PyUnicode_DecodeUTF8
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from preble._msgpack cimport (
@@ -79,7 +79,8 @@ cdef inline bint take_int(Reader* r, uint64_t most, uint64_t* out) noexcept nogi
     return True
 
 
-cdef inline bint take_header(Reader* r, uint32_t fields, uint64_t version, uint64_t code, uint64_t* header) noexcept nogil:
+cdef inline bint take_header(Reader* r, uint32_t fields, uint64_t version, uint64_t code,
+                             uint64_t* header) noexcept nogil:
     """Epoch, session and sequence number, if the frame has this version, code and number of fields."""
     cdef Item item
     cdef uint64_t found
@@ -270,7 +271,8 @@ cdef inline uint8_t* put_tuple(uint8_t* p, tuple tokens) except NULL:
     return p
 
 
-cdef inline uint8_t* put_header(uint8_t* p, uint8_t fields, uint64_t version, uint8_t code, epoch, session, seq) except NULL:
+cdef inline uint8_t* put_header(uint8_t* p, uint8_t fields, uint64_t version, uint8_t code,
+                                epoch, session, seq) except NULL:
     p[0] = 0x90 | fields
     p = put_int(p + 1, version)
     p = put_int(p, code)
