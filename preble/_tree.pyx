@@ -182,7 +182,7 @@ cdef void untouch(Node* node) noexcept nogil:
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
 # What is evicted here is an estimate: engines choose their victims when they need the memory, among whole blocks. One
-# that tells what it drops is believed to hold the rest, so there the estimate waits until it is clear that word is late.
+# that tells what it drops is believed to hold the rest, so there the estimate waits until its word must be late.
 
 cdef int64_t limit_of(int64_t capacity, bint told) noexcept nogil:
     """Tokens that a worker's marks may cover; `told`: its engine tells what it drops."""
