@@ -93,18 +93,20 @@ class Watch:
         self._started = started
         self._placed: set[int] = set()
 
-    def saw(self, piece: Piece) -> None:
-        """Count a piece."""
+    def saw(self, piece: Piece) -> bool:
+        """Count a piece; whether it is the first of its choice."""
         metrics, choice = self._metrics, piece.choice
         metrics._output.inc(len(piece.token_ids))
         if piece.token_ids and self.first_token_seconds is None:
             self.first_token_seconds = metrics._clock() - self._started
             metrics._first_token.observe(self.first_token_seconds)
-        if choice.job.index not in self._placed:
+        is_first = choice.job.index not in self._placed
+        if is_first:
             self._placed.add(choice.job.index)
             self._saw_decision(piece)
         if piece.last:
             metrics._ended.labels(choice.finish_reason or OTHER).inc()
+        return is_first
 
     def _saw_decision(self, piece: Piece) -> None:
         metrics, choice = self._metrics, piece.choice

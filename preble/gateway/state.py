@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
 
+from ..clock import Clock, monotonic
 from ..router import Router
 from ..types import SamplingParams
 from .generation import Job, Piece, Progress, jobs_for, pieces
+from .live import Live
 from .problems import ApiError, unavailable, wrong
 from .tokenizing import TextCodec
 
@@ -60,11 +62,13 @@ class Gateway:
         config: GatewayConfig,
         metrics: Metrics,
         rng: random.Random | None = None,
+        clock: Clock = monotonic,
     ) -> None:
         self.router = router
         self.codec = codec
         self.config = config
         self.metrics = metrics
+        self.live = Live(router, clock)
         self.draining = False
         self.live_choices = 0
         self._rng = rng or random.SystemRandom()
@@ -173,8 +177,11 @@ class Gateway:
         try:
             async with aclosing(pieces(self.router, self.codec, jobs, facts.progress)) as stream:
                 async for piece in stream:
-                    watch.saw(piece)
-                    facts.first_token_seconds = watch.first_token_seconds
+                    if watch.saw(piece):
+                        self.live.placed(piece.choice)
+                    if facts.first_token_seconds is None and watch.first_token_seconds is not None:
+                        facts.first_token_seconds = watch.first_token_seconds
+                        self.live.first_token(watch.first_token_seconds)
                     yield piece
         finally:
             self.live_choices -= len(jobs)
