@@ -24,8 +24,8 @@ HOLDERS_MAX = 16  # workers told of each prefix
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker that serves a prefix, or caches the greater part of it. `requests` and `load` (share of the worker's time) are of the window,
-    `cached_tokens` of the prefix are believed to be there."""
+    """A worker that serves a prefix, or caches the greater part of it. `requests` and `load` (share of the worker's
+    time) are of the window, `cached_tokens` of the prefix are believed to be there."""
 
     worker: str
     requests: int
@@ -79,7 +79,9 @@ class HotPrefixes:
             held = [(worker, core.groups.held(group.node, i)) for i, worker in enumerate(core.names) if worker]
             names = {share.worker: core.names[share.worker] for share in shares}
         asked = {names[share.worker]: share for share in shares}
-        holders = sorted(_holders(asked, held, group.prefix_tokens), key=lambda one: (-one.load, -one.cached_tokens, one.worker))
+        holders = sorted(
+            _holders(asked, held, group.prefix_tokens), key=lambda one: (-one.load, -one.cached_tokens, one.worker)
+        )
         return HotPrefix(
             name=name,
             prefix_tokens=group.prefix_tokens,
@@ -111,9 +113,7 @@ def _groups(scheduler: GlobalScheduler) -> list[Group]:
     return groups
 
 
-def _holders(
-    asked: dict[str | None, Group], held: Iterable[tuple[str, int]], prefix_tokens: int
-) -> Iterable[Holder]:
+def _holders(asked: dict[str | None, Group], held: Iterable[tuple[str, int]], prefix_tokens: int) -> Iterable[Holder]:
     """Who was asked for the prefix, and who has the greater part of it; the first words of it many may have."""
     for worker, cached_tokens in held:
         share = asked.get(worker)

@@ -304,5 +304,3 @@ def _summary(record: DecisionRecord, now: float) -> dict[str, Any]:
         "regret_seconds": record.regret_seconds,
         "lost_tokens": record.lost_tokens,
     }
-
-

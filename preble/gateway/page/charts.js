@@ -52,7 +52,8 @@ export function partsBar() {
       const child = node.children[i];
       setAttribute(child, "class", part.kind);
       if (part.title) setAttribute(child, "title", part.title);
-      child.style.width = `${Math.max(0, Math.min(1, part.share)) * 100}%`;
+      child.hidden = !(part.share > 0);
+      child.style.width = `${Math.min(1, part.share) * 100}%`;
     });
   }
   return { node, update };

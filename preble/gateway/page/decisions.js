@@ -2,7 +2,7 @@
 // the words for reasons and terms.
 
 import { partsBar } from "./charts.js";
-import { count, duration, keepList, make, percent, plural, seconds, setText } from "./dom.js";
+import { ago, count, keepList, make, percent, plural, seconds, setText } from "./dom.js";
 import { showNone } from "./views.js";
 
 const WORKERS_EXPLAINED = 200;
@@ -32,6 +32,11 @@ function restOf(terms) {
   return Math.max(terms.total_seconds - own, 0);
 }
 
+// Seconds to the first token, if the backlog is worked off first.
+function predicted(terms) {
+  return terms.backlog_seconds + terms.prefill_seconds;
+}
+
 function partsOf(terms, whole) {
   return TERMS.map(({ name, kind, title }) => {
     const value = name === "rest" ? restOf(terms) : terms[name];
@@ -46,7 +51,7 @@ export function showDecisions(state, ask) {
   const recorded = state.totals.recorded !== null && state.totals.recorded !== undefined;
   const share = gateway.record_share >= 1 ? "" : `the first 10 of each second and ${percent(gateway.record_share)} of the rest; `;
   setText($("decisions-note"), decisions.length ? `${share}click one for every worker's terms` : "");
-  const most = Math.max(...decisions.map((one) => one.chosen.total_seconds), 0);
+  const most = Math.max(...decisions.map((one) => predicted(one.chosen) + one.chosen.eviction_seconds), 0);
   const items = decisions.map((decision) => ({ decision, most }));
   keepList($("decisions"), items, ({ decision }) => decision.sequence, (item) => decisionRow(item.decision, ask));
   const none = recorded ? "No request has been placed yet." : "Decisions are not recorded since the policy was changed.";
@@ -72,11 +77,11 @@ function decisionRow(first, ask) {
   node.addEventListener("click", () => explain(first.sequence, ask));
   const update = ({ decision, most }) => {
     const { chosen } = decision;
-    setText(age, `${duration(decision.seconds_ago)} ago`);
+    setText(age, ago(decision.seconds_ago));
     prompt.update([{ share: chosen.matched_tokens / decision.prompt_tokens, kind: "cached" }]);
-    setText(matched, `${count(chosen.matched_tokens)} of ${count(decision.prompt_tokens)} cached`);
-    cost.update(partsOf(chosen, most));
-    setText(costWord, seconds(chosen.total_seconds));
+    setText(matched, `${count(chosen.matched_tokens)} of ${count(decision.prompt_tokens)}`);
+    cost.update(partsOf(chosen, most).slice(0, -1));
+    setText(costWord, seconds(predicted(chosen)));
     setText(token, tokenWord(decision));
   };
   return { node, update };
@@ -122,7 +127,7 @@ function explanation(decision) {
     table(decision),
     legend(),
     outcome(decision),
-    make("p", { class: "note id" }, `request ${decision.request_id}, decision ${decision.sequence}, policy ${decision.policy}, ${duration(decision.seconds_ago)} ago`),
+    make("p", { class: "note id" }, `request ${decision.request_id}, decision ${decision.sequence}, policy ${decision.policy}, ${ago(decision.seconds_ago)}`),
   ];
 }
 

@@ -85,6 +85,10 @@ export function duration(value) {
   return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
 }
 
+export function ago(value) {
+  return value < 1 ? "now" : `${duration(value)} ago`;
+}
+
 export function plural(number, word) {
   return `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 }

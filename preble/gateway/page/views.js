@@ -2,7 +2,7 @@
 // state of the gateway. Owns their markup and their words.
 
 import { lineChart, partsBar } from "./charts.js";
-import { count, duration, keepList, make, percent, plural, rate, seconds, setAttribute, setText } from "./dom.js";
+import { ago, count, duration, keepList, make, percent, plural, rate, seconds, setAttribute, setText } from "./dom.js";
 
 const WORKERS_SHOWN = 24;
 const HOLDERS_SHOWN = 6;
@@ -58,8 +58,11 @@ export function showWorkers(state, histories, shown) {
   const order = (worker) => TROUBLE.indexOf(worker.state);
   const compare = (a, b) => order(a) - order(b) || a.id.localeCompare(b.id, "en", { numeric: true });
   const sorted = [...state.workers].sort(compare);
+  // One scale for all workers, so that their charts can be compared.
+  const highest = (name) => Math.max(...sorted.map((worker) => Math.max(...histories.get(worker.address)[name])));
+  const tops = { load: Math.max(1, highest("load")), waiting: Math.max(4, highest("waiting")), kv: 1, hit: 1 };
   const items = (showsAll ? sorted : sorted.slice(0, WORKERS_SHOWN)).map((worker) => {
-    return { worker, past: histories.get(worker.address), shown };
+    return { worker, past: histories.get(worker.address), shown, tops };
   });
   keepList($("workers"), items, ({ worker }) => worker.address, workerRow);
   const states = TROUBLE.map((name) => ({ name, number: sorted.filter((worker) => worker.state === name).length }));
@@ -78,13 +81,13 @@ export function showWorkers(state, histories, shown) {
 }
 
 const METERS = [
-  { name: "load", title: "Load", kind: "blue", top: 1, word: (worker) => percent(worker.load),
+  { name: "load", title: "Load", kind: "blue", word: (worker) => percent(worker.load),
     hint: () => "Work given to it in the window, prefill and expected decoding, as a share of its time" },
-  { name: "waiting", title: "Queue", kind: "orange", top: 4, word: (worker) => count(worker.waiting),
+  { name: "waiting", title: "Queue", kind: "orange", word: (worker) => count(worker.waiting),
     more: (worker) => `${count(worker.running)} running`, hint: () => "Requests that wait at the engine" },
-  { name: "kv", title: "KV cache", kind: "violet", top: 1, word: (worker) => percent(worker.kv),
+  { name: "kv", title: "KV cache", kind: "violet", word: (worker) => percent(worker.kv),
     hint: (worker) => `${count(worker.cached_tokens)} of ${count(worker.kv_capacity_tokens)} tokens believed cached` },
-  { name: "hit", title: "Hit rate", kind: "green", top: 1, word: (worker) => percent(worker.hit),
+  { name: "hit", title: "Hit rate", kind: "green", word: (worker) => percent(worker.hit),
     hint: () => "Prompt tokens found in its cache, of the last 30 s" },
 ];
 
@@ -102,10 +105,10 @@ function workerRow({ worker: first }) {
   });
   const who = make("div", { class: "who" }, make("div", {}, name, state), why);
   const node = make("div", { class: "worker workers-grid", role: "listitem", "data-worker": first.id }, who, ...meters.map((one) => one.node));
-  const update = ({ worker, past, shown }) => {
+  const update = ({ worker, past, shown, tops }) => {
     setAttribute(node, "class", `worker workers-grid is-${worker.state}`);
     setAttribute(node, "data-worker", worker.id);
-    setAttribute(who, "title", `${worker.address}\n${worker.engine} ${worker.model}\nrestarts ${worker.restarts}, losses ${worker.losses}`);
+    setAttribute(who, "title", `${worker.address}\n${engineOf(worker)}\nrestarts ${worker.restarts}, losses ${worker.losses}`);
     setText(name, worker.id);
     setText(state, worker.state);
     setAttribute(state, "class", `state ${worker.state}`);
@@ -114,15 +117,19 @@ function workerRow({ worker: first }) {
       setText(meter.word_, meter.word(worker));
       setText(meter.more_, meter.more ? meter.more(worker) : "");
       setAttribute(meter.node, "title", meter.hint(worker));
-      meter.chart.update(past[meter.name], shown, meter.top);
+      meter.chart.update(past[meter.name], shown, tops[meter.name]);
     }
   };
   return { node, update };
 }
 
 function whyOf(worker) {
-  if (worker.state === "ready") return worker.restarts ? `restarted ${count(worker.restarts)}×` : `${worker.engine} ${worker.model}`;
+  if (worker.state === "ready") return worker.restarts ? `restarted ${count(worker.restarts)}×` : engineOf(worker);
   return `for ${duration(worker.state_seconds)}${worker.why ? `: ${worker.why}` : ""}`;
+}
+
+function engineOf({ engine, model }) {
+  return engine === model ? engine : `${engine} ${model}`;
 }
 
 // --- prefixes ---
@@ -191,7 +198,7 @@ function eventRow(event) {
   const word = event.kind === "worker" ? event.after : `${KINDS[event.kind] ?? event.kind}${event.phase === "ended" ? " ended" : ""}`;
   const text = make("div", {}, ...eventWords(event));
   const node = make("div", { class: "event", role: "listitem" }, make("span", { class: `state ${kind}` }, word), text, age);
-  return { node, update: (one) => setText(age, `${duration(one.seconds_ago)} ago`) };
+  return { node, update: (one) => setText(age, ago(one.seconds_ago)) };
 }
 
 function eventWords(event) {
