@@ -211,7 +211,8 @@ class Live:
         self._requests.append((now, requests))
         began, before = self._requests[0]
         numbers = [tracked.numbers for tracked in self._workers.values()]
-        prompts, cached = (sum(look[i] for look in looks) for i in (-2, -1))
+        prompts = sum(look.prompt_tokens for look in looks)
+        cached = sum(look.cached_tokens for look in looks)
         values = {
             "requests_per_second": (requests - before) / (now - began) if now > began else 0.0,
             "hit": self._fleet_hits.push(cached, prompts),
