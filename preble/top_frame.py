@@ -20,15 +20,14 @@ except ImportError as error:
     raise MissingExtra("preble top needs rich: pip install 'preble[top]'") from error
 
 State = dict[str, Any]
-STYLES = {
-    "ready": "green", "draining": "blue", "quiet": "yellow", "lost": "bold red", "refused": "bold red", "connecting": "dim",
-}  # fmt: skip
+STYLES = {"ready": "green", "draining": "blue", "quiet": "yellow", "connecting": "dim"}
+BAD = "bold red"  # every other state
 ORDER = ("lost", "refused", "quiet", "connecting", "draining", "ready")
 BLOCKS = "▁▂▃▄▅▆▇█"
-SPARK_COLUMNS = 16
+SPARK_COLUMNS = 12
 UNKNOWN = "-"
 ROWS_LEAST = 3  # of each table, however small the terminal is
-ROWS_AROUND = 12  # titles, headings and lines between tables
+ROWS_AROUND = 8  # titles, headings and lines between tables
 ONCE_ROWS = 40
 
 
@@ -92,9 +91,10 @@ def worker_table(workers: Sequence[State], most: int) -> Table:
     table = _table("worker", "state", "load", "", ">queue", ">running", ">kv", ">hit", "")
     ordered = sorted(workers, key=lambda worker: (ORDER.index(worker["state"]), worker["id"]))
     for worker in ordered[:most]:
-        table.add_row(
+        _add(
+            table,
             shown(worker["id"]),
-            Text(worker["state"], STYLES[worker["state"]]),
+            Text(worker["state"], STYLES.get(worker["state"], BAD)),
             share(worker["load"]),
             spark(worker["history"]["load"]),
             str(worker["waiting"]),
@@ -104,23 +104,23 @@ def worker_table(workers: Sequence[State], most: int) -> Table:
             spark(worker["history"]["hit"]),
         )
     if len(ordered) > most:
-        table.add_row(f"and {len(ordered) - most} more")
+        _add(table, f"and {len(ordered) - most} more")
     return table
 
 
 def decision_table(decisions: Sequence[State]) -> Table:
     """The last decisions, with the chosen worker's terms."""
-    table = _table("decision", "worker", "why", ">cached", ">of prompt", ">L", ">M", ">P", ">total", ">first token")
+    table = _table("decided", "worker", "why", ">cached/prompt", ">L", ">M", ">P", ">total", ">first")
     for one in decisions:
         chosen, outcome = one["chosen"], one["outcome"]
         told = "running" if outcome is None else seconds(outcome["first_token_seconds"])
         terms = (chosen[name] for name in ("load_seconds", "eviction_seconds", "prefill_seconds", "total_seconds"))
-        table.add_row(
+        _add(
+            table,
             f"{duration(one['seconds_ago'])} ago",
             shown(one["worker"]),
             shown(one["reason"]),
-            f"{chosen['matched_tokens']:,}",
-            f"{one['prompt_tokens']:,}",
+            f"{chosen['matched_tokens']:,}/{one['prompt_tokens']:,}",
             *map(seconds, terms),
             told,
         )
@@ -134,7 +134,7 @@ def prefix_table(prefixes: Sequence[State]) -> Table:
         holders = ", ".join(shown(holder["worker"]) for holder in one["holders"][:6])
         more = one["holders_count"] - len(one["holders"][:6])
         where = f"{holders} and {more} more" if more > 0 else holders
-        table.add_row(one["name"], f"{one['prefix_tokens']:,}", str(one["requests"]), share(one["load"]), where)
+        _add(table, one["name"], f"{one['prefix_tokens']:,}", str(one["requests"]), share(one["load"]), where)
     return table
 
 
@@ -142,7 +142,7 @@ def event_table(events: Sequence[State]) -> Table:
     """What happened."""
     table = _table("event", "", "")
     for one in events:
-        table.add_row(f"{duration(one['seconds_ago'])} ago", *map(shown, event_words(one)))
+        _add(table, f"{duration(one['seconds_ago'])} ago", *map(shown, event_words(one)))
     return table
 
 
@@ -165,6 +165,11 @@ def _table(*names: str) -> Table:
         right = name.startswith(">")
         table.add_column(name.lstrip(">"), justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
     return table
+
+
+def _add(table: Table, *cells: str | Text) -> None:
+    """A row. A string is text: rich would take brackets in it for markup."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,6 +70,8 @@ class Gateway:
         self.config = config
         self.metrics = metrics
         self.live = Live(router, clock)
+        self._clock = clock
+        router.on_decision = partial(metrics.phase, "decide")
         self.draining = False
         self.live_choices = 0
         self._rng = rng or random.SystemRandom()
@@ -117,8 +120,19 @@ class Gateway:
     async def tokens_of(self, prompt: str | list[int], param: str) -> TokenIds:
         """Token ids of one prompt. Raises `ApiError` or `QueueFull`."""
         if isinstance(prompt, str):
-            return await self.text_codec(param).encode(prompt)
+            return await self._timed(self.text_codec(param).encode(prompt))
         return np.asarray(prompt, dtype=np.int32)
+
+    async def tokens_of_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+        """Token ids of a conversation. Raises `ApiError` or `QueueFull`."""
+        return await self._timed(self.text_codec("messages").encode_chat(messages))
+
+    async def _timed(self, tokenizing: Awaitable[TokenIds]) -> TokenIds:
+        began = self._clock()
+        try:
+            return await tokenizing
+        finally:
+            self.metrics.phase("tokenize", self._clock() - began)
 
     def output_limit(self, prompt_tokens: int, asked: int | None, param: str) -> int:
         """Output tokens a request may have: what it asks for, else the default, and what the model has room for.
