@@ -24,7 +24,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,7 @@ class Router:
         self._wire_ids = 0
         self._numbers = itertools.count(1)  # of requests without a name
         self._warm_ups = WarmUps(scheduler)
+        self.on_decision: Callable[[float], object] | None = None  # told how many seconds each one took
         self._available = asyncio.Event()
         self._fleet: Fleet | None = None
         self._tick_task: asyncio.Task[None] | None = None
@@ -407,6 +408,21 @@ class Router:
             unusable.add(decision.worker)
 
     def _schedule(
+        self,
+        token_ids: TokenIds,
+        request_id: Hashable,
+        namespace: Hashable,
+        max_new_tokens: int | None,
+        exclude: Collection[str],
+    ) -> Decision:
+        began = self._clock()
+        try:
+            return self._decide(token_ids, request_id, namespace, max_new_tokens, exclude)
+        finally:
+            if self.on_decision is not None:
+                self.on_decision(self._clock() - began)
+
+    def _decide(
         self,
         token_ids: TokenIds,
         request_id: Hashable,

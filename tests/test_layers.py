@@ -38,6 +38,7 @@ FLOORS = [
         "shifts",
         "shifts_state",
         "membership",
+        "hottest",
         "_handover",
         "local",
         "_batch",
@@ -62,6 +63,7 @@ FLOORS = [
         "keygen",
         "engine_choice",
         "attach",
+        "top",
     },
 ]
 EDGES = 4

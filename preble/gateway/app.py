@@ -16,6 +16,7 @@ from .admin_api import Admin
 from .guard import Guard
 from .http import Receive, Send
 from .openai_api import OpenAI
+from .page_api import Page
 from .problems import ApiError
 from .sglang_api import Sglang
 from .state import Gateway
@@ -23,7 +24,7 @@ from .state import Gateway
 
 def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
     """The application for one gateway."""
-    openai, sglang, admin = OpenAI(gateway), Sglang(gateway), Admin(gateway)
+    openai, sglang, admin, page = OpenAI(gateway), Sglang(gateway), Admin(gateway), Page(gateway)
 
     async def metrics(request: Request) -> Response:
         """GET /metrics. Counters are read on the loop, the text is made beside it."""
@@ -44,6 +45,10 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         Route("/workers/{worker_id:path}/drain", admin.drain_worker, methods=["POST"]),
         Route("/workers/{worker_id:path}", admin.remove_worker, methods=["DELETE"]),
         Route("/v1/preble/explain", admin.explain, methods=["POST"]),
+        Route("/v1/preble/state", page.state),
+        Route("/v1/preble/decisions/{sequence}", page.decision),
+        Route("/", page.index),
+        Route("/page/{name}", page.file),
     ]
     return Guard(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
 

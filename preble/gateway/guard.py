@@ -36,7 +36,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BUCKETS_MAX = 10_000
 CLIENT_GONE = 499  # never sent; what the log and the metrics call it
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
+OPEN_FOLDER = "/page/"  # the live page's files, which know nothing
+UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
 OPERATOR_PATHS = ("/workers", "/v1/preble")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -75,7 +77,7 @@ class Keys:
     def name_of(self, headers: Any, path: str) -> str:
         """The name of the key in the headers, "" where none is needed. Raises `ApiError` 401 or 403."""
         operator = path.startswith(OPERATOR_PATHS)
-        if not self._known or path in OPEN_PATHS:
+        if not self._known or is_open(path):
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip()) if scheme.lower() == "bearer" else ""
@@ -84,6 +86,16 @@ class Keys:
         if operator and digest not in self._admin:
             raise ApiError(403, "this needs one of the admin keys", kind="permission_error", code="admin_only")
         return digest[:8]
+
+
+def is_open(path: str) -> bool:
+    """Whether nobody needs a key there."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def is_quiet(path: str) -> bool:
+    """Whether it is answered from memory, too often for the log and for rates."""
+    return is_open(path) or path in UNLIMITED_PATHS
 
 
 def _digest(key: str) -> str:
@@ -142,7 +154,7 @@ class Guard:
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, facts: Facts, headers: Any) -> None:
         path = scope["path"]
         facts.key_name = self._keys.name_of(headers, path)
-        if self._limiter is not None and path not in OPEN_PATHS:
+        if self._limiter is not None and not is_quiet(path):
             client = scope.get("client") or ("unknown",)
             wait = self._limiter.wait_seconds(facts.key_name or client[0])
             if wait > 0.0:
@@ -159,7 +171,7 @@ class Guard:
     def _note(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._gateway.metrics.request(route, status, seconds)
-        if route in OPEN_PATHS or not logger.isEnabledFor(logging.INFO):
+        if is_quiet(route) or not logger.isEnabledFor(logging.INFO):
             return
         progress = facts.progress
         first = progress.choices[0] if progress.choices else None

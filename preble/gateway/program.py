@@ -44,6 +44,7 @@ logger = logging.getLogger("preble.gateway")
 
 BACKLOG = 2048
 RECORDS_KEPT = 1024
+RECORDS_PER_SECOND = 10  # beside `record_share`, so that the live page of a quiet fleet has every decision
 
 
 def serve_until_stopped(load: Callable[[], Loaded]) -> int:
@@ -91,6 +92,7 @@ async def _run(app: Guard, gateway: Gateway, listener: socket.socket, load: Call
         listener,
     )
     reloading = Reloading(gateway, app, load)
+    showing = asyncio.ensure_future(gateway.live.run())
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -102,6 +104,8 @@ async def _run(app: Guard, gateway: Gateway, listener: socket.socket, load: Call
     loop.add_signal_handler(signal.SIGHUP, reloading.ask)
     await server.serve(sockets=[listener])
     await reloading.close()
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):
@@ -157,7 +161,9 @@ def _codec(config: GatewayConfig) -> TextCodec | None:
 
 
 def _router(config: GatewayConfig, metrics: Metrics, codec: TextCodec | None) -> Router:
-    recording = Recording(share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record)
+    recording = Recording(
+        share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record, per_second=RECORDS_PER_SECOND
+    )
     scheduler = GlobalScheduler([], policy=config.policy, config=config.scheduler, record=recording)
     strict = codec is not None and config.tokenizer_mismatch == "refuse"
     return Router(
