@@ -60,6 +60,7 @@ FLOORS = [
         "launcher",
         "up",
         "keygen",
+        "tiny_model",
         "engine_choice",
         "attach",
     },
