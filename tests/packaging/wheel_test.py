@@ -72,7 +72,7 @@ def check_sdist(path: Path) -> None:
 def check_wheel(path: Path) -> str:
     """The package and its metadata, whole, and nothing else; returns the version."""
     with zipfile.ZipFile(path) as wheel:
-        names = set(wheel.namelist())
+        names = {name for name in wheel.namelist() if not name.endswith("/")}
         (folder,) = {name.split("/")[0] for name in names if name.split("/")[0].endswith(".dist-info")}
         metadata = email.message_from_bytes(wheel.read(f"{folder}/METADATA"))
         for name in names:
