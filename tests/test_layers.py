@@ -61,6 +61,7 @@ FLOORS = [
         "launcher",
         "up",
         "keygen",
+        "tiny_model",
         "engine_choice",
         "attach",
         "top",
