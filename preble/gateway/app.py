@@ -18,6 +18,7 @@ from .http import Receive, Send
 from .openai_api import OpenAI
 from .problems import ApiError
 from .sglang_api import Sglang
+from .siblings import from_sibling, merged
 from .state import Gateway
 
 
@@ -29,6 +30,11 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         """GET /metrics. Counters are read on the loop, the text is made beside it."""
         facts = gateway.router.stats()
         text = await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, facts, gateway.stats())
+        siblings = gateway.siblings
+        if siblings is not None and not from_sibling(siblings, request.scope):
+            answers = await siblings.ask("GET", "/metrics")
+            told = {answer.index: answer.body if answer.status == 200 else None for answer in answers}
+            text = merged(dict(sorted({siblings.seat.index: text, **told}.items())))
         return Response(text, media_type=gateway.metrics.content_type)
 
     routes = [

@@ -50,6 +50,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     workers: list[Name] = []
     host: Name = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
     policy: Name = "e2"
     tokenizer: Name | None = None
     tokenizer_mismatch: Literal["refuse", "warn"] = "refuse"

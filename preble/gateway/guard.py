@@ -24,6 +24,7 @@ from ..clock import Clock
 from ..errors import PrebleError
 from .http import Receive, Send, problem_response
 from .problems import ApiError
+from .siblings import from_sibling
 from .state import Facts, Gateway
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class Guard:
         self._app = app
         self._gateway = gateway
         self._clock = clock
+        siblings = gateway.siblings
+        self._own = [] if siblings is None else [(b"x-preble-process", str(siblings.seat.index).encode())]
         self.configure(gateway.config)
 
     def configure(self, config: GatewayConfig) -> None:
@@ -121,7 +124,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", facts.request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", facts.request_id.encode()), *self._own]
             await send(message)
 
         try:
@@ -141,6 +144,9 @@ class Guard:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, facts: Facts, headers: Any) -> None:
         path = scope["path"]
+        if from_sibling(self._gateway.siblings, scope):
+            await self._app(scope, receive, send)
+            return
         facts.key_name = self._keys.name_of(headers, path)
         if self._limiter is not None and path not in OPEN_PATHS:
             client = scope.get("client") or ("unknown",)

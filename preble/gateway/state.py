@@ -21,6 +21,7 @@ from ..router import Router
 from ..types import SamplingParams
 from .generation import Job, Piece, Progress, jobs_for, pieces
 from .problems import ApiError, unavailable, wrong
+from .siblings import Siblings
 from .tokenizing import TextCodec
 
 if TYPE_CHECKING:
@@ -60,11 +61,14 @@ class Gateway:
         config: GatewayConfig,
         metrics: Metrics,
         rng: random.Random | None = None,
+        *,
+        siblings: Siblings | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
         self.config = config
         self.metrics = metrics
+        self.siblings = siblings
         self.draining = False
         self.live_choices = 0
         self._rng = rng or random.SystemRandom()
