@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from preble.errors import InvalidInput, ProtocolError
 from preble.transport import wire
 from preble.transport.fields import MAX_EVENTS, MAX_ID_BYTES, MAX_STOP_TOKENS, MAX_TEXT_BYTES, check_namespace
-from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, SamplingParams
+from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, PrefixStored, SamplingParams
 
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
 
@@ -54,6 +54,7 @@ EVENTS = st.one_of(
     ),
     st.builds(BlockRemoved, HASHES, st.none() | TEXT),
     st.builds(AllBlocksCleared),
+    st.builds(PrefixStored, PROMPT, NAMESPACES),
     PROMPT.flatmap(lambda ids: st.builds(PrefixEvicted, st.just(ids), st.integers(0, len(ids)), NAMESPACES)),
 )
 
