@@ -303,7 +303,7 @@ def measure(args: argparse.Namespace, gateways: Any, mocks: list[Process]) -> li
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One cell for each gateway, kind and number of connections: quantiles of all repetitions together, milliseconds."""
+    """One cell for each gateway, kind and number of connections: quantiles of all repetitions together, in ms."""
     cells: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault((row["gateway"], row["kind"], row["connections"]), []).append(row)

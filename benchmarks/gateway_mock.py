@@ -1,6 +1,6 @@
 """The workers of `bench_gateway.py`: they answer after a time that they are told, without computing anything.
 
-    python benchmarks/gateway_mock.py http      two HTTP servers on free ports, as SGLang's: /generate, and OpenAI's chat
+    python benchmarks/gateway_mock.py http      two HTTP servers on free ports: SGLang's /generate, OpenAI's chat
     python benchmarks/gateway_mock.py zmq       two `preble worker`s in one process
 
 The first line on stdout is `READY ADDRESS ADDRESS`. Each line on stdin sets the pace of what is submitted from then on:

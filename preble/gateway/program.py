@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,18 @@ def serve_until_stopped(load: Callable[[], Loaded], seat: Seat | None = None) ->
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     log_as_json(config.log_level, {} if seat is None else {"process": seat.index})
     _allow_descriptors(DESCRIPTORS_OWN + DESCRIPTORS_PER_REQUEST * config.max_live_requests)
-    asyncio.run(_serve(config, load, seat))
+    _run_loop(_serve(config, load, seat))
     return 0
+
+
+def _run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run it on uvloop, or on asyncio's own loop where uvloop is not installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
 
 
 async def _serve(config: GatewayConfig, load: Callable[[], Loaded], seat: Seat | None) -> None:
