@@ -6,6 +6,7 @@ served model. Knows no endpoint's shape.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import AsyncGenerator, Hashable, Sequence
@@ -184,8 +185,9 @@ class Gateway:
             self.live_choices -= len(jobs)
 
     def stats(self) -> dict[str, Any]:
-        """What the gateway itself holds now. Changes nothing."""
-        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready}
+        """What the gateway itself holds now. Changes nothing. On the loop only."""
+        tasks = len(asyncio.all_tasks())
+        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
 
 
 def decision_headers(progress: Progress) -> dict[str, str]:
