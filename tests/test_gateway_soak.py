@@ -1,5 +1,5 @@
-"""A small soak of the gateway: what `make soak` does for a minute with a thousand clients, with a hundred; and whether its
-examination would see what it is for."""
+"""A small soak of the gateway: what `make soak` does for a minute with a thousand clients, with a hundred; and
+whether its examination would see what it is for."""
 
 from __future__ import annotations
 

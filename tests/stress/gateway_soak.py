@@ -177,10 +177,9 @@ def soak(clients: int, seconds: float, requests: int, seed: int, directory: Path
         now = settled(client, before)
         client.close()
         for name, value in sorted((first.became + quarter.became + rest.became).items()):
-            print(f"{value:6d} {name}")
-        print(
-            {name: (before[name], warm[name], now[name]) for name in ("preble_tasks", "process_resident_memory_bytes")}
-        )
+            say(f"{value:6d} {name}")
+        for name in ("preble_tasks", "process_resident_memory_bytes"):
+            say(f"{name}: {before[name]:.0f} before, {warm[name]:.0f} after a quarter, {now[name]:.0f} at the end")
         found = first.findings() + quarter.findings() + rest.findings()
         found += left_behind(now, before) + grown(warm, now)
         log = gateway.log.read_text()
