@@ -14,8 +14,9 @@ from starlette.routing import Route, Router
 from ..clock import Clock
 from .admin_api import Admin
 from .guard import Guard
-from .http import Receive, Send
+from .http import Receive, Send, json_response
 from .openai_api import OpenAI
+from .openapi import document
 from .problems import ApiError
 from .sglang_api import Sglang
 from .siblings import from_sibling, merged
@@ -37,6 +38,12 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
             text = merged(dict(sorted({siblings.seat.index: text, **told}.items())))
         return Response(text, media_type=gateway.metrics.content_type)
 
+    described = json_response(document())
+
+    async def openapi_document(request: Request) -> Response:
+        """GET /openapi.json."""
+        return described
+
     routes = [
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
@@ -50,6 +57,7 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         Route("/workers/{worker_id:path}/drain", admin.drain_worker, methods=["POST"]),
         Route("/workers/{worker_id:path}", admin.remove_worker, methods=["DELETE"]),
         Route("/v1/preble/explain", admin.explain, methods=["POST"]),
+        Route("/openapi.json", openapi_document),
     ]
     return Guard(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
 

@@ -46,6 +46,7 @@ except ImportError as error:
 logger = logging.getLogger("preble.gateway")
 
 BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle connection: they shall close it, not we
 DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
 DESCRIPTORS_PER_REQUEST = 2  # the client's connection, and one to a server over HTTP
 RECORDS_KEPT = 1024
@@ -107,6 +108,7 @@ async def _run(app: Guard, gateway: Gateway, listeners: list[socket.socket], loa
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(gateway.config.drain_seconds)),
         ),
         listeners[0],

@@ -124,17 +124,19 @@ class Clients:
         return [f"{count} x {what}" for what, count in self.became.items() if what not in ("whole", "gone")]
 
 
-def samples(client: Client) -> dict[str, float]:
+def samples(address: str) -> dict[str, float]:
     """The gateway's metrics, names with labels."""
+    client = Client(address)
     text = client.call("GET", "/metrics")[2]
+    client.close()
     return {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.MULTILINE)}
 
 
-def settled(client: Client, before: dict[str, float]) -> dict[str, float]:
+def settled(address: str, before: dict[str, float]) -> dict[str, float]:
     """The metrics as soon as nothing goes on any more, or after a while as they are."""
     deadline = time.monotonic() + HANG_SECONDS
     while True:
-        now = samples(client)
+        now = samples(address)
         if not left_behind(now, before) or time.monotonic() > deadline:
             return now
         time.sleep(0.1)
@@ -164,18 +166,16 @@ def soak(clients: int, seconds: float, requests: int, seed: int, directory: Path
     endpoints = [worker.endpoint for worker in workers]
     gateway = GatewayProcess("--workers", *endpoints, "--tokenizer", str(tokenizer), log=directory / "gateway.log")
     try:
-        client = Client(gateway.address)
         # Once with as many clients, so that what is made once (threads, buffers, code) is there.
         first = Clients(gateway.address, seed, clients)
         asyncio.run(first.run(clients, seconds))
-        before = settled(client, dict.fromkeys(("preble_tasks", "process_open_fds"), float("inf")))
+        before = settled(gateway.address, dict.fromkeys(("preble_tasks", "process_open_fds"), float("inf")))
         quarter = Clients(gateway.address, seed + 1, requests // 4)
         asyncio.run(quarter.run(clients, seconds / 4))
-        warm = settled(client, before)
+        warm = settled(gateway.address, before)
         rest = Clients(gateway.address, seed + 2, requests - requests // 4 if requests else 0)
         asyncio.run(rest.run(clients, seconds * 3 / 4))
-        now = settled(client, before)
-        client.close()
+        now = settled(gateway.address, before)
         for name, value in sorted((first.became + quarter.became + rest.became).items()):
             say(f"{value:6d} {name}")
         for name in ("preble_tasks", "process_resident_memory_bytes"):
