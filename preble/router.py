@@ -104,6 +104,8 @@ class RouterCounters:
     wrong_reports: int = 0
     completed_by_router: int = 0
     aborts_unsent: int = 0
+    decisions: int = 0
+    decision_seconds: float = 0.0
     ticks: int = 0
     ticks_failed: int = 0
 
@@ -393,6 +395,7 @@ class Router:
         left = live.sampling.max_new_tokens - live.output_tokens
         while True:
             exclude = unusable | live.failed_workers
+            started = self._clock()
             try:
                 decision = self._schedule(live.tokens_so_far(), live.request_id, live.namespace, left, exclude)
             except NoWorkers:
@@ -400,6 +403,8 @@ class Router:
                     return False
                 live.failed_workers.clear()  # better a worker that failed it once than none
                 continue
+            self.counters.decisions += 1
+            self.counters.decision_seconds += self._clock() - started
             if self._send(live, decision.worker):
                 live.decision = live.decision or decision
                 return True

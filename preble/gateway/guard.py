@@ -26,6 +26,7 @@ from .http import Receive, Send, problem_response
 from .problems import ApiError
 from .siblings import from_sibling
 from .state import Facts, Gateway
+from .tracing import hand_on, trace_of
 
 if TYPE_CHECKING:
     from .config import GatewayConfig
@@ -39,6 +40,9 @@ BUCKETS_MAX = 10_000
 CLIENT_GONE = 499  # never sent; what the log and the metrics call it
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 OPERATOR_PATHS = ("/workers", "/v1/preble")
+OTHER = "other"
+# What clients of several routers call the conversation that a request is of; the first that is there counts.
+SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-smg-routing-key")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -87,6 +91,12 @@ class Keys:
         return digest[:8]
 
 
+def _session_of(headers: Any) -> str:
+    """The session that the headers name, "" if none or one that is no name."""
+    given = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
+    return given if _REQUEST_ID.fullmatch(given) else ""
+
+
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -117,6 +127,11 @@ class Guard:
         headers = HTTPConnection(scope).headers
         given = headers.get("x-request-id", "")
         facts = Facts(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
+        facts.session = _session_of(headers)
+        tracing = None if scope["path"] in OPEN_PATHS else self._gateway.tracing
+        span = None if tracing is None else tracing.begin(headers)
+        if tracing is None:
+            hand_on(trace_of(headers))
         scope["preble.facts"], scope["app"] = facts, self
         status = 0
 
@@ -141,6 +156,9 @@ class Guard:
             await self._refuse(defect, scope, receive, answer, status)
         finally:
             self._note(scope, facts, status, self._clock() - started)
+            if tracing is not None:
+                route = getattr(scope.get("route"), "path", OTHER)
+                tracing.end(span, scope["method"], route, status or CLIENT_GONE, facts)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, facts: Facts, headers: Any) -> None:
         path = scope["path"]
@@ -163,7 +181,7 @@ class Guard:
             await problem_response(error)(scope, receive, send)
 
     def _note(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")
+        route = getattr(scope.get("route"), "path", OTHER)
         self._gateway.metrics.request(route, status, seconds)
         if route in OPEN_PATHS or not logger.isEnabledFor(logging.INFO):
             return
@@ -176,6 +194,7 @@ class Guard:
             "status": status or CLIENT_GONE,
             "seconds": round(seconds, 6),
             "key": facts.key_name,
+            "session": facts.session,
             "stream": facts.stream,
             "first_token_seconds": facts.first_token_seconds,
             "choices": len(progress.choices),

@@ -23,7 +23,7 @@ try:
         ProcessCollector,
         generate_latest,
     )
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 except ImportError as error:
     raise MissingExtra("metrics need prometheus_client: pip install 'preble[gateway]'") from error
 
@@ -243,8 +243,11 @@ _ROUTER_COUNTERS = {
 
 def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> list[Family]:
     ended = [_counter(f"generations_{name}", text, router[name]) for name, text in _ROUTER_COUNTERS.items()]
+    decisions = SummaryMetricFamily("preble_decision_duration_seconds", "From prompt to booking, in the router")
+    decisions.add_metric((), router["decisions"], router["decision_seconds"])
     return [
         *ended,
+        decisions,
         _gauge("generations_live", "Generations that go on", router["live_requests"]),
         _gauge("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
         _gauge("tasks", "Tasks of the event loop", gateway["tasks"]),

@@ -40,6 +40,7 @@ try:
     from .metrics import Metrics
     from .state import Gateway
     from .tokenizing import TextCodec, first_difference
+    from .tracing import Tracing
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
 
@@ -77,8 +78,9 @@ def _run_loop(work: Coroutine[Any, Any, None]) -> None:
 async def _serve(config: GatewayConfig, load: Callable[[], Loaded], seat: Seat | None) -> None:
     listeners = [_listen(config.host, config.port if seat is None else seat.port, shared=seat is not None)]
     siblings = None if seat is None else Siblings(seat)
-    codec = None
+    codec = tracing = None
     try:
+        tracing = None if config.traces_endpoint is None else Tracing(config.traces_endpoint)
         codec = _codec(config)
         metrics = Metrics(time.monotonic)
         running = None if siblings is None else await siblings.workers()
@@ -88,7 +90,7 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], seat: Seat |
         if seat is not None:
             listeners.append(seat.listen())
         try:
-            gateway = Gateway(router, codec, config, metrics, siblings=siblings)
+            gateway = Gateway(router, codec, config, metrics, siblings=siblings, tracing=tracing)
             await _run(make_app(gateway), gateway, listeners, load)
         finally:
             await router.close()
@@ -98,6 +100,8 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], seat: Seat |
             listener.close()
         if codec is not None:
             codec.close()
+        if tracing is not None:
+            tracing.close()
 
 
 async def _run(app: Guard, gateway: Gateway, listeners: list[socket.socket], load: Callable[[], Loaded]) -> None:

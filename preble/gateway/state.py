@@ -28,6 +28,7 @@ from .tokenizing import TextCodec
 if TYPE_CHECKING:
     from .config import GatewayConfig
     from .metrics import Metrics
+    from .tracing import Tracing
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -41,6 +42,7 @@ class Facts:
     key_name: str = ""
     route: str = ""
     model: str = ""
+    session: str = ""
     stream: bool = False
     progress: Progress = field(default_factory=Progress)
     first_token_seconds: float | None = None
@@ -64,12 +66,14 @@ class Gateway:
         rng: random.Random | None = None,
         *,
         siblings: Siblings | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
         self.config = config
         self.metrics = metrics
         self.siblings = siblings
+        self.tracing = tracing
         self.draining = False
         self.live_choices = 0
         self._rng = rng or random.SystemRandom()
