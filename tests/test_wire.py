@@ -18,7 +18,7 @@ from preble._frames import read_chunk, read_submit, write_chunk, write_submit
 from preble.errors import InvalidInput, ProtocolError
 from preble.transport import wire
 from preble.transport.fields import MAX_EVENTS, MAX_ID_BYTES, MAX_STOP_TOKENS, MAX_TEXT_BYTES, check_namespace
-from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, SamplingParams
+from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, PrefixStored, SamplingParams
 
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
 
@@ -56,6 +56,7 @@ EVENTS = st.one_of(
     ),
     st.builds(BlockRemoved, HASHES, st.none() | TEXT),
     st.builds(AllBlocksCleared),
+    st.builds(PrefixStored, PROMPT, NAMESPACES),
     PROMPT.flatmap(lambda ids: st.builds(PrefixEvicted, st.just(ids), st.integers(0, len(ids)), NAMESPACES)),
 )
 

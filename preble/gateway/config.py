@@ -50,6 +50,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     workers: list[Name] = []
     host: Name = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
     policy: Name = "e2"
     tokenizer: Name | None = None
     tokenizer_mismatch: Literal["refuse", "warn"] = "refuse"
@@ -71,6 +72,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connect_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
     drain_seconds: Seconds = 30.0
     record_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    traces_endpoint: Name | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     scheduler: SchedulerConfig = SchedulerConfig()
 

@@ -6,6 +6,7 @@ served model. Knows no endpoint's shape.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
@@ -24,11 +25,13 @@ from ..types import SamplingParams
 from .generation import Job, Piece, Progress, jobs_for, pieces
 from .live import Live
 from .problems import ApiError, unavailable, wrong
+from .siblings import Siblings
 from .tokenizing import TextCodec
 
 if TYPE_CHECKING:
     from .config import GatewayConfig
     from .metrics import Metrics
+    from .tracing import Tracing
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -42,6 +45,7 @@ class Facts:
     key_name: str = ""
     route: str = ""
     model: str = ""
+    session: str = ""
     stream: bool = False
     progress: Progress = field(default_factory=Progress)
     first_token_seconds: float | None = None
@@ -63,7 +67,10 @@ class Gateway:
         config: GatewayConfig,
         metrics: Metrics,
         rng: random.Random | None = None,
+        *,
         clock: Clock = monotonic,
+        siblings: Siblings | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
@@ -72,6 +79,8 @@ class Gateway:
         self.live = Live(router, clock)
         self._clock = clock
         router.on_decision = partial(metrics.phase, "decide")
+        self.siblings = siblings
+        self.tracing = tracing
         self.draining = False
         self.live_choices = 0
         self._rng = rng or random.SystemRandom()
@@ -201,8 +210,9 @@ class Gateway:
             self.live_choices -= len(jobs)
 
     def stats(self) -> dict[str, Any]:
-        """What the gateway itself holds now. Changes nothing."""
-        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready}
+        """What the gateway itself holds now. Changes nothing. On the loop only."""
+        tasks = len(asyncio.all_tasks())
+        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
 
 
 def decision_headers(progress: Progress) -> dict[str, str]:

@@ -53,7 +53,7 @@ from .fields import (
     unpack_tuple,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_FRAME_BYTES = 16 << 20  # a longer frame is refused unread
 MAX_ELEMENTS = 1 << 18  # array elements in one frame: a few bytes of nested arrays must not become a gigabyte
