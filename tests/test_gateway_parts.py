@@ -156,7 +156,7 @@ def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = {f"tcp://{i}": {"worker_id": f"w{i}", "state": "ready", "epoch": 1, "losses": i} for i in range(5)}
     names = ("finished", "failed", "cancelled", "resumed", "queue_full", "live_requests")
     router = {**dict.fromkeys(names, 0), "workers": workers}
-    text = metrics.Metrics(ManualClock()).render(scheduler, router, {"live_choices": 0, "ready": True}).decode()
+    text = metrics.Metrics(ManualClock()).render(scheduler, router, {"live_choices": 0, "tasks": 1, "ready": True}).decode()
     losses = [line for line in text.splitlines() if line.startswith("preble_worker_losses_total")]
     assert losses == [
         'preble_worker_losses_total{worker="w0"} 0.0',
