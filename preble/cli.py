@@ -24,9 +24,11 @@ COMMANDS = {
     "profile": ("preble.profiler", "measure an engine and fit its cost model"),
     "serve": ("preble.gateway", "serve an OpenAI-compatible HTTP API in front of workers"),
     "config": ("preble.gateway.configured", "print the configuration that `preble serve` would use"),
+    "top": ("preble.top", "the fleet behind a gateway, live in the terminal"),
     "attach": ("preble.attach", "what running SGLang and vLLM servers tell, and whether they can be followed"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
     "up": ("preble.up", "start workers and a router together, restart what crashes, drain on SIGTERM"),
+    "tiny-model": ("preble.tiny_model", "make a small model with random weights, to try workers without a download"),
     "keygen": ("preble.keygen", "make the CURVE keys of a fleet, and let routers in or shut them out"),
 }
 

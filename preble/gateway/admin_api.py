@@ -118,7 +118,7 @@ class Admin:
         if sum(given) != 1:
             raise wrong("exactly one of messages, prompt and token_ids must be given")
         if body.messages is not None:
-            return await self._gateway.text_codec("messages").encode_chat(plain_messages(body.messages))
+            return await self._gateway.tokens_of_chat(plain_messages(body.messages))
         if body.prompt is not None:
             return await self._gateway.tokens_of(body.prompt, "prompt")
         if not body.token_ids:

@@ -17,6 +17,7 @@ from .guard import Guard
 from .http import Receive, Send, json_response
 from .openai_api import OpenAI
 from .openapi import document
+from .page_api import Page
 from .problems import ApiError
 from .sglang_api import Sglang
 from .siblings import from_sibling, merged
@@ -25,7 +26,7 @@ from .state import Gateway
 
 def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
     """The application for one gateway."""
-    openai, sglang, admin = OpenAI(gateway), Sglang(gateway), Admin(gateway)
+    openai, sglang, admin, page = OpenAI(gateway), Sglang(gateway), Admin(gateway), Page(gateway)
 
     async def metrics(request: Request) -> Response:
         """GET /metrics. Counters are read on the loop, the text is made beside it."""
@@ -58,6 +59,10 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         Route("/workers/{worker_id:path}", admin.remove_worker, methods=["DELETE"]),
         Route("/v1/preble/explain", admin.explain, methods=["POST"]),
         Route("/openapi.json", openapi_document),
+        Route("/v1/preble/state", page.state),
+        Route("/v1/preble/decisions/{sequence}", page.decision),
+        Route("/", page.index),
+        Route("/page/{name}", page.file),
     ]
     return Guard(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
 

@@ -38,7 +38,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BUCKETS_MAX = 10_000
 CLIENT_GONE = 499  # never sent; what the log and the metrics call it
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
+OPEN_FOLDER = "/page/"  # the live page's files, which know nothing
+UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
 OPERATOR_PATHS = ("/workers", "/v1/preble")
 OTHER = "other"
 # What clients of several routers call the conversation that a request is of; the first that is there counts.
@@ -80,7 +82,7 @@ class Keys:
     def name_of(self, headers: Any, path: str) -> str:
         """The name of the key in the headers, "" where none is needed. Raises `ApiError` 401 or 403."""
         operator = path.startswith(OPERATOR_PATHS)
-        if not self._known or path in OPEN_PATHS:
+        if not self._known or is_open(path):
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip()) if scheme.lower() == "bearer" else ""
@@ -95,6 +97,16 @@ def _session_of(headers: Any) -> str:
     """The session that the headers name, "" if none or one that is no name."""
     given = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
     return given if _REQUEST_ID.fullmatch(given) else ""
+
+
+def is_open(path: str) -> bool:
+    """Whether nobody needs a key there."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def is_quiet(path: str) -> bool:
+    """Whether it is answered from memory, too often for the log and for rates."""
+    return is_open(path) or path in UNLIMITED_PATHS
 
 
 def _digest(key: str) -> str:
@@ -128,7 +140,7 @@ class Guard:
         given = headers.get("x-request-id", "")
         facts = Facts(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
         facts.session = _session_of(headers)
-        tracing = None if scope["path"] in OPEN_PATHS else self._gateway.tracing
+        tracing = None if is_quiet(scope["path"]) else self._gateway.tracing
         span = None if tracing is None else tracing.begin(headers)
         if tracing is None:
             hand_on(trace_of(headers))
@@ -166,7 +178,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         facts.key_name = self._keys.name_of(headers, path)
-        if self._limiter is not None and path not in OPEN_PATHS:
+        if self._limiter is not None and not is_quiet(path):
             client = scope.get("client") or ("unknown",)
             wait = self._limiter.wait_seconds(facts.key_name or client[0])
             if wait > 0.0:
@@ -183,7 +195,7 @@ class Guard:
     def _note(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", OTHER)
         self._gateway.metrics.request(route, status, seconds)
-        if route in OPEN_PATHS or not logger.isEnabledFor(logging.INFO):
+        if is_quiet(route) or not logger.isEnabledFor(logging.INFO):
             return
         progress = facts.progress
         first = progress.choices[0] if progress.choices else None

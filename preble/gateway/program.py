@@ -51,6 +51,7 @@ KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle c
 DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
 DESCRIPTORS_PER_REQUEST = 2  # the client's connection, and one to a server over HTTP
 RECORDS_KEPT = 1024
+RECORDS_PER_SECOND = 10  # beside `record_share`, so that the live page of a quiet fleet has every decision
 
 
 def serve_until_stopped(load: Callable[[], Loaded], seat: Seat | None = None) -> int:
@@ -118,6 +119,7 @@ async def _run(app: Guard, gateway: Gateway, listeners: list[socket.socket], loa
         listeners[0],
     )
     reloading = Reloading(gateway, app, load)
+    showing = asyncio.ensure_future(gateway.live.run())
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -129,6 +131,8 @@ async def _run(app: Guard, gateway: Gateway, listeners: list[socket.socket], loa
     loop.add_signal_handler(signal.SIGHUP, reloading.ask)
     await server.serve(sockets=listeners)
     await reloading.close()
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):
@@ -201,7 +205,9 @@ def _router(
     config: GatewayConfig, metrics: Metrics, codec: TextCodec | None, running: list[dict[str, Any]] | None = None
 ) -> Router:
     """A router for the workers of the configuration, or for those that the other processes have now."""
-    recording = Recording(share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record)
+    recording = Recording(
+        share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record, per_second=RECORDS_PER_SECOND
+    )
     scheduler = GlobalScheduler([], policy=config.policy, config=config.scheduler, record=recording)
     strict = codec is not None and config.tokenizer_mismatch == "refuse"
     # A server's further ranks are found when it answers.
