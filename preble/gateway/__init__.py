@@ -57,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 def loaded_from(args: argparse.Namespace) -> Loaded:
     """The configuration that the command line, the environment and the file make together, read anew."""
-    from .config import FIELDS, load
+    from .config import load_for
 
-    flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
-    return load(args.config, os.environ, flags)
+    return load_for(args, os.environ)

@@ -58,11 +58,11 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         Route("/workers/{worker_id:path}/drain", admin.drain_worker, methods=["POST"]),
         Route("/workers/{worker_id:path}", admin.remove_worker, methods=["DELETE"]),
         Route("/v1/preble/explain", admin.explain, methods=["POST"]),
+        Route("/openapi.json", openapi_document),
         Route("/v1/preble/state", page.state),
         Route("/v1/preble/decisions/{sequence}", page.decision),
         Route("/", page.index),
         Route("/page/{name}", page.file),
-        Route("/openapi.json", openapi_document),
     ]
     return Guard(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
 

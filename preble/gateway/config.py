@@ -10,6 +10,7 @@ that are nearly a name. Keys are secrets: they have no flags, and `preble config
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,12 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[Field
             values[path] = value
             origins[".".join(path)] = origin(path)
     return Loaded(_checked(values, origins), origins)
+
+
+def load_for(args: argparse.Namespace, environment: Mapping[str, str]) -> Loaded:
+    """The configuration for a command line, whose options are named as `add_arguments` names them. Raises as `load`."""
+    flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
+    return load(args.config, environment, flags)
 
 
 def _from_file(file: Path) -> dict[FieldPath, Any]:

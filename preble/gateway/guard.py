@@ -93,6 +93,12 @@ class Keys:
         return digest[:8]
 
 
+def _session_of(headers: Any) -> str:
+    """The session that the headers name, "" if none or one that is no name."""
+    given = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
+    return given if _REQUEST_ID.fullmatch(given) else ""
+
+
 def is_open(path: str) -> bool:
     """Whether nobody needs a key there."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
@@ -101,12 +107,6 @@ def is_open(path: str) -> bool:
 def is_quiet(path: str) -> bool:
     """Whether it is answered from memory, too often for the log and for rates."""
     return is_open(path) or path in UNLIMITED_PATHS
-
-
-def _session_of(headers: Any) -> str:
-    """The session that the headers name, "" if none or one that is no name."""
-    given = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
-    return given if _REQUEST_ID.fullmatch(given) else ""
 
 
 def _digest(key: str) -> str:
@@ -140,7 +140,7 @@ class Guard:
         given = headers.get("x-request-id", "")
         facts = Facts(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
         facts.session = _session_of(headers)
-        tracing = None if scope["path"] in OPEN_PATHS else self._gateway.tracing
+        tracing = None if is_quiet(scope["path"]) else self._gateway.tracing
         span = None if tracing is None else tracing.begin(headers)
         if tracing is None:
             hand_on(trace_of(headers))

@@ -33,8 +33,7 @@ from typing import Any
 from ..errors import InvalidConfig, PrebleError
 from ..launcher import Happening, Supervisor, SupervisorConfig
 from ..launcher_process import WorkerProcess, end_with_stdin
-from . import loaded_from
-from .config import FIELDS, GatewayConfig
+from .config import FIELDS, GatewayConfig, load_for
 from .logs import log_as_json
 from .siblings import Seat
 
@@ -161,8 +160,8 @@ def main(what: str) -> int:
     args = argparse.Namespace(**{name: value for name, value in flags.items() if name != "config"})
     args.config = None if flags["config"] is None else Path(flags["config"])
     try:
-        end_with_stdin(loaded_from(args).config.drain_seconds + END_MARGIN_SECONDS)
-        return serve_until_stopped(lambda: loaded_from(args), seat)
+        end_with_stdin(load_for(args, os.environ).config.drain_seconds + END_MARGIN_SECONDS)
+        return serve_until_stopped(lambda: load_for(args, os.environ), seat)
     except PrebleError as error:
         sys.stderr.write(f"preble serve: {error}\n")
         return 1

@@ -67,8 +67,8 @@ class Gateway:
         config: GatewayConfig,
         metrics: Metrics,
         rng: random.Random | None = None,
-        *,
         clock: Clock = monotonic,
+        *,
         siblings: Siblings | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -76,11 +76,11 @@ class Gateway:
         self.codec = codec
         self.config = config
         self.metrics = metrics
+        self.siblings = siblings
+        self.tracing = tracing
         self.live = Live(router, clock)
         self._clock = clock
         router.on_decision = partial(metrics.phase, "decide")
-        self.siblings = siblings
-        self.tracing = tracing
         self.draining = False
         self.live_choices = 0
         self._rng = rng or random.SystemRandom()
