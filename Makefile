@@ -7,6 +7,7 @@
 #   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make chaos   ten minutes of faults on workers, routers and their network, under load
+#   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute
 #   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
 #   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
 #   make build   the compiled core, in place
@@ -33,7 +34,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
 .PHONY: wheel wheels wheel-test docs quickstart
-.PHONY: demo test test-live check asan tsan leaks chaos fuzz build bench paper paper-quick peers instructions instructions-renew clean
+.PHONY: demo test test-live check asan tsan leaks chaos soak fuzz build bench paper paper-quick peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -61,6 +62,9 @@ leaks: $(VENV)/built
 
 chaos: $(VENV)/built
 	$(BIN)/python tests/stress/chaos.py --seconds 600 $(ARGS)
+
+soak: $(VENV)/built
+	$(BIN)/python tests/stress/gateway_soak.py $(ARGS)
 
 # Where atheris has no wheel, a seeded generator damages the inputs instead.
 fuzz: $(VENV)/built
@@ -131,7 +135,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/created
 	@echo "Installing what Preble needs into $(VENV), once (about 2 minutes)"
 	$(PIP) install -c constraints.txt setuptools Cython wheel
 	$(PIP) install -c constraints.txt torch==2.13.0
-	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,attach,gateway,bench,test,dev,mistral,docs,build]"
+	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,attach,gateway,otel,top,bench,test,dev,mistral,docs,build]"
 	@touch $@
 
 $(VENV)/built: $(SOURCES) $(VENV)/installed

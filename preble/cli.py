@@ -24,6 +24,7 @@ COMMANDS = {
     "profile": ("preble.profiler", "measure an engine and fit its cost model"),
     "serve": ("preble.gateway", "serve an OpenAI-compatible HTTP API in front of workers"),
     "config": ("preble.gateway.configured", "print the configuration that `preble serve` would use"),
+    "top": ("preble.top", "the fleet behind a gateway, live in the terminal"),
     "attach": ("preble.attach", "what running SGLang and vLLM servers tell, and whether they can be followed"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
     "up": ("preble.up", "start workers and a router together, restart what crashes, drain on SIGTERM"),

@@ -151,6 +151,7 @@ class Recording:
     """Which decisions are recorded, and where records go. Raises InvalidConfig naming the field.
 
     share: of all decisions, drawn by the scheduler's seed; those with `explain=True` are recorded in any case.
+    per_second: beside the share, the first so many decisions of each second, so that a quiet fleet's are all there.
     keep: the latest so many records are kept. Memory: about 0.3 KB for each worker in each of them.
     sink: called with each record when its request has ended, or a file that gets it as a line of JSON.
     sink_queue: records that may wait for the sink; what comes on top is dropped, and counted.
@@ -160,12 +161,14 @@ class Recording:
     keep: int = 1024
     sink: Callable[[DecisionRecord], object] | str | os.PathLike[str] | None = None
     sink_queue: int = 1024
+    per_second: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0.0 <= self.share <= 1.0:
             raise InvalidConfig(f"Recording.share must be a number in [0, 1], got {self.share!r}")
         check_int("Recording.keep", self.keep, 1, 1 << 20)
         check_int("Recording.sink_queue", self.sink_queue, 1, 1 << 20)
+        check_int("Recording.per_second", self.per_second, 0, 1 << 20)
         if not (self.sink is None or callable(self.sink) or isinstance(self.sink, (str, os.PathLike))):
             raise InvalidConfig(f"Recording.sink must be a callable, a path or None, got {self.sink!r}")
 
@@ -192,11 +195,21 @@ class Records:
         self._ring: dict[int, DecisionRecord] = {}  # by number, oldest first
         self._live: dict[Hashable, _Live] = {}
         self._sink = None if recording.sink is None else Sink(recording.sink, to_json, recording.sink_queue)
+        self._second_began, self._this_second = -math.inf, 0
         self._counts = dict.fromkeys(("made", "joined", "pushed_out", "pushed_out_live", "errors"), 0)
 
     def samples(self, sequence: int) -> bool:
         """Whether this decision is one of the share."""
         return unit_draw(self._seed ^ _SAMPLING, sequence) < self._recording.share
+
+    def is_early(self, now: float) -> bool:
+        """Count a decision; whether it is one of the first `per_second` of its second."""
+        if not self._recording.per_second:
+            return False
+        if not 0.0 <= now - self._second_began < 1.0:
+            self._second_began, self._this_second = now, 0
+        self._this_second += 1
+        return self._this_second <= self._recording.per_second
 
     def add(
         self,

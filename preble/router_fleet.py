@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -116,6 +117,7 @@ class Worker:
         self.pong: wire.Pong | None = None
         self.counters = WorkerCounters()
         self.link_counters = LinkCounters()
+        self.events: Counter[str] = Counter()  # taken, by type; an attached server's are counted in batches only
         self.feed_counters = FeedCounters() if is_server(address) else None
         self.settled = asyncio.Event()  # the first handshake has been tried
         self.task: asyncio.Task[None] | None = None
@@ -180,6 +182,7 @@ class Worker:
             "epoch": self.epoch,
             **asdict(self.counters),
             **asdict(self.link_counters),
+            "events": dict(self.events),
             "feed": None if self.feed_counters is None else asdict(self.feed_counters),
             "load": None if self.pong is None else asdict(self.pong),
         }
@@ -428,6 +431,7 @@ class Fleet:
 
     def apply(self, worker: Worker, batch: Batch) -> None:
         """Give cache events to the scheduler; if it refuses them, it is told to forget the cache."""
+        worker.events.update(type(event).__name__ for event in batch)
         self._apply(worker, lambda: self.scheduler.apply(worker.worker_id, batch))
 
     def apply_raw(self, worker: Worker, payload: bytes) -> None:

@@ -44,6 +44,7 @@ class Watched(_Scheduler):
         exclude: Iterable[str] = (),
         explain: bool = False,
     ) -> Decision:
+        explain = explain or self._is_early()
         if not (explain or self._shadow is not None or self._samples()):
             placed: Decision = super().schedule(
                 token_ids,
@@ -60,6 +61,12 @@ class Watched(_Scheduler):
         return weighed
 
     schedule.__doc__ = RequestCalls.schedule.__doc__
+
+    def _is_early(self) -> bool:
+        if self._records is None:
+            return False
+        with self._lock:
+            return self._records.is_early(self._now())
 
     def _samples(self) -> bool:
         return self._records is not None and self._records.samples(self._sequence)

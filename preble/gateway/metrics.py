@@ -15,7 +15,14 @@ from ..records import DecisionRecord
 from .generation import Job, Piece
 
 try:
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+    from prometheus_client import (
+        CONTENT_TYPE_LATEST,
+        CollectorRegistry,
+        Counter,
+        Histogram,
+        ProcessCollector,
+        generate_latest,
+    )
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError as error:
     raise MissingExtra("metrics need prometheus_client: pip install 'preble[gateway]'") from error
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 
 WORKER_LABELS_MAX = 1000
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+DECISION_SECONDS = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1, 1.0)
 OTHER = "other"
 
 Family = Any  # a CounterMetricFamily or a GaugeMetricFamily
@@ -38,12 +46,13 @@ class Metrics:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
 
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Any:
             return Counter(f"preble_{name}", text, labels, registry=registry)
 
-        def seconds(name: str, text: str, labels: Sequence[str] = ()) -> Any:
-            return Histogram(f"preble_{name}", text, labels, registry=registry, buckets=SECONDS)
+        def seconds(name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS) -> Any:
+            return Histogram(f"preble_{name}", text, labels, registry=registry, buckets=buckets)
 
         self._http = counter("http_requests", "HTTP requests by route and status", ("route", "status"))
         self._http_seconds = seconds("http_request_duration_seconds", "HTTP requests, whole streams", ("route",))
@@ -51,6 +60,12 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Prompt tokens of choices that got a first token")
         self._output = counter("output_tokens", "Output tokens")
         self._ended = counter("choices_ended", "Choices by how they ended", ("finish_reason",))
+        self._decision = seconds(
+            "decision_duration_seconds",
+            "From text to a worker, by phase: tokenize, match, decide",
+            ("phase",),
+            DECISION_SECONDS,
+        )
         self._predicted = counter("predicted_cached_tokens", "Prompt tokens believed cached on the chosen worker")
         self._actual = counter("actual_cached_tokens", "Prompt tokens cached by the engine's word")
         self._best = counter("best_eligible_cached_tokens", "Prompt tokens believed cached where most were")
@@ -68,9 +83,16 @@ class Metrics:
         if record.regret_seconds is not None:
             self._regret.observe(record.regret_seconds)
 
+    def phase(self, name: str, seconds: float) -> None:
+        """A part of placing a request took so long."""
+        self._decision.labels(name).observe(seconds)
+
     def watch(self, scheduler: GlobalScheduler, jobs: Sequence[Job], started: float) -> Watch:
         """Follow the jobs of one request that arrived at `started`; call it before they are placed."""
-        return Watch(self, _best_tokens(scheduler, jobs), started)
+        began = self._clock()
+        best = _best_tokens(scheduler, jobs)
+        self.phase("match", self._clock() - began)
+        return Watch(self, best, started)
 
     def render(self, scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Mapping[str, Any]) -> bytes:
         """Everything in Prometheus' text format. `router` and `gateway` are their `stats`. Any thread may call it."""
@@ -93,18 +115,20 @@ class Watch:
         self._started = started
         self._placed: set[int] = set()
 
-    def saw(self, piece: Piece) -> None:
-        """Count a piece."""
+    def saw(self, piece: Piece) -> bool:
+        """Count a piece; whether it is the first of its choice."""
         metrics, choice = self._metrics, piece.choice
         metrics._output.inc(len(piece.token_ids))
         if piece.token_ids and self.first_token_seconds is None:
             self.first_token_seconds = metrics._clock() - self._started
             metrics._first_token.observe(self.first_token_seconds)
-        if choice.job.index not in self._placed:
+        is_first = choice.job.index not in self._placed
+        if is_first:
             self._placed.add(choice.job.index)
             self._saw_decision(piece)
         if piece.last:
             metrics._ended.labels(choice.finish_reason or OTHER).inc()
+        return is_first
 
     def _saw_decision(self, piece: Piece) -> None:
         metrics, choice = self._metrics, piece.choice
@@ -177,6 +201,11 @@ def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
     ]
 
 
+def _heard(router: Mapping[str, Any], own: str, feeds: str) -> float:
+    """What was heard of a worker's cache: on its link, and on the sockets of a server that is attached."""
+    return float(router.get(own, 0) + (router.get("feed") or {}).get(feeds, 0))
+
+
 # name, text, counter or gauge, value of (the scheduler's books, the router's) of one worker
 _WorkerMetric = tuple[str, str, type, Callable[[Mapping[str, Any], Mapping[str, Any]], float]]
 _WORKER_METRICS: tuple[_WorkerMetric, ...] = (
@@ -198,10 +227,20 @@ _WORKER_METRICS: tuple[_WorkerMetric, ...] = (
     ),
     ("worker_restarts", "Starts after the first", CounterMetricFamily, lambda b, r: r.get("restarts", 0)),
     ("worker_losses", "Connections lost", CounterMetricFamily, lambda b, r: r.get("losses", 0)),
-    ("kv_event_batches", "Batches of cache events", CounterMetricFamily, lambda b, r: r.get("event_batches", 0)),
-    ("kv_event_gaps", "Holes in the stream of events", CounterMetricFamily, lambda b, r: r.get("event_gaps", 0)),
-    ("kv_replays", "Replays asked for", CounterMetricFamily, lambda b, r: r.get("replays", 0)),
-    ("kv_resyncs", "Events lost for good", CounterMetricFamily, lambda b, r: r.get("resyncs", 0)),
+    (
+        "kv_event_batches",
+        "Batches of cache events",
+        CounterMetricFamily,
+        lambda b, r: _heard(r, "event_batches", "batches"),
+    ),
+    (
+        "kv_event_gaps",
+        "Holes in the stream of events",
+        CounterMetricFamily,
+        lambda b, r: _heard(r, "event_gaps", "gaps"),
+    ),
+    ("kv_replays", "Replays asked for", CounterMetricFamily, lambda b, r: _heard(r, "replays", "replays")),
+    ("kv_resyncs", "Events lost for good", CounterMetricFamily, lambda b, r: _heard(r, "resyncs", "resyncs")),
 )
 
 
@@ -218,10 +257,33 @@ def _worker_families(books: Mapping[str, Any], routers: Mapping[str, Any]) -> li
         for label, total in sums.items():
             family.add_metric((label,), total)
         families.append(family)
+    return [*families, _events_family(rows), _epoch_family(rows)]
+
+
+_EVENT_TYPES = {
+    "BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared", "PrefixEvicted": "evicted",
+}  # fmt: skip
+
+
+def _events_family(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Family:
+    """Cache events by type, summed beyond the bound on workers."""
+    sums: dict[tuple[str, str], float] = {}
+    for i, (worker, row) in enumerate(rows):
+        label = worker if i < WORKER_LABELS_MAX else OTHER
+        for kind, count in row.get("events", {}).items():
+            at = (_EVENT_TYPES.get(kind, OTHER), label)
+            sums[at] = sums.get(at, 0.0) + count
+    family = CounterMetricFamily("preble_kv_events", "Cache events by type", labels=("type", "worker"))
+    for labels, total in sums.items():
+        family.add_metric(labels, total)
+    return family
+
+
+def _epoch_family(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Family:
     epochs = GaugeMetricFamily("preble_worker_epoch", "When it was started, seconds since 1970", labels=("worker",))
     for worker, row in rows[:WORKER_LABELS_MAX]:
         epochs.add_metric((worker,), row["epoch"] / 1e9)
-    return [*families, epochs]
+    return epochs
 
 
 _ROUTER_COUNTERS = {
@@ -239,5 +301,6 @@ def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> l
         *ended,
         _gauge("generations_live", "Generations that go on", router["live_requests"]),
         _gauge("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
+        _gauge("tasks", "Tasks of the event loop", gateway["tasks"]),
         _gauge("ready", "1 while a request would find a worker", gateway["ready"]),
     ]

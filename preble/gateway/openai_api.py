@@ -94,8 +94,7 @@ class OpenAI:
         """POST /v1/chat/completions."""
         body = decode(await read_body(request, self._gateway.config.max_body_bytes), ChatRequest)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        codec = self._gateway.text_codec("messages")
-        prompts = [await codec.encode_chat(plain_messages(body.messages))]
+        prompts = [await self._gateway.tokens_of_chat(plain_messages(body.messages))]
         return await self._answer(request, body, prompts, asked, chat=True)
 
     async def completions(self, request: Request) -> Response:

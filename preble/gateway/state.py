@@ -6,26 +6,32 @@ served model. Knows no endpoint's shape.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
 
+from ..clock import Clock, monotonic
 from ..router import Router
 from ..types import SamplingParams
 from .generation import Job, Piece, Progress, jobs_for, pieces
+from .live import Live
 from .problems import ApiError, unavailable, wrong
+from .siblings import Siblings
 from .tokenizing import TextCodec
 
 if TYPE_CHECKING:
     from .config import GatewayConfig
     from .metrics import Metrics
+    from .tracing import Tracing
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -39,6 +45,7 @@ class Facts:
     key_name: str = ""
     route: str = ""
     model: str = ""
+    session: str = ""
     stream: bool = False
     progress: Progress = field(default_factory=Progress)
     first_token_seconds: float | None = None
@@ -60,11 +67,20 @@ class Gateway:
         config: GatewayConfig,
         metrics: Metrics,
         rng: random.Random | None = None,
+        clock: Clock = monotonic,
+        *,
+        siblings: Siblings | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
         self.config = config
         self.metrics = metrics
+        self.siblings = siblings
+        self.tracing = tracing
+        self.live = Live(router, clock)
+        self._clock = clock
+        router.on_decision = partial(metrics.phase, "decide")
         self.draining = False
         self.live_choices = 0
         self._rng = rng or random.SystemRandom()
@@ -113,8 +129,19 @@ class Gateway:
     async def tokens_of(self, prompt: str | list[int], param: str) -> TokenIds:
         """Token ids of one prompt. Raises `ApiError` or `QueueFull`."""
         if isinstance(prompt, str):
-            return await self.text_codec(param).encode(prompt)
+            return await self._timed(self.text_codec(param).encode(prompt))
         return np.asarray(prompt, dtype=np.int32)
+
+    async def tokens_of_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+        """Token ids of a conversation. Raises `ApiError` or `QueueFull`."""
+        return await self._timed(self.text_codec("messages").encode_chat(messages))
+
+    async def _timed(self, tokenizing: Awaitable[TokenIds]) -> TokenIds:
+        began = self._clock()
+        try:
+            return await tokenizing
+        finally:
+            self.metrics.phase("tokenize", self._clock() - began)
 
     def output_limit(self, prompt_tokens: int, asked: int | None, param: str) -> int:
         """Output tokens a request may have: what it asks for, else the default, and what the model has room for.
@@ -173,15 +200,19 @@ class Gateway:
         try:
             async with aclosing(pieces(self.router, self.codec, jobs, facts.progress)) as stream:
                 async for piece in stream:
-                    watch.saw(piece)
-                    facts.first_token_seconds = watch.first_token_seconds
+                    if watch.saw(piece):
+                        self.live.placed(piece.choice)
+                    if facts.first_token_seconds is None and watch.first_token_seconds is not None:
+                        facts.first_token_seconds = watch.first_token_seconds
+                        self.live.first_token(watch.first_token_seconds)
                     yield piece
         finally:
             self.live_choices -= len(jobs)
 
     def stats(self) -> dict[str, Any]:
-        """What the gateway itself holds now. Changes nothing."""
-        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready}
+        """What the gateway itself holds now. Changes nothing. On the loop only."""
+        tasks = len(asyncio.all_tasks())
+        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
 
 
 def decision_headers(progress: Progress) -> dict[str, str]:

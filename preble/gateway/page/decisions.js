@@ -1,0 +1,193 @@
+// Decisions: the list of the last ones, and the dialog that explains one with every worker's terms. Owns their markup and
+// the words for reasons and terms.
+
+import { partsBar } from "./charts.js";
+import { ago, count, keepList, make, percent, plural, seconds, setText } from "./dom.js";
+import { showNone } from "./views.js";
+
+const WORKERS_EXPLAINED = 200;
+const $ = (id) => document.getElementById(id);
+
+const REASONS = {
+  exploit: "Most of the prompt is cached on its candidates; the cheapest of them got it.",
+  explore: "No worker has most of the prompt, so the cheapest of all got it.",
+  escape: "The workers that cache the prompt would have kept it waiting too long, so it left them.",
+  prefill_decode: "Of the cheapest workers, the one that mostly decodes got it: it has compute to spare.",
+  rebalance: "A plan moves this prefix from a heavy worker to a light one.",
+  replica: "A plan has copied this prefix to more workers; the cheapest of those that serve it got it.",
+  handover: "The worker that had this prefix is leaving; a plan gives it to this one.",
+  newcomer: "The worker is new and is given prefixes of its own.",
+};
+
+// What a decision is made of, in seconds; `rest` is what E2 adds to them.
+const TERMS = [
+  { name: "backlog_seconds", kind: "q", title: "Backlog", text: "prefill given to it before and not done" },
+  { name: "prefill_seconds", kind: "p", title: "Prefill P", text: "computing what it lacks of this prompt" },
+  { name: "eviction_seconds", kind: "m", title: "Eviction M", text: "computing again what would be evicted for it" },
+  { name: "rest", kind: "r", title: "Knock-on", text: "what it holds up there: live requests, and the room it takes" },
+];
+
+function restOf(terms) {
+  const own = terms.backlog_seconds + terms.prefill_seconds + terms.eviction_seconds;
+  return Math.max(terms.total_seconds - own, 0);
+}
+
+// Seconds to the first token, if the backlog is worked off first.
+function predicted(terms) {
+  return terms.backlog_seconds + terms.prefill_seconds;
+}
+
+function partsOf(terms, whole) {
+  return TERMS.map(({ name, kind, title }) => {
+    const value = name === "rest" ? restOf(terms) : terms[name];
+    return { share: whole > 0 ? value / whole : 0, kind, title: `${title}: ${seconds(value)}` };
+  });
+}
+
+// --- the list ---
+
+export function showDecisions(state, ask) {
+  const { decisions, gateway } = state;
+  const recorded = state.totals.recorded !== null && state.totals.recorded !== undefined;
+  const share = gateway.record_share >= 1 ? "" : `the first 10 of each second and ${percent(gateway.record_share)} of the rest; `;
+  setText($("decisions-note"), decisions.length ? `${share}click one for every worker's terms` : "");
+  const most = Math.max(...decisions.map((one) => predicted(one.chosen) + one.chosen.eviction_seconds), 0);
+  const items = decisions.map((decision) => ({ decision, most }));
+  keepList($("decisions"), items, ({ decision }) => decision.sequence, (item) => decisionRow(item.decision, ask));
+  const none = recorded ? "No request has been placed yet." : "Decisions are not recorded since the policy was changed.";
+  showNone($("decisions"), decisions.length === 0, none);
+}
+
+function decisionRow(first, ask) {
+  const age = make("span", { class: "note age" });
+  const prompt = partsBar();
+  const cost = partsBar();
+  const costWord = make("b");
+  const token = make("span", { class: "token" });
+  const matched = make("span", { class: "note" });
+  const node = make(
+    "button", { class: "decision decisions-grid", "data-sequence": first.sequence, title: `request ${first.request_id}` },
+    age,
+    make("b", { class: "name" }, first.worker),
+    make("span", {}, make("span", { class: `reason ${first.reason}` }, first.reason)),
+    make("span", { class: "meter-line" }, prompt.node, matched),
+    make("span", { class: "meter-line" }, cost.node, costWord),
+    token,
+  );
+  node.addEventListener("click", () => explain(first.sequence, ask));
+  const update = ({ decision, most }) => {
+    const { chosen } = decision;
+    setText(age, ago(decision.seconds_ago));
+    prompt.update([{ share: chosen.matched_tokens / decision.prompt_tokens, kind: "cached" }]);
+    setText(matched, `${count(chosen.matched_tokens)} of ${count(decision.prompt_tokens)}`);
+    cost.update(partsOf(chosen, most).slice(0, -1));
+    setText(costWord, seconds(predicted(chosen)));
+    setText(token, tokenWord(decision));
+  };
+  return { node, update };
+}
+
+function tokenWord(decision) {
+  if (decision.outcome === null) return "running";
+  const told = decision.outcome.first_token_seconds;
+  return told === null ? decision.outcome.ended : seconds(told);
+}
+
+// --- one decision ---
+
+async function explain(sequence, ask) {
+  const dialog = $("decision");
+  dialog.replaceChildren(make("p", { class: "note" }, "…"));
+  if (!dialog.open) dialog.showModal();
+  try {
+    const answer = await ask(`v1/preble/decisions/${sequence}`);
+    const body = await answer.json();
+    if (!answer.ok) throw new Error(body.error.message);
+    dialog.replaceChildren(...explanation(body));
+  } catch (error) {
+    dialog.replaceChildren(closing("Decision"), make("p", {}, error.message));
+  }
+}
+
+function closing(title) {
+  const button = make("button", { class: "close", "aria-label": "Close" }, "×");
+  button.addEventListener("click", () => $("decision").close());
+  return make("div", { class: "title" }, make("h2", { id: "decision-title" }, title), button);
+}
+
+function explanation(decision) {
+  const { chosen } = decision;
+  const prompt = partsBar();
+  prompt.update([{ share: chosen.matched_tokens / decision.prompt_tokens, kind: "cached" }]);
+  return [
+    closing(`${decision.worker}: ${decision.reason}`),
+    make("p", { class: "reason-text" }, REASONS[decision.reason] ?? `The rule of policy ${decision.policy} chose it.`, " ", against(decision)),
+    make("div", { class: "fact-line" }, prompt.node,
+      make("span", {}, `${count(chosen.matched_tokens)} of ${plural(decision.prompt_tokens, "prompt token")} believed cached (${percent(chosen.matched_tokens / decision.prompt_tokens)})`)),
+    table(decision),
+    legend(),
+    outcome(decision),
+    make("p", { class: "note id" }, `request ${decision.request_id}, decision ${decision.sequence}, policy ${decision.policy}, ${ago(decision.seconds_ago)}`),
+  ];
+}
+
+function against(decision) {
+  if (decision.runner_up === null) {
+    return decision.candidates === 1 && decision.workers > 1 ? "It was the only candidate." : "There was no other worker.";
+  }
+  return `The runner-up was ${decision.runner_up}, ${seconds(decision.margin)} behind.`;
+}
+
+function table(decision) {
+  const rank = (terms) => (terms.worker === decision.worker ? 0 : terms.candidate ? 1 : 2);
+  const rows = [...decision.terms].sort((a, b) => rank(a) - rank(b) || a.score - b.score);
+  const most = Math.max(...rows.map((terms) => terms.total_seconds), 0);
+  const scored = rows.some((terms) => terms.score !== terms.total_seconds);
+  const names = ["Worker", "Cached", "Load L", "Backlog", "Prefill P", "Eviction M", "Total", ...(scored ? ["Score"] : []), ""];
+  const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
+  const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, most, scored));
+  const box = make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...shown)));
+  const rest = rows.length - shown.length;
+  if (rest > 0) box.append(make("p", { class: "note" }, `and ${plural(rest, "worker")} that cost more`));
+  return box;
+}
+
+function tableRow(terms, decision, most, scored) {
+  const bar = partsBar();
+  bar.update(partsOf(terms, most));
+  const isChosen = terms.worker === decision.worker;
+  const note = isChosen ? "chosen" : terms.candidate ? "" : "no candidate";
+  const cells = [
+    make("td", {}, make("b", { class: "name" }, terms.worker), note ? make("span", { class: `tag ${isChosen ? "chosen" : ""}` }, note) : ""),
+    make("td", {}, count(terms.matched_tokens)),
+    ...["load_seconds", "backlog_seconds", "prefill_seconds", "eviction_seconds", "total_seconds"].map((name) => make("td", {}, seconds(terms[name]))),
+    ...(scored ? [make("td", {}, terms.score === null ? "∞" : terms.score.toPrecision(4))] : []),
+    make("td", { class: "bar" }, bar.node),
+  ];
+  return make("tr", { class: isChosen ? "is-chosen" : terms.candidate ? "" : "is-out" }, ...cells);
+}
+
+function legend() {
+  const parts = TERMS.map(({ kind, title, text }) => make("span", {}, make("i", { class: kind }), make("b", {}, title), ` ${text}`));
+  return make("p", { class: "legend" }, ...parts);
+}
+
+function outcome(decision) {
+  const { outcome: end, chosen } = decision;
+  if (end === null) return make("p", { class: "note" }, "The request has not ended yet.");
+  const lines = [["Ended", `${end.ended} after ${seconds(end.seconds)}${end.output_tokens === null ? "" : `, ${plural(end.output_tokens, "output token")}`}`]];
+  if (end.first_token_seconds !== null) {
+    const sign = decision.late_seconds >= 0 ? "later" : "earlier";
+    lines.push(["First token", `${seconds(end.first_token_seconds)}, ${seconds(Math.abs(decision.late_seconds))} ${sign} than predicted`]);
+  }
+  if (end.cached_tokens !== null) {
+    const error = end.cached_tokens - chosen.matched_tokens;
+    const word = error === 0 ? "as believed" : `${count(Math.abs(error))} ${error > 0 ? "more" : "fewer"} than believed`;
+    lines.push(["Cached", `${plural(end.cached_tokens, "token")} by the engine's word, ${word}`]);
+  }
+  if (decision.regret_seconds !== null) {
+    const lost = decision.lost_tokens ? `; ${plural(decision.lost_tokens, "token")} computed that another worker had` : "";
+    lines.push(["Regret", `${seconds(decision.regret_seconds)}${lost}`]);
+  }
+  return make("dl", { class: "outcome" }, ...lines.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+}
