@@ -216,6 +216,24 @@ def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any,
         expect(page.locator(".worker")).to_have_count(24)
 
 
+def test_plans_are_told_with_where_they_lead(browser: Any, gateway: GatewayProcess) -> None:
+    plan = {"kind": "replica", "phase": "began", "plan": 1, "prefix_tokens": 512, "from_worker": "here"}
+    plan |= {"to_worker": MARKUP, "reason": "its load is above 0.8", "saved_seconds": 2.0, "why": None}
+    ended = {**plan, "phase": "ended", "why": "the load fell"}
+    policy = {"kind": "policy", "before": "e2", "after": "random"}
+    told = [{**event, "number": 9 - i, "seconds_ago": 61.0 * i} for i, event in enumerate((ended, plan, policy))]
+    state = {**state_of(gateway), "events": told, "events_total": 40}
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/preble/state*", lambda route: route.fulfill(json=state))
+        page.goto(gateway.url)
+        events = page.locator(".event")
+        expect(events.nth(0)).to_have_text(f"copy ended512 tokens here → {MARKUP}the load fellnow")
+        expect(events.nth(1)).to_have_text(f"copy512 tokens here → {MARKUP}its load is above 0.81 min ago")
+        expect(events.nth(2)).to_have_text("policyrandom instead of e22 min ago")
+        expect(page.locator("#events-note")).to_have_text("40 so far")
+        assert page.locator("img[src=x]").count() == 0
+
+
 def test_another_process_behind_the_same_address_starts_the_charts_afresh(
     browser: Any, gateway: GatewayProcess
 ) -> None:
