@@ -86,9 +86,7 @@ def main() -> None:
             codec.close()
     plain.close()
     told = facts(0)
-    print(
-        f"\n`{told['command']}`, commit {told['commit']}, {told['machine']}, Python {told['python']}, seed {told['seed']}"
-    )
+    print(f"\n`{told['command']}`, commit {told['commit']}, {told['machine']}, Python {told['python']}")
 
 
 if __name__ == "__main__":
