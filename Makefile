@@ -111,7 +111,7 @@ wheels: $(VENV)/installed
 		$(BIN)/cibuildwheel --platform linux --output-dir dist dist/preble-*.tar.gz
 
 docs: $(VENV)/installed
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 peers: $(PEERS)/installed
 

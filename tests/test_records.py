@@ -192,6 +192,17 @@ def test_only_a_share_is_recorded_and_whatever_is_explained() -> None:
     assert drawn[0] == drawn[1] and 80 < len(drawn[0]) < 160
 
 
+def test_the_first_of_each_second_are_recorded_beside_the_share() -> None:
+    clock = ManualClock(100.0)
+    sched = GlobalScheduler(["a", "b"], clock=clock, record=Recording(share=0.0, per_second=2))
+    for _ in range(3):
+        for _ in range(5):
+            sched.cancel(sched.schedule([1, 2, 3]).request_id)
+        clock.advance(1.0)
+    assert [one.sequence % 5 for one in sched.records()] == [0, 1] * 3
+    assert len(sched.records()[0].workers) == 2
+
+
 def test_a_python_policy_is_recorded_with_its_scores() -> None:
     sched, _ = scheduler(2, policy="kv_cost")
     sched.schedule([1] * 160, request_id="r")

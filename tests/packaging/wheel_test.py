@@ -28,7 +28,7 @@ BUILT = {".so", ".pyd", ".pyc", ".pyo", ".o", ".a", ".egg", ".whl"}
 EXTRAS = {
     "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.metrics",
     "attach": "aiohttp, preble.attach",
-    "bench": "matplotlib, rich",
+    "bench": "matplotlib, rich, preble.demo.plot, preble.demo.progress",
     "mistral": "mistral_common, sentencepiece",
     "torch": "preble.engines.torch.engine, preble.engines.tiny_models, transformers",
     "ray": "ray.serve",
