@@ -24,6 +24,7 @@ from preble.gateway.tokenizing import SWITCH_SECONDS, TextCodec
 
 PROMPTS = 200
 CALLERS = 8
+TURNS = 10
 MESSAGES = 8
 WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
 
@@ -99,7 +100,8 @@ def main() -> None:
             if cache_bytes:
                 for prompt in prompts:
                     codec.encode_now(prompt)
-            turns = [f"{prompt}{args.mark}and then {i}?" for i, prompt in enumerate(prompts)]
+            rounds = TURNS if cache_bytes else 1  # so that each row takes about a second
+            turns = [f"{p}{args.mark}and then {i}.{turn}?" for turn in range(rounds) for i, p in enumerate(prompts)]
             rate, held = asyncio.run(measure(codec, turns))
             print(f"| {threads} | {name} | {rate:.0f} | {held} |")
             codec.close()
