@@ -63,10 +63,13 @@ def complete(client: Client, prompt: list[int]) -> tuple[int, dict[str, str], An
 
 
 def pid_of(gateway: GatewayProcess, index: int) -> int:
-    """The process at that place, by its command line."""
+    """The process at that place, by its command line; 0 if there is none now."""
     children = Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text().split()
     for pid in map(int, children):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
         if "preble.gateway.processes" in words and json.loads(words[3])["seat"]["index"] == index:
             return pid
     return 0

@@ -39,7 +39,7 @@ try:
     from .guard import Guard
     from .metrics import Metrics
     from .state import Gateway
-    from .tokenizing import TextCodec, first_difference
+    from .tokenizing import SWITCH_SECONDS, TextCodec, first_difference
     from .tracing import Tracing
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
@@ -60,6 +60,7 @@ def serve_until_stopped(load: Callable[[], Loaded], seat: Seat | None = None) ->
     config = load().config
     # The pool's threads are as many as were asked for; the library need not start its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.setswitchinterval(SWITCH_SECONDS)
     log_as_json(config.log_level, {} if seat is None else {"process": seat.index})
     _allow_descriptors(DESCRIPTORS_OWN + DESCRIPTORS_PER_REQUEST * config.max_live_requests)
     _run_loop(_serve(config, load, seat))

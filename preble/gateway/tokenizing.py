@@ -44,6 +44,7 @@ PROBES = (
     "def f(x):\n    return x**2  # comment\n",
     "<|user|>[INST]</s><s>{{json}}",
 )
+SWITCH_SECONDS = 0.0005  # for `sys.setswitchinterval`: so soon a thread that computes lets the event loop go on
 MARKS_TRIED_MAX = 8  # special tokens differ by name only: some speak for all
 ENTRY_BYTES = 200  # what a part costs in the cache beside its text and ids, about
 
