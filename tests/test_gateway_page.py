@@ -197,6 +197,63 @@ def brightness(colour: str) -> float:
     return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
 
 
+def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any, gateway: GatewayProcess) -> None:
+    state = state_of(gateway)
+    state["workers"] = [
+        {**state["workers"][0], "id": f"w{i}", "address": f"tcp://{i}", "state": "quiet" if i == 499 else "ready"}
+        for i in range(500)
+    ]
+    state["workers_left_out"] = 7
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/preble/state*", lambda route: route.fulfill(json=state))
+        page.goto(gateway.url)
+        expect(page.locator(".worker")).to_have_count(24)
+        expect(page.locator(".worker .name").first).to_have_text("w499")  # the one in trouble
+        expect(page.locator("#workers-count")).to_have_text("1 quiet499 ready")
+        page.get_by_role("button", name="Show all 500 (7 more are not listed)").click()
+        expect(page.locator(".worker")).to_have_count(500)
+        page.get_by_role("button", name="Show fewer").click()
+        expect(page.locator(".worker")).to_have_count(24)
+
+
+def test_plans_are_told_with_where_they_lead(browser: Any, gateway: GatewayProcess) -> None:
+    plan = {"kind": "replica", "phase": "began", "plan": 1, "prefix_tokens": 512, "from_worker": "here"}
+    plan |= {"to_worker": MARKUP, "reason": "its load is above 0.8", "saved_seconds": 2.0, "why": None}
+    ended = {**plan, "phase": "ended", "why": "the load fell"}
+    policy = {"kind": "policy", "before": "e2", "after": "random"}
+    told = [{**event, "number": 9 - i, "seconds_ago": 61.0 * i} for i, event in enumerate((ended, plan, policy))]
+    state = {**state_of(gateway), "events": told, "events_total": 40}
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/preble/state*", lambda route: route.fulfill(json=state))
+        page.goto(gateway.url)
+        events = page.locator(".event")
+        expect(events.nth(0)).to_have_text(f"copy ended512 tokens here → {MARKUP}the load fellnow")
+        expect(events.nth(1)).to_have_text(f"copy512 tokens here → {MARKUP}its load is above 0.81 min ago")
+        expect(events.nth(2)).to_have_text("policyrandom instead of e22 min ago")
+        expect(page.locator("#events-note")).to_have_text("40 so far")
+        assert page.locator("img[src=x]").count() == 0
+
+
+def test_another_process_behind_the_same_address_starts_the_charts_afresh(
+    browser: Any, gateway: GatewayProcess
+) -> None:
+    fresh, restarted = state_of(gateway), []
+
+    def answer(route: Any) -> None:
+        after = int(route.request.url.rpartition("=")[2])
+        tick, count = (3, 3) if restarted else (10_000, 200)
+        history = {name: [1.0] * (0 if after >= tick else count) for name in fresh["fleet_history"]}
+        route.fulfill(json={**fresh, "tick": tick, "tick_seconds": 0.05, "fleet_history": history})
+
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/preble/state*", answer)
+        page.goto(gateway.url)
+        line = page.locator("#tile-waiting path.line")
+        expect(line).to_have_attribute("d", re.compile(r"^M[^L]*(L[^L]*){199}$"))
+        restarted.append(True)
+        expect(line).to_have_attribute("d", re.compile(r"^M[^L]*(L[^L]*){2}$"))
+
+
 # --- what must not load -----------------------------------------------------------------------------------------------
 
 

@@ -13,27 +13,27 @@ UNKNOWN = math.nan
 
 
 class Series:
-    """The latest `size` values of one number, a float of 4 bytes each; `UNKNOWN` where there was none."""
+    """The latest `size` values of one number, 8 bytes each, kept with 3 digits; `UNKNOWN` where there was none."""
 
     __slots__ = ("_at", "_values", "count")
 
     def __init__(self, size: int) -> None:
-        self._values = array("f", bytes(4 * size))
+        self._values = array("d", bytes(8 * size))
         self._at = 0
         self.count = 0
 
     def push(self, value: float) -> None:
         """Add a value; at the bound the oldest goes."""
-        self._values[self._at] = value
+        self._values[self._at] = round(value, 3)
         self._at = (self._at + 1) % len(self._values)
         self.count = min(self.count + 1, len(self._values))
 
-    def last(self, count: int) -> list[float | None]:
-        """The latest `count` values or as many as there are, oldest first, rounded to 3 digits; None is unknown."""
+    def last(self, count: int) -> list[float]:
+        """The latest `count` values or as many as there are, oldest first. JSON has null for what is unknown."""
         count = min(count, self.count)
         start = self._at - count
         values = self._values[start:] + self._values[: self._at] if start < 0 else self._values[start : self._at]
-        return [None if value != value else round(value, 3) for value in values]
+        return values.tolist()
 
 
 class Ratio:

@@ -15,8 +15,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -24,7 +23,7 @@ import msgspec
 from ..clock import Clock
 from ..errors import PrebleError
 from ..hottest import HotPrefixes
-from .history import Ratio, Series, percentile
+from .history import UNKNOWN, Ratio, Series, percentile
 from .live_events import Events
 
 if TYPE_CHECKING:
@@ -95,6 +94,7 @@ class Live:
         self._totals: dict[str, Any] = {}
         self._events = Events()
         self._hot = HotPrefixes(secrets.token_bytes(16))
+        self._said: dict[tuple[int, bool], dict[str, Any]] = {}
         self._answers: dict[int, bytes] = {}  # of this tick, by ticks of history
 
     # --- on the loop --------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Live:
         record = next((one for one in reversed(records) if one.sequence == sequence), None)
         if record is None:
             return None
-        return {**_summary(record, self._clock()), "terms": [asdict(terms) for terms in record.workers]}
+        return {**_summary(record), "seconds_ago": self._clock() - record.decided_at, "terms": record.workers}
 
     def _state(self, count: int, gateway: Mapping[str, Any]) -> dict[str, Any]:
         scheduler, now = self._router.scheduler, self._clock()
@@ -255,15 +255,24 @@ class Live:
             "window_seconds": scheduler.config.history_seconds,
             "gateway": gateway,
             "totals": self._totals,
-            "fleet": {name: (series.last(1) or [None])[0] for name, series in self._fleet.items()},
+            "fleet": {name: (series.last(1) or [UNKNOWN])[0] for name, series in self._fleet.items()},
             "fleet_history": {name: series.last(count) for name, series in self._fleet.items()},
             "workers": [self._card(tracked, count, now) for tracked in self._workers.values()],
             "workers_left_out": self._left_out,
-            "prefixes": [asdict(prefix) for prefix in self._hot.top(scheduler, PREFIXES_SHOWN)],
+            "prefixes": self._hot.top(scheduler, PREFIXES_SHOWN),
             "events": self._events.latest(now),
             "events_total": self._events.total,
-            "decisions": [_summary(record, now) for record in reversed(records[-DECISIONS_SHOWN:])],
+            "decisions": self._decisions(records[-DECISIONS_SHOWN:], now),
         }
+
+    def _decisions(self, records: Sequence[DecisionRecord], now: float) -> list[dict[str, Any]]:
+        """The latest first. What was said of a record is kept, for on a large fleet it is long to say."""
+        known, self._said = self._said, {}
+        for record in reversed(records):
+            key = (record.sequence, record.outcome is None)
+            self._said[key] = known.get(key) or _summary(record)
+            self._said[key]["seconds_ago"] = now - record.decided_at
+        return list(self._said.values())
 
     def _card(self, tracked: _Tracked, count: int, now: float) -> dict[str, Any]:
         look = tracked.look
@@ -285,11 +294,10 @@ class Live:
 _COUNTERS = ("requests", "finished", "failed", "cancelled", "resumed", "queue_full", "output_tokens")
 
 
-def _summary(record: DecisionRecord, now: float) -> dict[str, Any]:
+def _summary(record: DecisionRecord) -> dict[str, Any]:
     """A decision in one row: the chosen worker's terms, and what came of it."""
     return {
         "sequence": record.sequence,
-        "seconds_ago": now - record.decided_at,
         "request_id": str(record.request_id),
         "policy": record.policy,
         "reason": record.reason,
@@ -299,8 +307,8 @@ def _summary(record: DecisionRecord, now: float) -> dict[str, Any]:
         "prompt_tokens": record.prompt_tokens,
         "candidates": sum(terms.candidate for terms in record.workers),
         "workers": len(record.workers),
-        "chosen": asdict(record.chosen),
-        "outcome": None if record.outcome is None else asdict(record.outcome),
+        "chosen": record.chosen,
+        "outcome": record.outcome,
         "late_seconds": record.late_seconds,
         "regret_seconds": record.regret_seconds,
         "lost_tokens": record.lost_tokens,

@@ -73,7 +73,7 @@ export function seconds(value) {
   if (size === 0) return "0 s";
   if (size < 0.001) return `${Math.round(value * 1e6)} µs`;
   if (size < 0.9995) return `${(value * 1e3).toFixed(size < 0.01 ? 1 : 0)} ms`;
-  if (size < 120) return `${value.toFixed(size < 10 ? 2 : size < 60 ? 1 : 0)} s`;
+  if (size < 1000) return `${value.toFixed(size < 10 ? 2 : size < 60 ? 1 : 0)} s`;
   return duration(value);
 }
 
