@@ -22,10 +22,11 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 
 from ..clock import Clock
 from ..errors import PrebleError
+from .facts import Facts
 from .http import Receive, Send, problem_response
 from .problems import ApiError
 from .siblings import from_sibling
-from .state import Facts, Gateway
+from .state import Gateway
 from .tracing import hand_on, trace_of
 
 if TYPE_CHECKING:

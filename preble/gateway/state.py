@@ -11,17 +11,16 @@ import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from starlette.requests import Request
 
 from ..clock import Clock, monotonic
 from ..router import Router
 from ..types import SamplingParams
+from .facts import Facts
 from .generation import Job, Piece, Progress, jobs_for, pieces
 from .live import Live
 from .problems import ApiError, unavailable, wrong
@@ -34,27 +33,6 @@ if TYPE_CHECKING:
     from .tracing import Tracing
 
 TokenIds = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class Facts:
-    """What one HTTP request turned out to be, for its log line and the metrics. No prompt, no output."""
-
-    request_id: str
-    started: float
-    key_name: str = ""
-    route: str = ""
-    model: str = ""
-    session: str = ""
-    stream: bool = False
-    progress: Progress = field(default_factory=Progress)
-    first_token_seconds: float | None = None
-
-
-def facts_of(request: Request) -> Facts:
-    """The facts of a request, made by the guard."""
-    facts: Facts = request.scope["preble.facts"]
-    return facts
 
 
 class Gateway:

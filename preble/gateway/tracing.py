@@ -19,7 +19,7 @@ from typing import Any
 from .. import __version__
 from ..errors import MissingExtra
 from ..transport.http_server import TRACE_HEADERS
-from .state import Facts
+from .facts import Facts
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACESTATE_CHARS_MAX = 512
