@@ -34,6 +34,7 @@ try:
 
     from .app import make_app
     from .guard import Guard
+    from .live import RECORDS_PER_SECOND
     from .metrics import Metrics
     from .state import Gateway
     from .tokenizing import TextCodec, first_difference
@@ -44,7 +45,6 @@ logger = logging.getLogger("preble.gateway")
 
 BACKLOG = 2048
 RECORDS_KEPT = 1024
-RECORDS_PER_SECOND = 10  # beside `record_share`, so that the live page of a quiet fleet has every decision
 
 
 def serve_until_stopped(load: Callable[[], Loaded]) -> int:
