@@ -7,6 +7,7 @@
 #   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make chaos   ten minutes of faults on workers, routers and their network, under load
+#   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute
 #   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
 #   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
 #   make build   the compiled core, in place
@@ -15,6 +16,11 @@
 #   make paper-quick  the same with a tenth of the requests (4 minutes), into build/paper-quick
 #   make instructions            instructions per operation against the baseline (valgrind); fails at 5 % more
 #   make instructions-renew REASON="..."   a new baseline
+#   make quickstart  type the commands of docs/quickstart.md, installation included, in a new directory
+#   make wheel       source distribution and a wheel of this Python, into dist/
+#   make wheel-test  that wheel in empty environments: examples, a worker fleet, the cheap extras (ARGS=--all-extras)
+#   make wheels      source distribution and manylinux wheels of every Python (cibuildwheel: needs docker or podman)
+#   make docs        the documentation as pages, into build/site; a broken link fails
 #   make clean   remove what these made
 #
 # PYTHON chooses the interpreter, ARGS adds arguments: `make test ARGS="-k radix"`, `make demo ARGS="--engine simulated"`.
@@ -27,7 +33,8 @@ PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
-.PHONY: demo test test-live check asan tsan leaks chaos fuzz build bench paper paper-quick peers instructions instructions-renew clean
+.PHONY: wheel wheels wheel-test docs quickstart
+.PHONY: demo test test-live check asan tsan leaks chaos soak fuzz build bench paper paper-quick peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -56,6 +63,9 @@ leaks: $(VENV)/built
 chaos: $(VENV)/built
 	$(BIN)/python tests/stress/chaos.py --seconds 600 $(ARGS)
 
+soak: $(VENV)/built
+	$(BIN)/python tests/stress/gateway_soak.py $(ARGS)
+
 # Where atheris has no wheel, a seeded generator damages the inputs instead.
 fuzz: $(VENV)/built
 	@$(PIP) install atheris==3.0.0 || echo "atheris cannot be installed; going on without"
@@ -77,6 +87,31 @@ instructions: $(VENV)/built
 
 instructions-renew: $(VENV)/built
 	$(BIN)/python benchmarks/instructions.py --renew "$(REASON)"
+
+quickstart: $(VENV)/created
+	rm -rf build/quickstart
+	$(PYTHON) tests/packaging/quickstart.py build/quickstart
+
+# The wheel is built from the source distribution, so that one lacking a file cannot pass.
+wheel: $(VENV)/installed
+	rm -rf dist build/wheel
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir build/wheel .
+	$(BIN)/python tests/packaging/repair.py build/wheel dist
+
+wheel-test: wheel
+	$(BIN)/python tests/packaging/wheel_test.py dist $(ARGS)
+
+wheels: $(VENV)/installed
+	@docker info >/dev/null 2>&1 || podman info >/dev/null 2>&1 || \
+		{ echo "make wheels builds in manylinux containers: it needs docker or podman, running. make wheel does not"; exit 1; }
+	$(PIP) install -c constraints.txt cibuildwheel
+	rm -rf dist
+	$(BIN)/python -m build --sdist --outdir dist .
+	CIBW_CONTAINER_ENGINE=$$(docker info >/dev/null 2>&1 && echo docker || echo podman) \
+		$(BIN)/cibuildwheel --platform linux --output-dir dist dist/preble-*.tar.gz
+
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 peers: $(PEERS)/installed
 
@@ -100,7 +135,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/created
 	@echo "Installing what Preble needs into $(VENV), once (about 2 minutes)"
 	$(PIP) install -c constraints.txt setuptools Cython wheel
 	$(PIP) install -c constraints.txt torch==2.13.0
-	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,attach,gateway,top,bench,test,dev,mistral]"
+	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,attach,gateway,otel,top,bench,test,dev,mistral,docs,build]"
 	@touch $@
 
 $(VENV)/built: $(SOURCES) $(VENV)/installed

@@ -189,6 +189,8 @@ async def measure(args: argparse.Namespace) -> Found:
         runs = await compare(fleet, loads, args.output_tokens)
         settings = {name.replace("_", " "): getattr(args, name) for name in SETTINGS}
         settings["tokens of a document"] = f"{min(map(len, documents))} to {max(map(len, documents))}"
+        if args.device == "cpu" and fleet.http:
+            settings["dtype"] = engine_fleet.cpu_dtype(Path("/proc/cpuinfo"))
         if fleet.gateway is not None:
             settings["sglang-router"] = engine_fleet.gateway_version(args.gateway)
         return {

@@ -156,7 +156,7 @@ cdef check_workers(Tree* t, list nodes):
         assert t.workers[worker].tokens == tokens.pop(key, 0), f"M2: tokens of worker {worker}"
         assert t.workers[worker].marks == marks.pop(key, 0), f"M2: marks of worker {worker}"
         assert t.workers[worker].pinned == pinned.pop(key, 0), f"P1: pinned tokens of worker {worker}"
-        assert t.workers[worker].tokens <= t.workers[worker].capacity, f"M2: worker {worker} is over its capacity"
+        assert t.workers[worker].tokens <= t.workers[worker].limit, f"M2: worker {worker} is over its limit"
         own = unpinned.pop(key, set())
         check_recency(t, &t.workers[worker], f"worker {worker}", own)
         check_victims(t, worker, own)

@@ -19,6 +19,7 @@ from preble._events cimport EventBatch, key_of
 from preble._layout cimport Node, generation, node_at
 from preble._memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
+from preble._tree cimport set_limit
 from preble._trust cimport TrustBook
 
 from .errors import InvalidConfig, InvalidInput, TreeFull
@@ -170,6 +171,7 @@ cdef class BlockIndex:
                 self.trust.cleared(self.b.index)
             if self.trust is not None and self.b.stores != stores:
                 self.trust.heard(self.b.index, self.b.runs - runs, self.b.overlaps - overlaps, self.b.odd_runs)
+                set_limit(&self.tree.t, self.b.index, True)
         if outcome != DONE:
             raise MemoryError("cache events")
         self.taken += batch.batch.seen

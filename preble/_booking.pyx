@@ -32,7 +32,7 @@ from preble._e2 cimport (
 from preble._epochs cimport reader_enter, reader_leave
 from preble._gauges cimport Gauges, note_end, note_first
 from preble._guard cimport await_python, guard_leave, guard_try
-from preble._layout cimport LIVE, Node, Tree, Walk, generation, node_at, run_end
+from preble._layout cimport LIVE, Node, Tree, Walk, WorkerMarks, generation, node_at, run_end
 from preble._layout_parts cimport find_entry
 from preble._memory cimport NONE, slab_reserve
 from preble._nodes cimport at_root, confirmed_tokens, tree_walk, walk_holds
@@ -40,7 +40,7 @@ from preble._radix cimport RadixTree
 from preble._retired cimport PLAIN, retire_thing
 from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
 from preble._trust cimport Served
-from preble._tree cimport confirm_path, drop_beside, take_back, tree_insert
+from preble._tree cimport confirm_path, drop_beside, limit_of, set_limit, take_back, tree_insert
 
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
@@ -352,6 +352,12 @@ cdef class DecisionCore(E2):
         """(namespace, first tokens) of some prompts computed on a worker lately. Under the lock."""
         return self.trust.prompts(self.tree, worker, HEAD_TOKENS)
 
+    def hear(self, uint32_t worker, object facts) -> None:
+        """Restore what was heard of a worker's cache, and with it how much it may be believed to hold."""
+        with self.tree:
+            self.trust.restore(worker, facts)
+            set_limit(&self.tree.t, worker, self.trust.on_events(worker))
+
     # --- questions ---
 
     def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy,
@@ -504,6 +510,7 @@ cdef class DecisionCore(E2):
     cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:
         """Note how beliefs about the worker's cache fared, before they are corrected."""
         cdef Node* leaf = node_at(&self.tree.t, lease.leaf)
+        cdef WorkerMarks* marks = &self.tree.t.workers[lease.worker]
         cdef Served one
         one.worker = lease.worker
         one.block_size = max(self.book.rows[lease.worker].block_size, 1)
@@ -520,6 +527,8 @@ cdef class DecisionCore(E2):
         if cached_tokens >= 0 and not lease.told:
             lease.told = True
             self.trust.reported(&one)
+        if marks.limit > marks.capacity and not self.trust.on_events(lease.worker):
+            set_limit(&self.tree.t, lease.worker, False)
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
         """Whether the prompt's last node is still there."""
@@ -665,3 +674,5 @@ cdef class DecisionCore(E2):
             marked = i < self.tree.t.worker_end and self.tree.t.workers[i].capacity > 0
             assert named == booked == marked, f"worker {i}: name {named}, book {booked}, tree {marked}"
             assert named or not self.book.rows[i].eligible, f"free worker {i} is eligible"
+            assert not named or self.tree.t.workers[i].limit == limit_of(
+                self.tree.t.workers[i].capacity, self.trust.on_events(i)), f"worker {i}: limit"

@@ -26,7 +26,7 @@
 #   R2  the child table holds exactly the (parent, first token) -> child pairs
 #   M1  an entry ends within its node, past its start; a worker marks a node only if it marks the whole of the parent
 #       (prefix closure)
-#   M2  a worker's tokens are the sum over its marks, and at most its capacity
+#   M2  a worker's tokens are the sum over its marks, and at most its limit
 #   L1  a worker's recency list holds exactly its unpinned marks, a node always older than its parent, so that the
 #       oldest is a leaf of what the worker caches
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
@@ -128,6 +128,7 @@ cdef struct Victims:             # the oldest marks of a worker's recency list (
 
 cdef struct WorkerMarks:         # one worker's side of the tree
     int64_t capacity             # (r) tokens; 0 = index not in use
+    int64_t limit                # tokens its marks may cover, see set_limit
     int64_t tokens               # (r) sum over its marks
     int64_t pinned               # of these, pinned
     uint32_t marks               # number of marks

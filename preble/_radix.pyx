@@ -54,6 +54,7 @@ from preble._tree cimport (
     forget_dead,
     has_dead,
     make_room_for_root,
+    set_limit,
     sweep_ghosts,
     tree_insert,
 )
@@ -236,6 +237,7 @@ cdef class RadixTree:
             store32(&self.t.workers[i].recency.oldest, NONE)
             self.t.workers[i].recency.newest = NONE
             store_signed(&self.t.workers[i].capacity, capacity_tokens)
+            set_limit(&self.t, i, False)
             store32(&self.t.worker_end, max(self.t.worker_end, i + 1))
             store64(&self.t.worker_changes, self.t.worker_changes + 1)
         return i

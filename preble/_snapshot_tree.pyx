@@ -45,7 +45,7 @@ from preble._radix cimport RadixTree
 from preble._retired cimport MARK, NODE, reclaim_soon, retired_of
 from preble._snapshot_bytes cimport NO_MEMORY, Reader, Writer, chain_free, load_slab, refuse
 from preble._table cimport DELETED_SLOT, EMPTY_SLOT, TABLE_START, new_table, slot_in, table_bytes
-from preble._tree cimport sweep_ghosts
+from preble._tree cimport limit_of, sweep_ghosts
 
 cdef enum:
     TOKENS_MOST = 2147483647
@@ -468,7 +468,7 @@ cdef const char* claim_marks(Load* x) noexcept nogil:
             if reason != NULL:
                 return reason
     for i in range(x.t.worker_end):
-        if x.t.workers[i].tokens > x.t.workers[i].capacity:
+        if x.t.workers[i].tokens > limit_of(x.t.workers[i].capacity, True):
             return b"a worker caches more than it can"
     return NULL
 

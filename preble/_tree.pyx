@@ -57,6 +57,7 @@ cdef enum:
     SHED_STEPS = 256             # aging nodes looked at in one insert, at most
     SHED_IDLE = 8                # uncached nodes passed over in a row before cached ones are tried
     UNDO_CHILDREN = 64           # children looked at before a belief is kept
+    LATE_PART = 4                # of its capacity a worker may be believed to hold more while its word is awaited
 
 cdef struct Needs:               # what an operation will allocate, at most
     int64_t bytes                # runs and entry blocks
@@ -70,7 +71,7 @@ cdef struct Needs:               # what an operation will allocate, at most
 #   2  split the node if the prompt leaves it in the middle (content stays the same)
 #   3  allocate the new leaf and room for every mark that is missing on the path
 #   4  link the leaf; mark, count and touch the path from leaf to root
-#   5  evict the worker's oldest leaves until it is within its capacity
+#   5  evict the worker's oldest leaves until it is within its limit
 
 cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit,
                      double now, uint32_t* leaf) noexcept nogil:
@@ -101,8 +102,8 @@ cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, 
     mark_path(t, walk.node, worker, is_hit, now)
     if run != NULL:
         untouch(node_at(t, walk.node))                         # its first request is no second chance
-    if worker != NONE and state_of(t, worker).tokens > state_of(t, worker).capacity:        # 5
-        evict_tokens(t, worker, state_of(t, worker).tokens - state_of(t, worker).capacity)
+    if worker != NONE and state_of(t, worker).tokens > state_of(t, worker).limit:           # 5
+        evict_tokens(t, worker, state_of(t, worker).tokens - state_of(t, worker).limit)
     leaf[0] = walk.node
     return 0
 
@@ -180,6 +181,21 @@ cdef void untouch(Node* node) noexcept nogil:
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
+# What is evicted here is an estimate: engines choose their victims when they need the memory, among whole blocks. One
+# that tells what it drops is believed to hold the rest, so there the estimate waits until its word must be late.
+
+cdef int64_t limit_of(int64_t capacity, bint told) noexcept nogil:
+    """Tokens that a worker's marks may cover; `told`: its engine tells what it drops."""
+    return capacity + (capacity // LATE_PART if told else 0)
+
+
+cdef void set_limit(Tree* t, uint32_t index, bint told) noexcept nogil:
+    """Bound a worker's marks by its capacity or, if its engine tells what it drops, further up."""
+    cdef WorkerMarks* state = &t.workers[index]
+    state.limit = limit_of(state.capacity, told)
+    if state.tokens > state.limit:
+        evict_tokens(t, state.key, state.tokens - state.limit)
+
 
 cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil:
     """Unmark the worker's oldest tokens, leaves first, the last node in part; returns how many (fewer if all is

@@ -28,6 +28,7 @@ COMMANDS = {
     "attach": ("preble.attach", "what running SGLang and vLLM servers tell, and whether they can be followed"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
     "up": ("preble.up", "start workers and a router together, restart what crashes, drain on SIGTERM"),
+    "tiny-model": ("preble.tiny_model", "make a small model with random weights, to try workers without a download"),
     "keygen": ("preble.keygen", "make the CURVE keys of a fleet, and let routers in or shut them out"),
 }
 

@@ -32,6 +32,23 @@ LOG_FILES = 5  # the one being written and four before it
 LINE_BYTES = 8192
 
 
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def preble_command() -> list[str]:
+    """The start of a command line that runs `preble` in another process: this installation, whatever the directory.
+
+    With `-m`, Python would look in the current directory first, and find the sources, not compiled, of a clone.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    start = (
+        "import sys; sys.path[:] = [path for path in sys.path if path]; "
+        f"{root!r} in sys.path or sys.path.insert(0, {root!r}); "
+        "from preble.cli import main; sys.exit(main())"
+    )
+    return [sys.executable, "-c", start]
+
+
 # --- where a worker runs ----------------------------------------------------------------------------------------------
 
 

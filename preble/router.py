@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._frames import prompt_words
 from .clock import Clock
 from .errors import (
     DuplicateRequest,
@@ -147,6 +149,7 @@ class Router:
         self._live: dict[Hashable, LiveRequest] = {}
         self._running: dict[str, LiveRequest] = {}  # by wire id of the attempt
         self._wire_ids = 0
+        self._numbers = itertools.count(1)  # of requests without a name
         self._warm_ups = WarmUps(scheduler)
         self.on_decision: Callable[[float], object] | None = None  # told how many seconds each one took
         self._available = asyncio.Event()
@@ -328,7 +331,7 @@ class Router:
 
     def _new_id(self, request_id: Hashable) -> Hashable:
         if request_id is None:
-            return f"{self.router_id}/{secrets.token_hex(8)}"
+            return f"{self.router_id}/{next(self._numbers)}"
         if request_id in self._live:
             raise DuplicateRequest(f"request_id {request_id!r} is live")
         return request_id
@@ -340,15 +343,12 @@ class Router:
             encode = getattr(self._tokenizer, "encode", self._tokenizer)
             encoded = encode(prompt)
             prompt = getattr(encoded, "ids", encoded)
-        token_ids = np.asarray(prompt)
-        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu" or not 0 < token_ids.size <= MAX_PROMPT_TOKENS:
-            raise InvalidTokens(
-                f"prompt must be text or 1 to {MAX_PROMPT_TOKENS} integers, "
-                f"got {token_ids.dtype} of shape {token_ids.shape}"
-            )
-        if int(token_ids.min()) < 0 or int(token_ids.max()) > 2**31 - 1:
-            raise InvalidTokens("prompt: token ids must be in [0, 2**31 - 1]")
-        return np.ascontiguousarray(token_ids, dtype=np.int32)
+        if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.dtype != np.int32:
+            prompt = np.ascontiguousarray(prompt, np.int64)
+        token_ids = np.frombuffer(prompt_words(prompt), np.int32)
+        if token_ids.size > MAX_PROMPT_TOKENS:
+            raise InvalidTokens(f"prompt has {token_ids.size} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
+        return token_ids
 
     def _admit(self, live: LiveRequest) -> None:
         if len(self._live) >= self.config.max_live_requests:
@@ -432,7 +432,11 @@ class Router:
     ) -> Decision:
         try:
             return self.scheduler.schedule(
-                token_ids, request_id=request_id, namespace=namespace, max_new_tokens=max_new_tokens, exclude=exclude
+                token_ids,
+                request_id=request_id,
+                namespace=namespace,
+                max_new_tokens=max_new_tokens,
+                exclude=exclude or (),  # the scheduler's own "nobody" takes its shortest way
             )
         except UnknownWorker:
             # The application has removed a worker from the scheduler behind our back, which is its right.

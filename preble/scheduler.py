@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ from .types import (
     BlockKeys,
     CacheEvent,
     Explanation,
+    PrefixStored,
     WorkerCost,
     WorkerSpec,
     check_int,
@@ -400,12 +402,26 @@ class GlobalScheduler(RequestCalls):
         that names another one is ignored, and counted as a conflict. Raises UnknownWorker, InvalidInput (an event that
         is none, or does not fit together; the events before it have been applied).
         """
+        changed = 0
         with self._lock:
-            blocks = self._worker(worker_id).blocks
-            try:
-                return blocks.apply(_all_of("events", events, InvalidInput), self._now())
-            finally:
-                self._counts_here["events"] += blocks.taken
+            worker, now = self._worker(worker_id), self._now()
+            for stored, run in groupby(_all_of("events", events, InvalidInput), _is_prefix_stored):
+                if stored:
+                    changed += sum(self._store_prefix(worker, event, now) for event in run)
+                    continue
+                try:
+                    changed += worker.blocks.apply(run, now)
+                finally:
+                    self._counts_here["events"] += worker.blocks.taken
+        return changed
+
+    def _store_prefix(self, worker: _Worker, event: PrefixStored, now: float) -> bool:
+        """Mark what a worker says it caches; whether that was news."""
+        tree, space = self._core.tree, event.namespace
+        known = tree.matched(event.token_ids, worker.index, namespace=space)
+        tree.insert(event.token_ids, now, worker=worker.index, namespace=space, is_hit=False)
+        self._counts_here["events"] += 1
+        return known < len(event.token_ids)
 
     def apply_raw(
         self,
@@ -637,6 +653,10 @@ def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _is_prefix_stored(event: object) -> bool:
+    return isinstance(event, PrefixStored)
 
 
 def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:

@@ -251,7 +251,7 @@ def _fill(scheduler: GlobalScheduler, reader: Reader, facts: dict[str, Any], the
 def _hear(scheduler: GlobalScheduler, worker: Any, fact: Any) -> None:
     """What was heard of a worker's cache; nothing in snapshots of libraries that did not listen."""
     heard, compared, truth = (None, None, None) if fact is None else fact
-    scheduler._core.trust.restore(worker.index, heard)
+    scheduler._core.hear(worker.index, heard)
     if compared is not None:
         worker.blocks.compare_on(compared)
         worker.truth = Truth.of(truth)

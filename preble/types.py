@@ -129,7 +129,18 @@ class PrefixEvicted:
     namespace: Hashable = None
 
 
-CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | PrefixEvicted
+@dataclass(frozen=True, slots=True)
+class PrefixStored:
+    """A worker now caches `token_ids` from the prompt's start on.
+
+    This is what a worker tells where several routers use it: each knows only of the prompts that it has sent itself.
+    """
+
+    token_ids: Sequence[int]
+    namespace: Hashable = None
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | PrefixEvicted | PrefixStored
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from typing import Any, TextIO
 from . import worker as worker_command
 from .errors import HandshakeRefused, InvalidConfig, UnknownWorker
 from .launcher import Happening, Slot, Supervisor, SupervisorConfig
-from .launcher_process import LogBook, Place, WorkerProcess, parse_places
+from .launcher_process import LogBook, Place, WorkerProcess, parse_places, preble_command
 from .router import Router
 from .transport.security import ClientKeys, check_bind, load_client_keys, load_server_keys
 from .up_prompts import PromptService
@@ -127,7 +127,7 @@ class Plan:
 
     def command(self, bind: tuple[str, str]) -> list[str]:
         """The command line of a worker at an address."""
-        return [sys.executable, "-m", "preble.cli", "worker", *self.worker_arguments(bind)]
+        return [*preble_command(), "worker", *self.worker_arguments(bind)]
 
     def worker_arguments(self, bind: tuple[str, str]) -> list[str]:
         """What follows `preble worker`."""

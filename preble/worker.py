@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from . import engine_choice
@@ -31,6 +32,7 @@ from .launcher_process import end_with_stdin
 from .transport import wire
 from .transport.security import ServerKeys, check_bind, load_server_keys
 from .transport.server import Request, Server, ServerConfig, Session, SessionEnded
+from .types import PrefixStored
 from .worker_engine import EngineThread, Refusal
 
 logger = logging.getLogger("preble.worker")
@@ -77,6 +79,7 @@ class _Ticket:
 
     session: Session
     request_id: str
+    stored: PrefixStored | None  # what is cached once its first token comes, until others have been told
 
 
 class Worker:
@@ -159,7 +162,8 @@ class Worker:
             self.server.send(session, wire.Rejected(submit.request_id, *refusal))
             return
         self.counters.submitted += 1
-        self._live[engine_id] = _Ticket(session, submit.request_id)
+        stored = PrefixStored(submit.token_ids, submit.namespace)  # type: ignore[arg-type]
+        self._live[engine_id] = _Ticket(session, submit.request_id, stored)
         self.engine.submit(
             GenerationRequest(
                 engine_id, submit.token_ids, submit.sampling, submit.namespace, output_offset=submit.output_offset
@@ -214,8 +218,25 @@ class Worker:
                 self.server.publish(output.events)
             for refusal in output.refusals:
                 self._pass_refusal(refusal)
+            self._tell_others(output.chunks)
             for chunk in output.chunks:
                 self._pass_chunk(chunk)
+
+    def _tell_others(self, chunks: Sequence[OutputChunk]) -> None:
+        """Publish the prompts whose first token has come, where there are other routers than the one that sent them.
+
+        What was cached but for its last token is no news.
+        """
+        stored = []
+        for chunk in chunks:
+            ticket = self._live.get(chunk.request_id)
+            if ticket is None or ticket.stored is None or not chunk.token_ids:
+                continue
+            prompt, ticket.stored = ticket.stored, None
+            if (chunk.cached_tokens or 0) < len(prompt.token_ids) - 1:
+                stored.append(prompt)
+        if stored and self.server.session_count > 1:
+            self.server.publish(stored)
 
     def _pass_refusal(self, refusal: Refusal) -> None:
         ticket = self._live.pop(refusal.request_id, None)

@@ -126,6 +126,7 @@ class NaiveTree:
         self.nodes: dict[Path, Node] = {}
         self.recency: dict[str, list[Path]] = {}
         self.capacity: dict[str, int] = {}
+        self.told: set[str] = set()
 
     # --- reads ---
 
@@ -171,6 +172,10 @@ class NaiveTree:
     def cached(self, worker: str) -> int:
         return sum(self.nodes[node].marks[worker].tokens for node in self.recency[worker])
 
+    def limit(self, worker: str) -> int:
+        """What a worker may be believed to hold: a quarter more than it can where its engine tells what it drops."""
+        return self.capacity[worker] + (self.capacity[worker] // 4 if worker in self.told else 0)
+
     def key_end(self, path: Path, limit: int) -> int:
         """End of the deepest node of the first `limit` tokens that is longer than all before it."""
         spans = [(self.start(node), min(len(node[1]), limit)) for node in self.walk(path)[0]]
@@ -186,7 +191,7 @@ class NaiveTree:
             self.nodes[path] = Node(Hits(self.span))
         for node in reversed(self.above(path)):
             self.mark(node, worker, now, is_hit)
-        self.evict(worker, self.cached(worker) - self.capacity[worker])
+        self.evict(worker, self.cached(worker) - self.limit(worker))
 
     def split(self, path: Path, end: int) -> None:
         """Give the tokens up to `end` a node of their own. Who cached past the border now caches two nodes."""
@@ -229,6 +234,11 @@ class NaiveTree:
             tokens = self.nodes[oldest].marks[worker].tokens
             self.keep(oldest, worker, tokens - need)
             need -= tokens
+
+    def settle(self, worker: str, told: bool) -> None:
+        """Whether a worker's engine tells what it drops has just become clear."""
+        (self.told.add if told else self.told.discard)(worker)
+        self.evict(worker, self.cached(worker) - self.limit(worker))
 
     def unmark(self, path: Path, worker: str, kept: int) -> None:
         """The worker lost every prefix through position `kept` of the path."""
@@ -582,6 +592,7 @@ class NaiveScheduler:
             booking.told = True
             marked = self.is_remembered(booking) and self.tree.held(booking.path, booking.account.spec.id) == length
             trust.reported(length, booking.matched, booking.confirmed, cached, marked)
+        self.tree.settle(booking.account.spec.id, trust.on_events)
 
     def correct(self, booking: Booking, cached: int | None, now: float) -> None:
         worker = booking.account.spec.id
@@ -656,6 +667,7 @@ class NaiveScheduler:
 
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
         self.tree.recency[spec.id], self.tree.capacity[spec.id] = [], spec.kv_capacity_tokens
+        self.tree.settle(spec.id, False)
         if None not in self.places:
             self.places.append(None)
         self.places[self.places.index(None)] = spec.id
@@ -682,6 +694,7 @@ class NaiveScheduler:
                 account.trust.cleared()
         elif isinstance(event, PrefixEvicted):
             self.tree.unmark((event.namespace, tuple(event.token_ids)), worker, event.kept_tokens)
+        self.tree.settle(worker, account.trust.on_events)
 
     def store(self, account: Account, event: BlockStored, now: float) -> None:
         parent = event.parent_block_hash

@@ -26,6 +26,7 @@ from preble._blocks import BlockIndex
 from preble._events import EventBatch
 from preble._radix import RadixTree
 from preble.errors import InvalidInput, UnknownWorker
+from preble.types import PrefixStored
 
 DATA = Path(__file__).parent / "data"
 PROMPT = list(range(100, 112))
@@ -381,6 +382,28 @@ def test_each_namespace_is_a_cache_of_its_own() -> None:
     assert (believed(sched, PROMPT, "lora"), believed(sched, PROMPT), believed(sched, PROMPT, "x")) == (8, 4, 0)
     sched.apply("w", [BlockRemoved([1])])
     assert (believed(sched, PROMPT, "lora"), believed(sched, PROMPT)) == (0, 4)
+
+
+def test_a_stored_prefix_is_believed_and_counts_as_no_hit() -> None:
+    sched = scheduler()
+    assert sched.apply("w", [PrefixStored(PROMPT), PrefixStored(PROMPT[:5]), PrefixStored([7, 8], "lora")]) == 2
+    assert (believed(sched, PROMPT), believed(sched, [7, 8, 9]), believed(sched, [7, 8, 9], "lora")) == (
+        len(PROMPT),
+        0,
+        2,
+    )
+    assert sched.apply("w", [PrefixEvicted(PROMPT, 6), PrefixStored(PROMPT[:8]), PrefixEvicted(PROMPT, 7)]) == 3
+    assert believed(sched, PROMPT) == 7
+    assert sched.stats()["events"] == 6
+    sched.check()
+
+
+def test_a_stored_prefix_that_is_none_is_refused_and_those_before_are_taken() -> None:
+    sched = scheduler()
+    with pytest.raises(InvalidInput, match="token_ids"):
+        sched.apply("w", [PrefixStored(PROMPT), PrefixStored([-1])])
+    assert believed(sched, PROMPT) == len(PROMPT)
+    sched.check()
 
 
 def test_workers_may_use_the_same_hash_for_different_blocks() -> None:

@@ -1,11 +1,14 @@
 """Bodies that nobody should send: whatever comes, the gateway answers with a 2xx or a 4xx, never with a 5xx, and lives.
 
-Bodies are made by hypothesis: valid ones with some values replaced, JSON of any shape, and any bytes.
+Bodies are made by hypothesis: valid ones with some values replaced, JSON of any shape, and any bytes. Schemathesis
+makes requests for every operation of /openapi.json, right ones and wrong ones, and a few are such as no library sends.
 """
 
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +16,20 @@ import pytest
 from gateway_support import Client, GatewayProcess, make_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transport_support import WorkerProcess
+from transport_support import HANG_SECONDS, WorkerProcess
+
+from preble.gateway.openapi import document
+
+# An answer of these says how things are: 503 is no failure.
+UNREADY_PATHS = {"/ready"}
+# (method, path, kind of request); without a body there is nothing to be wrong.
+OPERATIONS = [
+    (method.upper(), path, mode)
+    for path, operations in document()["paths"].items()
+    for method, operation in operations.items()
+    for mode in ("positive", "negative")
+    if mode == "positive" or "requestBody" in operation
+]
 
 
 def to_bytes(body: Any) -> bytes:
@@ -117,6 +133,73 @@ def test_no_body_makes_a_5xx(client: Client, request: tuple[str, bytes]) -> None
         assert set(reply["error"]) == {"message", "type", "param", "code"}
     elif headers["content-type"].startswith("text/event-stream"):
         assert reply.endswith("data: [DONE]\n\n") and '"error"' not in reply
+
+
+@pytest.fixture(scope="module")
+def schema(gateway: GatewayProcess) -> Any:
+    """What the gateway says can be asked, as Schemathesis reads it."""
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, which needs Python 3.11")
+    client = Client(gateway.address)
+    status, _, document = client.call("GET", "/openapi.json")
+    client.close()
+    assert status == 200
+    return schemathesis.openapi.from_dict(document)
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
+def test_no_request_that_the_document_allows_or_forbids_makes_a_5xx(
+    schema: Any, gateway: GatewayProcess, method: str, path: str, mode: str
+) -> None:
+    modes = {one.value: one for one in sys.modules["schemathesis"].GenerationMode}
+
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def ask(data: Any) -> None:
+        case = data.draw(schema[path][method].as_strategy(generation_mode=modes[mode]))
+        if isinstance(case.body, dict):
+            shorten(case.body)
+        answer = case.call(base_url=gateway.url)
+        expected = answer.status_code < 500 or (answer.status_code == 503 and path in UNREADY_PATHS)
+        assert expected, f"{answer.status_code}: {answer.text[:200]}"
+
+    ask()
+
+
+def shorten(body: dict[str, Any]) -> None:
+    """Let an answer be short where its length may be chosen: what is looked for is in the other fields."""
+    sampling = body.get("sampling_params")
+    for place, names in ((body, ("max_tokens", "max_completion_tokens")), (sampling, ("max_new_tokens",))):
+        for name in names if isinstance(place, dict) else ():
+            if type(place.get(name)) in (int, type(None)):
+                place[name] = 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /%ff%00/../workers HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabc",
+        b"GET /workers HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nauthorization: \xff\xfe\r\nx-request-id: \xe4\r\n\r\n",
+        b"DELETE /workers/%2e%2e%2f%00 HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+    ],
+)
+def test_no_bytes_make_a_5xx(gateway: GatewayProcess, raw: bytes) -> None:
+    host, _, port = gateway.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert not answer or answer.split(b" ")[1][:1] in b"1234", answer[:100]
 
 
 def test_after_all_of_them_nothing_is_left(client: Client, gateway: GatewayProcess) -> None:

@@ -53,7 +53,7 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
-GATEWAY = {"live_choices": 0, "ready": True}
+GATEWAY = {"live_choices": 0, "tasks": 1, "ready": True}
 
 
 def expressions(dashboard: dict[str, Any]) -> list[str]:

@@ -150,13 +150,16 @@ async def test_an_error_of_one_choice_ends_all(error: Exception) -> None:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
+GATEWAY = {"live_choices": 0, "ready": True, "tasks": 0}
+
+
 def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "WORKER_LABELS_MAX", 2)
     scheduler = GlobalScheduler([f"w{i}" for i in range(5)])
     workers = {f"tcp://{i}": {"worker_id": f"w{i}", "state": "ready", "epoch": 1, "losses": i} for i in range(5)}
     names = ("finished", "failed", "cancelled", "resumed", "queue_full", "live_requests")
     router = {**dict.fromkeys(names, 0), "workers": workers}
-    text = metrics.Metrics(ManualClock()).render(scheduler, router, {"live_choices": 0, "ready": True}).decode()
+    text = metrics.Metrics(ManualClock()).render(scheduler, router, GATEWAY).decode()
     losses = [line for line in text.splitlines() if line.startswith("preble_worker_losses_total")]
     assert losses == [
         'preble_worker_losses_total{worker="w0"} 0.0',

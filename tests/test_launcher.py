@@ -6,14 +6,17 @@ Real processes are in `test_up`.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import preble
 from preble import ManualClock, cli, launcher_process, up
 from preble.errors import InsecureBind, InvalidConfig
 from preble.launcher import Happening, Supervisor, SupervisorConfig
-from preble.launcher_process import LogBook, Place, parse_places
+from preble.launcher_process import LogBook, Place, parse_places, preble_command
 from preble.transport.security import create_keys
 
 CONFIG = SupervisorConfig(
@@ -430,3 +433,12 @@ def test_up_without_its_keys_says_which_file_is_missing(tmp_path: Path) -> None:
 )
 def test_the_router_finds_workers_behind_a_wildcard(bound: str, found: str) -> None:
     assert up.reachable(bound) == found
+
+
+def test_a_worker_runs_this_preble_also_where_the_directory_has_another(tmp_path: Path) -> None:
+    (tmp_path / "preble").mkdir()
+    (tmp_path / "preble" / "__init__.py").write_text("raise SystemExit('the wrong one')\n")
+    done = subprocess.run([*preble_command(), "--version"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"preble {preble.__version__}\n"), done.stderr
+    direct = [sys.executable, "-m", "preble.cli", "--version"]
+    assert "the wrong one" in subprocess.run(direct, cwd=tmp_path, capture_output=True, text=True, check=False).stderr

@@ -23,7 +23,7 @@ FLOORS = [
         "_victims",
         *("_nodes", "_tree", "_slots", "_audit", "_radix", "_cost", "_trust"),
         *("_msgpack", "_decode", "_events", "_block_table", "_block_layout", "_block_places", "_block_store"),
-        "_blocks",
+        *("_blocks", "_frames"),
     },
     {"policy", "policies", "metrics", "_groups", "_steers", "_e2", "_gauges"},
     {
@@ -61,6 +61,7 @@ FLOORS = [
         "launcher",
         "up",
         "keygen",
+        "tiny_model",
         "engine_choice",
         "attach",
         "top",

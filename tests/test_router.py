@@ -264,12 +264,15 @@ async def test_text_is_encoded_by_whatever_tokenizer_was_given() -> None:
     [
         ("text", InvalidInput, "no tokenizer"),
         ([], InvalidTokens, "prompt"),
-        ([[1, 2]], InvalidTokens, "shape"),
-        ([1.5], InvalidTokens, "float64"),
+        ([[1, 2]], InvalidTokens, "list"),
+        (np.array([[1, 2]]), InvalidTokens, "2 dimensions"),
+        ([1.5], InvalidTokens, "float"),
         ([True], InvalidTokens, "bool"),
-        ([-1], InvalidTokens, "2\\*\\*31"),
-        ([2**31], InvalidTokens, "2\\*\\*31"),
-        (None, InvalidTokens, "object"),
+        ([-1], InvalidTokens, "-1, outside"),
+        (np.array([1, -1], np.int32), InvalidTokens, "token_ids.1. is outside"),
+        (np.array([2**63], np.uint64), InvalidTokens, "outside"),
+        ([2**31], InvalidTokens, "outside"),
+        (None, InvalidTokens, "NoneType"),
     ],
 )
 @asynchronous

@@ -205,6 +205,15 @@ def test_no_two_sockets_of_a_fleet_have_the_same_port(processes: Any) -> None:
     assert len(set(ports)) == len(ports) and 24_000 <= min(ports) <= max(ports) < 24_200
 
 
+@pytest.mark.parametrize("flags, dtype", [("fpu avx512f amx_bf16", "bfloat16"), ("fpu avx512f", "float32")])
+def test_without_amx_engines_on_a_cpu_compute_in_float32(
+    processes: Any, tmp_path: Path, flags: str, dtype: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    assert processes.cpu_dtype(tmp_path / "cpuinfo") == dtype
+    assert processes.cpu_dtype(tmp_path / "missing") == "float32"
+
+
 @pytest.mark.parametrize("code, ends", [("import sys; sys.exit('no such model')", "no such model"), ("pass", "")])
 def test_an_engine_that_ends_before_it_is_ready_says_why(
     processes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, ends: str

@@ -294,12 +294,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.apply(self.worker(which), AllBlocksCleared())
 
     def apply(self, name: str, event: object) -> None:
-        """The same event to both. What it returns is whether a belief changed; at full capacity it may count a change
+        """The same event to both. What it returns is whether a belief changed; at its limit it may count a change
         that its own eviction undid."""
         before = self.beliefs(name)
         changed = self.real.apply(name, [event])
         self.model.apply(name, event, self.clock())
-        is_full = self.model.tree.cached(name) == self.model.tree.capacity[name]
+        is_full = self.model.tree.cached(name) == self.model.tree.limit(name)
         assert changed == (self.beliefs(name) != before) or (changed and is_full)
         assert len(self.real._workers[name].blocks) == len(self.model.accounts[name].blocks)
 

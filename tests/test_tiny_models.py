@@ -15,8 +15,16 @@ transformers = pytest.importorskip("transformers")
 pytest.register_assert_rewrite("torch_fixtures")
 pytest_plugins = ["torch_fixtures"]
 
+from preble import cli  # noqa: E402
 from preble.engines import tiny_models  # noqa: E402
-from preble.engines.tiny_models import SPECS, corpus, make_tiny_model, stdlib_directory, train_tokenizer  # noqa: E402
+from preble.engines.tiny_models import (  # noqa: E402
+    SPECS,
+    corpus,
+    make_tiny_model,
+    make_tiny_model_at,
+    stdlib_directory,
+    train_tokenizer,
+)
 from preble.errors import EngineError, InvalidInput  # noqa: E402
 
 
@@ -158,3 +166,23 @@ def test_the_config_is_plain_json_without_machine_paths(tiny_model_dir: Path) ->
     text = (tiny_model_dir / "config.json").read_text()
     json.loads(text)
     assert "/" not in text.replace("float32", "")
+
+
+def test_the_command_makes_a_model_where_it_is_told_to_and_touches_nothing_that_is_there(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "some" / "tiny"
+    assert cli.main(["tiny-model", str(made)]) == 0
+    assert capsys.readouterr().out == f"{made}\n"
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert (made / name).read_bytes() == (tiny_model_dir / name).read_bytes(), name
+    (made / "config.json").unlink()
+    assert cli.main(["tiny-model", str(made), "--seed", "1"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert not (made / "config.json").exists() and list(made.parent.iterdir()) == [made]
+
+
+def test_a_model_at_a_place_needs_a_known_spec(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="llama-1m"):
+        make_tiny_model_at("llama-7b", tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []

@@ -120,6 +120,47 @@ def test_a_report_of_less_prunes_what_hung_below_but_not_where_events_tell() -> 
         assert scheduler.match([*long, 1]).matched_tokens == {"a": left}
 
 
+def full_scheduler(told: bool) -> GlobalScheduler:
+    """Two thirds of a worker's cache are in use; `told`: by its engine's own word."""
+    spec = WorkerSpec("a", block_size=16, kv_capacity_tokens=100)
+    scheduler = GlobalScheduler([spec], clock=ManualClock(0.0), config=SchedulerConfig(history_seconds=180.0))
+    serve(scheduler, prompt(0), cached=0)
+    if told:
+        scheduler.apply("a", [stored(prompt(0))])
+    return scheduler
+
+
+def test_what_an_engine_told_of_is_not_evicted_by_estimate_ahead_of_its_word() -> None:
+    """An engine that keeps what the estimate would have evicted never speaks of it again."""
+    for told, left in ((False, 32), (True, 64)):
+        scheduler = full_scheduler(told)
+        serve(scheduler, prompt(1, 60), cached=0)
+        assert scheduler.match([*prompt(0), 1]).matched_tokens == {"a": left}
+    scheduler.apply("a", [stored(prompt(1)), BlockRemoved(stored(prompt(0)).block_hashes[1:])])
+    assert scheduler.match([*prompt(0), 1]).matched_tokens == {"a": 16}
+    scheduler.check()
+
+
+def test_where_word_is_late_beliefs_end_a_quarter_above_capacity() -> None:
+    scheduler = full_scheduler(told=True)
+    for number in range(1, 4):
+        serve(scheduler, prompt(number), cached=0)
+    assert of(scheduler)["cached_tokens"] == 125
+    scheduler.check()
+
+
+def test_where_an_engine_falls_silent_beliefs_end_at_capacity_again() -> None:
+    scheduler = full_scheduler(told=True)
+    for number in range(ENOUGH):
+        assert of(scheduler)["cached_tokens"] > 100 or number < 2
+        serve(scheduler, prompt(1 + number), cached=0)
+    assert (of(scheduler)["cached_tokens"], of(scheduler)["cache_source"]) == (100, "reports")
+    scheduler.apply("a", [stored(prompt(900))])
+    scheduler.schedule(prompt(901))
+    assert of(scheduler)["cached_tokens"] == 125
+    scheduler.check()
+
+
 def test_a_report_of_more_extends_what_is_believed() -> None:
     """What was forgotten while the request waited is believed again, whatever was reported."""
     scheduler = scheduler_of("a", block_size=16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preble._frames import read_chunk, read_submit, write_chunk, write_submit
 from preble.errors import InvalidInput, ProtocolError
 from preble.transport import wire
 from preble.transport.fields import MAX_EVENTS, MAX_ID_BYTES, MAX_STOP_TOKENS, MAX_TEXT_BYTES, check_namespace
-from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, SamplingParams
+from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, PrefixStored, SamplingParams
 
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
 
@@ -54,6 +56,7 @@ EVENTS = st.one_of(
     ),
     st.builds(BlockRemoved, HASHES, st.none() | TEXT),
     st.builds(AllBlocksCleared),
+    st.builds(PrefixStored, PROMPT, NAMESPACES),
     PROMPT.flatmap(lambda ids: st.builds(PrefixEvicted, st.just(ids), st.integers(0, len(ids)), NAMESPACES)),
 )
 
@@ -158,16 +161,6 @@ def test_a_chunk_costs_few_bytes() -> None:
     assert len(frame) < 40
 
 
-# --- hostile bytes ----------------------------------------------------------------------------------------------------
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=1000)
-def test_random_bytes_raise_protocol_error_and_nothing_else(frame: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        wire.decode(frame, ALL)
-
-
 JUNK = st.recursive(
     st.none()
     | st.booleans()
@@ -178,6 +171,106 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=8,
 )
+
+
+# --- the two ways through ---------------------------------------------------------------------------------------------
+
+
+def answer(decode: Callable[[], wire.Envelope]) -> Any:
+    """What a decoder makes of a frame, errors included."""
+    try:
+        envelope = decode()
+    except ProtocolError as error:
+        return str(error)
+    return (*envelope[:3], type(envelope.message), plain(envelope.message))
+
+
+def assert_both_ways_agree(frame: bytes) -> None:
+    """Whatever the short way answers, the way field by field says the same."""
+    assert answer(lambda: wire.decode(frame, ALL)) == answer(lambda: wire.decode_by_fields(frame, ALL))
+
+
+@given(MESSAGES, INT63, INT63, INT63)
+def test_both_ways_write_the_same_bytes(message: wire.Message, epoch: int, session: int, seq: int) -> None:
+    frame = wire.encode(message, epoch=epoch, session=session, seq=seq)
+    assert frame == wire.encode_by_fields(message, epoch, session, seq)
+
+
+@given(MESSAGES, st.data())
+@settings(max_examples=1000)
+def test_both_ways_read_the_same_from_damaged_frames(message: wire.Message, data: st.DataObject) -> None:
+    frame = bytearray(wire.encode(message, epoch=300, session=2, seq=70_000))
+    assert_both_ways_agree(bytes(frame))
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    assert_both_ways_agree(bytes(frame))
+    assert_both_ways_agree(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+    assert_both_ways_agree(bytes(frame) + b"\0")
+
+
+@given(MESSAGES, st.data())
+@settings(max_examples=500)
+def test_both_ways_read_the_same_from_junk_fields(message: wire.Message, data: st.DataObject) -> None:
+    values = msgpack.unpackb(wire.encode(message))
+    values[data.draw(st.integers(0, len(values) - 1))] = data.draw(JUNK)
+    assert_both_ways_agree(msgpack.packb(values))
+
+
+USUAL = [
+    wire.Chunk("17", 3, (1, 2**31 - 1)),
+    wire.Chunk("17", 0, (5,), 12, "length", None, 9),
+    wire.Chunk("17", 0, (), None, "stop"),
+    wire.Submit("a" * MAX_ID_BYTES, np.arange(2000, dtype=np.int32)),
+    wire.Submit("1", np.array([7, 8], np.int32), SamplingParams(5, 0.5, 0.9, (2, 3), True, 2**63 - 1), None, 1),
+]
+UNUSUAL = [
+    wire.Chunk("17", 0, (1,), None, "abort"),
+    wire.Chunk("17", 0, (1,), None, "error", "why"),
+    wire.Submit("1", np.array([7], np.int32), SamplingParams(temperature=0)),  # an int, which travels as one
+    wire.Submit("1", np.array([7], np.int32), namespace=("lora", 1)),
+]
+
+
+@pytest.mark.parametrize("message", USUAL)
+def test_the_usual_message_takes_the_short_way(message: Any) -> None:
+    frame = wire.encode(message, epoch=1, session=2, seq=3)
+    assert short_read(frame) is not None and short_write(message) is not None
+
+
+@pytest.mark.parametrize("message", UNUSUAL)
+def test_the_short_way_declines_what_is_rare(message: Any) -> None:
+    assert short_read(wire.encode(message)) is None and short_write(message) is None
+
+
+def short_read(frame: bytes) -> Any:
+    """What the short way makes of a frame."""
+    return read_chunk(frame, wire.PROTOCOL_VERSION) or read_submit(frame, wire.PROTOCOL_VERSION)
+
+
+def short_write(message: Any) -> bytes | None:
+    """What the short way makes of a message."""
+    if isinstance(message, wire.Chunk):
+        return write_chunk(message, 1, 2, 3, wire.PROTOCOL_VERSION)
+    return write_submit(message, 1, 2, 3, message.token_ids, wire.PROTOCOL_VERSION)
+
+
+def test_the_largest_frame_of_the_short_way_fits_its_room() -> None:
+    chunk = wire.Chunk("x" * MAX_ID_BYTES, 2**31 - 1, (2**31 - 1,) * 70_000, 2**31 - 1, "length", None, 2**63 - 1)
+    sampling = SamplingParams(2**31 - 1, 999.9, 1.0, (1,) * MAX_STOP_TOKENS, True, 2**63 - 1)
+    submit = wire.Submit("x" * MAX_ID_BYTES, np.zeros(70_000, np.int32), sampling, None, 69_999)
+    for message in (chunk, submit):
+        frame = wire.encode(message, epoch=2**63 - 1, session=2**63 - 1, seq=2**63 - 1)
+        assert frame == wire.encode_by_fields(message, 2**63 - 1, 2**63 - 1, 2**63 - 1)
+
+
+# --- hostile bytes ----------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=1000)
+def test_random_bytes_raise_protocol_error_and_nothing_else(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode(frame, ALL)
 
 
 def decodes_or_protocol_error(frame: bytes) -> None:

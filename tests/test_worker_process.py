@@ -41,7 +41,7 @@ from preble.router import Router
 from preble.transport import wire
 from preble.transport.security import create_keys, load_client_keys
 from preble.transport.server import ServerConfig
-from preble.types import CacheEvent, PrefixEvicted
+from preble.types import CacheEvent, PrefixEvicted, PrefixStored
 from preble.worker import Worker, WorkerConfig
 
 PROMPT = list(range(200, 400))
@@ -617,6 +617,25 @@ def test_events_go_out_before_the_chunks_of_the_same_step(leashed: Make) -> None
     one.peer.send(wire.Replay(0))
     events = one.peer.expect(wire.Events)
     assert events.number == 0 and events.events[0].kept_tokens == 1
+
+
+def test_a_prompt_is_told_to_the_other_routers_where_there_are_any(leashed: Make) -> None:
+    one = leashed()
+    one.submit("alone", max_new_tokens=1)
+    one.engine.allowed.release()
+    one.peer.expect(wire.Chunk)
+    other = Peer(one.worker.server.endpoint)
+    other.hello()
+    one.submit("r", max_new_tokens=2)
+    for _ in range(2):
+        one.engine.allowed.release()
+        one.peer.expect(wire.Chunk)
+    other.send(wire.Replay(0))
+    events = other.expect(wire.Events)
+    assert events.number == 0 and [type(event) for event in events.events] == [PrefixStored]
+    assert list(events.events[0].token_ids) == [1, 2]
+    assert other.expect(wire.ReplayEnd).next_event_seq == 1, "once, and never while there was one router"
+    other.close()
 
 
 def test_a_draining_worker_refuses_new_requests_and_ends_when_the_last_one_does(leashed: Make) -> None:

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from ..errors import PrebleError
+from ..launcher_process import preble_command
 
 LOG_LINES_SHOWN = 25
 STOP_SECONDS = 10.0
@@ -55,7 +55,7 @@ class Fleet:
 
     def command(self, number: int) -> list[str]:
         """What a user would type to start this worker."""
-        command = [sys.executable, "-m", "preble.cli", "worker", "--id", self.worker_ids[number]]
+        command = [*preble_command(), "worker", "--id", self.worker_ids[number]]
         command += ["--bind", "tcp://127.0.0.1:*", *self._arguments]
         cores = available_cores()
         return [*command, "--cpu", str(cores[number])] if len(cores) >= len(self.worker_ids) else command

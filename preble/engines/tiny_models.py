@@ -62,20 +62,38 @@ def make_tiny_model(spec: str, directory: str | os.PathLike[str], *, seed: int =
     if spec not in SPECS:
         raise InvalidInput(f"spec must be one of {sorted(SPECS)}, got {spec!r}")
     final = Path(directory) / f"{spec}-seed{seed}"
-    if final.is_dir():
-        return final
+    if not final.is_dir():
+        _make(SPECS[spec], final, seed)
+    return final
+
+
+def make_tiny_model_at(spec: str, final: str | os.PathLike[str], *, seed: int = 0) -> Path:
+    """Make model `spec` as the directory `final`, which must not exist yet; otherwise like `make_tiny_model`.
+
+    Raises `InvalidInput` for an unknown spec or a `final` that exists, which is left as it is.
+    """
+    if spec not in SPECS:
+        raise InvalidInput(f"spec must be one of {sorted(SPECS)}, got {spec!r}")
+    path = Path(final)
+    if path.exists():
+        raise InvalidInput(f"{path} exists already; nothing was changed")
+    _make(SPECS[spec], path, seed)
+    return path
+
+
+def _make(spec: TinySpec, final: Path, seed: int) -> None:
+    """Build the model beside `final`, then move it there."""
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     except OSError as error:
         raise EngineError(f"cannot make a model in {final.parent}: {error}") from error
     try:
-        _write_model(SPECS[spec], building, seed)
+        _write_model(spec, building, seed)
         building.chmod(0o755)
         _publish(building, final)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return final
 
 
 def _publish(building: Path, final: Path) -> None:

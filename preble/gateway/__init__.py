@@ -1,6 +1,7 @@
 """`preble serve`: an HTTP front door to a fleet of workers, OpenAI-compatible. Owns the command's options.
 
 program        the process: start, signals, reload, end        config          every knob, and where it comes from
+processes      several of them on one port                     siblings        what they ask each other
 app, guard     routes; keys, limits, errors, log               state           one request from prompt to pieces
 openai_api     chat completions, completions, models           generation      choices, stop strings, merging
 sglang_api     /generate                                       tokenizing      text to ids; `detokenizing` back
@@ -8,6 +9,7 @@ admin_api      health, workers, explanations                   chat_template   m
 schemas        request bodies                                  metrics         Prometheus
 problems       errors as HTTP                                  http            bodies, SSE, clients that go away
 page_api       the live page; its files are in page/           live            what it shows; `history`, `live_events`
+logs           JSON lines                                      openapi         what can be asked, as a document
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises typed errors for a wrong configuration."""
+    config = loaded_from(args).config
+    if config.processes > 1:
+        from .processes import serve_processes
+
+        return serve_processes(args, config)
     from .program import serve_until_stopped
 
     return serve_until_stopped(lambda: loaded_from(args))
@@ -51,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 def loaded_from(args: argparse.Namespace) -> Loaded:
     """The configuration that the command line, the environment and the file make together, read anew."""
-    from .config import FIELDS, load
+    from .config import load_for
 
-    flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
-    return load(args.config, os.environ, flags)
+    return load_for(args, os.environ)

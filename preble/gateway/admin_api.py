@@ -13,10 +13,12 @@ A worker's id may hold slashes and colons; its address does as well as its id.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +27,10 @@ from ..router_fleet import Worker
 from .http import json_response, read_body
 from .problems import ApiError, unavailable, wrong
 from .schemas import ExplainRequest, WorkerRequest, decode, plain_messages
+from .siblings import from_sibling, statuses
 from .state import Gateway, TokenIds
+
+logger = logging.getLogger("preble.gateway")
 
 _ADDRESS = re.compile(
     r"(tcp|https?)://([\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})|ipc:///?[\w./@-]{1,100}", re.ASCII
@@ -64,7 +69,8 @@ class Admin:
         await self._gateway.router.add_worker(body.address)
         worker = self._fleet[body.address]
         known = self._gateway.router.scheduler.stats()["workers"]
-        return json_response(self._card(worker, known), 201 if worker.state == "ready" else 202)
+        told = msgspec.json.encode({"address": body.address})
+        return await self._in_all(request, self._card(worker, known), 201 if worker.state == "ready" else 202, told)
 
     async def drain_worker(self, request: Request) -> Response:
         """POST /workers/{id}/drain."""
@@ -73,13 +79,27 @@ class Admin:
             raise ApiError(409, f"the worker is {worker.state}, it cannot drain", code="not_ready")
         self._gateway.router.scheduler.drain_worker(worker.worker_id)
         known = self._gateway.router.scheduler.stats()["workers"]
-        return json_response(self._card(worker, known), 202)
+        return await self._in_all(request, self._card(worker, known), 202)
 
     async def remove_worker(self, request: Request) -> Response:
         """DELETE /workers/{id}."""
         worker = self._find(request.path_params["worker_id"])
         await self._gateway.router.remove_worker(worker.address)
-        return json_response({"removed": worker.worker_id or worker.address})
+        return await self._in_all(request, {"removed": worker.worker_id or worker.address}, 200)
+
+    async def _in_all(self, request: Request, content: dict[str, Any], status: int, body: bytes = b"") -> Response:
+        """The answer to a change that was made here, when it was asked of the other processes too.
+
+        What one of them refuses is in the answer and in the log: it may have known already, or have just been started.
+        """
+        siblings = self._gateway.siblings
+        if siblings is None or from_sibling(siblings, request.scope):
+            return json_response(content, status)
+        answers = await siblings.ask(request.method, request.scope["raw_path"].decode("ascii"), body)
+        for answer in answers:
+            if answer.status is None or answer.status >= 400:
+                logger.warning("process %d did not follow a change of workers: %s", answer.index, answer.status)
+        return json_response(content | {"processes": statuses(status, siblings.seat.index, answers)}, status)
 
     async def explain(self, request: Request) -> Response:
         """POST /v1/preble/explain."""

@@ -14,11 +14,13 @@ from starlette.routing import Route, Router
 from ..clock import Clock
 from .admin_api import Admin
 from .guard import Guard
-from .http import Receive, Send
+from .http import Receive, Send, json_response
 from .openai_api import OpenAI
+from .openapi import document
 from .page_api import Page
 from .problems import ApiError
 from .sglang_api import Sglang
+from .siblings import from_sibling, merged
 from .state import Gateway
 
 
@@ -30,7 +32,18 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         """GET /metrics. Counters are read on the loop, the text is made beside it."""
         facts = gateway.router.stats()
         text = await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, facts, gateway.stats())
+        siblings = gateway.siblings
+        if siblings is not None and not from_sibling(siblings, request.scope):
+            answers = await siblings.ask("GET", "/metrics")
+            told = {answer.index: answer.body if answer.status == 200 else None for answer in answers}
+            text = merged(dict(sorted({siblings.seat.index: text, **told}.items())))
         return Response(text, media_type=gateway.metrics.content_type)
+
+    described = json_response(document())
+
+    async def openapi_document(request: Request) -> Response:
+        """GET /openapi.json."""
+        return described
 
     routes = [
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
@@ -45,6 +58,7 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         Route("/workers/{worker_id:path}/drain", admin.drain_worker, methods=["POST"]),
         Route("/workers/{worker_id:path}", admin.remove_worker, methods=["DELETE"]),
         Route("/v1/preble/explain", admin.explain, methods=["POST"]),
+        Route("/openapi.json", openapi_document),
         Route("/v1/preble/state", page.state),
         Route("/v1/preble/decisions/{sequence}", page.decision),
         Route("/", page.index),

@@ -10,6 +10,7 @@ that are nearly a name. Keys are secrets: they have no flags, and `preble config
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     workers: list[Name] = []
     host: Name = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
     policy: Name = "e2"
     tokenizer: Name | None = None
     tokenizer_mismatch: Literal["refuse", "warn"] = "refuse"
@@ -71,6 +73,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connect_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
     drain_seconds: Seconds = 30.0
     record_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    traces_endpoint: Name | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     scheduler: SchedulerConfig = SchedulerConfig()
 
@@ -115,6 +118,12 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[Field
             values[path] = value
             origins[".".join(path)] = origin(path)
     return Loaded(_checked(values, origins), origins)
+
+
+def load_for(args: argparse.Namespace, environment: Mapping[str, str]) -> Loaded:
+    """The configuration for a command line, whose options are named as `add_arguments` names them. Raises as `load`."""
+    flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
+    return load(args.config, environment, flags)
 
 
 def _from_file(file: Path) -> dict[FieldPath, Any]:

@@ -22,9 +22,12 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 
 from ..clock import Clock
 from ..errors import PrebleError
+from .facts import Facts
 from .http import Receive, Send, problem_response
 from .problems import ApiError
-from .state import Facts, Gateway
+from .siblings import from_sibling
+from .state import Gateway
+from .tracing import hand_on, trace_of
 
 if TYPE_CHECKING:
     from .config import GatewayConfig
@@ -40,6 +43,9 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
 OPEN_FOLDER = "/page/"  # the live page's files, which know nothing
 UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
 OPERATOR_PATHS = ("/workers", "/v1/preble")
+OTHER = "other"
+# What clients of several routers call the conversation that a request is of; the first that is there counts.
+SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-smg-routing-key")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -88,6 +94,12 @@ class Keys:
         return digest[:8]
 
 
+def _session_of(headers: Any) -> str:
+    """The session that the headers name, "" if none or one that is no name."""
+    given = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
+    return given if _REQUEST_ID.fullmatch(given) else ""
+
+
 def is_open(path: str) -> bool:
     """Whether nobody needs a key there."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
@@ -109,6 +121,8 @@ class Guard:
         self._app = app
         self._gateway = gateway
         self._clock = clock
+        siblings = gateway.siblings
+        self._own = [] if siblings is None else [(b"x-preble-process", str(siblings.seat.index).encode())]
         self.configure(gateway.config)
 
     def configure(self, config: GatewayConfig) -> None:
@@ -126,6 +140,11 @@ class Guard:
         headers = HTTPConnection(scope).headers
         given = headers.get("x-request-id", "")
         facts = Facts(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
+        facts.session = _session_of(headers)
+        tracing = None if is_quiet(scope["path"]) else self._gateway.tracing
+        span = None if tracing is None else tracing.begin(headers)
+        if tracing is None:
+            hand_on(trace_of(headers))
         scope["preble.facts"], scope["app"] = facts, self
         status = 0
 
@@ -133,7 +152,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", facts.request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", facts.request_id.encode()), *self._own]
             await send(message)
 
         try:
@@ -150,9 +169,15 @@ class Guard:
             await self._refuse(defect, scope, receive, answer, status)
         finally:
             self._note(scope, facts, status, self._clock() - started)
+            if tracing is not None:
+                route = getattr(scope.get("route"), "path", OTHER)
+                tracing.end(span, scope["method"], route, status or CLIENT_GONE, facts)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, facts: Facts, headers: Any) -> None:
         path = scope["path"]
+        if from_sibling(self._gateway.siblings, scope):
+            await self._app(scope, receive, send)
+            return
         facts.key_name = self._keys.name_of(headers, path)
         if self._limiter is not None and not is_quiet(path):
             client = scope.get("client") or ("unknown",)
@@ -169,7 +194,7 @@ class Guard:
             await problem_response(error)(scope, receive, send)
 
     def _note(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")
+        route = getattr(scope.get("route"), "path", OTHER)
         self._gateway.metrics.request(route, status, seconds)
         if is_quiet(route) or not logger.isEnabledFor(logging.INFO):
             return
@@ -182,6 +207,7 @@ class Guard:
             "status": status or CLIENT_GONE,
             "seconds": round(seconds, 6),
             "key": facts.key_name,
+            "session": facts.session,
             "stream": facts.stream,
             "first_token_seconds": facts.first_token_seconds,
             "choices": len(progress.choices),

@@ -15,7 +15,14 @@ from ..records import DecisionRecord
 from .generation import Job, Piece
 
 try:
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+    from prometheus_client import (
+        CONTENT_TYPE_LATEST,
+        CollectorRegistry,
+        Counter,
+        Histogram,
+        ProcessCollector,
+        generate_latest,
+    )
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError as error:
     raise MissingExtra("metrics need prometheus_client: pip install 'preble[gateway]'") from error
@@ -39,6 +46,7 @@ class Metrics:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
 
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Any:
             return Counter(f"preble_{name}", text, labels, registry=registry)
@@ -293,5 +301,6 @@ def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> l
         *ended,
         _gauge("generations_live", "Generations that go on", router["live_requests"]),
         _gauge("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
+        _gauge("tasks", "Tasks of the event loop", gateway["tasks"]),
         _gauge("ready", "1 while a request would find a worker", gateway["ready"]),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .facts import Facts, facts_of
 from .generation import Job, Piece, Progress
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .schemas import (
@@ -26,7 +27,7 @@ from .schemas import (
     sampling_of,
     stop_strings,
 )
-from .state import Facts, Gateway, TokenIds, decision_headers, facts_of
+from .state import Gateway, TokenIds, decision_headers
 
 
 class Shape:

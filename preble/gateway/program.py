@@ -1,4 +1,4 @@
-"""The gateway's process: its start, its signals and its end. Owns uvicorn, the logs' format, and reloading.
+"""The gateway's process: its start, its signals and its end. Owns uvicorn and reloading.
 
 SIGTERM, SIGINT   no new connections; answers that go on may end, for at most `drain_seconds`; exit code 0. Twice: now.
 SIGHUP            the configuration is read again; what can change without a restart does, the rest is named in the log.
@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from ..router import Router, RouterConfig
 from ..scheduler import GlobalScheduler
 from ..transport.security import load_client_keys
 from .config import GatewayConfig, Loaded, changes
+from .logs import log_as_json
+from .siblings import Seat, Siblings
 
 try:
     import msgspec
@@ -38,48 +41,71 @@ try:
     from .metrics import Metrics
     from .state import Gateway
     from .tokenizing import TextCodec, first_difference
+    from .tracing import Tracing
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
 
 logger = logging.getLogger("preble.gateway")
 
 BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle connection: they shall close it, not we
+DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
+DESCRIPTORS_PER_REQUEST = 2  # the client's connection, and one to a server over HTTP
 RECORDS_KEPT = 1024
 
 
-def serve_until_stopped(load: Callable[[], Loaded]) -> int:
-    """Run the gateway that `load` describes, in this thread. Main thread only, for the signals."""
+def serve_until_stopped(load: Callable[[], Loaded], seat: Seat | None = None) -> int:
+    """Run the gateway that `load` describes, in this thread; with a `seat` it is one of several. Main thread only, for
+    the signals."""
     config = load().config
     # The pool's threads are as many as were asked for; the library need not start its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, force=True)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(JsonLines())
-    asyncio.run(_serve(config, load))
+    log_as_json(config.log_level, {} if seat is None else {"process": seat.index})
+    _allow_descriptors(DESCRIPTORS_OWN + DESCRIPTORS_PER_REQUEST * config.max_live_requests)
+    _run_loop(_serve(config, load, seat))
     return 0
 
 
-async def _serve(config: GatewayConfig, load: Callable[[], Loaded]) -> None:
-    listener = _listen(config.host, config.port)
-    codec = None
+def _run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run it on uvloop, or on asyncio's own loop where uvloop is not installed."""
     try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
+
+
+async def _serve(config: GatewayConfig, load: Callable[[], Loaded], seat: Seat | None) -> None:
+    listeners = [_listen(config.host, config.port if seat is None else seat.port, shared=seat is not None)]
+    siblings = None if seat is None else Siblings(seat)
+    codec = tracing = None
+    try:
+        tracing = None if config.traces_endpoint is None else Tracing(config.traces_endpoint)
         codec = _codec(config)
         metrics = Metrics(time.monotonic)
-        router = _router(config, metrics, codec)
+        running = None if siblings is None else await siblings.workers()
+        router = _router(config, metrics, codec, running)
         await _start(router, config, codec)
+        _drain_like(router, running or [])
+        if seat is not None:
+            listeners.append(seat.listen())
         try:
-            gateway = Gateway(router, codec, config, metrics)
-            await _run(make_app(gateway), gateway, listener, load)
+            gateway = Gateway(router, codec, config, metrics, siblings=siblings, tracing=tracing)
+            await _run(make_app(gateway), gateway, listeners, load)
         finally:
             await router.close()
             router.scheduler.close()
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         if codec is not None:
             codec.close()
+        if tracing is not None:
+            tracing.close()
 
 
-async def _run(app: Guard, gateway: Gateway, listener: socket.socket, load: Callable[[], Loaded]) -> None:
+async def _run(app: Guard, gateway: Gateway, listeners: list[socket.socket], load: Callable[[], Loaded]) -> None:
     server = _Server(
         uvicorn.Config(
             app,
@@ -87,9 +113,10 @@ async def _run(app: Guard, gateway: Gateway, listener: socket.socket, load: Call
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(gateway.config.drain_seconds)),
         ),
-        listener,
+        listeners[0],
     )
     reloading = Reloading(gateway, app, load)
     showing = asyncio.ensure_future(gateway.live.run())
@@ -102,7 +129,7 @@ async def _run(app: Guard, gateway: Gateway, listener: socket.socket, load: Call
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, reloading.ask)
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=listeners)
     await reloading.close()
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
@@ -129,13 +156,27 @@ class _Server(uvicorn.Server):
             sys.stdout.flush()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `InvalidConfig` if the address cannot be had."""
+def _allow_descriptors(wanted: int) -> None:
+    """Raise this process's limit on open files towards `wanted`, and say so where the system allows less."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning(
+            "this process may open %d files, max_live_requests needs %d: raise the limit (ulimit -Hn)", allowed, wanted
+        )
+
+
+def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; `shared` with other processes. Raises `InvalidConfig` if the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
         except OSError:
@@ -160,14 +201,19 @@ def _codec(config: GatewayConfig) -> TextCodec | None:
     )
 
 
-def _router(config: GatewayConfig, metrics: Metrics, codec: TextCodec | None) -> Router:
+def _router(
+    config: GatewayConfig, metrics: Metrics, codec: TextCodec | None, running: list[dict[str, Any]] | None = None
+) -> Router:
+    """A router for the workers of the configuration, or for those that the other processes have now."""
     recording = Recording(
         share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record, per_second=RECORDS_PER_SECOND
     )
     scheduler = GlobalScheduler([], policy=config.policy, config=config.scheduler, record=recording)
     strict = codec is not None and config.tokenizer_mismatch == "refuse"
+    # A server's further ranks are found when it answers.
+    found = None if running is None else [card["address"] for card in running if "#" not in card["address"]]
     return Router(
-        config.workers,
+        config.workers if found is None else found,
         scheduler=scheduler,
         config=RouterConfig(connect_seconds=config.connect_seconds),
         keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
@@ -189,6 +235,13 @@ async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None)
     if codec is not None:
         for worker in router.fleet.workers.values():
             _compare_tokenizers(codec, worker.welcome)
+
+
+def _drain_like(router: Router, cards: list[dict[str, Any]]) -> None:
+    """Drain the workers that the other processes are draining."""
+    for card in cards:
+        if card["state"] == "draining" and card["id"] in router.scheduler.workers:
+            router.scheduler.drain_worker(card["id"])
 
 
 def _compare_tokenizers(codec: TextCodec, welcome: Any) -> None:
@@ -268,23 +321,3 @@ class Reloading:
                     await router.add_worker(address)
                 except PrebleError as error:
                     logger.error("the worker at %s was not added: %s", address, error)
-
-
-# --- logs -------------------------------------------------------------------------------------------------------------
-
-
-class JsonLines(logging.Formatter):
-    """Each log record as one line of JSON; a record's `fields` are its own keys."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        line: dict[str, Any] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()

@@ -15,12 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..types import SamplingParams
+from .facts import Facts, facts_of
 from .generation import Choice, Job, Piece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .openai_api import first_of
 from .problems import wrong
 from .schemas import GenerateRequest, SglangSampling, decode, prompts_of, stop_strings
-from .state import Facts, Gateway, decision_headers, facts_of
+from .state import Gateway, decision_headers
 
 SGLANG_MAX_NEW_TOKENS = 128  # where a request names no limit
 

@@ -6,51 +6,33 @@ served model. Knows no endpoint's shape.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from starlette.requests import Request
 
 from ..clock import Clock, monotonic
 from ..router import Router
 from ..types import SamplingParams
+from .facts import Facts
 from .generation import Job, Piece, Progress, jobs_for, pieces
 from .live import Live
 from .problems import ApiError, unavailable, wrong
+from .siblings import Siblings
 from .tokenizing import TextCodec
 
 if TYPE_CHECKING:
     from .config import GatewayConfig
     from .metrics import Metrics
+    from .tracing import Tracing
 
 TokenIds = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class Facts:
-    """What one HTTP request turned out to be, for its log line and the metrics. No prompt, no output."""
-
-    request_id: str
-    started: float
-    key_name: str = ""
-    route: str = ""
-    model: str = ""
-    stream: bool = False
-    progress: Progress = field(default_factory=Progress)
-    first_token_seconds: float | None = None
-
-
-def facts_of(request: Request) -> Facts:
-    """The facts of a request, made by the guard."""
-    facts: Facts = request.scope["preble.facts"]
-    return facts
 
 
 class Gateway:
@@ -64,11 +46,16 @@ class Gateway:
         metrics: Metrics,
         rng: random.Random | None = None,
         clock: Clock = monotonic,
+        *,
+        siblings: Siblings | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
         self.config = config
         self.metrics = metrics
+        self.siblings = siblings
+        self.tracing = tracing
         self.live = Live(router, clock)
         self._clock = clock
         router.on_decision = partial(metrics.phase, "decide")
@@ -201,8 +188,9 @@ class Gateway:
             self.live_choices -= len(jobs)
 
     def stats(self) -> dict[str, Any]:
-        """What the gateway itself holds now. Changes nothing."""
-        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready}
+        """What the gateway itself holds now. Changes nothing. On the loop only."""
+        tasks = len(asyncio.all_tasks())
+        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
 
 
 def decision_headers(progress: Progress) -> dict[str, str]:

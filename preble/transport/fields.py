@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput, InvalidTokens, ProtocolError
-from ..types import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, PrefixEvicted, SamplingParams
+from ..types import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, PrefixEvicted, PrefixStored, SamplingParams
 
 MAX_PROMPT_TOKENS = 2 << 20  # 8 MiB of token ids
 MAX_TEXT_BYTES = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
@@ -226,6 +226,8 @@ def _items(where: str, value: Any, count: int) -> list[Any]:
 def _pack_event(event: CacheEvent) -> list[Any]:
     if isinstance(event, PrefixEvicted):
         return ["E", pack_tokens(event.token_ids), event.kept_tokens, pack_namespace(event.namespace)]
+    if isinstance(event, PrefixStored):
+        return ["P", pack_tokens(event.token_ids), pack_namespace(event.namespace)]
     if isinstance(event, BlockStored):
         return [
             "S",
@@ -257,7 +259,7 @@ def _unpack_event(where: str, value: Any) -> CacheEvent:
     tag = value[0] if type(value) is list and value else None
     unpack = _EVENTS.get(tag) if type(tag) is str else None
     if unpack is None:
-        raise _wrong(where, "an event array that starts with E, S, R or C", value)
+        raise _wrong(where, "an event array that starts with E, P, S, R or C", value)
     return unpack(where, value)
 
 
@@ -267,6 +269,14 @@ def _unpack_evicted(where: str, value: list[Any]) -> PrefixEvicted:
     return PrefixEvicted(
         token_ids,  # type: ignore[arg-type]
         int_field("kept_tokens", 0, len(token_ids)).unpack(f"{where}.kept_tokens", kept_tokens),
+        unpack_namespace(f"{where}.namespace", namespace),
+    )
+
+
+def _unpack_prefix(where: str, value: list[Any]) -> PrefixStored:
+    _, token_bytes, namespace = _items(where, value, 3)
+    return PrefixStored(
+        unpack_prompt(f"{where}.token_ids", token_bytes),  # type: ignore[arg-type]
         unpack_namespace(f"{where}.namespace", namespace),
     )
 
@@ -309,6 +319,7 @@ _BLOCK_SIZE = int_field("block_size", 1, 65_536)
 _MEDIUM = optional(text_field("medium"))
 _EVENTS: Mapping[str, Callable[[str, list[Any]], CacheEvent]] = {
     "E": _unpack_evicted,
+    "P": _unpack_prefix,
     "S": _unpack_stored,
     "R": _unpack_removed,
     "C": _unpack_cleared,

@@ -25,7 +25,9 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 TokenIds = Sequence[int] | npt.NDArray[np.int32]
+
+# Headers that name the trace of what a task does; sent along with its requests.
+TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 
 _INT31 = 2**31 - 1
 _LOAD = re.compile(
@@ -207,7 +212,7 @@ class EngineServer:
         client = _aiohttp()
         try:
             async with self._http().post(
-                self.url + path, json=body, headers=headers, allow_redirects=False
+                self.url + path, json=body, headers={**TRACE_HEADERS.get(), **headers}, allow_redirects=False
             ) as response:
                 if response.status != 200:
                     raise self._refusal(response.status, await self._read(response))

@@ -13,18 +13,22 @@ that two sides that do not understand each other can still say so.
 `decode` accepts exactly what `encode` makes: a wrong type, a value out of range, a missing or an extra field raises
 `ProtocolError` naming the field, and any bytes whatever raise nothing else. Texts are never quoted in errors: they may
 hold parts of prompts.
+
+There are two ways through both. `_frames` handles the usual `Submit` and `Chunk`, which are nearly all traffic, in
+compiled code; where it declines, and for every other message, the table of fields below decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from .._frames import read_chunk, read_submit, write_chunk, write_submit
 from ..errors import InvalidInput, ProtocolError
 from ..types import CacheEvent, SamplingParams
 from .fields import (
@@ -49,7 +53,7 @@ from .fields import (
     unpack_tuple,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_FRAME_BYTES = 16 << 20  # a longer frame is refused unread
 MAX_ELEMENTS = 1 << 18  # array elements in one frame: a few bytes of nested arrays must not become a gigabyte
@@ -241,8 +245,7 @@ Message = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(NamedTuple):
     """A decoded frame."""
 
     epoch: int
@@ -353,6 +356,20 @@ def encode(
     message: Message, *, epoch: int = 0, session: int = 0, seq: int = 0, max_bytes: int = MAX_FRAME_BYTES
 ) -> bytes:
     """The frame of a message. Raises `InvalidInput` naming what does not fit the wire: that is this side's fault."""
+    frame = None
+    if type(message) is Chunk:
+        frame = write_chunk(message, epoch, session, seq, PROTOCOL_VERSION)
+    elif type(message) is Submit:
+        token_ids = np.ascontiguousarray(message.token_ids, dtype=np.int32)
+        frame = write_submit(message, epoch, session, seq, token_ids, PROTOCOL_VERSION)
+    frame = frame or encode_by_fields(message, epoch, session, seq)
+    if len(frame) > max_bytes:
+        raise InvalidInput(f"{type(message).__name__} takes {len(frame)} bytes, the limit is {max_bytes}")
+    return frame
+
+
+def encode_by_fields(message: Message, epoch: int, session: int, seq: int) -> bytes:
+    """The frame of any message, however long. Raises `InvalidInput` as `encode` does."""
     code, fields = _FIELDS[type(message)]
     values: list[Any] = [PROTOCOL_VERSION, code, epoch, session, seq]
     for item in fields:
@@ -362,14 +379,38 @@ def encode(
         frame: bytes = msgpack.packb(values)
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidInput(f"{type(message).__name__} cannot be encoded: {error}") from error
-    if len(frame) > max_bytes:
-        raise InvalidInput(f"{type(message).__name__} takes {len(frame)} bytes, the limit is {max_bytes}")
     return frame
 
 
 def decode(frame: bytes, allowed: frozenset[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Envelope:
     """The message of a frame, one of the classes `allowed`. Raises `ProtocolError` saying what is wrong, no other."""
-    values = _unpack_frame(frame, max_bytes)
+    if len(frame) > max_bytes:
+        raise ProtocolError(f"frame of {len(frame)} bytes, the limit is {max_bytes}")
+    if Chunk in allowed:
+        chunk = read_chunk(frame, PROTOCOL_VERSION)
+        if chunk is not None:
+            epoch, session, seq, fields = chunk
+            return Envelope(epoch, session, seq, Chunk(*fields))
+    if Submit in allowed:
+        submit = read_submit(frame, PROTOCOL_VERSION)
+        if submit is not None:
+            return _submit_of(*submit)
+    return decode_by_fields(frame, allowed)
+
+
+def _submit_of(
+    epoch: int, session: int, seq: int, request_id: str, tokens: bytes, sampling: tuple[Any, ...], offset: int
+) -> Envelope:
+    try:
+        message = Submit(request_id, np.frombuffer(tokens, np.int32), SamplingParams(*sampling), None, offset)
+    except InvalidInput as error:
+        raise ProtocolError(str(error)) from error
+    return Envelope(epoch, session, seq, message)
+
+
+def decode_by_fields(frame: bytes, allowed: frozenset[type]) -> Envelope:
+    """The message of any frame. Raises `ProtocolError` as `decode` does."""
+    values = _unpack_frame(frame)
     version, code = values[0], values[1]
     if type(version) is not int or type(code) is not int:
         raise ProtocolError("frame does not start with a protocol version and a message code")
@@ -414,9 +455,7 @@ class _Elements:
         return items
 
 
-def _unpack_frame(frame: bytes, max_bytes: int) -> list[Any]:
-    if len(frame) > max_bytes:
-        raise ProtocolError(f"frame of {len(frame)} bytes, the limit is {max_bytes}")
+def _unpack_frame(frame: bytes) -> list[Any]:
     try:
         values = msgpack.unpackb(
             frame, raw=False, list_hook=_Elements(), max_array_len=MAX_ELEMENTS, max_map_len=0, max_ext_len=0

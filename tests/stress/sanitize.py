@@ -29,6 +29,7 @@ CORE_TESTS = (
         "test_threads*",
         "test_allocation*",
         "test_leaks*",
+        "test_wire*",
     ),
 )
 THREAD_OPERATIONS = 8000  # of each thread

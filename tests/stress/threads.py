@@ -212,7 +212,7 @@ class SchedulerStress:
         if step % 10 == 0:
             stats = self.sched.stats()
             assert stats["tree"]["bytes_used"] <= MIB and stats["live_requests"] <= 2 * LIVE_MAX
-            assert all(worker["cached_tokens"] <= 2000 for worker in stats["workers"].values())
+            assert all(worker["cached_tokens"] <= 2500 for worker in stats["workers"].values())  # 2000 and a quarter
         if step % 50 == 0:
             self.sched.check()
 

@@ -1,0 +1,16 @@
+"""Types of the fast form of the two frequent messages; what they do is said in `_frames.pyx`."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Fields = tuple[Any, ...]
+
+def prompt_words(token_ids: Any) -> bytes: ...
+def read_chunk(frame: bytes, version: int) -> tuple[int, int, int, _Fields] | None: ...
+def read_submit(frame: bytes, version: int) -> tuple[int, int, int, str, bytes, _Fields, int] | None: ...
+def write_chunk(message: Any, epoch: int, session: int, seq: int, version: int) -> bytes | None: ...
+def write_submit(
+    message: Any, epoch: int, session: int, seq: int, tokens: npt.NDArray[np.int32], version: int
+) -> bytes | None: ...

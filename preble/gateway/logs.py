@@ -1,0 +1,39 @@
+"""The gateway's log: one JSON object a line on stderr. Owns the format; what is logged is said where it happens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+def log_as_json(level: str, always: Mapping[str, Any]) -> None:
+    """Let this process log so; the fields `always` are in every line."""
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, force=True)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonLines(always))
+
+
+class JsonLines(logging.Formatter):
+    """Each log record as one line of JSON; a record's `fields` are its own keys, `always` are those of all."""
+
+    def __init__(self, always: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._always = always
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._always,
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()

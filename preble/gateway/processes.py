@@ -1,0 +1,171 @@
+"""`preble serve --processes N`: several gateway processes that share one port. Owns their start, restarts and end.
+
+    parent             holds the port (bound, not listening), starts the others, serves nothing
+    process 0 .. N-1   each a whole gateway with a router of its own; the kernel spreads connections over them
+                       (SO_REUSEPORT), the workers' events tell all of them what is cached where
+
+A process that ends unasked is started again, after half a second at first and 30 s at last, for as long as it takes;
+what it was streaming breaks off. One that cannot start while none has served yet ends everything: the configuration is
+wrong, or the workers are not there. SIGTERM and SIGINT drain all, twice ends them now, SIGHUP goes to all. When the
+parent dies, of whatever, the others drain too. READY is printed once, when all of them answer.
+
+Run as `python -m preble.gateway.processes JSON` it is one of the processes: the parent starts them so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidConfig, PrebleError
+from ..launcher import Happening, Supervisor, SupervisorConfig
+from ..launcher_process import WorkerProcess, end_with_stdin
+from .config import FIELDS, GatewayConfig, load_for
+from .logs import log_as_json
+from .siblings import Seat
+
+logger = logging.getLogger("preble.gateway")
+
+TURN_SECONDS = 0.1
+START_MARGIN_SECONDS = 300.0  # what a process may take to start beyond waiting for workers
+END_MARGIN_SECONDS = 10.0  # and to end beyond its drain time
+RESTARTS_MAX = 2**31
+
+
+def serve_processes(args: argparse.Namespace, config: GatewayConfig) -> int:
+    """Keep `config.processes` gateways running until SIGTERM or SIGINT; the exit code. Main thread only."""
+    log_as_json(config.log_level, {})
+    with _reserved(config.host, config.port) as address, tempfile.TemporaryDirectory(prefix="preble-") as directory:
+        return _Fleet(args, config, address, directory).run()
+
+
+class _Fleet:
+    """The processes of one port."""
+
+    def __init__(self, args: argparse.Namespace, config: GatewayConfig, address: Any, directory: str) -> None:
+        self._flags = {"config": None if args.config is None else str(args.config)}
+        names = ("/".join(path) for path in FIELDS)
+        self._flags |= {name: value for name in names if (value := getattr(args, name, None)) is not None}
+        self._count, self._directory = config.processes, directory
+        self._host, self._port = address[:2]
+        self._news: queue.SimpleQueue[tuple[str, int, WorkerProcess | None]] = queue.SimpleQueue()
+        self._children: dict[int, WorkerProcess] = {}
+        self._ready: set[int] = set()  # processes that have served once
+        self._failed = False
+        limits = SupervisorConfig(
+            max_restarts=RESTARTS_MAX,
+            start_seconds=config.connect_seconds + START_MARGIN_SECONDS,
+            drain_seconds=config.drain_seconds + END_MARGIN_SECONDS,
+        )
+        self._supervisor = Supervisor(self._count, self._spawn, limits, clock=time.monotonic)
+
+    def run(self) -> int:
+        """Until all have ended."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda got, _: self._news.put(("signal", got, None)))
+        try:
+            while not self._supervisor.done:
+                for happening in self._supervisor.turn():
+                    self._take(happening)
+                self._wait()
+        finally:
+            self._supervisor.kill()
+        return 0 if self._supervisor.clean and not self._failed else 1
+
+    def _wait(self) -> None:
+        """For what the signals and the processes say, or for the next turn."""
+        try:
+            kind, number, child = self._news.get(timeout=TURN_SECONDS)
+        except queue.Empty:
+            return
+        if kind == "ready" and child is not None:
+            if self._supervisor.ready(number, child):
+                self._take_ready(number)
+        elif number == signal.SIGHUP:
+            for slot in self._supervisor.slots:
+                if slot.state == "ready":
+                    os.kill(self._children[slot.number].pid, signal.SIGHUP)
+        else:
+            self._supervisor.drain()
+
+    def _take_ready(self, number: int) -> None:
+        first = len(self._ready) < self._count
+        self._ready.add(number)
+        if first and len(self._ready) == self._count:
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            sys.stdout.write(f"READY http://{host}:{self._port}\n")
+            sys.stdout.flush()
+
+    def _take(self, happening: Happening) -> None:
+        level = logging.INFO if happening.kind in ("started", "stopped") else logging.ERROR
+        fields = {"fields": {"process": happening.worker}}
+        logger.log(level, "process %s %s", happening.kind, happening.text, extra=fields)
+        if happening.kind in ("exited", "gave_up", "killed") and not self._ready and not self._supervisor.draining:
+            self._failed = True
+            self._supervisor.drain()
+
+    def _spawn(self, number: int) -> WorkerProcess:
+        seat = Seat(number, self._count, self._port, self._directory)
+        what = json.dumps({"flags": self._flags, "seat": asdict(seat)})
+        child = self._children[number] = WorkerProcess(
+            [sys.executable, "-m", "preble.gateway.processes", what],
+            None,
+            on_line=lambda process, line: self._news.put(("ready", number, process)),
+            on_log=_pass_on,
+        )
+        return child
+
+
+def _pass_on(line: str) -> None:
+    """A line of a process's log, as it is."""
+    sys.stderr.write(line + "\n")
+
+
+@contextmanager
+def _reserved(host: str, port: int) -> Iterator[Any]:
+    """Hold the address: others of this user may listen there with SO_REUSEPORT, and nobody else may have it."""
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise InvalidConfig("processes: this system has no SO_REUSEPORT; start one process for each port instead")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        holder = socket.socket(family, kind, protocol)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+    except OSError as error:
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    with holder:
+        yield holder.getsockname()
+
+
+def main(what: str) -> int:
+    """Be one of the processes."""
+    from .program import serve_until_stopped
+
+    told = json.loads(what)
+    seat = Seat(**told["seat"])
+    flags = told["flags"]
+    args = argparse.Namespace(**{name: value for name, value in flags.items() if name != "config"})
+    args.config = None if flags["config"] is None else Path(flags["config"])
+    try:
+        end_with_stdin(load_for(args, os.environ).config.drain_seconds + END_MARGIN_SECONDS)
+        return serve_until_stopped(lambda: load_for(args, os.environ), seat)
+    except PrebleError as error:
+        sys.stderr.write(f"preble serve: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""Several gateway processes behind one port, as one of them sees the others: its seat, and how it asks them.
+
+Each process serves its whole API on a Unix socket in a directory that only their user may enter. What comes in there
+was let in by another process: it is asked for no key, counts for no rate, and is not passed on again. So
+  - an operator's change of workers, told to any process, is made in all;
+  - `/metrics` of any process has the samples of all, each with its `process`;
+  - a process that was started again finds the workers that the others have.
+Prompts never go that way. A process that does not answer within `ANSWER_SECONDS` is left out, and shown as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("preble.gateway")
+
+ANSWER_SECONDS = 5.0
+ANSWER_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process's place among `count`: they share `port`, and meet in `directory`."""
+
+    index: int
+    count: int
+    port: int
+    directory: str
+
+    def socket_path(self, index: int) -> str:
+        """Where process `index` listens for the others."""
+        return str(Path(self.directory) / f"{index}.sock")
+
+    def listen(self) -> socket.socket:
+        """The socket of this process. What an earlier life has left there is replaced."""
+        path = Path(self.socket_path(self.index))
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        return listener
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What process `index` said; `status` None: nothing."""
+
+    index: int
+    status: int | None
+    body: bytes = b""
+
+
+class Siblings:
+    """The other processes. Belongs to one asyncio loop."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+
+    async def ask(self, method: str, path: str, body: bytes = b"") -> list[Answer]:
+        """Ask all of them at once; one answer for each, in the order of their indices."""
+        others = [index for index in range(self.seat.count) if index != self.seat.index]
+        return list(await asyncio.gather(*(asyncio.to_thread(self._ask, i, method, path, body) for i in others)))
+
+    def _ask(self, index: int, method: str, path: str, body: bytes) -> Answer:
+        connection = _UnixConnection(self.seat.socket_path(index))
+        try:
+            connection.request(method, path, body or None)
+            response = connection.getresponse()
+            return Answer(index, response.status, response.read(ANSWER_BYTES_MAX))
+        except (OSError, http.client.HTTPException) as error:
+            logger.debug("process %d does not answer: %s", index, type(error).__name__)
+            return Answer(index, None)
+        finally:
+            connection.close()
+
+    async def workers(self) -> list[dict[str, Any]] | None:
+        """The workers that the first process to answer has; None if none answers."""
+        for answer in await self.ask("GET", "/workers"):
+            if answer.status == 200:
+                cards: list[dict[str, Any]] = json.loads(answer.body)["workers"]
+                return cards
+        return None
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        """What the base class calls."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ANSWER_SECONDS)
+        self.sock.connect(self._path)
+
+
+def from_sibling(siblings: Siblings | None, scope: MutableMapping[str, Any]) -> bool:
+    """Whether a request came in on the siblings' socket, which alone has no port."""
+    return siblings is not None and (scope["server"] is None or scope["server"][1] is None)
+
+
+def merged(texts: Mapping[int, bytes | None]) -> bytes:
+    """One text of metrics out of those of several processes, each sample with its `process`.
+
+    None: that process did not answer; `preble_process_up` says so.
+    """
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # name -> comments, samples
+    for index, text in texts.items():
+        family: tuple[list[bytes], list[bytes]] = ([], [])
+        for line in (text or b"").splitlines():
+            if line.startswith(b"# HELP "):
+                comments, samples = families.setdefault(line.split(b" ")[2], ([], []))
+                family = ([], samples) if comments else (comments, samples)
+            if line.startswith(b"#"):
+                family[0].append(line)
+            elif line:
+                family[1].append(_with_process(line, index))
+    lines = [b"# HELP preble_process_up 1 where the process answered", b"# TYPE preble_process_up gauge"]
+    lines += [b'preble_process_up{process="%d"} %d.0' % (index, text is not None) for index, text in texts.items()]
+    for comments, samples in families.values():
+        lines += comments + samples
+    return b"\n".join(lines) + b"\n"
+
+
+def _with_process(sample: bytes, index: int) -> bytes:
+    """`name{labels} value` or `name value` with one label more."""
+    ends = [place for mark in (b"{", b" ") if (place := sample.find(mark)) >= 0]
+    name, rest = sample[: min(ends)], sample[min(ends) :]
+    label = b'process="%d"' % index
+    return name + (b"{%s,%s" % (label, rest[1:]) if rest.startswith(b"{") else b"{%s}%s" % (label, rest))
+
+
+def statuses(own: int, index: int, answers: Sequence[Answer]) -> list[dict[str, int | None]]:
+    """What each process said, this one included, for an operator."""
+    said = {index: own, **{answer.index: answer.status for answer in answers}}
+    return [{"process": number, "status": said[number]} for number in sorted(said)]
