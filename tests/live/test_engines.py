@@ -11,13 +11,27 @@ import json
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import openai
 import pytest
-from live_fleet import CAPACITY_TOKENS, ENGINES_DIR, LOGS, LiveWorker, answers, ask_directly, prompts, python_of
+from gateway_support import GatewayProcess
+from live_fleet import (
+    CAPACITY_TOKENS,
+    ENGINES_DIR,
+    LOGS,
+    LiveWorker,
+    answers,
+    ask_directly,
+    model_dir,
+    prompts,
+    python_of,
+)
 from transport_support import assert_books_are_even, collect, fast, until
 
 from preble import GlobalScheduler, Router, SamplingParams, SchedulerConfig
 from preble._radix import RadixTree
+from preble.gateway.tokenizing import TextCodec
 
 DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 40, 4, 700, 6, 150, 4
 LIMIT_SECONDS = 900.0
@@ -154,6 +168,36 @@ def test_streams_at_once_and_aborts(fleet: Fleet) -> None:
         await until(lambda: all(w.pong and w.pong.running + w.pong.waiting == 0 for w in idle), "the engines are idle")
 
     fleet.run(story)
+
+
+def test_the_openai_client_is_answered_through_the_gateway(fleet: Fleet, tmp_path: Path) -> None:
+    """Ids, text and a chat, whole and streamed, say what the engine itself says."""
+    endpoints = [worker.endpoint for worker in fleet.workers]
+    gateway = GatewayProcess("--workers", *endpoints, "--tokenizer", str(model_dir()), log=tmp_path / "log")
+    codec = TextCodec(model_dir(), threads=1)
+    said = [codec.decode(tokens) for tokens in fleet.short]
+    greedy = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+    try:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as api:
+            model = api.models.list().data[0].id
+            for ids, expected in zip(fleet.asked[:DOCUMENTS], said[:DOCUMENTS], strict=True):
+                reply = api.completions.create(model=model, prompt=ids, max_tokens=SHORT, **greedy)
+                assert (reply.choices[0].text, reply.choices[0].finish_reason) == (expected, "length")
+                assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids), SHORT)
+            again = api.completions.create(model=model, prompt=ids, max_tokens=SHORT, **greedy)
+            whole_blocks = (len(ids) - 1) // fleet.block_size * fleet.block_size
+            assert again.usage.prompt_tokens_details.cached_tokens == whole_blocks
+            stream = api.completions.create(model=model, prompt=fleet.asked[0], max_tokens=LONG, stream=True, **greedy)
+            parts = [event.choices[0].text for event in stream]
+            assert len(parts) > LONG // 10 and "".join(parts) == codec.decode(fleet.long[0])
+            chat = [{"role": "user", "content": "Which module reads files line by line?"}]
+            whole = api.chat.completions.create(model=model, messages=chat, max_tokens=SHORT, **greedy)
+            events = api.chat.completions.create(model=model, messages=chat, max_tokens=SHORT, stream=True, **greedy)
+            assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
+    finally:
+        codec.close()
+        code = gateway.stop()
+    assert code == 0
 
 
 def test_a_hung_worker_costs_no_token_and_comes_back(fleet: Fleet) -> None:
