@@ -66,9 +66,10 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 
 def test_package_data_names_every_file_of_the_package_that_is_no_module() -> None:
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["preble"]
-    files = [name.removeprefix("preble/") for name in tracked() if name.startswith("preble/")]
-    left = [name for name in files if Path(name).suffix not in SOURCES and not any(fnmatch(name, p) for p in patterns)]
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    patterns = [f"{package.replace('.', '/')}/{pattern}" for package in data for pattern in data[package]]
+    files = [name for name in tracked() if name.startswith("preble/") and Path(name).suffix not in SOURCES]
+    left = [name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)]
     assert not left, f"a wheel would lack {left}"
 
 

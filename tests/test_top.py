@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -93,6 +96,28 @@ def test_a_frame_fits_the_terminal_and_counts_what_it_leaves_out() -> None:
             + int(re.search(r"and (\d+) more", stream.getvalue()).group(1))
             == 100
         )
+
+
+def test_frames_take_the_terminal_over_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("LINES", "40")):
+        monkeypatch.setenv(name, value)
+    master, terminal = pty.openpty()
+    parts: list[bytes] = []
+    reader = threading.Thread(target=read_to_the_end, args=(master, parts))
+    reader.start()
+    with open(terminal, "w", encoding="utf-8") as stream, frames.Screen(stream) as screen:
+        screen.show(state(worker("a")), "it does not answer")
+    reader.join()
+    os.close(master)
+    written = b"".join(parts).decode()
+    assert written.index("\x1b[?1049h") < written.index("it does not answer") < written.index("\x1b[?1049l")
+
+
+def read_to_the_end(master: int, parts: list[bytes]) -> None:
+    """What is written to a terminal until it is closed, which Linux tells by an error."""
+    with contextlib.suppress(OSError):
+        while part := os.read(master, 1 << 16):
+            parts.append(part)
 
 
 def test_every_kind_of_event_has_words() -> None:

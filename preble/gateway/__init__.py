@@ -8,6 +8,7 @@ sglang_api     /generate                                       tokenizing      t
 admin_api      health, workers, explanations                   chat_template   messages to text
 schemas        request bodies                                  metrics         Prometheus
 problems       errors as HTTP                                  http            bodies, SSE, clients that go away
+page_api       the live page; its files are in page/           live            what it shows; `history`, `live_events`
 logs           JSON lines                                      openapi         what can be asked, as a document
 """
 

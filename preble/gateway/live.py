@@ -39,6 +39,7 @@ HISTORY_TICKS = 300
 RECENT_TICKS = 30  # over which rates, hit rates and percentiles are taken
 WORKERS_MAX = 1000
 DECISIONS_SHOWN = 50
+RECORDS_PER_SECOND = 10  # beside `record_share`, so that of a quiet fleet every decision is there
 PREFIXES_SHOWN = 20
 FIRST_TOKENS_MAX = 4096
 ANSWERS_MAX = 4  # kept of one tick; who comes in between ticks gets the same bytes
@@ -253,7 +254,7 @@ class Live:
             "history_ticks": HISTORY_TICKS,
             "uptime_seconds": now - self._started,
             "window_seconds": scheduler.config.history_seconds,
-            "gateway": gateway,
+            "gateway": {**gateway, "records_per_second": RECORDS_PER_SECOND},
             "totals": self._totals,
             "fleet": {name: (series.last(1) or [UNKNOWN])[0] for name, series in self._fleet.items()},
             "fleet_history": {name: series.last(count) for name, series in self._fleet.items()},

@@ -37,6 +37,7 @@ try:
 
     from .app import make_app
     from .guard import Guard
+    from .live import RECORDS_PER_SECOND
     from .metrics import Metrics
     from .state import Gateway
     from .tokenizing import SWITCH_SECONDS, TextCodec, first_difference
@@ -51,7 +52,6 @@ KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle c
 DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
 DESCRIPTORS_PER_REQUEST = 2  # the client's connection, and one to a server over HTTP
 RECORDS_KEPT = 1024
-RECORDS_PER_SECOND = 10  # beside `record_share`, so that the live page of a quiet fleet has every decision
 
 
 def serve_until_stopped(load: Callable[[], Loaded], seat: Seat | None = None) -> int:

@@ -28,6 +28,8 @@ BUILT = {".so", ".pyd", ".pyc", ".pyo", ".o", ".a", ".egg", ".whl"}
 EXTRAS = {
     "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.metrics",
     "attach": "aiohttp, preble.attach",
+    "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "top": "preble.top_frame",
     "bench": "matplotlib, rich, preble.demo.plot, preble.demo.progress",
     "mistral": "mistral_common, sentencepiece",
     "torch": "preble.engines.torch.engine, preble.engines.tiny_models, transformers",
@@ -39,7 +41,7 @@ EXTRAS = {
     "build": "build, auditwheel",
     "dev": "Cython, mypy",
 }
-CHEAP = ("gateway", "attach", "bench", "mistral")
+CHEAP = ("gateway", "attach", "otel", "top", "bench", "mistral")
 
 
 def say(text: str) -> None:

@@ -49,7 +49,7 @@ function partsOf(terms, whole) {
 export function showDecisions(state, ask) {
   const { decisions, gateway } = state;
   const recorded = state.totals.recorded !== null && state.totals.recorded !== undefined;
-  const share = gateway.record_share >= 1 ? "" : `the first 10 of each second and ${percent(gateway.record_share)} of the rest; `;
+  const share = gateway.record_share >= 1 ? "" : `the first ${gateway.records_per_second} of each second and ${percent(gateway.record_share)} of the rest; `;
   setText($("decisions-note"), decisions.length ? `${share}click one for every worker's terms` : "");
   const most = Math.max(...decisions.map((one) => predicted(one.chosen) + one.chosen.eviction_seconds), 0);
   const items = decisions.map((decision) => ({ decision, most }));
