@@ -294,6 +294,24 @@ def test_a_tick_that_fails_is_missed_and_the_next_one_comes(
 # --- endpoints --------------------------------------------------------------------------------------------------------
 
 
+def test_of_several_processes_all_tell_what_the_first_one_has(tmp_path: Path) -> None:
+    process = WorkerProcess("--id", "a", time_scale=0.01)
+    gateway = GatewayProcess("--workers", process.endpoint, "--processes", "2", log=tmp_path / "log")
+    try:
+        ages = []
+        for _ in range(16):  # the kernel spreads connections; all of them on one process: once in 30,000 runs
+            client = Client(gateway.address)
+            status, _, state = client.call("GET", "/v1/preble/state?after=0")
+            assert status == 200
+            assert client.call("GET", "/v1/preble/decisions/99999")[0] == 404
+            client.close()
+            ages.append((state["tick"], state["uptime_seconds"]))
+        assert ages == sorted(ages), "one history, not two in turn"
+    finally:
+        gateway.stop()
+        process.stop()
+
+
 def test_endpoints_tell_and_refuse(tmp_path: Path) -> None:
     process = WorkerProcess("--id", "a", time_scale=0.01)
     gateway = GatewayProcess("--workers", process.endpoint, log=tmp_path / "log")

@@ -20,7 +20,8 @@ from starlette.responses import Response
 
 from .. import __version__
 from .http import json_response
-from .problems import ApiError, wrong
+from .problems import ApiError, unavailable, wrong
+from .siblings import from_sibling
 from .state import Gateway
 
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -58,6 +59,9 @@ class Page:
 
     async def state(self, request: Request) -> Response:
         """GET /v1/preble/state."""
+        elsewhere = await self._of_first_process(request)
+        if elsewhere is not None:
+            return elsewhere
         after = request.query_params.get("after")
         tick = None if after is None else _whole(after, "after")
         body = await asyncio.to_thread(self._gateway.live.state, tick, self._facts())
@@ -65,11 +69,26 @@ class Page:
 
     async def decision(self, request: Request) -> Response:
         """GET /v1/preble/decisions/{sequence}."""
+        elsewhere = await self._of_first_process(request)
+        if elsewhere is not None:
+            return elsewhere
         sequence = _whole(request.path_params["sequence"], "sequence")
         found = await asyncio.to_thread(self._gateway.live.decision, sequence)
         if found is None:
             raise ApiError(404, "that decision is not kept any more, or was not recorded", code="not_found")
         return json_response(found, headers={"cache-control": "no-store"})
+
+    async def _of_first_process(self, request: Request) -> Response | None:
+        """What the first of several processes says, so that a page sees one history whichever process it reaches; None
+        where this is the first one. While that one does not answer, 503."""
+        siblings = self._gateway.siblings
+        if siblings is None or siblings.seat.index == 0 or from_sibling(siblings, request.scope):
+            return None
+        query = request.url.query
+        answer = await siblings.ask_one(0, request.url.path + (f"?{query}" if query else ""))
+        if answer.status is None:
+            raise unavailable("the first process of this gateway does not answer", "unavailable")
+        return Response(answer.body, answer.status, {"cache-control": "no-store"}, "application/json")
 
     def _facts(self) -> dict[str, Any]:
         gateway = self._gateway

@@ -68,6 +68,10 @@ class Siblings:
         others = [index for index in range(self.seat.count) if index != self.seat.index]
         return list(await asyncio.gather(*(asyncio.to_thread(self._ask, i, method, path, body) for i in others)))
 
+    async def ask_one(self, index: int, path: str) -> Answer:
+        """What process `index` says to a GET."""
+        return await asyncio.to_thread(self._ask, index, "GET", path, b"")
+
     def _ask(self, index: int, method: str, path: str, body: bytes) -> Answer:
         connection = _UnixConnection(self.seat.socket_path(index))
         try:
