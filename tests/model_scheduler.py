@@ -375,6 +375,7 @@ class NaiveScheduler:
         self.config = config
         self.tree = NaiveTree(config.history_seconds)
         self.places: list[str | None] = []  # worker by index: ties go to the lowest
+        self.placed: set[Hashable] = set()  # blocks of unknown parents whose place the core still has
         self.accounts: dict[str, Account] = {}
         self.live: dict[Hashable, Booking] = {}
         self.slice = -1
@@ -722,10 +723,11 @@ class NaiveScheduler:
         return block_hash in account.blocks
 
     def remove_blocks(self, account: Account, event: BlockRemoved) -> None:
-        """Where the last copy goes, the tokens from the block's start on are lost."""
+        """Where the last copy goes, the tokens from the block's start on are lost. Of a block whose parents are unknown
+        nobody can say where it stands, unless its place has been kept (`placed`)."""
         gone = [key for key in event.block_hashes if key in account.blocks]
         gone = [key for key in gone if account.blocks[key].media == {event.medium or "GPU"}]
-        lost = [account.blocks[key] for key in gone if self.is_whole(account, key)]
+        lost = [account.blocks[key] for key in gone if self.is_whole(account, key) or key in self.placed]
         for key in event.block_hashes:
             if key in account.blocks:
                 account.blocks[key].media.discard(event.medium or "GPU")

@@ -279,8 +279,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(chosen=st.lists(st.integers(0, 99), min_size=1, max_size=4), medium=st.sampled_from([None, "GPU", "CPU"]))
     def blocks_removed(self, chosen: list[int], medium: str | None) -> None:
         name = next(name for name, account in self.model.accounts.items() if account.blocks)
-        known = list(self.model.accounts[name].blocks)
-        self.apply(name, BlockRemoved([*(known[i % len(known)] for i in chosen), 12345], medium))
+        account = self.model.accounts[name]
+        known = list(account.blocks)
+        hashes = [known[i % len(known)] for i in chosen]
+        orphans = [key for key in hashes if not self.model.is_whole(account, key)]
+        self.model.placed = {key for key in orphans if self.real._workers[name].blocks.prefix(key) is not None}
+        self.apply(name, BlockRemoved([*hashes, 12345], medium))
 
     @precondition(lambda self: self.model.accounts)
     @rule(which=st.integers(0, 99), path=paths, kept=st.sampled_from([0, 1, 9, 16, 20, 200]))
