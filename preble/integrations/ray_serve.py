@@ -125,7 +125,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type
             return None, "no_replica_known"
         except PrebleError as error:
             return self._failed(error, "refused")
-        except Exception as error:  # noqa: BLE001  an extractor is the user's code, and a request must go somewhere whatever it does
+        except Exception as error:  # noqa: BLE001  extractors are anybody's code, and it must go somewhere
             return self._failed(error, "failed")
 
     def _failed(self, error: Exception, why: str) -> tuple[None, str]:
@@ -218,7 +218,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type
         """Call into the books. Ray's router must go on whatever happens there; it is counted."""
         try:
             function(*args)
-        except Exception as error:  # noqa: BLE001  an error here would end a request that has nothing to do with it
+        except Exception as error:  # noqa: BLE001  it would end a request that had no part in it
             self._books.counters["hook_failed"] += 1
             logger.error("%s failed: %s", function.__name__, type(error).__name__)
 

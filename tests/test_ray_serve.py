@@ -1,0 +1,132 @@
+"""The router inside Ray Serve: a local cluster, three small replicas, and one that is killed. Skipped without ray.
+
+What is decided and booked is tested without ray, in `test_ray_replicas`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="the router for Ray Serve is tested where ray is: pip install 'preble[ray]'")
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from preble.integrations import ray_serve
+
+ROUTER = "preble.integrations.ray_serve:PrebleRequestRouter"
+GROUPS = 4
+PREFIX_TOKENS = 512
+
+
+def replica_class() -> type:
+    """Made in a function, so that Ray sends the class itself: its processes cannot import this file."""
+
+    class Replica:
+        """Answers with its process id."""
+
+        def __call__(self, body: Any) -> int:
+            return os.getpid()
+
+        def record_replica_metadata(self) -> dict[str, Any]:
+            return {"kv_capacity_tokens": 40_000, "block_size": 16}
+
+    return Replica
+
+
+@pytest.fixture(scope="module")
+def routers() -> list[ray_serve.PrebleRequestRouter]:
+    """Every router that Ray makes in this process."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def handle(routers: list[ray_serve.PrebleRequestRouter]) -> Iterator[Any]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
+    initialize = ray_serve.PrebleRequestRouter.initialize_state
+
+    def noted(router: ray_serve.PrebleRequestRouter, **kwargs: Any) -> None:
+        initialize(router, **kwargs)
+        routers.append(router)
+
+    folder = tempfile.mkdtemp(prefix="preble-ray-")  # short: sockets lie in it, and their paths have a largest length
+    try:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=folder)
+        serve.start(proxy_location="Disabled")
+        config = RequestRouterConfig(
+            request_router_class=ROUTER,
+            request_router_kwargs={"extractor": "openai", "config": {"lease_seconds": 30.0}, "read_seconds": 10.0},
+        )
+        deployment = serve.deployment(
+            replica_class(),
+            num_replicas=3,
+            ray_actor_options={"num_cpus": 0.1},
+            max_ongoing_requests=8,
+            request_router_config=config,
+        )
+        patch.setattr(ray_serve.PrebleRequestRouter, "initialize_state", noted)
+        yield serve.run(deployment.bind(), name="preble-test", route_prefix=None)
+    finally:
+        patch.undo()
+        if ray.is_initialized():
+            serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def ask(handle: Any, group: int, call: int) -> int:
+    prompt = [*range(1000 * group, 1000 * group + PREFIX_TOKENS), 50_000 + call]
+    return int(handle.remote({"prompt": prompt, "max_tokens": 8}).result(timeout_s=60))
+
+
+def settled(router: ray_serve.PrebleRequestRouter) -> dict[str, Any]:
+    """The router's stats once the ends of all calls have arrived: they come after the answers."""
+    for _ in range(200):
+        if router.stats()["open_bookings"] == 0:
+            break
+        time.sleep(0.05)
+    router._books.check()
+    return router.stats()
+
+
+@pytest.mark.timeout(240)
+def test_prefixes_meet_and_a_killed_replica_stops_nothing(
+    handle: Any, routers: list[ray_serve.PrebleRequestRouter]
+) -> None:
+    homes: list[set[int]] = [set() for _ in range(GROUPS)]
+    for call in range(6):
+        for group in range(GROUPS):
+            homes[group].add(ask(handle, group, call))
+    assert [len(home) for home in homes] == [1] * GROUPS
+    assert len(set.union(*homes)) > 1, "one replica was given everything"
+
+    (router,) = routers
+    stats = settled(router)
+    assert (stats["choice_scheduled"], stats["completed"], stats["open_bookings"]) == (24, 24, 0)
+    specs = router._books.scheduler.workers.values()
+    assert [(spec.kv_capacity_tokens, spec.block_size) for spec in specs] == [(40_000, 16)] * 3
+
+    assert int(handle.remote("no body").result(timeout_s=60)) > 0
+    assert router.stats()["choice_no_tokens"] == 1
+
+    killed = next(iter(homes[0]))
+    os.kill(killed, signal.SIGKILL)
+    after = [ask(handle, 0, call) for call in range(10, 16)]
+    assert killed not in after
+    assert len(set(after)) == 1, "the prefix has no new home"
+    stats = settled(router)
+    assert stats["replicas_removed"] >= 1
+    assert stats.get("hook_failed", 0) == 0
+    assert stats["open_bookings"] == 0
