@@ -22,7 +22,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from preble.integrations import ray_serve
+from preble.integrations.replicas import ReplicaScheduler
 
 ROUTER = "preble.integrations.ray_serve:PrebleRequestRouter"
 GROUPS = 4
@@ -45,21 +45,22 @@ def replica_class() -> type:
 
 
 @pytest.fixture(scope="module")
-def routers() -> list[ray_serve.PrebleRequestRouter]:
-    """Every router that Ray makes in this process."""
+def all_books() -> list[ReplicaScheduler]:
+    """The books of every router that Ray makes in this process. Ray sends the router's class by value, so it cannot be
+    watched itself."""
     return []
 
 
 @pytest.fixture(scope="module")
-def handle(routers: list[ray_serve.PrebleRequestRouter]) -> Iterator[Any]:
+def handle(all_books: list[ReplicaScheduler]) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
-    initialize = ray_serve.PrebleRequestRouter.initialize_state
+    initialize = ReplicaScheduler.__init__
 
-    def noted(router: ray_serve.PrebleRequestRouter, **kwargs: Any) -> None:
-        initialize(router, **kwargs)
-        routers.append(router)
+    def noted(books: ReplicaScheduler, **kwargs: Any) -> None:
+        initialize(books, **kwargs)
+        all_books.append(books)
 
     folder = tempfile.mkdtemp(prefix="preble-ray-")  # short: sockets lie in it, and their paths have a largest length
     try:
@@ -76,7 +77,7 @@ def handle(routers: list[ray_serve.PrebleRequestRouter]) -> Iterator[Any]:
             max_ongoing_requests=8,
             request_router_config=config,
         )
-        patch.setattr(ray_serve.PrebleRequestRouter, "initialize_state", noted)
+        patch.setattr(ReplicaScheduler, "__init__", noted)
         yield serve.run(deployment.bind(), name="preble-test", route_prefix=None)
     finally:
         patch.undo()
@@ -91,20 +92,18 @@ def ask(handle: Any, group: int, call: int) -> int:
     return int(handle.remote({"prompt": prompt, "max_tokens": 8}).result(timeout_s=60))
 
 
-def settled(router: ray_serve.PrebleRequestRouter) -> dict[str, Any]:
-    """The router's stats once the ends of all calls have arrived: they come after the answers."""
+def settled(books: ReplicaScheduler) -> dict[str, Any]:
+    """The stats once the ends of all calls have arrived: they come after the answers."""
     for _ in range(200):
-        if router.stats()["open_bookings"] == 0:
+        if books.stats()["open_bookings"] == 0:
             break
         time.sleep(0.05)
-    router._books.check()
-    return router.stats()
+    books.check()
+    return books.stats()
 
 
 @pytest.mark.timeout(240)
-def test_prefixes_meet_and_a_killed_replica_stops_nothing(
-    handle: Any, routers: list[ray_serve.PrebleRequestRouter]
-) -> None:
+def test_prefixes_meet_and_a_killed_replica_stops_nothing(handle: Any, all_books: list[ReplicaScheduler]) -> None:
     homes: list[set[int]] = [set() for _ in range(GROUPS)]
     for call in range(6):
         for group in range(GROUPS):
@@ -112,21 +111,21 @@ def test_prefixes_meet_and_a_killed_replica_stops_nothing(
     assert [len(home) for home in homes] == [1] * GROUPS
     assert len(set.union(*homes)) > 1, "one replica was given everything"
 
-    (router,) = routers
-    stats = settled(router)
+    (books,) = all_books
+    stats = settled(books)
     assert (stats["choice_scheduled"], stats["completed"], stats["open_bookings"]) == (24, 24, 0)
-    specs = router._books.scheduler.workers.values()
+    specs = books.scheduler.workers.values()
     assert [(spec.kv_capacity_tokens, spec.block_size) for spec in specs] == [(40_000, 16)] * 3
 
     assert int(handle.remote("no body").result(timeout_s=60)) > 0
-    assert router.stats()["choice_no_tokens"] == 1
+    assert books.stats()["choice_no_tokens"] == 1
 
     killed = next(iter(homes[0]))
     os.kill(killed, signal.SIGKILL)
     after = [ask(handle, 0, call) for call in range(10, 16)]
     assert killed not in after
     assert len(set(after)) == 1, "the prefix has no new home"
-    stats = settled(router)
+    stats = settled(books)
     assert stats["replicas_removed"] >= 1
     assert stats.get("hook_failed", 0) == 0
     assert stats["open_bookings"] == 0
