@@ -83,7 +83,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type
         self._events = ReplicaEvents(self._books.scheduler, self._books.counters)
         self._draws = random.Random(seed)
         self._choices = RayCounter(
-            "preble_ray_choices_total",
+            "preble_router_choices",
             description="Choices of a replica, by what they rest on: the scheduler, or why not.",
             tag_keys=("deployment", "choice"),
         )
