@@ -148,6 +148,10 @@ def test_ticks_are_due_once_a_second(books: ReplicaScheduler, clock: preble.Manu
     assert not books.tick_due()
     clock.advance(1.5)
     assert [books.tick_due(), books.tick_due()] == [True, False]
+    clock.advance(1.5)
+    assert not books.tick_due(), "the last one has not ended"
+    books.tick()
+    assert books.tick_due()
 
 
 def test_any_order_of_calls_leaves_both_books_alike(clock: preble.ManualClock) -> None:

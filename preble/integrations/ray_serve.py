@@ -40,7 +40,7 @@ TICKET = "_preble_ticket"
 WATCHED = "_preble_watched"
 
 
-class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
+class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Routes each request to the replica where its prompt costs least, cache and load together.
 
     Named in a deployment's `RequestRouterConfig` by `request_router_class="preble.integrations.ray_serve:"
@@ -95,7 +95,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type
     ) -> list[list[RunningReplica]]:
         """The replica to try first, then two at random should it be full; of two, Ray takes the shorter queue."""
         if self._books.tick_due():
-            self._reader.run(self._books.tick)
+            self._reader.run(lambda: self._guarded(self._books.tick))
         allowed = self._with_model(candidate_replicas, pending_request)
         chosen, why = await self._choose(allowed, pending_request)
         self._count(why)

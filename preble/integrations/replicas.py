@@ -115,6 +115,7 @@ class ReplicaScheduler:
         self._by_call: dict[str, list[Ticket]] = {}  # calls made within one outer request share its id
         self._numbers = itertools.count(1)
         self._next_tick = clock() + TICK_SECONDS
+        self._ticking = False
         self._lock = threading.RLock()
 
     # --- replicas -----------------------------------------------------------------------------------------------------
@@ -243,26 +244,31 @@ class ReplicaScheduler:
     # --- background ---------------------------------------------------------------------------------------------------
 
     def tick_due(self) -> bool:
-        """Whether `tick` should be called now; True once, then not for a second."""
+        """Whether `tick` should be called now; True once, then not for a second, nor before that call has ended."""
         with self._lock:
             now = self._clock()
-            if now < self._next_tick:
+            if self._ticking or now < self._next_tick:
                 return False
-            self._next_tick = now + TICK_SECONDS
+            self._ticking, self._next_tick = True, now + TICK_SECONDS
             return True
 
     def tick(self) -> None:
         """The scheduler's background work, and the end of bookings that nobody ended. In a thread of its own: decisions
         wait for its slices only."""
+        try:
+            self._expire()
+            self.scheduler.tick()
+        finally:
+            self._ticking = False
+
+    def _expire(self) -> None:
         with self._lock:
             before = self._clock() - self.scheduler.config.lease_seconds
-            expired = [
-                ticket for ticket, _ in itertools.takewhile(lambda one: one[1] <= before, self._tickets.values())
-            ]
+            old = itertools.takewhile(lambda one: one[1] <= before, self._tickets.values())
+            expired = [ticket for ticket, _ in old]
             for ticket in expired:
                 self._give_back(ticket)
             self.counters["bookings_expired"] += len(expired)
-        self.scheduler.tick()
 
     def stats(self) -> dict[str, Any]:
         """Counters, bookings that are open, and the scheduler's `stats`. Safe to keep."""
