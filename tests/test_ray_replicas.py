@@ -13,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
+import zmq
 from gateway_support import make_tokenizer
 
 import preble
@@ -228,6 +230,31 @@ def test_feeds_come_and_go_with_replicas(books: ReplicaScheduler) -> None:
         return [*seen, events.followed]
 
     assert asyncio.run(follow()) == [{"a"}, {"a", "b"}, {"b"}, set()]
+
+
+def test_published_events_become_what_the_scheduler_believes(books: ReplicaScheduler, tmp_path: Path) -> None:
+    endpoint, prompt = f"ipc://{tmp_path}/events", list(range(33))
+    batch = msgpack.packb([1.0, [["BlockStored", [11, 12], None, prompt[:32], 16, None]], 0])
+
+    async def follow() -> None:
+        events, context = ReplicaEvents(books.scheduler, books.counters), zmq.Context()
+        socket = context.socket(zmq.PUB)
+        try:
+            socket.bind(endpoint)
+            events.update({"b": ReplicaFacts(events_endpoint=endpoint)})
+            for number in range(500):  # the first ones come before the subscription does
+                socket.send_multipart([b"", number.to_bytes(8, "big"), batch])
+                await asyncio.sleep(0.01)
+                if books.counters["event_batches"]:
+                    break
+        finally:
+            events.close()
+            context.destroy(linger=0)
+
+    books.update({name: ReplicaFacts(block_size=16) for name in REPLICAS})
+    asyncio.run(follow())
+    assert books.scheduler.match(prompt).matched_tokens == {"b": 32}
+    assert books.place(Ticket("call", Tokens(np.array(prompt, dtype=np.int32))), REPLICAS) == "b"
 
 
 def test_configuration_comes_from_json_and_is_checked() -> None:
