@@ -45,6 +45,12 @@ class Base:
         self.all: list[Any] = []
         self.near: list[Any] = []
         self.full: set[str] = set()
+        self._pending_requests_by_id: dict[str, Any] = {}
+
+    def _fulfill_next_pending_request(self, replica: Any, request_metadata: Any = None) -> None:
+        found = self._pending_requests_by_id.pop(request_metadata.internal_request_id, None)
+        if found is not None:
+            found.future.set_result(replica)
 
     def select_available_replicas(self, candidates: list[Any]) -> list[Any]:
         return [one for one in candidates if one.replica_id.name not in self.full]
@@ -126,6 +132,24 @@ def test_a_prompt_has_one_first_choice_and_its_siblings_the_same(module: ModuleT
         stats = router.stats()
         assert (stats["choice_scheduled"], stats["open_bookings"], stats["events_of"]) == (4, 0, [])
         assert router._choices.seen == ["scheduled"] * 4
+
+    asyncio.run(ask())
+
+
+def test_each_of_several_calls_with_one_id_gets_the_replica_chosen_for_it(module: ModuleType) -> None:
+    async def ask() -> None:
+        router = await started(module)
+        calls = [pending({"prompt": [1000 * number, *range(300)]}, "shared") for number in range(4)]
+        router._pending_requests_by_id["shared"] = calls[0]
+
+        async def route(call: Any) -> Any:
+            (first,), _ = await router.choose_replicas(router.all, call)
+            await asyncio.sleep(0)
+            router._fulfill_next_pending_request(first, call.metadata)
+            return first
+
+        chosen = await asyncio.gather(*(route(call) for call in reversed(calls)))
+        assert [call.future.result() for call in reversed(calls)] == chosen
 
     asyncio.run(ask())
 

@@ -5,6 +5,7 @@ What is decided and booked is tested without ray, in `test_ray_replicas`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
@@ -29,8 +30,8 @@ GROUPS = 4
 PREFIX_TOKENS = 512
 
 
-def replica_class() -> type:
-    """Made in a function, so that Ray sends the class itself: its processes cannot import this file."""
+def classes() -> tuple[type, type]:
+    """Made in a function, so that Ray sends the classes themselves: its processes cannot import this file."""
 
     class Replica:
         """Answers with its process id."""
@@ -41,7 +42,18 @@ def replica_class() -> type:
         def record_replica_metadata(self) -> dict[str, Any]:
             return {"kv_capacity_tokens": 40_000, "block_size": 16}
 
-    return Replica
+    class Front:
+        """Makes several calls at once in the course of one request; they share its id in Ray."""
+
+        def __init__(self, engine: Any) -> None:
+            self.engine = engine
+
+        async def __call__(self, calls: int) -> list[int]:
+            bodies = [{"prompt": [*range(7000, 7300), call]} for call in range(calls)]
+            answers = asyncio.gather(*(self.engine.remote(body) for body in bodies))
+            return list(await asyncio.wait_for(answers, 20.0))
+
+    return Replica, Front
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +78,33 @@ def handle(all_books: list[ReplicaScheduler]) -> Iterator[Any]:
     try:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=folder)
         serve.start(proxy_location="Disabled")
+        engine, front = classes()
         config = RequestRouterConfig(
             request_router_class=ROUTER,
             request_router_kwargs={"extractor": "openai", "config": {"lease_seconds": 30.0}, "read_seconds": 10.0},
         )
         deployment = serve.deployment(
-            replica_class(),
+            engine,
             num_replicas=3,
             ray_actor_options={"num_cpus": 0.1},
             max_ongoing_requests=8,
             request_router_config=config,
         )
         patch.setattr(ReplicaScheduler, "__init__", noted)
-        yield serve.run(deployment.bind(), name="preble-test", route_prefix=None)
+        fronts = serve.deployment(front, ray_actor_options={"num_cpus": 0.1})
+        yield serve.run(fronts.bind(deployment.bind()), name="preble-test", route_prefix=None)
     finally:
         patch.undo()
         if ray.is_initialized():
             serve.shutdown()
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def engine(handle: Any) -> Any:
+    """A handle of the replicas themselves."""
+    return serve.get_deployment_handle("Replica", "preble-test")
 
 
 def ask(handle: Any, group: int, call: int) -> int:
@@ -103,11 +123,17 @@ def settled(books: ReplicaScheduler) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
-def test_prefixes_meet_and_a_killed_replica_stops_nothing(handle: Any, all_books: list[ReplicaScheduler]) -> None:
+def test_calls_made_at_once_in_one_request_are_all_answered(handle: Any) -> None:
+    answers = handle.remote(12).result(timeout_s=60)
+    assert len(answers) == 12
+
+
+@pytest.mark.timeout(240)
+def test_prefixes_meet_and_a_killed_replica_stops_nothing(engine: Any, all_books: list[ReplicaScheduler]) -> None:
     homes: list[set[int]] = [set() for _ in range(GROUPS)]
     for call in range(6):
         for group in range(GROUPS):
-            homes[group].add(ask(handle, group, call))
+            homes[group].add(ask(engine, group, call))
     assert [len(home) for home in homes] == [1] * GROUPS
     assert len(set.union(*homes)) > 1, "one replica was given everything"
 
@@ -117,12 +143,12 @@ def test_prefixes_meet_and_a_killed_replica_stops_nothing(handle: Any, all_books
     specs = books.scheduler.workers.values()
     assert [(spec.kv_capacity_tokens, spec.block_size) for spec in specs] == [(40_000, 16)] * 3
 
-    assert int(handle.remote("no body").result(timeout_s=60)) > 0
+    assert int(engine.remote("no body").result(timeout_s=60)) > 0
     assert books.stats()["choice_no_tokens"] == 1
 
     killed = next(iter(homes[0]))
     os.kill(killed, signal.SIGKILL)
-    after = [ask(handle, 0, call) for call in range(10, 16)]
+    after = [ask(engine, 0, call) for call in range(10, 16)]
     assert killed not in after
     assert len(set(after)) == 1, "the prefix has no new home"
     stats = settled(books)

@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import InvalidConfig, MissingExtra, NoWorkers, PrebleError, QueueFull
 from ..types import BlockKeys
@@ -82,6 +83,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._reader = PromptReader(reader_config)
         self._events = ReplicaEvents(self._books.scheduler, self._books.counters)
         self._draws = random.Random(seed)
+        self._routing: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
         self._choices = RayCounter(
             "preble_router_choices",
             description="Choices of a replica, by what they rest on: the scheduler, or why not.",
@@ -94,6 +96,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replica to try first, then two at random should it be full; of two, Ray takes the shorter queue."""
+        self._note_routing(pending_request)
         if self._books.tick_due():
             self._reader.run(lambda: self._guarded(self._books.tick))
         allowed = self._with_model(candidate_replicas, pending_request)
@@ -143,6 +146,25 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             setattr(pending, TICKET, ticket)
         found: Ticket | None = getattr(pending, TICKET)
         return found
+
+    def _note_routing(self, pending: PendingRequest | None) -> None:
+        """Remember for which request the task chooses that is running now."""
+        task = asyncio.current_task()
+        if task is not None and pending is not None:
+            self._routing[task] = pending
+
+    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
+        """Give the replica to the request that it was chosen for.
+
+        Ray finds it in an index by internal request id. Calls that are made in the course of one request share that id,
+        and of those that wait at once Ray 2.60 puts only the first into the index; the others would wait for ever. So
+        the index names the request that this task is about before Ray looks.
+        """
+        task = asyncio.current_task()
+        pending = self._routing.get(task) if task is not None else None
+        if pending is not None and pending.metadata is request_metadata and not pending.future.done():
+            self._pending_requests_by_id[request_metadata.internal_request_id] = pending
+        super()._fulfill_next_pending_request(replica, request_metadata)
 
     def _watch(self, pending: PendingRequest, ticket: Ticket) -> None:
         """Give the booking back if the caller goes away before a replica is asked: Ray then completes nothing."""
