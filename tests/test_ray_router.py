@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -195,6 +196,30 @@ def test_without_tokens_two_replicas_nearby_are_tried(
         assert router.stats()["open_bookings"] == 0
 
     asyncio.run(ask())
+
+
+HELD = threading.Event()
+
+
+def held_extractor(args: Any, kwargs: Any) -> None:
+    HELD.wait()
+
+
+def test_slow_prompts_and_too_many_of_them_are_routed_without_tokens(module: ModuleType) -> None:
+    async def ask() -> list[Any]:
+        HELD.clear()
+        router = module.PrebleRequestRouter()
+        router.initialize_state(extractor=f"{__name__}:held_extractor", threads=1, queue_max=2, read_seconds=0.05)
+        router.update_replicas([replica("a"), replica("b")])
+        try:
+            groups = await asyncio.gather(*(router.choose_replicas(router.all, pending(PROMPT)) for _ in range(3)))
+        finally:
+            HELD.set()
+        stats = router.stats()
+        assert (stats["choice_slow_prompt"], stats["choice_queue_full"]) == (2, 1)
+        return groups
+
+    assert [len(group) for (group,) in asyncio.run(ask())] == [2, 2, 2]
 
 
 def test_a_request_for_a_model_goes_where_the_model_is(module: ModuleType) -> None:
