@@ -47,7 +47,7 @@ FLOORS = [
         "calibration",
         "_hot",
     },
-    {"transport", "engines", "sim", "workloads", "integrations"},
+    {"transport", "engines", "sim", "workloads"},
     {
         "router",
         "worker",
@@ -65,6 +65,7 @@ FLOORS = [
         "engine_choice",
         "attach",
         "top",
+        "integrations",
     },
 ]
 EDGES = 4

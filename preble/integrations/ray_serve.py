@@ -1,0 +1,265 @@
+"""Ray Serve's request router with Preble's scheduler inside: `PrebleRequestRouter`. Owns what Ray calls and what it
+expects in return; the decisions and books are in `replicas`, the reading of prompts in `prompts`.
+
+Ray makes one router for each process that holds a handle of the deployment, on an event loop of its own. Each learns
+from the requests that it routes itself, and from the cache events of all replicas where these publish them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..errors import InvalidConfig, MissingExtra, NoWorkers, PrebleError, QueueFull
+from ..types import BlockKeys
+from .prompts import PromptReader, ReaderConfig, Tokens
+from .replica_events import ReplicaEvents
+from .replicas import ReplicaFacts, ReplicaScheduler, Ticket, facts_of, scheduler_config
+
+try:
+    from ray.serve.request_router import (
+        LocalityMixin,
+        MultiplexMixin,
+        PendingRequest,
+        ReplicaID,
+        RequestRouter,
+        RunningReplica,
+    )
+    from ray.util.metrics import Counter as RayCounter
+except ImportError as error:
+    raise MissingExtra("the request router for Ray Serve needs ray: pip install 'preble[ray]'") from error
+
+logger = logging.getLogger("preble.integrations")
+
+# Where a pending request carries what belongs to it, so that it goes when the request does.
+TICKET = "_preble_ticket"
+WATCHED = "_preble_watched"
+
+
+class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
+    """Routes each request to the replica where its prompt costs least, cache and load together.
+
+    Named in a deployment's `RequestRouterConfig` by `request_router_class="preble.integrations.ray_serve:"
+    "PrebleRequestRouter"`; its options, all JSON, are the arguments of `initialize_state`. A request without token ids,
+    or for which anything fails, goes where the power of two choices sends it; `stats` counts why.
+
+    Ray's FIFO mixin is left out: with it a replica chosen for one request may be given to another one.
+    """
+
+    def initialize_state(
+        self,
+        *,
+        policy: str = "e2",
+        cost_model: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        kv_capacity_tokens: int = 200_000,
+        block_size: int = 1,
+        seed: int = 0,
+        **reader: Any,
+    ) -> None:
+        """Called by Ray with `request_router_kwargs`.
+
+        `config`: fields of `SchedulerConfig`. `kv_capacity_tokens`, `block_size`: of a replica that tells none.
+        `reader`: fields of `ReaderConfig` (extractor, tokenizer, threads, queue_max, read_seconds).
+        Raises `InvalidConfig` naming the argument, `MissingExtra` for a tokenizer without its library.
+        """
+        try:
+            reader_config = ReaderConfig(**reader)
+        except TypeError as error:
+            raise InvalidConfig(f"request_router_kwargs: {error}") from error
+        self._books = ReplicaScheduler(
+            policy=policy,
+            cost_model=cost_model,
+            config=scheduler_config(config),
+            kv_capacity_tokens=kv_capacity_tokens,
+            block_size=block_size,
+            seed=seed,
+        )
+        self._reader = PromptReader(reader_config)
+        self._events = ReplicaEvents(self._books.scheduler, self._books.counters)
+        self._draws = random.Random(seed)
+        self._routing: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
+        self._choices = RayCounter(
+            "preble_router_choices",
+            description="Choices of a replica, by what they rest on: the scheduler, or why not.",
+            tag_keys=("deployment", "choice"),
+        )
+
+    # --- choosing -----------------------------------------------------------------------------------------------------
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replica to try first, then two at random should it be full; of two, Ray takes the shorter queue."""
+        self._note_routing(pending_request)
+        if self._books.tick_due():
+            self._reader.run(lambda: self._guarded(self._books.tick))
+        allowed = self._with_model(candidate_replicas, pending_request)
+        chosen, why = await self._choose(allowed, pending_request)
+        self._count(why)
+        if chosen is None:
+            return [self._two_of(self._nearby(allowed, pending_request))]
+        return [[chosen], self._two_of([one for one in allowed if one is not chosen])]
+
+    async def _choose(
+        self, candidates: Sequence[RunningReplica], pending: PendingRequest | None
+    ) -> tuple[RunningReplica | None, str]:
+        """The scheduler's choice, or None and why there is none."""
+        if pending is None:
+            return None, "no_request"
+        try:
+            ticket = await self._ticket(pending)
+            if ticket is None:
+                return None, "no_tokens"
+            by_name = {_name(one.replica_id): one for one in self._not_full(candidates)}
+            chosen = by_name[self._books.place(ticket, by_name)]
+            self._watch(pending, ticket)
+            return chosen, "scheduled"
+        except QueueFull:
+            return None, "queue_full"
+        except asyncio.TimeoutError:
+            return None, "slow_prompt"
+        except NoWorkers:
+            return None, "no_replica_known"
+        except PrebleError as error:
+            return self._failed(error, "refused")
+        except Exception as error:  # noqa: BLE001  extractors are anybody's code, and it must go somewhere
+            return self._failed(error, "failed")
+
+    def _failed(self, error: Exception, why: str) -> tuple[None, str]:
+        """The kind of error only: its text may be the user's, and hold a prompt."""
+        logger.debug("no choice by cache: %s", type(error).__name__)
+        return None, why
+
+    async def _ticket(self, pending: PendingRequest) -> Ticket | None:
+        """The request's ticket, made when it is first asked for; None where the request has no tokens."""
+        if not hasattr(pending, TICKET):
+            tokens = await self._reader.read(pending.args, pending.kwargs)
+            if tokens is not None:
+                tokens = _in_namespace(tokens, pending.metadata.multiplexed_model_id)
+            ticket = None if tokens is None else Ticket(pending.metadata.internal_request_id, tokens)
+            setattr(pending, TICKET, ticket)
+        found: Ticket | None = getattr(pending, TICKET)
+        return found
+
+    def _note_routing(self, pending: PendingRequest | None) -> None:
+        """Remember for which request the task chooses that is running now."""
+        task = asyncio.current_task()
+        if task is not None and pending is not None:
+            self._routing[task] = pending
+
+    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
+        """Give the replica to the request that it was chosen for.
+
+        Ray finds it in an index by internal request id. Calls that are made in the course of one request share that id,
+        and of those that wait at once Ray 2.60 puts only the first into the index; the others would wait for ever. So
+        the index names the request that this task is about before Ray looks.
+        """
+        task = asyncio.current_task()
+        pending = self._routing.get(task) if task is not None else None
+        if pending is not None and pending.metadata is request_metadata and not pending.future.done():
+            self._pending_requests_by_id[request_metadata.internal_request_id] = pending
+        super()._fulfill_next_pending_request(replica, request_metadata)
+
+    def _watch(self, pending: PendingRequest, ticket: Ticket) -> None:
+        """Give the booking back if the caller goes away before a replica is asked: Ray then completes nothing."""
+        future = pending.future
+        if getattr(pending, WATCHED, None) is future:
+            return
+        setattr(pending, WATCHED, future)
+        future.add_done_callback(lambda done: self._books.cancel(ticket) if done.cancelled() else None)
+
+    def _with_model(
+        self, candidates: Sequence[RunningReplica], pending: PendingRequest | None
+    ) -> Sequence[RunningReplica]:
+        """Those with the request's model, by Ray's own rule, where it names one. Else all of them: a cached prefix is
+        worth more than a short way. A request that finds no room then waits before the next round."""
+        if pending is None or not pending.metadata.multiplexed_model_id:
+            if pending is not None:
+                pending.routing_context.should_backoff = True
+            return candidates
+        ids = self.apply_multiplex_routing(pending_request=pending)
+        return [one for one in candidates if one.replica_id in ids]
+
+    def _nearby(self, candidates: Sequence[RunningReplica], pending: PendingRequest | None) -> Sequence[RunningReplica]:
+        """Those that Ray's power of two would draw from."""
+        if pending is not None and pending.metadata.multiplexed_model_id:
+            return candidates
+        ids = self.apply_locality_routing(pending_request=pending)
+        return [one for one in candidates if one.replica_id in ids]
+
+    def _not_full(self, candidates: Sequence[RunningReplica]) -> Sequence[RunningReplica]:
+        return self.select_available_replicas(list(candidates)) or candidates
+
+    def _two_of(self, candidates: Sequence[RunningReplica]) -> list[RunningReplica]:
+        return self._draws.sample(list(candidates), min(2, len(candidates)))
+
+    def _count(self, choice: str) -> None:
+        self._books.counters[f"choice_{choice}"] += 1
+        self._choices.inc(tags={"deployment": self._deployment_id.name, "choice": choice})
+
+    # --- what Ray tells -----------------------------------------------------------------------------------------------
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica took the request: the booking is there from now on."""
+        ticket = getattr(pending_request, TICKET, None)
+        if ticket is not None:
+            self._guarded(self._books.routed, ticket, _name(replica_id))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request is over, or was refused. May come from any thread."""
+        self._guarded(self._books.completed, _name(replica_id), internal_request_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget the replica, its cache and its bookings."""
+        super().on_replica_actor_died(replica_id)
+        self._events.remove(_name(replica_id))
+        self._guarded(self._books.remove, _name(replica_id))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Replicas came, left, or told something new."""
+        super().update_replicas(replicas)
+        facts = {_name(one.replica_id): self._facts(one) for one in replicas}
+        self._guarded(self._books.update, facts)
+        self._guarded(self._events.update, facts)
+
+    def _facts(self, replica: RunningReplica) -> ReplicaFacts:
+        try:
+            return facts_of(replica.replica_metadata or {}, replica.routing_stats or {})
+        except PrebleError as error:
+            self._books.counters["facts_refused"] += 1
+            logger.warning("what replica %s tells is not used: %s", _name(replica.replica_id), error)
+            return ReplicaFacts()
+
+    def _guarded(self, function: Any, *args: Any) -> None:
+        """Call into the books. Ray's router must go on whatever happens there; it is counted."""
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001  it would end a request that had no part in it
+            self._books.counters["hook_failed"] += 1
+            logger.error("%s failed: %s", function.__name__, type(error).__name__)
+
+    # --- for whoever looks --------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Choices by reason, bookings, event batches, and the scheduler's `stats`. Safe to keep."""
+        return {**self._books.stats(), "events_of": sorted(self._events.followed)}
+
+
+def _name(replica_id: ReplicaID) -> str:
+    name: str = replica_id.to_full_id_str()
+    return name
+
+
+def _in_namespace(tokens: Tokens, model_id: str) -> Tokens:
+    """The same tokens where the request names one of several models (a LoRA): their caches are apart."""
+    if not model_id:
+        return tokens
+    rest = tokens.namespace if isinstance(tokens.namespace, tuple) else (tokens.namespace,)
+    lora = BlockKeys(model_id, None, None, ()).namespace()
+    return replace(tokens, namespace=lora if tokens.namespace is None else (*lora, *rest))

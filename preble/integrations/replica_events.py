@@ -1,0 +1,99 @@
+"""Cache events of replicas, followed on the router's event loop. Owns one feed for each replica that tells where its
+engine publishes them; sockets, gaps and replays are `transport.kv_feed`'s, and what the events mean the scheduler's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+import zmq.asyncio
+
+from ..errors import InvalidInput, TransportError, UnknownWorker
+from ..scheduler import GlobalScheduler
+from ..transport.attach import namespace_of
+from ..transport.kv_events import LoadReport
+from ..transport.kv_feed import EventFeed
+from ..transport.server_facts import EventSource
+from .replicas import ReplicaFacts
+
+logger = logging.getLogger("preble.integrations")
+
+
+class ReplicaListener:
+    """Takes one replica's events to the scheduler. What is wrong in them is counted, and stops nothing."""
+
+    def __init__(self, name: str, scheduler: GlobalScheduler, counters: Counter[str]) -> None:
+        self._name = name
+        self._scheduler = scheduler
+        self._counters = counters
+
+    def on_payload(self, payload: bytes) -> None:
+        """Apply a batch as the engine wrote it."""
+        try:
+            self._scheduler.apply_raw(self._name, payload, namespace_of=namespace_of)
+            self._counters["event_batches"] += 1
+        except UnknownWorker:
+            self._counters["event_batches_of_removed"] += 1
+        except InvalidInput:
+            self._counters["event_batches_malformed"] += 1
+
+    def on_resync(self) -> None:
+        """Events are lost for good: believe nothing of this cache."""
+        self._counters["event_resyncs"] += 1
+        try:
+            self._scheduler.clear_worker(self._name)
+        except UnknownWorker:
+            self._counters["event_batches_of_removed"] += 1
+
+    def on_load(self, report: LoadReport) -> None:
+        """Ray Serve tells the load itself; no feed here asks for it."""
+
+
+class ReplicaEvents:
+    """The feeds of all replicas. Belongs to one asyncio loop; nothing here is thread-safe."""
+
+    def __init__(self, scheduler: GlobalScheduler, counters: Counter[str]) -> None:
+        self._scheduler = scheduler
+        self._counters = counters
+        self._context: zmq.asyncio.Context | None = None
+        self._feeds: dict[str, tuple[ReplicaFacts, asyncio.Task[None]]] = {}
+
+    @property
+    def followed(self) -> frozenset[str]:
+        """Names of the replicas whose events are followed."""
+        return frozenset(self._feeds)
+
+    def update(self, replicas: Mapping[str, ReplicaFacts]) -> None:
+        """These are the replicas now. A feed whose facts have changed begins anew, with all that is still kept."""
+        for name in [name for name, (facts, _) in self._feeds.items() if replicas.get(name) != facts]:
+            self._feeds.pop(name)[1].cancel()
+        for name, facts in replicas.items():
+            if facts.events_endpoint and name not in self._feeds:
+                self._feeds[name] = (facts, asyncio.get_running_loop().create_task(self._follow(name, facts)))
+
+    def remove(self, name: str) -> None:
+        """A replica is gone."""
+        found = self._feeds.pop(name, None)
+        if found is not None:
+            found[1].cancel()
+
+    def close(self) -> None:
+        """Follow nothing any more. Idempotent."""
+        self.update({})
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    async def _follow(self, name: str, facts: ReplicaFacts) -> None:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        source = EventSource(facts.events_endpoint, facts.replay_endpoint, facts.events_topic)
+        listener = ReplicaListener(name, self._scheduler, self._counters)
+        try:
+            await EventFeed(source, listener, context=self._context).run()
+        except TransportError as error:
+            self._counters["event_feeds_failed"] += 1
+            logger.warning("cache events of replica %s are not followed: %s", name, error)
