@@ -405,7 +405,7 @@ class GlobalScheduler(RequestCalls):
         changed = 0
         with self._lock:
             worker, now = self._worker(worker_id), self._now()
-            for stored, run in groupby(_all_of("events", events, InvalidInput), _is_prefix_stored):
+            for stored, run in _runs_of(_all_of("events", events, InvalidInput)):
                 if stored:
                     changed += sum(self._store_prefix(worker, event, now) for event in run)
                     continue
@@ -657,6 +657,13 @@ def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
 
 def _is_prefix_stored(event: object) -> bool:
     return isinstance(event, PrefixStored)
+
+
+def _runs_of(events: Iterable[Any]) -> Iterable[tuple[bool, Iterable[Any]]]:
+    """Cut events where those about stored prefixes begin and end; the usual lot has none and stays whole."""
+    if type(events) in (list, tuple) and PrefixStored not in map(type, events):
+        return ((False, events),)
+    return groupby(events, _is_prefix_stored)
 
 
 def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:
