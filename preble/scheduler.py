@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ from .errors import (
 from .leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .membership import ANY_REQUEST, Handover, Membership
 from .policy import Policy, RequestView, resolve
+from .scheduler_events import runs_of
 from .truth import Truth, look, warn
 from .types import (
     AllBlocksCleared,
@@ -405,7 +405,7 @@ class GlobalScheduler(RequestCalls):
         changed = 0
         with self._lock:
             worker, now = self._worker(worker_id), self._now()
-            for stored, run in _runs_of(_all_of("events", events, InvalidInput)):
+            for stored, run in runs_of(_all_of("events", events, InvalidInput)):
                 if stored:
                     changed += sum(self._store_prefix(worker, event, now) for event in run)
                     continue
@@ -653,17 +653,6 @@ def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _is_prefix_stored(event: object) -> bool:
-    return isinstance(event, PrefixStored)
-
-
-def _runs_of(events: Iterable[Any]) -> Iterable[tuple[bool, Iterable[Any]]]:
-    """Cut events where those about stored prefixes begin and end; the usual lot has none and stays whole."""
-    if type(events) in (list, tuple) and PrefixStored not in map(type, events):
-        return ((False, events),)
-    return groupby(events, _is_prefix_stored)
 
 
 def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:
