@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int64_t, uint32_t
 
+from preble._answers cimport Decision
 from preble._cost cimport Lease
 from preble._e2 cimport Choice, E2, Order, Scratch
 from preble._gauges cimport Gauges
@@ -33,6 +34,8 @@ cdef class DecisionCore(E2):
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens, double now) except -1
     cdef int bind_root(self, Order* order, object namespace, bint create) except -1
     cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE
+    cdef Decision booked(self, Order* order, Choice* choice, object request_id, object namespace, str reason,
+                         object costs)
     cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil
     cdef str choose(self, Order* order, object policy, object asked, Choice* choice)
     cdef int resume(self, Order* order) noexcept nogil

@@ -49,6 +49,15 @@ class DecisionCore(E2):
         asked: RequestView | None,
         with_costs: bool,
     ) -> Decision: ...
+    def book_on(
+        self,
+        worker: int,
+        token_ids: TokenIds,
+        request_id: Hashable,
+        namespace: Hashable,
+        max_new_tokens: int,
+        now: float,
+    ) -> Decision: ...
     def explain(
         self,
         token_ids: TokenIds,

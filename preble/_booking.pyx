@@ -18,7 +18,9 @@ from preble._atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
 from preble._e2 cimport (
     ANY_REQUEST,
+    EXPLOIT,
     EXPLORE,
+    RENDEZVOUS,
     Choice,
     E2,
     Order,
@@ -28,6 +30,7 @@ from preble._e2 cimport (
     clear_scratch,
     free_scratch,
     new_scratch,
+    rows_of,
 )
 from preble._epochs cimport reader_enter, reader_leave
 from preble._gauges cimport Gauges, note_end, note_first
@@ -42,22 +45,15 @@ from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
 from preble._trust cimport Served
 from preble._tree cimport confirm_path, drop_beside, limit_of, set_limit, take_back, tree_insert
 
+from zlib import crc32
+
 from .errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
 
 cdef enum:
     EXPLAIN_ATTEMPTS = 8         # of an explanation without a lock, while workers come and go
     HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
-
-_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover")
-
-
-cdef list rows_of(Scratch* s):
-    """(index, usable, L, M, P, Q, what is compared, candidate) of each worker that might take the request."""
-    cdef uint32_t i
-    return [(i, s.terms[i].usable, s.terms[i].load, s.terms[i].eviction, s.terms[i].prefill, s.terms[i].queue,
-             s.terms[i].total, bool(s.terms[i].candidate))
-            for i in range(s.workers) if s.terms[i].weighed]
+_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover", "rendezvous")
 
 
 cdef class DecisionCore(E2):
@@ -98,6 +94,7 @@ cdef class DecisionCore(E2):
             raise
         self.trust.open(index)
         store32(&self.book.rows[index].block_size, block_size)
+        store32(&self.book.rows[index].name, crc32(name.encode()))
         self.set_eligible(index, True)
         while len(self.names) <= index:
             self.names.append(None)
@@ -137,6 +134,7 @@ cdef class DecisionCore(E2):
         order.max_new_tokens = max_new_tokens
         order.now = now
         order.everyone = order.writer = True
+        order.mirrored = False
         self.bind_root(order, namespace, False)
         if order.root != NONE:
             order.walk = tree_walk(&self.tree.t, order.walk, view.data, view.count)
@@ -241,6 +239,7 @@ cdef class DecisionCore(E2):
         lease.expected_output = self.book.expected_output(choice.worker, order.max_new_tokens)
         lease.prefill_ns = nanoseconds(seconds)
         choice.lease = self.book.book(choice.worker, lease, order.now)
+        self.note_placer(order.mirrored)
         choice.changes = self.tree.t.worker_changes
         if order.root == NONE:
             return BOOKED
@@ -250,7 +249,7 @@ cdef class DecisionCore(E2):
         booked = self.book.lease_of(choice.lease)
         booked.leaf = leaf
         booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
-        if choice.reason != EXPLORE:
+        if choice.reason != EXPLORE and choice.reason != RENDEZVOUS:
             self.groups.booked(booked, leaf, choice.usable)
         return BOOKED
 
@@ -296,18 +295,44 @@ cdef class DecisionCore(E2):
                 self.look_again(&order, choice.worker)
             choice.usable = self.scratch.terms[choice.worker].usable
             costs = self.costs() if with_costs else None
-            if order.root == NONE:
-                self.bind_root(&order, namespace, True)
-            self.raise_outcome(self.commit(&order, &choice))
+            return self.booked(&order, &choice, request_id, namespace, reason, costs)
         finally:
             release_tokens(&view)
+
+    def book_on(self, uint32_t worker, token_ids, object request_id, object namespace, int64_t max_new_tokens,
+                double now) -> Decision:
+        """Book a request that was placed on a worker elsewhere. Errors change nothing."""
+        cdef TokenView view
+        cdef Order order
+        cdef Choice choice
+        self.need_room(request_id)
+        view_tokens(token_ids, &view)
+        try:
+            self.begin(&order, &view, namespace, max_new_tokens, now)
+            order.mirrored = True
+            self.book.advance(now)
+            self.look_again(&order, worker)
+            choice.worker = worker
+            choice.usable = self.scratch.terms[worker].usable
+            choice.reason = EXPLOIT if choice.usable > order.count * self.exploit_ratio else EXPLORE
+            return self.booked(&order, &choice, request_id, namespace, "mirrored", None)
+        finally:
+            release_tokens(&view)
+
+    cdef Decision booked(self, Order* order, Choice* choice, object request_id, object namespace, str reason,
+                         object costs):
+        """Book what was chosen, in a namespace that may be new."""
+        if order.root == NONE:
+            self.bind_root(order, namespace, True)
+        self.raise_outcome(self.commit(order, choice))
         self.leases[request_id] = choice.lease
-        return new_decision(request_id, self.names[choice.worker], choice.usable, view.count, reason, costs)
+        return new_decision(request_id, self.names[choice.worker], choice.usable, order.count, reason, costs)
 
     cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil:
         """Size up one worker anew."""
         cdef Scratch* s = &self.scratch
         clear_scratch(s)
+        s.workers = self.tree.t.worker_end
         s.next = order.walk.node
         self.gather(s, order.walk, 0)
         self.size_up(&s.terms[worker], worker, s.held[worker], order.count)
@@ -315,14 +340,13 @@ cdef class DecisionCore(E2):
 
     cdef str choose(self, Order* order, object policy, object asked, Choice* choice):
         """Choose with every worker weighed; returns the reason."""
-        cdef Scratch* s = &self.scratch
         if policy is not None:
             choice.worker = self.choose_with(policy, asked, order)
             return str(policy.reason)
-        clear_scratch(s)
-        s.workers = self.tree.t.worker_end
-        choice[0] = self.choose_e2(s, order)
-        clear_scratch(s)
+        clear_scratch(&self.scratch)
+        self.scratch.workers = self.tree.t.worker_end
+        choice[0] = self.choose_e2(&self.scratch, order)
+        clear_scratch(&self.scratch)
         return _REASONS[choice.reason]
 
     def need_room(self, object request_id) -> None:
@@ -381,8 +405,7 @@ cdef class DecisionCore(E2):
             order.count = view.count
             order.max_new_tokens = max_new_tokens
             order.now = now
-            order.everyone = True
-            order.writer = False
+            order.everyone, order.writer = True, False
             for _ in range(EXPLAIN_ATTEMPTS):
                 changes = load64(&self.tree.t.worker_changes)
                 told = self.explain_once(&order, &view, namespace)
@@ -485,9 +508,8 @@ cdef class DecisionCore(E2):
             self.book.prefilled(lease)
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
-        """Bring load and marks in line with what the engine told. What it was known to hold and no longer held took
-        along everything that hung below, unless events tell what goes; what it has computed is there, whatever was
-        believed in the meantime."""
+        """Bring load and marks in line with what the engine told. What it was known to hold and held no longer took
+        along all that hung below, unless events tell what goes; what it has computed is there in any case."""
         cdef bint alive = self.is_remembered(lease)
         cdef uint32_t key = self.tree.t.workers[lease.worker].key
         cdef double seconds

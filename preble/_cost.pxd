@@ -83,7 +83,7 @@ cdef struct Row:                 # 64 bytes
     uint32_t block_size          # tokens
     uint32_t eligible            # may take requests
     uint32_t alike               # the lowest worker with the same cost model
-    uint32_t unused
+    uint32_t name                # a number made of its name, which is the same for every router
 
 cdef struct WorkerBook:
     bint used
@@ -112,6 +112,7 @@ cdef class LoadBook:
     cdef double fleet_load       # seconds assigned to all workers within the window (r)
     cdef double output_seconds   # of worker time for one output token, mean of the workers (r)
     cdef uint32_t used           # workers (r)
+    cdef double others           # share of the requests booked lately that other routers placed (r)
     cdef double reuse            # prompt tokens cached where they went, for each that was not, within the window (r)
     cdef int64_t now_bucket
     cdef double bucket_seconds

@@ -16,7 +16,8 @@ cdef enum Reason:
     REBALANCE = 3
     REPLICA = 4
     HANDOVER = 5
-    REASONS = 6
+    RENDEZVOUS = 6
+    REASONS = 7
 
 cdef enum Service:               # which requests a worker takes: `eligible` of its row
     NO_REQUEST = 0
@@ -52,6 +53,7 @@ cdef struct Order:               # a prompt to be placed
     double now
     bint everyone                # weigh every worker, for an explanation
     bint writer                  # the guard is held: victims may be noted
+    bint mirrored                # another router has placed it
     uint32_t root                # of its namespace; NONE: it has none
     uint32_t root_generation
     Walk walk
@@ -72,6 +74,7 @@ cdef struct Choice:
 cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil
 cdef void free_scratch(Scratch* s) noexcept nogil
 cdef void clear_scratch(Scratch* s) noexcept nogil
+cdef list rows_of(Scratch* s)
 
 cdef class E2:
     cdef readonly RadixTree tree
@@ -101,9 +104,13 @@ cdef class E2:
     cdef void steer(self, Scratch* s, const Order* order, const Prices* prices, Choice* choice) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Order* order) noexcept nogil
     cdef Choice exploit(self, Scratch* s, const Order* order, uint32_t best, const Prices* prices) noexcept nogil
-    cdef void escape(self, Scratch* s, const Order* order, double bound, const Prices* prices,
+    cdef void escape(self, Scratch* s, const Order* order, uint32_t best, double bound, const Prices* prices,
                      Choice* choice) noexcept nogil
-    cdef Choice explore(self, Scratch* s, const Order* order, const Prices* prices) noexcept nogil
+    cdef Choice explore(self, Scratch* s, const Order* order, uint32_t held, const Prices* prices) noexcept nogil
+    cdef void note_placer(self, bint mirrored) noexcept nogil
+    cdef void draw(self, Scratch* s, double level, uint64_t head, Choice* choice) noexcept nogil
+    cdef void agree(self, Scratch* s, const Order* order, uint32_t held, double bound, const Prices* prices,
+                    Choice* choice) noexcept nogil
     cdef void prefer_decoding(self, Scratch* s, const Order* order, double bound, const Prices* prices,
                               Choice* choice) noexcept nogil
     cdef double decode_share(self, uint32_t worker) noexcept nogil

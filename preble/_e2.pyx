@@ -8,7 +8,8 @@ chosen here.
         the one with the lowest `own`
     explore, otherwise:
         among all workers, the one with the lowest `total`; of those within `decode_ratio` of it, if that is on, the one
-        whose outstanding work is decoding to the largest part
+        whose outstanding work is decoding to the largest part;
+        where other routers place requests, too: of those that cost little more, the one on which all agree (`agree`)
 
     L   seconds of work assigned within the window (LoadBook), scaled up for newcomers
     M   seconds to compute again what must be evicted to make room, times how often it was used in the window
@@ -30,11 +31,12 @@ so the choice is the same.
 All of this runs as the tree's writer, or as a reader with a slot, for explanations; so it reads with atomic loads.
 """
 
+from libc.math cimport INFINITY, log
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from preble._atomic cimport load32, load64, load_double, load_signed
+from preble._atomic cimport load32, load64, load_double, load_signed, store_double
 from preble._cost cimport Cost, LoadBook, Row, prefill_seconds
 from preble._groups cimport Groups
 from preble._layout cimport (
@@ -67,11 +69,16 @@ cdef extern from * nogil:
 
 cdef enum:
     PATH_MAX = 64                # nodes of the prompt's own path that eviction is known to spare
+    HEAD_TOKENS = 16             # by which routers agree on a worker
+    PLACED_LATELY = 256          # bookings that say how much others place
 
 cdef double HOLDS = 0.9          # of the longest cached prefix: who holds as much is as good a place for it
 cdef double SLOW_SECONDS = 0.03  # by which a live request lengthens the wait for a first token
 cdef double STAY = 0.2           # weight of what a miss costs in this place
 cdef double LOADED_MOST = 0.9    # of a worker's time, as far as what stays there is priced
+cdef double OTHERS_LEAST = 0.001
+cdef double WEIGHT_LEAST = 1e-9  # seconds; less may be nothing, rounded
+cdef double UNSEEN_SECONDS = 1.0  # of other routers' work that a decision reckons with
 
 
 cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil:
@@ -101,6 +108,50 @@ cdef void clear_scratch(Scratch* s) noexcept nogil:
     for at in range(s.count):
         s.held[s.met[at]] = 0
     s.count = 0
+
+
+cdef list rows_of(Scratch* s):
+    """(index, usable, L, M, P, Q, what is compared, candidate) of each worker that might take the request."""
+    cdef uint32_t i
+    return [(i, s.terms[i].usable, s.terms[i].load, s.terms[i].eviction, s.terms[i].prefill, s.terms[i].queue,
+             s.terms[i].total, bool(s.terms[i].candidate))
+            for i in range(s.workers) if s.terms[i].weighed]
+
+
+cdef inline uint64_t mixed(uint64_t x) noexcept nogil:
+    """Every bit depends on every bit: the finalizer of splitmix64."""
+    x = (x ^ (x >> 30)) * <uint64_t> 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * <uint64_t> 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+cdef uint64_t head_of(const Order* order, uint32_t held) noexcept nogil:
+    """A number made of the first tokens of a prompt after those that are held."""
+    cdef uint32_t at = min(held, order.count - 1)
+    cdef uint32_t end = min(at + HEAD_TOKENS, order.count)
+    cdef uint64_t head = at
+    while at < end:
+        head = mixed(head + <uint64_t> order.tokens[at])
+        at += 1
+    return head
+
+
+cdef double level_of(const Scratch* s, double unseen, double bound) noexcept nogil:
+    """Up to where `unseen` seconds fill up the totals of the scratch, the lowest first; `bound` at most."""
+    cdef double level = bound, before = INFINITY, below
+    cdef uint32_t i, count
+    while level < before or before == INFINITY:
+        before = level
+        below = 0.0
+        count = 0
+        for i in range(s.workers):
+            if s.terms[i].total < before:
+                below += s.terms[i].total
+                count += 1
+        if count == 0:
+            return before
+        level = min((below + unseen) / count, before)
+    return level
 
 
 cdef uint32_t path_of(Tree* t, uint32_t i, uint32_t* path) noexcept nogil:
@@ -363,7 +414,7 @@ cdef class E2:
         if best > self.exploit_ratio * order.count:
             choice = self.exploit(s, order, best, &prices)
         else:
-            choice = self.explore(s, order, &prices)
+            choice = self.explore(s, order, best, &prices)
         if load_steers(&self.steers.table) != NULL and choice.worker != NONE and choice.reason != ESCAPE:
             self.steer(s, order, &prices, &choice)
         return choice
@@ -420,13 +471,14 @@ cdef class E2:
                     choice.usable = terms.usable
                     least = terms
         if choice.worker != NONE and least.own > self.escape_seconds:
-            self.escape(s, order, least.own - self.escape_seconds, prices, &choice)
+            self.escape(s, order, best, least.own - self.escape_seconds, prices, &choice)
         return choice
 
-    cdef void escape(self, Scratch* s, const Order* order, double bound, const Prices* prices,
+    cdef void escape(self, Scratch* s, const Order* order, uint32_t best, double bound, const Prices* prices,
                      Choice* choice) noexcept nogil:
         """Choose the lowest `own` of all, if it is below the bound."""
         cdef uint32_t i
+        cdef double limit = bound
         cdef Terms terms
         self.gather(s, order.walk, 0)
         for i in range(s.workers):
@@ -446,11 +498,13 @@ cdef class E2:
                 choice.worker = i
                 choice.usable = terms.usable
                 choice.reason = ESCAPE
+        if choice.reason == ESCAPE and load_double(&self.book.others) > 0.0:
+            self.agree(s, order, best, limit, prices, choice)
         if order.everyone and choice.reason == ESCAPE:
             self.compare_own(s)
 
-    cdef Choice explore(self, Scratch* s, const Order* order, const Prices* prices) noexcept nogil:
-        """The best of all."""
+    cdef Choice explore(self, Scratch* s, const Order* order, uint32_t held, const Prices* prices) noexcept nogil:
+        """The best of all; `held` tokens are the most that one has."""
         cdef uint32_t i, alike = NONE, usable = 0
         cdef Row* row
         cdef Terms terms, least
@@ -480,9 +534,61 @@ cdef class E2:
                 choice.worker = i
                 choice.usable = terms.usable
                 least = terms
+        if load_double(&self.book.others) > 0.0 and choice.worker != NONE:
+            self.agree(s, order, held, INFINITY, prices, &choice)
         if self.decode_ratio > 1.0 and choice.worker != NONE:
             self.prefer_decoding(s, order, least.total * self.decode_ratio, prices, &choice)
         return choice
+
+    cdef void agree(self, Scratch* s, const Order* order, uint32_t held, double bound, const Prices* prices,
+                    Choice* choice) noexcept nogil:
+        """Choose by rendezvous hashing of what nobody has of the prompt, where others place requests that are not known
+        here yet: each eligible worker whose total (to escape: `own`) is below a level has the difference as its weight.
+
+                #   #
+            ----#---#----    the level at which the weights add up to the seconds of work that others may have placed
+              # #   # #      meanwhile, `bound` at most
+              # # # # #
+            a b c d e f      the likeliest is a, then d, then b and f; c and e are never drawn
+
+        If all routers do so, that work brings all workers it touches to one level, and prompts that go on alike meet,
+        whichever router they come to.
+        """
+        cdef double level
+        cdef uint32_t i
+        for i in range(s.workers):
+            s.terms[i].total = INFINITY
+            if load32(&self.book.rows[i].eligible) == ANY_REQUEST:
+                self.size_up(&s.terms[i], i, s.held[i], order.count)
+                self.weigh(&s.terms[i], i, order, prices)
+                if choice.reason == ESCAPE:
+                    s.terms[i].total = s.terms[i].own
+        level = level_of(s, UNSEEN_SECONDS * load_double(&self.book.others) * load_double(&self.book.fleet_load)
+                         / prices.longest, bound)
+        self.draw(s, level, head_of(order, held), choice)
+
+    cdef void note_placer(self, bint mirrored) noexcept nogil:
+        """Keep the book's `others` up to date: a mean over the last bookings; 0 once nobody else places any."""
+        cdef double others = self.book.others + (<double> mirrored - self.book.others) / PLACED_LATELY
+        store_double(&self.book.others, others if others > OTHERS_LEAST else 0.0)
+
+    cdef void draw(self, Scratch* s, double level, uint64_t head, Choice* choice) noexcept nogil:
+        """Weighted rendezvous: each worker's number, made of the prompt and of its name, as a share of its weight."""
+        cdef double weight, score, best = 0.0
+        cdef uint32_t i, chosen = choice.worker
+        cdef uint64_t drawn
+        for i in range(s.workers):
+            weight = level - s.terms[i].total
+            if weight <= WEIGHT_LEAST:
+                continue
+            drawn = mixed(head ^ mixed(load32(&self.book.rows[i].name)))
+            score = weight / -log(((drawn >> 12) + 0.5) / <double> (<uint64_t> 1 << 52))
+            if score > best:
+                best = score
+                choice.worker = i
+                choice.usable = s.terms[i].usable
+        if choice.worker != chosen and choice.reason == EXPLORE:
+            choice.reason = RENDEZVOUS
 
     cdef void prefer_decoding(self, Scratch* s, const Order* order, double bound, const Prices* prices,
                               Choice* choice) noexcept nogil:

@@ -24,5 +24,6 @@ cdef class RequestCalls:
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
     cdef int walk_and_place(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil
     cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1
+    cdef bint end(self, object request_id, object output_tokens, object cached_tokens) except -1
     cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens,
                      int64_t output_tokens) except -1

@@ -58,7 +58,7 @@ cdef bytes _PREFIX = b"request-"
 
 _NOTHING = ()
 _PENDING = PENDING
-_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover")
+_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover", "rendezvous")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -227,6 +227,7 @@ cdef class RequestCalls:
         order.count = view.count
         order.everyone = False
         order.writer = True
+        order.mirrored = False
         while outcome == ROOT_GONE:
             core.bind_root(order, namespace, False)
             if order.root == NONE:
@@ -291,6 +292,17 @@ cdef class RequestCalls:
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
         """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
         live."""
+        if not self.end(request_id, output_tokens, cached_tokens):
+            return False
+        self.finished += 1
+        return True
+
+    def _end(self, request_id, output_tokens) -> bool:
+        """`finish` without counting it."""
+        return self.end(request_id, output_tokens, None)
+
+    cdef bint end(self, object request_id, object output_tokens, object cached_tokens) except -1:
+        """Whether the request was live, and has ended."""
         cdef int64_t output = -1 if output_tokens is None else whole("output_tokens", output_tokens, 0), key
         cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
         cdef DecisionCore core = self._core
@@ -302,10 +314,7 @@ cdef class RequestCalls:
         core.tree.enter()
         ending = core.ended(key, output, cached, now)
         core.tree.leave()
-        if not self.answer(ending, request_id, True, cached, output):
-            return False
-        self.finished += 1
-        return True
+        return self.answer(ending, request_id, True, cached, output)
 
     def cancel(self, request_id) -> bool:
         """The request will not be served here: give its booking back. False if it is not live."""

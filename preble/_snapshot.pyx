@@ -21,6 +21,8 @@ from preble._memory cimport CHUNK, CHUNKS_MAX, NONE, Slab, slab_at
 from preble._snapshot_bytes cimport Reader, Writer, chain_free, load_slab, refuse
 from preble._snapshot_tree cimport read_tree, write_tree
 
+from zlib import crc32
+
 cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # of a lease whose prompt is not remembered
     LEASE_TOKENS_MAX = 2147483647
@@ -32,6 +34,7 @@ cdef int64_t AMOUNT_MAX = <int64_t> 1 << 57      # of a slice's sums, so that th
 cdef struct BookHead:
     int64_t serials
     int64_t now_bucket
+    double others
     uint32_t generations
     uint32_t end
     uint32_t lease_chunks
@@ -112,6 +115,7 @@ cdef int write_book(Writer w, LoadBook book) except -1:
     memset(&head, 0, sizeof(head))
     head.serials = book.serials
     head.now_bucket = book.now_bucket
+    head.others = book.others
     head.generations = book.generations
     head.end = book.end
     head.lease_chunks = book.leases.chunk_count
@@ -156,6 +160,9 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
         refuse(b"accounts and workers differ")
     if <int64_t> head.end * sizeof(BookRow) > r.left():
         refuse(b"it ends too early")
+    if not 0.0 <= head.others <= 1.0:
+        refuse(b"a share is none")
+    book.others = head.others
     book.now_bucket = head.now_bucket
     core.grow(head.end)
     core.names.extend([None] * head.end)
@@ -217,6 +224,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
             refuse(b"an account is out of its range")
     core.names[i] = spec.id
     store32(&book.rows[i].block_size, spec.block_size)
+    store32(&book.rows[i].name, crc32(spec.id.encode()))
     return 0
 
 

@@ -69,7 +69,8 @@ cdef class Writer:
         return PyBytes_AS_STRING(<object> self.whole) + self.size
 
     cdef int put(self, const void* data, int64_t size) except -1:
-        memcpy(self.reserve(size), data, size)
+        if size:                                 # of nothing, `data` may be NULL, which memcpy must not be given
+            memcpy(self.reserve(size), data, size)
         self.size += size
         return 0
 

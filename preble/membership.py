@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._handover import HotPrefix, hand_over, hot_prefixes, joined_at, oldest_joined, open_workers, takes_any
 from .errors import UnknownWorker
+from .scaling import Books
 
 if TYPE_CHECKING:
     from ._booking import DecisionCore
@@ -122,6 +123,7 @@ class Membership:
         self._next_round = float("-inf")
         self._moves: deque[Move] = deque(maxlen=MOVES_KEPT)
         self._counts = {"given_by_leavers": 0, "given_to_newcomers": 0, "left_out": 0}
+        self._books = Books(core, config.history_seconds, config.join_seconds)
 
     def tick(self, now: float) -> None:
         """Give away what is due by now."""
@@ -129,6 +131,11 @@ class Membership:
             self._give_due(name, leaving, now)
         if self._newcomers:
             self._welcome(now)
+        self._books.tick(now)
+
+    def advice(self) -> dict[str, Any]:
+        """What a worker more, or one less, would do (docs/scaling.md). Under the writers' lock."""
+        return self._books.advice()
 
     def removed(self, name: str) -> None:
         """A worker has gone, with whatever it had still to give."""

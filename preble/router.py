@@ -140,7 +140,7 @@ class Router:
         self.scheduler = scheduler
         self.config = config or RouterConfig()
         self.counters = RouterCounters()
-        self.router_id = f"router-{secrets.token_hex(4)}"
+        self.router_id = f"router-{secrets.token_hex(8)}"  # no other router has it, also after a restart
         self._addresses = [(one, None) if isinstance(one, str) else one for one in workers]
         self._tokenizer = tokenizer
         self._keys = keys

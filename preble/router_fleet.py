@@ -33,6 +33,7 @@ from .errors import (
     TransportError,
     UnknownWorker,
 )
+from .router_peers import PeerRequests
 from .transport import wire
 from .transport.attach import ServerLink, is_server, namespace_of
 from .transport.client import LinkConfig, LinkCounters, WorkerLink
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("preble.router")
 
+SOCKETS_MAX = 16_384  # four of each link; ZeroMQ's own bound of 1,023 would end a router's fleet at 255 workers
 CLOSE_SECONDS = 5.0  # for the last frames of all sockets
 _CLOSE_STEP_SECONDS = 0.005
 _CANCEL_SECONDS, _CANCELS_MAX = 2.0, 5
@@ -118,6 +120,7 @@ class Worker:
         self.counters = WorkerCounters()
         self.link_counters = LinkCounters()
         self.events: Counter[str] = Counter()  # taken, by type; an attached server's are counted in batches only
+        self.peers = PeerRequests(fleet.router_id)
         self.feed_counters = FeedCounters() if is_server(address) else None
         self.settled = asyncio.Event()  # the first handshake has been tried
         self.task: asyncio.Task[None] | None = None
@@ -137,9 +140,14 @@ class Worker:
         self.pong = pong
         self._fleet.compare_load(self, pong)
 
-    def on_events(self, batch: Batch) -> None:
-        """Tell the scheduler what the worker's cache lost or got."""
-        self._fleet.apply(self, batch)
+    def on_events(self, batch: Batch, *, past: bool) -> None:
+        """Tell the scheduler what the worker's cache lost or got, and what other routers' requests do there."""
+        self.events.update(type(event).__name__ for event in batch)
+        self._fleet.apply(self, self.peers.take(batch, past=past))
+
+    def on_caught_up(self) -> None:
+        """Book what other routers have running there."""
+        self._fleet.apply(self, self.peers.caught_up())
 
     def on_payload(self, payload: bytes) -> None:
         """The same, as the engine wrote it."""
@@ -147,8 +155,9 @@ class Worker:
 
     def on_resync(self) -> None:
         """Events are lost for good: believe nothing."""
-        logger.warning("events of worker %s are lost, forgetting what is believed of its cache", self.worker_id)
-        self._fleet.apply(self, (AllBlocksCleared(),))
+        logger.warning("events of worker %s are lost, forgetting what is believed of it", self.worker_id)
+        self.peers.begin()
+        self._fleet.forget_told(self)
 
     def on_quiet(self, reason: str) -> None:
         """Its requests go elsewhere; if it wakes up, late chunks are dropped."""
@@ -182,6 +191,7 @@ class Worker:
             "epoch": self.epoch,
             **asdict(self.counters),
             **asdict(self.link_counters),
+            **asdict(self.peers.counters),
             "events": dict(self.events),
             "feed": None if self.feed_counters is None else asdict(self.feed_counters),
             "load": None if self.pong is None else asdict(self.pong),
@@ -205,11 +215,13 @@ class Fleet:
         self.workers: dict[str, Worker] = {}  # by address
         self._by_id: dict[str, Worker] = {}  # those the scheduler knows
         self.scheduler = scheduler
+        self.router_id = expect.router_id
         self._config = config
         self._expect = expect
         self._keys = keys
         self._clock = clock
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         self._sessions = 0
         self._background: set[asyncio.Task[None]] = set()  # connections that are being closed
         self.unusable: frozenset[str] = frozenset()  # ids that the scheduler knows and that cannot take a request now
@@ -401,6 +413,7 @@ class Fleet:
             max_running=welcome.max_running,
         )
         worker.worker_id = welcome.worker_id
+        worker.peers.begin()
         # An embedding application may have known it already, but nobody can say whether its marks are of this epoch.
         self._remove_from_scheduler(welcome.worker_id)
         self.scheduler.add_worker(spec)
@@ -430,9 +443,9 @@ class Fleet:
             logger.debug("worker %s was not in the scheduler", worker_id)
 
     def apply(self, worker: Worker, batch: Batch) -> None:
-        """Give cache events to the scheduler; if it refuses them, it is told to forget the cache."""
-        worker.events.update(type(event).__name__ for event in batch)
-        self._apply(worker, lambda: self.scheduler.apply(worker.worker_id, batch))
+        """Give events to the scheduler; if it refuses them, it is told to forget what it was told before."""
+        if batch:
+            self._apply(worker, lambda: self.scheduler.apply(worker.worker_id, batch))
 
     def apply_raw(self, worker: Worker, payload: bytes) -> None:
         """The same with a batch as an engine wrote it."""
@@ -446,11 +459,17 @@ class Fleet:
         except PrebleError as error:
             worker.counters.events_refused += 1
             logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)
+            self.forget_told(worker)
+
+    def forget_told(self, worker: Worker) -> None:
+        """Forget what a worker has told: its cache, and other routers' requests."""
+        if self._by_id.get(worker.worker_id) is worker:
             self.scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
+            self.scheduler.forget_mirrored(worker.worker_id)
 
     def compare_load(self, worker: Worker, pong: wire.Pong) -> None:
-        """Tell the scheduler how many requests the worker has; what differs is in the scheduler's `stats`. With several
-        routers on one worker each sees those of the others."""
+        """Tell the scheduler how many requests the worker has; what differs from the bookings of all routers is in the
+        scheduler's `stats`."""
         if self._by_id.get(worker.worker_id) is not worker:
             return
         try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from . import mirror
 from ._answers import Decision, Match, unit_draw
 from ._blocks import BlockIndex
 from ._booking import DecisionCore
@@ -39,14 +40,12 @@ from .errors import (
 from .leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .membership import ANY_REQUEST, Handover, Membership
 from .policy import Policy, RequestView, resolve
-from .scheduler_events import runs_of
 from .truth import Truth, look, warn
 from .types import (
     AllBlocksCleared,
     BlockKeys,
     CacheEvent,
     Explanation,
-    PrefixStored,
     WorkerCost,
     WorkerSpec,
     check_int,
@@ -60,7 +59,10 @@ if TYPE_CHECKING:
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
-COUNTED = ("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests")
+COUNTED = (
+    *("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests"),
+    *mirror.COUNTED,
+)
 REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
 
 
@@ -288,11 +290,13 @@ class GlobalScheduler(RequestCalls):
                 **self._counts(),
                 **self._counts_here,
                 "live_requests": len(self._core.leases),
+                "mirrored_live": sum(map(mirror.is_mirrored, self._core.leases)),
                 "reasons": dict(Counter(self._e2_reasons()) + Counter(self._reasons)),
                 "tree": self._core.tree.stats(),
                 "policy_books": {} if self._books is None else self._books.stats(),
                 "plans": {} if self._shifts is None else self._shifts.stats(),
                 "membership": self._membership.stats(),
+                "scaling": self._membership.advice(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
             }
 
@@ -372,19 +376,19 @@ class GlobalScheduler(RequestCalls):
 
     def remove_worker(self, worker_id: str) -> list[Hashable]:
         """Forget a worker and what it cached; returns its live requests' ids, which stay live until finished or
-        cancelled."""
+        cancelled. Those of other routers are forgotten with it."""
         with self._lock:
-            worker = self._worker(worker_id)
+            worker, now = self._worker(worker_id), self._now()
             orphans = self._core.close_worker(worker.index)
             if self._shifts is not None:
-                self._shifts.worker_left(worker.index, self._now())
+                self._shifts.worker_left(worker.index, now)
             del self._workers[worker_id]
             self._membership.removed(worker_id)
             if self._calibrator is not None:
                 self._calibrator.closed(worker_id)
             if self._books is not None:
                 self._books.closed(worker_id)
-            return orphans
+            return mirror.forget(self, orphans, now)
 
     def clear_worker(self, worker_id: str) -> int:
         """A worker's cache is empty: its engine was restarted or its cache reset. Forgets what it cached; its bookings
@@ -396,7 +400,7 @@ class GlobalScheduler(RequestCalls):
             return believed
 
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
-        """Take an engine's word on its cache; returns how many events changed a belief.
+        """Take a worker's word on its cache and on other routers' requests; returns how many events were news.
 
         Unknown hashes and parents are ignored and counted. A block with a parent is in its parent's namespace; an event
         that names another one is ignored, and counted as a conflict. Raises UnknownWorker, InvalidInput (an event that
@@ -405,9 +409,10 @@ class GlobalScheduler(RequestCalls):
         changed = 0
         with self._lock:
             worker, now = self._worker(worker_id), self._now()
-            for stored, run in runs_of(_all_of("events", events, InvalidInput)):
-                if stored:
-                    changed += sum(self._store_prefix(worker, event, now) for event in run)
+            for told, run in mirror.runs_of(_all_of("events", events, InvalidInput)):
+                if told:
+                    books = mirror.Mirror(self, self._asked, self._count)
+                    changed += sum(books.take(worker_id, worker.index, event, now) for event in run)
                     continue
                 try:
                     changed += worker.blocks.apply(run, now)
@@ -415,13 +420,12 @@ class GlobalScheduler(RequestCalls):
                     self._counts_here["events"] += worker.blocks.taken
         return changed
 
-    def _store_prefix(self, worker: _Worker, event: PrefixStored, now: float) -> bool:
-        """Mark what a worker says it caches; whether that was news."""
-        tree, space = self._core.tree, event.namespace
-        known = tree.matched(event.token_ids, worker.index, namespace=space)
-        tree.insert(event.token_ids, now, worker=worker.index, namespace=space, is_hit=False)
-        self._counts_here["events"] += 1
-        return known < len(event.token_ids)
+    def forget_mirrored(self, worker_id: str) -> int:
+        """Give back what is booked on a worker for other routers, where its events were lost for good; returns how many
+        bookings that were. Raises UnknownWorker."""
+        with self._lock:
+            live = self._core.live_on(self._worker(worker_id).index)
+            return len(live) - len(mirror.forget(self, live, self._now()))
 
     def apply_raw(
         self,

@@ -33,7 +33,7 @@ from .types import WorkerSpec
 
 GlobalScheduler = Any  # the class is above this module, which is handed it
 MAGIC = b"preble\x1a\n"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<8sIIQ")
 ELAPSED_SECONDS_MAX = 1e9  # that may pass between a snapshot and its restoration
 

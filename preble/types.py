@@ -131,16 +131,55 @@ class PrefixEvicted:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStored:
-    """A worker now caches `token_ids` from the prompt's start on.
-
-    This is what a worker tells where several routers use it: each knows only of the prompts that it has sent itself.
-    """
+    """A worker now caches `token_ids` from the prompt's start on."""
 
     token_ids: Sequence[int]
     namespace: Hashable = None
 
 
-CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | PrefixEvicted | PrefixStored
+# Where several routers use one worker, it tells all of them what each one's requests do there. Whoever is told books
+# them like its own (`preble/mirror.py`), so every router's books are of the whole fleet.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlaced:
+    """A request of `router` has come to a worker. `request_id` is that router's; the two name it on this worker."""
+
+    router: str
+    request_id: str
+    token_ids: Sequence[int]
+    namespace: Hashable = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPrefilled:
+    """A placed request has its first token; `cached_tokens` of its prompt were cached, if the engine says."""
+
+    router: str
+    request_id: str
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A placed request is over; `output_tokens` None: without a result (cancelled, refused, its router gone)."""
+
+    router: str
+    request_id: str
+    output_tokens: int | None = None
+
+
+CacheEvent = (
+    BlockStored
+    | BlockRemoved
+    | AllBlocksCleared
+    | PrefixEvicted
+    | PrefixStored
+    | RequestPlaced
+    | RequestPrefilled
+    | RequestEnded
+)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -168,7 +207,8 @@ class WorkerCost:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a worker would be chosen now. `margin` is the runner-up's score minus the winner's (0 with one candidate)."""
+    """Why a worker would be chosen now. `margin` is the runner-up's score minus the winner's (0 with one candidate);
+    negative where the winner was drawn among several (reason "rendezvous"), or preferred for its decoding."""
 
     worker: str
     runner_up: str | None

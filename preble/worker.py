@@ -5,8 +5,8 @@ worker`.
 
 At its bounds: over `max_requests` live requests, a new one is answered "queue_full"; a router that does not read loses
 its session (`transport.outbox`), never anybody's time. A router that goes away takes its requests along: they are
-aborted. SIGTERM drains: no new requests, the running ones finish (at most `drain_seconds`), routers are told, exit code
-0.
+aborted. What becomes of each request is told to all routers, so that their books are of the whole fleet. SIGTERM
+drains: no new requests, the running ones finish (at most `drain_seconds`), routers are told, exit code 0.
 
 `preble worker` prints one line `READY <endpoint> id=... epoch=... events=...` when routers may connect.
 Exit codes: 0 drained, 1 the engine or the transport failed, 2 wrong usage.
@@ -21,8 +21,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from . import engine_choice
 from .clock import Clock
@@ -32,7 +32,7 @@ from .launcher_process import end_with_stdin
 from .transport import wire
 from .transport.security import ServerKeys, check_bind, load_server_keys
 from .transport.server import Request, Server, ServerConfig, Session, SessionEnded
-from .types import PrefixStored
+from .types import RequestEnded, RequestPlaced, RequestPrefilled
 from .worker_engine import EngineThread, Refusal
 
 logger = logging.getLogger("preble.worker")
@@ -40,6 +40,7 @@ logger = logging.getLogger("preble.worker")
 _WILDCARDS = ("0.0.0.0", "*", "[::]")
 _LAST_SECONDS = 15.0  # for the engine's last step and the sockets, after a drain
 _POLL_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
+_RESULTS = ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,20 @@ class WorkerCounters:
 
 @dataclass(slots=True)
 class _Ticket:
-    """Whose a live request is: its session and the id it has there."""
+    """Whose a live request is, and what all routers are told of it: `told_at` is the first event batch that may say so.
+    `tokens_end`: the output position where its tokens end so far, `offset` where they began."""
 
     session: Session
-    request_id: str
-    stored: PrefixStored | None  # what is cached once its first token comes, until others have been told
+    placed: RequestPlaced
+    told_at: int
+    offset: int
+    tokens_end: int
+    prefilled: RequestPrefilled | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Its name in the session."""
+        return self.placed.request_id
 
 
 class Worker:
@@ -106,6 +116,7 @@ class Worker:
         self.engine = EngineThread(engine, self.server.waker.wake, clock=clock)
         self._clock = clock
         self._live: dict[str, _Ticket] = {}  # engine's request id -> whose it is
+        self._sessions_opened = 0
         self._drain_asked = False
         self._draining_since: float | None = None
 
@@ -132,6 +143,7 @@ class Worker:
             while not self._done():
                 for session, request in self.server.poll(_POLL_SECONDS):
                     self._take(session, request)
+                self._tell_again()
                 self._pass_on()
                 if not self.engine.alive:
                     self._fail()
@@ -162,8 +174,9 @@ class Worker:
             self.server.send(session, wire.Rejected(submit.request_id, *refusal))
             return
         self.counters.submitted += 1
-        stored = PrefixStored(submit.token_ids, submit.namespace)  # type: ignore[arg-type]
-        self._live[engine_id] = _Ticket(session, submit.request_id, stored)
+        placed, offset = _placed(session.router_id, submit), submit.output_offset
+        self._live[engine_id] = _Ticket(session, placed, self.server.replay.next_seq, offset, offset)
+        self.server.tell(placed)
         self.engine.submit(
             GenerationRequest(
                 engine_id, submit.token_ids, submit.sampling, submit.namespace, output_offset=submit.output_offset
@@ -218,34 +231,21 @@ class Worker:
                 self.server.publish(output.events)
             for refusal in output.refusals:
                 self._pass_refusal(refusal)
-            self._tell_others(output.chunks)
             for chunk in output.chunks:
                 self._pass_chunk(chunk)
-
-    def _tell_others(self, chunks: Sequence[OutputChunk]) -> None:
-        """Publish the prompts whose first token has come, where there are other routers than the one that sent them.
-
-        What was cached but for its last token is no news.
-        """
-        stored = []
-        for chunk in chunks:
-            ticket = self._live.get(chunk.request_id)
-            if ticket is None or ticket.stored is None or not chunk.token_ids:
-                continue
-            prompt, ticket.stored = ticket.stored, None
-            if (chunk.cached_tokens or 0) < len(prompt.token_ids) - 1:
-                stored.append(prompt)
-        if stored and self.server.session_count > 1:
-            self.server.publish(stored)
+        self.server.publish_told()
 
     def _pass_refusal(self, refusal: Refusal) -> None:
         ticket = self._live.pop(refusal.request_id, None)
         self.counters.refused_by_engine += 1
         if ticket is not None:
+            self.server.tell(RequestEnded(ticket.session.router_id, ticket.request_id))
             self.server.send(ticket.session, wire.Rejected(ticket.request_id, refusal.code, refusal.text))
 
     def _pass_chunk(self, chunk: OutputChunk) -> None:
         ticket = self._live.get(chunk.request_id)
+        if ticket is not None:
+            self._tell_progress(ticket, chunk)
         if ticket is not None and chunk.finish_reason is not None:
             # Before the router can know: it may send the next request at once, and there is room for it.
             del self._live[chunk.request_id]
@@ -254,6 +254,32 @@ class Worker:
             self.counters.orphan_chunks += 1
         else:
             self.server.send(ticket.session, _wire_chunk(ticket.request_id, chunk, self.server.replay.next_seq))
+
+    # --- to the other routers -----------------------------------------------------------------------------------------
+
+    def _tell_again(self) -> None:
+        """To routers that have come, of requests that are older than what a replay has kept. The others know them."""
+        opened, self._sessions_opened = self._sessions_opened, self.server.counters.sessions_opened
+        if opened == self._sessions_opened or not self.server.replay.first_seq:
+            return
+        for ticket in self._live.values():
+            if ticket.told_at < self.server.replay.first_seq:
+                ticket.told_at = self.server.replay.next_seq
+                self.server.tell(ticket.placed)
+                if ticket.prefilled is not None:
+                    self.server.tell(ticket.prefilled)
+
+    def _tell_progress(self, ticket: _Ticket, chunk: OutputChunk) -> None:
+        """Of each request, its first token and its end. One that was aborted or failed ends without a result."""
+        router_id = ticket.session.router_id
+        if chunk.token_ids:
+            ticket.tokens_end = chunk.index + len(chunk.token_ids)
+            if ticket.prefilled is None:
+                ticket.prefilled = RequestPrefilled(router_id, ticket.request_id, _cached_of(ticket, chunk))
+                self.server.tell(ticket.prefilled)
+        if chunk.finish_reason is not None:
+            output_tokens = ticket.tokens_end - ticket.offset if chunk.finish_reason in _RESULTS else None
+            self.server.tell(RequestEnded(router_id, ticket.request_id, output_tokens))
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -288,6 +314,19 @@ def _default_id(endpoint: str) -> str:
     name = endpoint.partition("://")[2]
     host, _, port = name.rpartition(":")
     return f"{socket.gethostname()}:{port}" if host in _WILDCARDS else name
+
+
+def _cached_of(ticket: _Ticket, chunk: OutputChunk) -> int | None:
+    """How much of a prompt was cached; None if the engine does not say, or what cannot be."""
+    cached = chunk.cached_tokens
+    return cached if cached is not None and 0 <= cached <= len(ticket.placed.token_ids) else None
+
+
+def _placed(router_id: str, submit: wire.Submit) -> RequestPlaced:
+    """What is told of a request that comes; of one that is resumed, the output that it may still have."""
+    left = max(1, submit.sampling.max_new_tokens - submit.output_offset)
+    token_ids: Any = submit.token_ids
+    return RequestPlaced(router_id, submit.request_id, token_ids, submit.namespace, left)
 
 
 def _engine_id(session: Session, request_id: str) -> str:

@@ -8,24 +8,36 @@ of a decision from these lists at every question. The rules are those of the doc
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from zlib import crc32
 
 from model_trust import NaiveTrust
 
 import preble
 from preble import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, SchedulerConfig, WorkerSpec
+from preble.mirror import is_mirrored
 
 Tokens = tuple[int, ...]
 Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's start)
 SLICES = 36
 HOLDS, SLOW_SECONDS, STAY = 0.9, 0.03, 0.2  # the rule's constants
+UNSEEN_SECONDS, HEAD_TOKENS, PLACED_LATELY, OTHERS_LEAST = 1.0, 16, 256, 0.001  # of several routers
+WEIGHT_LEAST = 1e-9
 
 
 def common(a: Tokens, b: Tokens) -> int:
     """How many leading tokens agree."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def mixed(x: int) -> int:
+    """The finalizer of splitmix64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
 
 
 class NaiveCost:
@@ -380,6 +392,7 @@ class NaiveScheduler:
         self.live: dict[Hashable, Booking] = {}
         self.slice = -1
         self.faded_at = 0.0
+        self.others = 0.0  # share of the bookings that other routers placed, lately
 
     # --- time and sums ---
 
@@ -451,15 +464,42 @@ class NaiveScheduler:
         if exploits:
             free = min(rows, key=lambda row: row.own)
             if best.own > self.config.escape_seconds and free.own < best.own - self.config.escape_seconds:
-                return Choice(free.worker, "escape", [replace(row, total=row.own, candidate=True) for row in rows])
+                rows = [replace(row, total=row.own, candidate=True) for row in rows]
+                free = next(row for row in rows if row.worker == free.worker)
+                agreed = self.agreed(rows, free, path[1], longest, best.own - self.config.escape_seconds, now)
+                return Choice(agreed.worker, "escape", rows)
             return Choice(best.worker, "exploit", rows)
-        return Choice(self.decodes_most(rows, best), "explore", rows)
+        agreed = self.agreed(rows, best, path[1], longest, math.inf, now)
+        reason = "explore" if agreed is best else "rendezvous"
+        return Choice(self.decodes_most(rows, agreed, best.total), reason, rows)
 
-    def decodes_most(self, rows: list[Row], best: Row) -> str:
-        """Who of those within `decode_ratio` of the best decodes to the largest part; the best itself among equals."""
+    def agreed(self, rows: list[Row], best: Row, tokens: Tokens, held: int, bound: float, now: float) -> Row:
+        """Where other routers place requests, too: a draw, the same for prompts that go on alike, with weights that
+        bring all they touch to one level."""
+        if self.others == 0.0:
+            return best
+        every = [booking for other in self.accounts.values() for booking in self.window(other)]
+        assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
+        unseen = UNSEEN_SECONDS * self.others * assigned / self.prices(now)[2]
+        totals = sorted(row.total for row in rows)
+        levels = [(sum(totals[:count]) + unseen) / count for count in range(1, len(totals) + 1)]
+        level = min(bound, *levels)
+        start = head = min(held, len(tokens) - 1)
+        for token in tokens[start : start + HEAD_TOKENS]:
+            head = mixed((head + token) % 2**64)
+        best_score = 0.0
+        for row in rows:
+            drawn = mixed(head ^ mixed(crc32(row.worker.encode())))
+            score = (level - row.total) / -math.log(((drawn >> 12) + 0.5) / 2**52)
+            if level - row.total > WEIGHT_LEAST and score > best_score:
+                best, best_score = row, score
+        return best
+
+    def decodes_most(self, rows: list[Row], best: Row, least: float) -> str:
+        """Who of those within `decode_ratio` of the least decodes to the largest part; `best` itself among equals."""
         if self.config.decode_ratio <= 1.0:
             return best.worker
-        bound = best.total * self.config.decode_ratio
+        bound = least * self.config.decode_ratio
         within = [best, *(row for row in rows if row is not best and row.total <= bound)]
         return max(within, key=lambda row: row.decoding).worker
 
@@ -541,8 +581,13 @@ class NaiveScheduler:
 
     # --- a request's life ---
 
-    def book(self, request_id: Hashable, path: Path, worker: str, limit: int | None, now: float) -> None:
+    def book(
+        self, request_id: Hashable, path: Path, worker: str, limit: int | None, now: float, mirrored: bool = False
+    ) -> None:
+        self.advance(now)
         account, length = self.accounts[worker], len(path[1])
+        others = self.others + (mirrored - self.others) / PLACED_LATELY
+        self.others = others if others > OTHERS_LEAST else 0.0
         held = self.believed(path, worker)
         usable = min(held, length - 1)
         usable -= usable % account.spec.block_size
@@ -676,12 +721,14 @@ class NaiveScheduler:
         self.accounts[spec.id] = Account(spec, NaiveCost(spec.cost_model), now)
         self.retune()
 
-    def remove_worker(self, worker: str) -> list[Hashable]:
+    def remove_worker(self, worker: str, now: float) -> list[Hashable]:
         self.tree.evict(worker, self.tree.cached(worker))
         orphans = [rid for rid, booking in self.live.items() if booking.account is self.accounts[worker]]
         self.places[self.places.index(worker)] = None
         del self.accounts[worker]
-        return orphans
+        for request_id in filter(is_mirrored, orphans):
+            self.cancel(request_id, now)
+        return [request_id for request_id in orphans if not is_mirrored(request_id)]
 
     def apply(self, worker: str, event: object, now: float) -> None:
         account = self.accounts[worker]

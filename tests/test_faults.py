@@ -27,6 +27,7 @@ from transport_support import (
     expected_tokens,
     fast,
     until,
+    until_others_ended,
 )
 
 from preble import PrefixEvicted, SamplingParams
@@ -45,6 +46,7 @@ async def routing(*endpoints: str, **options: Any) -> AsyncIterator[Router]:
     policy = options.pop("policy", FirstByName())
     async with Router(endpoints, policy=policy, config=fast(**options)) as router:
         yield router
+        await until_others_ended(router)
         assert_books_are_even(router)
 
 
@@ -74,16 +76,18 @@ def believed(router: Router, worker_id: str, prompt: list[int] = PROMPT) -> int:
 
 @asynchronous
 async def test_an_eviction_that_overtakes_the_chunk_of_what_it_evicts_is_believed_after_it() -> None:
-    computed = asyncio.Event()
+    computed, over = asyncio.Event(), asyncio.Event()
 
     async def answers_late(worker: ScriptedWorker, submit: wire.Submit) -> None:
         await computed.wait()
-        chunk = wire.Chunk(submit.request_id, 0, (5,), 0, "length", None, len(worker.batches) - 1)
-        await worker.send(chunk)
+        await worker.send(wire.Chunk(submit.request_id, 0, (5,), 0, None, None, len(worker.batches) - 1))
+        await over.wait()
+        await worker.send(wire.Chunk(submit.request_id, 1, (6,), None, "length", None, len(worker.batches)))
 
     async with scripted(answers_late) as (router, worker):
         await published(router, worker)
-        answer = asyncio.ensure_future(collect(router.generate(PROMPT, SamplingParams(max_new_tokens=1))))
+        stream = router.generate(PROMPT, SamplingParams(max_new_tokens=2))
+        first = asyncio.ensure_future(anext(stream))
         await until(lambda: worker.got(wire.Submit), "the request is there")
         worker.silent = True  # no Pong says meanwhile what came first
         before = stats_of(router, worker.endpoint)
@@ -96,20 +100,37 @@ async def test_an_eviction_that_overtakes_the_chunk_of_what_it_evicts_is_believe
             "the eviction has come",
         )
         computed.set()
-        await answer
+        await first
         assert believed(router, "scripted") == len(PROMPT), "as when the chunk was sent"
-        worker.silent = False
-        made = len(worker.batches)
-        await until(lambda: stats_of(router, worker.endpoint)["event_batches"] == made, "its turn has come")
+        over.set()
+        assert (await anext(stream)).finish_reason == "length"
+        assert stats_of(router, worker.endpoint)["event_batches"] == len(worker.batches), "its turn has come"
         assert believed(router, "scripted") == 0, "computed, then evicted"
+        await stream.aclose()  # type: ignore[attr-defined]
+        worker.silent = False
+
+
+@asynchronous
+async def test_an_event_need_not_wait_for_a_chunk_where_no_request_is_under_way() -> None:
+    """So what other routers do is known a network delay later, not a heartbeat."""
+    async with scripted(heartbeat_seconds=HANG_SECONDS, quiet_after_seconds=4 * HANG_SECONDS) as (router, worker):
+        await published(router, worker)
+        worker.batches.append((BlockRemoved((7,)),))
+        await worker.publish(len(worker.batches) - 1)
+        made = len(worker.batches)
+        await until(lambda: stats_of(router, worker.endpoint)["event_batches"] == made, "no Pong came before it")
 
 
 async def published(router: Router, worker: ScriptedWorker) -> None:
     """Wait until published events arrive by themselves, without a replay."""
-    while not stats_of(router, worker.endpoint)["events_early"]:
+    heard = asked = 0
+    while not heard or asked:
+        before = stats_of(router, worker.endpoint)
         worker.batches.append((BlockRemoved((len(worker.batches),)),))
         await worker.publish(len(worker.batches) - 1)
         await asyncio.sleep(0.01)
+        after = stats_of(router, worker.endpoint)
+        heard, asked = (after[name] - before[name] for name in ("event_batches", "replays"))
 
 
 @asynchronous

@@ -93,6 +93,7 @@ def test_what_peers_export_is_exported(exported: dict[str, set[str]]) -> None:
         "preble_index_evictions_total": {"why"},
         "preble_regret_seconds_count": set(),
         "preble_leases_active": set(),
+        "preble_scaling_desired_workers": set(),
     }
     assert {name: exported.get(name) for name in wanted} == wanted
 

@@ -89,6 +89,27 @@ def test_what_one_process_served_the_other_knows_is_cached(gateway: GatewayProce
     assert "reason=exploit" in headers["x-preble-decision"]
 
 
+def test_each_process_books_what_the_other_has_running(tmp_path: Path) -> None:
+    slow = WorkerProcess("--id", "slow", time_scale=1.0)
+    gateway = GatewayProcess("--workers", slow.endpoint, "--processes", "2", log=tmp_path / "log")
+    try:
+        first, second = connections(gateway)
+        body = json.dumps({"prompt": [7, 8, 9], "max_tokens": 10_000, "stream": True})
+        first.connection.request("POST", "/v1/completions", body)
+        first.connection.getresponse()
+
+        def booked(client: Client) -> int:
+            return int(client.call("GET", "/workers")[2]["workers"][0]["live_requests"])
+
+        until(lambda: booked(second) == 1, "the other process has booked it, too")
+        assert 'preble_leases_mirrored{process="1"} 1.0' in second.call("GET", "/metrics")[2]
+        os.kill(pid_of(gateway, 0), signal.SIGKILL)
+        until(lambda: booked(second) == 0, "it has heard that the request is over")
+    finally:
+        gateway.stop()
+        slow.stop()
+
+
 def test_metrics_of_any_process_tell_all(gateway: GatewayProcess) -> None:
     first, second = connections(gateway)
     assert complete(first, [1, 2, 3])[0] == 200

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -1121,3 +1122,22 @@ async def test_a_socket_that_was_left_open_does_not_keep_a_router_from_closing(
         left = router.fleet._context.socket(zmq.DEALER)
     assert "a socket of this router is still open" in caplog.text
     left.close(linger=0)
+
+
+@asynchronous
+async def test_a_router_has_sockets_for_more_workers_than_zeromq_allows_by_default() -> None:
+    """Regression: at 1,023 sockets, four of each link, the 256th worker could not be connected to."""
+    router = Router([])
+    await router.start(min_workers=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sockets: list[zmq.Socket[bytes]] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+        for _ in range(1100):
+            sockets.append(router._fleet._context.socket(zmq.DEALER))
+    finally:
+        for socket in sockets:
+            socket.close(linger=0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await router.close()
+    assert len(sockets) == 1100

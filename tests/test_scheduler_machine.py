@@ -12,6 +12,8 @@ from model_scheduler import Choice, NaiveScheduler, Path
 import preble
 from preble import AllBlocksCleared, BlockRemoved, BlockStored, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull
+from preble.mirror import is_mirrored, mirrored_id
+from preble.types import RequestEnded, RequestPlaced, RequestPrefilled
 
 NAMESPACES = (None, "tenant", 7)
 NAMES = [f"w{i}" for i in range(5)]
@@ -164,13 +166,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert math.isclose(row.prefill, cost.prefill_seconds, rel_tol=1e-9)
         others = [cost for cost in told.workers if cost.candidate and cost.worker != told.worker]
         assert (told.runner_up is None) == (not others)
-        assert told.margin >= 0.0 or self.real.config.decode_ratio > 1.0
+        assert told.margin >= 0.0 or self.real.config.decode_ratio > 1.0 or self.model.others > 0.0
+
+    @precondition(lambda self: self.model.accounts)
+    @rule(which=st.integers(0, 99), path=paths, limit=limits, times=st.integers(1, 3))
+    def placed_elsewhere(self, which: int, path: Path, limit: int | None, times: int) -> None:
+        """Other routers place requests; this one is told."""
+        for _ in range(times):
+            self.number += 1
+            name, told = self.worker(which), RequestPlaced("other", str(self.number), path[1], path[0], limit)
+            full = len(self.model.live) >= self.real.config.live_requests_max
+            assert self.real.apply(name, [told]) == (not full)
+            if not full:
+                self.asked.append(path)
+                own_id = mirrored_id(name, "other", str(self.number))
+                self.model.book(own_id, path, name, limit, self.clock(), mirrored=True)
 
     @precondition(lambda self: self.model.live)
     @rule(which=st.integers(0, 99), share=st.sampled_from([None, 0.0, 0.5, 1.0]))
     def first_token(self, which: int, share: float | None) -> None:
         request_id, cached = self.pick(which, share)
-        assert self.real.first_token(request_id, cached_tokens=cached)
+        if is_mirrored(request_id):
+            assert self.real.apply(request_id[1], [RequestPrefilled(*request_id[2:], cached)]) == 1
+        else:
+            assert self.real.first_token(request_id, cached_tokens=cached)
         assert self.model.first_token(request_id, cached, self.clock())
 
     @precondition(lambda self: self.model.live)
@@ -181,13 +200,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def finish(self, which: int, share: float | None, output: int | None) -> None:
         request_id, cached = self.pick(which, share)
+        if is_mirrored(request_id):
+            self.end_elsewhere(request_id, output)
+            return
         assert self.real.finish(request_id, output_tokens=output, cached_tokens=cached)
         assert self.model.finish(request_id, output, cached, self.clock())
+
+    def end_elsewhere(self, request_id: tuple[str, ...], output: int | None) -> None:
+        """A request of another router is over, with or without a result."""
+        assert self.real.apply(request_id[1], [RequestEnded(*request_id[2:], output)]) == 1
+        if output is None:
+            assert self.model.cancel(request_id, self.clock())
+        else:
+            assert self.model.finish(request_id, output, None, self.clock())
 
     @precondition(lambda self: self.model.live)
     @rule(which=st.integers(0, 99))
     def cancel(self, which: int) -> None:
         request_id, _ = self.pick(which, None)
+        if is_mirrored(request_id):
+            self.end_elsewhere(request_id, None)
+            return
         assert self.real.cancel(request_id)
         assert self.model.cancel(request_id, self.clock())
 
@@ -257,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if dice:
             return
         name = self.worker(which)
-        assert self.real.remove_worker(name) == self.model.remove_worker(name)
+        assert self.real.remove_worker(name) == self.model.remove_worker(name, self.clock())
 
     def worker(self, which: int) -> str:
         return list(self.model.accounts)[which % len(self.model.accounts)]

@@ -425,7 +425,9 @@ def test_plans_go_on_in_a_restored_scheduler() -> None:
     other = ManualClock(clock())
     restored = GlobalScheduler.restore(scheduler.snapshot(), clock=other)
     restored.check()
-    assert restored.stats() == scheduler.stats()
+    told, before = restored.stats(), scheduler.stats()
+    del told["scaling"], before["scaling"]  # its samples begin anew
+    assert told == before
     assert restored._core.steers.show() == scheduler._core.steers.show() != []
     assert restored._core.groups.show() == scheduler._core.groups.show() != []
     for one, its_clock in ((scheduler, clock), (restored, other)):

@@ -24,8 +24,8 @@ from preble.transport import wire
 from preble.transport.events import EventCursor, ReplayBuffer
 from preble.transport.outbox import Outbox
 from preble.transport.security import check_bind, create_keys, is_loopback, load_client_keys, load_server_keys
-from preble.transport.server import Server, ServerConfig, SessionEnded
-from preble.types import AllBlocksCleared, PrefixEvicted
+from preble.transport.server import Server, ServerConfig, SessionEnded, bytes_of
+from preble.types import AllBlocksCleared, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
 
 # --- the event stream -------------------------------------------------------------------------------------------------
 
@@ -456,6 +456,62 @@ def test_an_event_too_large_for_a_frame_clears_the_belief_instead(serve: Serve) 
     server.publish([PrefixEvicted(array("i", range(5000)), 5)])
     assert server.replay.page(0, 10) == [(0, (AllBlocksCleared(),))]
     assert server.counters.events_too_large == 1
+
+
+def test_what_a_lone_router_does_waits_for_a_number_within_bounds(serve: Serve, peer: MakePeer) -> None:
+    server = serve()
+    peer(server).hello("one")
+    for number in range(1023):
+        server.tell(RequestEnded("one", str(number)))
+    server.publish_told()
+    assert server.replay.next_seq == 0, "nobody waits for it"
+    server.tell(RequestEnded("one", "1023"))
+    assert [len(lot) for _, lot in server.replay.page(0, 10)] == [1024], "but no more than so many wait"
+    server.tell(RequestPlaced("one", "long", array("i", range(1 << 18))))
+    assert [len(lot) for _, lot in server.replay.page(1, 10)] == [1], "nor so many bytes"
+    assert server.counters.events_too_large == 0
+
+
+def test_what_waits_for_a_number_goes_before_the_events_after_it(serve: Serve, peer: MakePeer) -> None:
+    server = serve()
+    peer(server).hello("one")
+    server.tell(RequestEnded("one", "1"))
+    server.publish([AllBlocksCleared()])
+    assert server.replay.page(0, 10) == [(0, (RequestEnded("one", "1"), AllBlocksCleared()))]
+
+
+def test_the_request_of_another_router_than_the_one_that_is_left_is_published(serve: Serve, peer: MakePeer) -> None:
+    server = serve()
+    peer(server).hello("one")
+    server.tell(RequestEnded("gone", "1"))
+    server.publish_told()
+    assert server.replay.page(0, 10) == [(0, (RequestEnded("gone", "1"),))]
+
+
+def test_a_request_too_large_for_a_frame_is_left_out_and_counted(serve: Serve, peer: MakePeer) -> None:
+    server = serve(max_frame_bytes=4096)
+    peer(server).hello("one")
+    server.tell(RequestPlaced("one", "1", array("i", range(900))))
+    server.tell(RequestPlaced("one", "2", array("i", range(400))))
+    server.publish([])
+    assert [event.request_id for _, lot in server.replay.page(0, 10) for event in lot] == ["2"]
+    assert server.counters.events_too_large == 1
+
+
+@given(
+    st.sampled_from([RequestPlaced, RequestPrefilled, RequestEnded]),
+    st.tuples(st.text(min_size=1, max_size=60), st.text(min_size=1, max_size=60)),
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50),
+    st.none() | st.text(max_size=50) | st.tuples(st.binary(max_size=50), st.integers(0, 2**62)),
+    st.none() | st.integers(1, 2**31 - 1),
+)
+def test_an_event_about_a_request_takes_no_more_bytes_than_are_reckoned(
+    kind: type, names: tuple[str, str], token_ids: list[int], namespace: object, count: int | None
+) -> None:
+    placed = kind is RequestPlaced
+    event = kind(*names, token_ids, namespace, count) if placed else kind(*names, count)
+    frames = [wire.encode(wire.Events(0, events)) for events in ((), (event,))]
+    assert len(frames[1]) - len(frames[0]) <= bytes_of(event)
 
 
 def test_events_reach_every_subscriber_numbered_and_under_the_epoch(serve: Serve) -> None:

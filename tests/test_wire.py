@@ -18,7 +18,17 @@ from preble._frames import read_chunk, read_submit, write_chunk, write_submit
 from preble.errors import InvalidInput, ProtocolError
 from preble.transport import wire
 from preble.transport.fields import MAX_EVENTS, MAX_ID_BYTES, MAX_STOP_TOKENS, MAX_TEXT_BYTES, check_namespace
-from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, PrefixStored, SamplingParams
+from preble.types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    PrefixEvicted,
+    PrefixStored,
+    RequestEnded,
+    RequestPlaced,
+    RequestPrefilled,
+    SamplingParams,
+)
 
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
 
@@ -56,9 +66,14 @@ EVENTS = st.one_of(
     ),
     st.builds(BlockRemoved, HASHES, st.none() | TEXT),
     st.builds(AllBlocksCleared),
-    st.builds(PrefixStored, PROMPT, NAMESPACES),
+    st.builds(RequestPlaced, IDS, IDS, PROMPT, NAMESPACES, st.none() | st.integers(1, 2**31 - 1)),
+    st.builds(RequestPrefilled, IDS, IDS, st.none() | INT31),
+    st.builds(RequestEnded, IDS, IDS, st.none() | INT31),
     PROMPT.flatmap(lambda ids: st.builds(PrefixEvicted, st.just(ids), st.integers(0, len(ids)), NAMESPACES)),
 )
+
+
+ONE_TOKEN = b"\x01\0\0\0"
 
 
 def depth(value: Any) -> int:
@@ -74,7 +89,7 @@ def submits() -> st.SearchStrategy[wire.Submit]:
 
 
 MESSAGES = st.one_of(
-    st.builds(wire.Hello, TEXT, TEXT, TEXT, TEXT, st.integers(0, 65_536)),
+    st.builds(wire.Hello, IDS, TEXT, TEXT, TEXT, st.integers(0, 65_536)),
     submits(),
     st.builds(wire.Abort, IDS),
     st.builds(wire.Ping, INT63),
@@ -109,7 +124,7 @@ MESSAGES = st.one_of(
     ),
     st.builds(wire.Rejected, IDS, st.sampled_from(wire.REFUSAL_CODES), TEXT),
     st.builds(wire.Pong, INT63, INT63, INT63, INT63, INT63, INT63, INT63, INT63, st.booleans()),
-    st.builds(wire.Events, INT63, st.lists(EVENTS, max_size=3).map(tuple)),
+    st.builds(wire.Events, INT63, st.lists(EVENTS, max_size=3).map(tuple), TEXT),
     st.builds(wire.ReplayEnd, INT63, INT63, INT63, INT63),
     st.builds(wire.Draining),
     st.builds(wire.Closed, st.sampled_from(wire.CLOSING_CODES), TEXT),
@@ -159,6 +174,19 @@ def test_a_decoded_prompt_is_int32_and_cannot_be_written_to() -> None:
 def test_a_chunk_costs_few_bytes() -> None:
     frame = wire.encode(wire.Chunk("123.1", 7, (42,)), epoch=2**62, session=3, seq=100)
     assert len(frame) < 40
+
+
+def test_what_is_told_of_a_request_costs_as_few_bytes_as_the_page_says() -> None:
+    router = "router-0123456789abcdef"
+    told = {
+        RequestPlaced(router, "12345", (7,) * 1000, None, 128): 4040,
+        RequestPrefilled(router, "12345", 900): 36,
+        RequestEnded(router, "12345", 128): 36,
+    }
+    empty = len(wire.encode(wire.Events(1000, ()), epoch=2**62))
+    assert empty < 20
+    for event, size in told.items():
+        assert size - 2 <= len(wire.encode(wire.Events(1000, (event,)), epoch=2**62)) - empty <= size
 
 
 JUNK = st.recursive(
@@ -337,9 +365,19 @@ def test_a_missing_and_an_extra_field_are_refused() -> None:
         (wire.Submit("r", np.array([1], np.int32)), 7, [1, "hot", 1.0, b"", False, 0], "temperature must be a number"),
         (wire.Submit("r", np.array([1], np.int32)), 7, [0, 0.0, 1.0, b"", False, 0], "max_new_tokens must be an int"),
         (wire.Submit("r", np.array([1], np.int32)), 7, [1, 0.0, 1.0], "Submit.sampling must be an array of 6"),
-        (wire.Events(0, ()), 6, [["X"]], "Events.events.0. must be an event array"),
+        (wire.Events(0, ()), 6, [["Z"]], "Events.events.0. must be an event array"),
         (wire.Events(0, ()), 6, [["E", b"\0\0\0\0", 2, None]], "kept_tokens must be an int in .0, 1."),
         (wire.Events(0, ()), 6, [["R", [""], None]], "block_hashes must be a 64-bit int or 1 to 64 bytes"),
+        (wire.Events(0, ()), 6, [["Q", "", "r", ONE_TOKEN, None, 1]], "Events.events.0..router must be not empty"),
+        (wire.Events(0, ()), 6, [["Q", "a", "r", b"", None, 1]], "Events.events.0..token_ids is empty"),
+        (wire.Events(0, ()), 6, [["Q", "a", "r", ONE_TOKEN, 1.5, 1]], "Events.events.0..namespace must be None"),
+        (wire.Events(0, ()), 6, [["Q", "a", "r", ONE_TOKEN, None, 0]], "max_new_tokens must be an int in .1, "),
+        (wire.Events(0, ()), 6, [["F", "a", "x" * 257, 0]], "Events.events.0..request_id must be a text of at most"),
+        (wire.Events(0, ()), 6, [["F", "a", "r", -1]], "Events.events.0..cached_tokens must be an int in .0, "),
+        (wire.Events(0, ()), 6, [["X", "a", "r", True]], "Events.events.0..output_tokens must be an int in .0, "),
+        (wire.Events(0, ()), 6, [["X", "a", "r"]], "Events.events.0. must be an array of 4"),
+        (wire.Events(0, ()), 7, 3, "Events.complete_for must be a text"),
+        (wire.Hello("r"), 5, "", "Hello.router_id must be not empty"),
     ],
 )
 def test_the_error_names_the_field(message: wire.Message, position: int, value: Any, complaint: str) -> None:
@@ -400,6 +438,10 @@ def test_a_small_frame_cannot_become_a_huge_object() -> None:
         (wire.Submit("r", np.array([1], np.int32), namespace=frozenset()), "namespace must be None"),
         (wire.Chunk("r", 0, (2**31,)), "token_ids must be ints"),
         (wire.Ping(2**70), "cannot be encoded"),
+        (wire.Events(0, (PrefixStored([1]),)), "events of .*PrefixStored.* do not travel"),
+        (wire.Events(0, (RequestEnded("", "r"),)), "router must have 1 to"),
+        (wire.Events(0, (RequestPlaced("a", "r", [-(2**31) - 1]),)), "token_ids must be ints"),
+        (wire.Hello(""), "router_id must have 1 to"),
     ],
 )
 def test_what_does_not_fit_the_wire_is_this_sides_fault(message: wire.Message, complaint: str) -> None:

@@ -32,6 +32,7 @@ from transport_support import (
     expected_tokens,
     fast,
     until,
+    until_others_ended,
 )
 
 from preble import GlobalScheduler, SamplingParams, cli
@@ -41,7 +42,7 @@ from preble.router import Router
 from preble.transport import wire
 from preble.transport.security import create_keys, load_client_keys
 from preble.transport.server import ServerConfig
-from preble.types import CacheEvent, PrefixEvicted, PrefixStored
+from preble.types import AllBlocksCleared, CacheEvent, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
 from preble.worker import Worker, WorkerConfig
 
 PROMPT = list(range(200, 400))
@@ -71,6 +72,7 @@ async def routing(*workers: WorkerProcess, **options: Any) -> Any:
     options = {"config": FAST, "policy": FirstByName(), **options}
     async with Router([one.endpoint for one in workers], **options) as router:
         yield router
+        await until_others_ended(router)
         assert_books_are_even(router)
 
 
@@ -489,9 +491,12 @@ class LeashedEngine:
 class Leashed:
     """A worker in a thread of this process, with its engine on a leash."""
 
-    def __init__(self, *, max_frame_bytes: int = wire.MAX_FRAME_BYTES, **config: Any) -> None:
+    def __init__(
+        self, *, max_frame_bytes: int = wire.MAX_FRAME_BYTES, replay_batches: int = 10_000, **config: Any
+    ) -> None:
         self.engine = LeashedEngine()
-        worker_config = WorkerConfig(ServerConfig(max_frame_bytes=max_frame_bytes), "leashed", **config)
+        server = ServerConfig(max_frame_bytes=max_frame_bytes, replay_batches=replay_batches)
+        worker_config = WorkerConfig(server, "leashed", **config)
         self.worker = Worker(self.engine, worker_config, epoch=5)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
@@ -616,26 +621,163 @@ def test_events_go_out_before_the_chunks_of_the_same_step(leashed: Make) -> None
     one.peer.expect(wire.Chunk)
     one.peer.send(wire.Replay(0))
     events = one.peer.expect(wire.Events)
-    assert events.number == 0 and events.events[0].kept_tokens == 1
+    assert events.number == 0 and events.events[-1].kept_tokens == 1
 
 
-def test_a_prompt_is_told_to_the_other_routers_where_there_are_any(leashed: Make) -> None:
+def replayed(peer: Peer, worker: Leashed | None = None) -> list[CacheEvent]:
+    """All events so far; those that the worker has kept."""
+    peer.send(wire.Replay(0 if worker is None else worker.worker.server.replay.first_seq))
+    events: list[CacheEvent] = []
+    while not isinstance(message := peer.receive(), wire.ReplayEnd):
+        if isinstance(message, wire.Events):
+            assert message.complete_for == "", "a replay leaves nothing out"
+            events += message.events
+    return events
+
+
+def story(events: list[CacheEvent]) -> list[tuple[Any, ...]]:
+    """Events about requests in short."""
+    told: list[tuple[Any, ...]] = []
+    for event in events:
+        if isinstance(event, RequestPlaced):
+            told.append((event.router, event.request_id, list(event.token_ids), event.max_new_tokens))
+        elif isinstance(event, RequestPrefilled):
+            told.append((event.router, event.request_id, "prefilled", event.cached_tokens))
+        elif isinstance(event, RequestEnded):
+            told.append((event.router, event.request_id, "ended", event.output_tokens))
+    return told
+
+
+def test_what_becomes_of_each_request_is_told_to_routers_that_come_later_and_to_others(leashed: Make) -> None:
     one = leashed()
     one.submit("alone", max_new_tokens=1)
     one.engine.allowed.release()
     one.peer.expect(wire.Chunk)
     other = Peer(one.worker.server.endpoint)
-    other.hello()
+    assert other.hello("other").next_event_seq == 1, "what waited for a number has one before the first new router"
     one.submit("r", max_new_tokens=2)
     for _ in range(2):
         one.engine.allowed.release()
         one.peer.expect(wire.Chunk)
-    other.send(wire.Replay(0))
-    events = other.expect(wire.Events)
-    assert events.number == 0 and [type(event) for event in events.events] == [PrefixStored]
-    assert list(events.events[0].token_ids) == [1, 2]
-    assert other.expect(wire.ReplayEnd).next_event_seq == 1, "once, and never while there was one router"
+    one.submit("refused", first_token=13)
+    one.peer.expect(wire.Rejected)
+    one.submit("left", max_new_tokens=5)
+    one.engine.allowed.release()
+    one.peer.expect(wire.Chunk)
+    one.peer.send(wire.Abort("left"))
+    one.peer.send(wire.Ping(1))
+    one.peer.expect(wire.Pong)
+    one.engine.allowed.release()
+    while one.peer.expect(wire.Chunk).finish_reason != "abort":
+        continue
+    assert story(replayed(other)) == [
+        *(("raw-router", "alone", [1, 2], 1), ("raw-router", "alone", "prefilled", 0)),
+        ("raw-router", "alone", "ended", 1),
+        *(("raw-router", "r", [1, 2], 2), ("raw-router", "r", "prefilled", 0), ("raw-router", "r", "ended", 2)),
+        *(("raw-router", "refused", [13, 2], 3), ("raw-router", "refused", "ended", None)),
+        *(("raw-router", "left", [1, 2], 5), ("raw-router", "left", "prefilled", 0)),
+        ("raw-router", "left", "ended", None),
+    ]
     other.close()
+
+
+def test_a_resumed_request_is_told_with_the_tokens_it_may_still_have(leashed: Make) -> None:
+    one = leashed()
+    prompt = np.array([1, 2, 3, 4], np.int32)
+    one.peer.send(wire.Submit("r", prompt, SamplingParams(max_new_tokens=5), output_offset=3))
+    for _ in range(2):
+        one.engine.allowed.release()
+        one.peer.expect(wire.Chunk)
+    other = Peer(one.worker.server.endpoint)
+    other.hello("other")
+    told = story(replayed(other))
+    assert told == [
+        ("raw-router", "r", [1, 2, 3, 4], 2),
+        *(("raw-router", "r", "prefilled", None), ("raw-router", "r", "ended", 2)),
+    ]
+    other.close()
+
+
+def test_the_requests_of_a_router_that_goes_are_told_as_ended(leashed: Make) -> None:
+    one = leashed()
+    other = Peer(one.worker.server.endpoint)
+    other.hello("other")
+    one.submit("r", max_new_tokens=50)
+    one.engine.allowed.release()
+    one.peer.expect(wire.Chunk)
+    one.peer.send(wire.Bye())
+    deadline = time.monotonic() + HANG_SECONDS
+    while ("raw-router", "r", "ended", None) not in story(replayed(other)):
+        assert time.monotonic() < deadline, "nobody is told that it ended"
+        one.engine.allowed.release()
+    assert one.worker.live_requests == 0
+    other.close()
+
+
+def test_a_request_older_than_what_a_replay_keeps_is_told_again_to_a_router_that_comes(leashed: Make) -> None:
+    one = leashed(replay_batches=2)
+    others = [Peer(one.worker.server.endpoint) for _ in range(2)]
+    others[0].hello("first")
+    one.submit("old", max_new_tokens=50)
+    for _ in range(4):
+        one.engine.allowed.release()
+        one.peer.expect(wire.Chunk)
+    for number in range(4):
+        one.submit(f"short{number}", max_new_tokens=1)
+        one.engine.allowed.release()
+        while one.peer.expect(wire.Chunk).request_id == "old":
+            one.engine.allowed.release()
+    others[1].hello("second")
+    deadline = time.monotonic() + HANG_SECONDS
+    while ("raw-router", "old", "prefilled", 0) not in (told := story(replayed(others[1], one))):
+        assert time.monotonic() < deadline, "it is not told"
+    assert told[told.index(("raw-router", "old", "prefilled", 0)) - 1] == ("raw-router", "old", [1, 2], 50)
+    for other in others:
+        other.close()
+
+
+def test_a_router_that_is_alone_is_not_sent_its_own_requests_and_misses_no_number(leashed: Make) -> None:
+    one = leashed()
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.linger = 0
+    subscriber.subscribe(b"")
+    subscriber.connect(one.worker.server.events_endpoint)
+
+    def heard() -> wire.Events:
+        """The next batch on the wire."""
+        assert subscriber.poll(HANG_SECONDS * 1000)
+        message = wire.decode(subscriber.recv(), wire.WORKER_MESSAGES).message
+        assert isinstance(message, wire.Events)
+        return message
+
+    def event() -> wire.Events | None:
+        """An event of the engine, and what comes of it; None if the subscription is not there yet."""
+        one.engine.events = [AllBlocksCleared()]
+        one.submit("r", max_new_tokens=1)
+        one.engine.allowed.release()
+        one.peer.expect(wire.Chunk)
+        return heard() if subscriber.poll(200) else None
+
+    while (first := event()) is None:
+        continue
+    assert first.complete_for == "raw-router"
+    second = event()
+    assert second is not None and second.number == first.number + 1
+    assert [type(one) for one in second.events] == [AllBlocksCleared], "but what its engine says"
+    other = Peer(one.worker.server.endpoint)
+    other.hello("other")
+    last = heard()
+    assert (last.number, last.events, last.complete_for) == (second.number + 1, (), "raw-router")
+    one.submit("r", max_new_tokens=1)
+    one.engine.allowed.release()
+    told: list[CacheEvent] = []
+    while len(told) < 3:
+        message = heard()
+        assert message.complete_for == ""
+        told += message.events
+    assert [type(one) for one in told] == [RequestPlaced, RequestPrefilled, RequestEnded]
+    other.close()
+    subscriber.close()
 
 
 def test_a_draining_worker_refuses_new_requests_and_ends_when_the_last_one_does(leashed: Make) -> None:

@@ -123,9 +123,9 @@ class Peer:
                 return envelope.message
         return None
 
-    def hello(self) -> wire.Welcome:
+    def hello(self, router_id: str = "raw-router") -> wire.Welcome:
         """Shake hands."""
-        self.send(wire.Hello("raw-router"))
+        self.send(wire.Hello(router_id))
         welcome = self.receive()
         assert isinstance(welcome, wire.Welcome), welcome
         return welcome
@@ -329,6 +329,11 @@ async def collect(stream: Any) -> tuple[list[int], list[Any]]:
     assert chunks and [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason is not None
     return tokens, chunks
+
+
+async def until_others_ended(router: Router) -> None:
+    """Wait until every request of other routers has ended in this one's books, too."""
+    await until(lambda: not router.scheduler.stats()["mirrored_live"], "other routers' requests ended here, too")
 
 
 def assert_books_are_even(router: Router) -> None:

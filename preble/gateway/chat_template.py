@@ -43,12 +43,20 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._template_error = jinja2.TemplateError
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt. Raises `InvalidInput` where the template refuses the messages; it quotes none of them."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt; `variables` are what else a template may read (`tools`, `documents`, a model's own); they go
+        before `add_generation_prompt`. Raises `InvalidInput` where the template refuses the messages; it quotes none.
+        """
         try:
-            given = {"messages": messages, "tools": None, "documents": None}
+            given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
             text: str = self._template.render(
-                {**self._special_tokens, **given, "add_generation_prompt": add_generation_prompt}
+                {**self._special_tokens, **given, **(variables or {}), "messages": messages}
             )
             return text
         except _Refused as error:

@@ -99,6 +99,7 @@ class Metrics:
         registry = CollectorRegistry()
         stats = scheduler.stats()
         registry.register(_Snapshot(_scheduler_families(stats)))
+        registry.register(_Snapshot(_scaling_families(stats["scaling"])))
         registry.register(_Snapshot(_worker_families(stats["workers"], router["workers"])))
         registry.register(_Snapshot(_router_families(router, gateway)))
         text: bytes = generate_latest(self._registry) + generate_latest(registry)
@@ -196,9 +197,34 @@ def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
         _gauge("index_bytes", "Memory of the prefix index", tree["bytes_used"]),
         _gauge("index_nodes", "Nodes of the prefix index", tree["nodes"]),
         _gauge("leases_active", "Bookings of requests that have not ended", stats["live_requests"]),
+        _gauge("leases_mirrored", "Of these, bookings of other routers' requests", stats["mirrored_live"]),
         _counter("lease_expired", "Bookings given back because nobody ended them", stats["expired_leases"]),
         _counter("scheduler_ticks_failed", "Background rounds that failed", stats["failed_ticks"]),
     ]
+
+
+_SCALING_GAUGES = {
+    "workers": "Workers that take any request",
+    "prefill_load": "Seconds of prefill that arrive in a second",
+    "decode_load": "Seconds of decoding, at full batches, that arrive in a second",
+    "desired_workers": "The fewest workers that are busy for at most 0.7 of their time",
+    "one_more_saves_seconds": "Mean time to first token that a worker more would save",
+    "one_less_costs_seconds": "And that a worker less would cost; none where there is one worker",
+}
+
+
+def _scaling_families(scaling: Mapping[str, Any]) -> list[Family]:
+    """The advice; what a drain costs is known of some workers only, the least loaded."""
+    told = [
+        _gauge(f"scaling_{name}", text, scaling[name])
+        for name, text in _SCALING_GAUGES.items()
+        if scaling[name] is not None
+    ]
+    text = "Seconds to compute again what only this worker caches"
+    drains = GaugeMetricFamily("preble_scaling_drain_seconds", text, labels=("worker",))
+    for worker, seconds in scaling["drain_seconds"].items():
+        drains.add_metric((worker,), seconds)
+    return [*told, drains]
 
 
 def _heard(router: Mapping[str, Any], own: str, feeds: str) -> float:
@@ -262,6 +288,7 @@ def _worker_families(books: Mapping[str, Any], routers: Mapping[str, Any]) -> li
 
 _EVENT_TYPES = {
     "BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared", "PrefixEvicted": "evicted",
+    "RequestPlaced": "placed", "RequestPrefilled": "prefilled", "RequestEnded": "ended",
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 link.
 
     DEALER  requests out, output chunks and answers in
-    SUB     the worker's cache events; lost ones are asked for again over DEALER
+    SUB     the worker's events; lost ones are asked for again over DEALER
 
 A `WorkerLink` lives for one session: when its connection breaks, a frame is missing or the worker stays silent, `run`
 returns why, and whoever owns the link opens a new one. Frames of an earlier session or of another epoch of the worker
@@ -10,7 +10,11 @@ are counted and dropped.
 
 Events and chunks take different sockets, so an eviction may overtake the chunk of a prompt that was computed before it;
 believed in that order, the prompt would count as cached for good. Each chunk and each Pong says how many event batches
-the worker had made by then, and a batch is applied when one has been taken that is younger than it.
+the worker had made by then. While a request is under way a batch is applied when one of these has been taken that is
+younger than it; else at once.
+
+What the worker published before the session began comes first and is told as past; `on_caught_up` says when all of it
+has been.
 
 A worker that is silent for `quiet_after_seconds`, or whose engine has been in one step for `stalled_after_seconds`, is
 reported quiet; when it speaks again it is reported heard, with nothing lost in between. Only silence of
@@ -77,6 +81,7 @@ class LinkCounters:
     frame_duplicates: int = 0
     event_batches: int = 0
     events_early: int = 0
+    events_partial: int = 0
     event_gaps: int = 0
     event_duplicates: int = 0
     replays: int = 0
@@ -92,11 +97,15 @@ class LinkListener(Protocol):
     def on_pong(self, pong: wire.Pong) -> None:
         """The worker's load, once per heartbeat."""
 
-    def on_events(self, batch: Batch) -> None:
-        """The next batch of cache events, in order and exactly once."""
+    def on_events(self, batch: Batch, *, past: bool) -> None:
+        """The next batch of events, in order and exactly once; `past`: of the time before the session, or before a
+        resync."""
+
+    def on_caught_up(self) -> None:
+        """All of the past has been told: what comes now, comes as it happens."""
 
     def on_resync(self) -> None:
-        """Events are lost for good: forget what is believed about this worker's cache."""
+        """Events are lost for good: forget what is believed about this worker's cache and others' requests."""
 
     def on_quiet(self, reason: str) -> None:
         """The worker does not react for now."""
@@ -141,6 +150,9 @@ class WorkerLink:
         self._cursor: EventCursor[Batch] = EventCursor(0, config.max_held_batches)
         self._early: deque[Batch] = deque()  # in order, waiting for what the worker sent before them
         self._events_told = 0  # all batches below this number were made before what has been taken
+        self._past_end = 0  # all batches below this number are of the past
+        self._behind = True
+        self._awaited: set[str] = set()  # requests of which chunks may come
         # Plain sockets, see `frames`, in a context whose own sockets are asyncio's.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._keys = keys
@@ -186,6 +198,7 @@ class WorkerLink:
             first_event = min(self.welcome.next_event_seq, resume_events_at[1])
         self._cursor = EventCursor(first_event, self._config.max_held_batches)
         self._cursor.expect(self.welcome.next_event_seq)
+        self._past_end = self.welcome.next_event_seq
         self._pong_event_seq = self.welcome.next_event_seq
         self._subscriber = self._socket(zmq.SUB)
         self._subscriber.subscribe(b"")
@@ -203,6 +216,7 @@ class WorkerLink:
         ]
         self._close_gap()
         self._joining &= self._replaying
+        self._look_caught_up()
         heartbeat = asyncio.ensure_future(self._heartbeat_loop())
         try:
             done, _ = await asyncio.wait(
@@ -303,6 +317,10 @@ class WorkerLink:
             if self._reader is not None:
                 self._reader.look()
         self._send_seq += 1
+        if isinstance(message, wire.Submit):
+            self._awaited.add(message.request_id)
+        elif isinstance(message, wire.Abort):
+            self._awaited.discard(message.request_id)
 
     def _send_if_room(self, message: wire.Message) -> bool:
         """Send what can be done without; False, and counted, if the worker does not read."""
@@ -366,7 +384,12 @@ class WorkerLink:
         if isinstance(message, wire.Chunk):
             self._apply_events(message.next_event_seq)
             self._listener.on_message(message)
-        elif isinstance(message, wire.Rejected | wire.Draining):
+            if message.finish_reason is not None:
+                self._await_no_more(message.request_id)
+        elif isinstance(message, wire.Rejected):
+            self._listener.on_message(message)
+            self._await_no_more(message.request_id)
+        elif isinstance(message, wire.Draining):
             self._listener.on_message(message)
         elif isinstance(message, wire.Pong):
             self._take_pong(message)
@@ -424,6 +447,12 @@ class WorkerLink:
         return ""
 
     def _offer(self, message: wire.Events) -> None:
+        if message.complete_for not in ("", self._hello.router_id):
+            # The worker takes another router for the only one. What is left out is asked for.
+            self.counters.events_partial += 1
+            self._cursor.expect(message.number + 1)
+            self._close_gap()
+            return
         duplicates = self._cursor.counters.duplicates
         self._early.extend(self._cursor.offer(message.number, message.events))
         self._apply_events(0)
@@ -432,13 +461,29 @@ class WorkerLink:
         self._close_gap()
 
     def _apply_events(self, told: int) -> None:
-        """Apply the batches whose turn has come: those below `told`, and over the bound the oldest in any case."""
+        """Apply the batches whose turn has come: those below `told`, all if no chunk can be on its way, and over the
+        bound the oldest in any case."""
         self._events_told = max(self._events_told, told)
         while self._early and (
-            self.next_event_seq < self._events_told or len(self._early) > self._config.max_held_batches
+            not self._awaited
+            or self.next_event_seq < self._events_told
+            or len(self._early) > self._config.max_held_batches
         ):
+            self._look_caught_up()
             self.counters.event_batches += 1
-            self._listener.on_events(self._early.popleft())
+            past = self.next_event_seq < self._past_end
+            self._listener.on_events(self._early.popleft(), past=past)
+        if self._behind:
+            self._look_caught_up()
+
+    def _await_no_more(self, request_id: str) -> None:
+        self._awaited.discard(request_id)
+        self._apply_events(0)
+
+    def _look_caught_up(self) -> None:
+        if self._behind and self.next_event_seq >= self._past_end:
+            self._behind = False
+            self._listener.on_caught_up()
 
     def _close_gap(self) -> None:
         if self._cursor.has_gap and not self._replaying:
@@ -461,6 +506,7 @@ class WorkerLink:
             self._cursor.expect(end.next_event_seq)
             if not self._joining:
                 self.counters.resyncs += 1
+                self._past_end, self._behind = end.next_event_seq, True
                 self._listener.on_resync()
         self._joining = False
         self._apply_events(end.next_event_seq)

@@ -16,11 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput, InvalidTokens, ProtocolError
-from ..types import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, PrefixEvicted, PrefixStored, SamplingParams
+from ..types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    PrefixEvicted,
+    RequestEnded,
+    RequestPlaced,
+    RequestPrefilled,
+    SamplingParams,
+)
 
 MAX_PROMPT_TOKENS = 2 << 20  # 8 MiB of token ids
 MAX_TEXT_BYTES = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
-MAX_ID_BYTES = 256  # request ids
+MAX_ID_BYTES = 256  # request ids and names of workers and routers
 MAX_STOP_TOKENS = 1024
 MAX_EVENTS = 4096  # cache events in one frame
 MAX_NAMESPACE_DEPTH = 4  # tuples inside tuples
@@ -84,11 +94,15 @@ def text_field(name: str) -> Field:
     return Field(name, _clip, _unpack_text)
 
 
+def _pack_id(name: str, value: str) -> str:
+    if not value or (len(value) * 4 > MAX_ID_BYTES and len(value.encode()) > MAX_ID_BYTES):
+        raise InvalidInput(f"{name} must have 1 to {MAX_ID_BYTES} bytes")
+    return value
+
+
 def id_field(name: str) -> Field:
     def pack(value: str) -> str:
-        if not value or len(value.encode()) > MAX_ID_BYTES:
-            raise InvalidInput(f"{name} must have 1 to {MAX_ID_BYTES} bytes")
-        return value
+        return _pack_id(name, value)
 
     def unpack(where: str, value: Any) -> str:
         if not _unpack_text(where, value, MAX_ID_BYTES):
@@ -223,30 +237,48 @@ def _items(where: str, value: Any, count: int) -> list[Any]:
     return value
 
 
-def _pack_event(event: CacheEvent) -> list[Any]:
-    if isinstance(event, PrefixEvicted):
-        return ["E", pack_tokens(event.token_ids), event.kept_tokens, pack_namespace(event.namespace)]
-    if isinstance(event, PrefixStored):
-        return ["P", pack_tokens(event.token_ids), pack_namespace(event.namespace)]
-    if isinstance(event, BlockStored):
-        return [
-            "S",
-            list(event.block_hashes),
-            event.parent_block_hash,
-            pack_tokens(event.token_ids),
-            event.block_size,
-            pack_namespace(event.namespace),
-            event.medium,
-        ]
-    if isinstance(event, BlockRemoved):
-        return ["R", list(event.block_hashes), event.medium]
+def _pack_evicted(event: PrefixEvicted) -> list[Any]:
+    return ["E", pack_tokens(event.token_ids), event.kept_tokens, pack_namespace(event.namespace)]
+
+
+def _pack_stored(event: BlockStored) -> list[Any]:
+    token_ids, namespace = pack_tokens(event.token_ids), pack_namespace(event.namespace)
+    hashes, parent = list(event.block_hashes), event.parent_block_hash
+    return ["S", hashes, parent, token_ids, event.block_size, namespace, event.medium]
+
+
+def _pack_removed(event: BlockRemoved) -> list[Any]:
+    return ["R", list(event.block_hashes), event.medium]
+
+
+def _pack_cleared(event: AllBlocksCleared) -> list[Any]:
     return ["C"]
+
+
+def _pack_placed(event: RequestPlaced) -> list[Any]:
+    token_ids, namespace = pack_tokens(event.token_ids), pack_namespace(event.namespace)
+    return ["Q", *_pack_names(event), token_ids, namespace, event.max_new_tokens]
+
+
+def _pack_prefilled(event: RequestPrefilled) -> list[Any]:
+    return ["F", *_pack_names(event), event.cached_tokens]
+
+
+def _pack_ended(event: RequestEnded) -> list[Any]:
+    return ["X", *_pack_names(event), event.output_tokens]
+
+
+def _pack_names(event: RequestPlaced | RequestPrefilled | RequestEnded) -> tuple[str, str]:
+    return _pack_id("router", event.router), _pack_id("request_id", event.request_id)
 
 
 def pack_events(events: Sequence[CacheEvent]) -> list[Any]:
     if len(events) > MAX_EVENTS:
         raise InvalidInput(f"{len(events)} events do not fit one frame (at most {MAX_EVENTS})")
-    return [_pack_event(event) for event in events]
+    try:
+        return [_PACKS[type(event)](event) for event in events]
+    except KeyError as error:
+        raise InvalidInput(f"events of {error} do not travel") from error
 
 
 def unpack_events(where: str, value: Any) -> tuple[CacheEvent, ...]:
@@ -259,7 +291,7 @@ def _unpack_event(where: str, value: Any) -> CacheEvent:
     tag = value[0] if type(value) is list and value else None
     unpack = _EVENTS.get(tag) if type(tag) is str else None
     if unpack is None:
-        raise _wrong(where, "an event array that starts with E, P, S, R or C", value)
+        raise _wrong(where, "an event array that starts with E, S, R, C, Q, F or X", value)
     return unpack(where, value)
 
 
@@ -273,12 +305,30 @@ def _unpack_evicted(where: str, value: list[Any]) -> PrefixEvicted:
     )
 
 
-def _unpack_prefix(where: str, value: list[Any]) -> PrefixStored:
-    _, token_bytes, namespace = _items(where, value, 3)
-    return PrefixStored(
+def _unpack_placed(where: str, value: list[Any]) -> RequestPlaced:
+    _, router, request_id, token_bytes, namespace, max_new_tokens = _items(where, value, 6)
+    return RequestPlaced(
+        *_unpack_names(where, router, request_id),
         unpack_prompt(f"{where}.token_ids", token_bytes),  # type: ignore[arg-type]
         unpack_namespace(f"{where}.namespace", namespace),
+        _MAX_NEW_TOKENS.unpack(f"{where}.max_new_tokens", max_new_tokens),
     )
+
+
+def _unpack_prefilled(where: str, value: list[Any]) -> RequestPrefilled:
+    _, router, request_id, cached_tokens = _items(where, value, 4)
+    names = _unpack_names(where, router, request_id)
+    return RequestPrefilled(*names, _COUNT.unpack(f"{where}.cached_tokens", cached_tokens))
+
+
+def _unpack_ended(where: str, value: list[Any]) -> RequestEnded:
+    _, router, request_id, output_tokens = _items(where, value, 4)
+    names = _unpack_names(where, router, request_id)
+    return RequestEnded(*names, _COUNT.unpack(f"{where}.output_tokens", output_tokens))
+
+
+def _unpack_names(where: str, router: Any, request_id: Any) -> tuple[str, str]:
+    return _ROUTER.unpack(f"{where}.router", router), _REQUEST_ID.unpack(f"{where}.request_id", request_id)
 
 
 def _unpack_stored(where: str, value: list[Any]) -> BlockStored:
@@ -317,10 +367,24 @@ def _unpack_hash(where: str, value: Any) -> int | bytes:
 
 _BLOCK_SIZE = int_field("block_size", 1, 65_536)
 _MEDIUM = optional(text_field("medium"))
+_ROUTER, _REQUEST_ID = id_field("router"), id_field("request_id")
+_MAX_NEW_TOKENS = optional(int_field("max_new_tokens", 1, INT31))
+_COUNT = optional(int_field("count", 0, INT31))
+_PACKS: Mapping[type, Callable[[Any], list[Any]]] = {
+    PrefixEvicted: _pack_evicted,
+    BlockStored: _pack_stored,
+    BlockRemoved: _pack_removed,
+    AllBlocksCleared: _pack_cleared,
+    RequestPlaced: _pack_placed,
+    RequestPrefilled: _pack_prefilled,
+    RequestEnded: _pack_ended,
+}
 _EVENTS: Mapping[str, Callable[[str, list[Any]], CacheEvent]] = {
     "E": _unpack_evicted,
-    "P": _unpack_prefix,
     "S": _unpack_stored,
     "R": _unpack_removed,
     "C": _unpack_cleared,
+    "Q": _unpack_placed,
+    "F": _unpack_prefilled,
+    "X": _unpack_ended,
 }

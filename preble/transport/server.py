@@ -2,7 +2,7 @@
 a worker.
 
     ROUTER  requests in, output chunks and answers out, one session per router
-    PUB     cache events to all routers; a replay of lost ones goes over ROUTER, page by page
+    PUB     events to all routers; a replay of lost ones goes over ROUTER, page by page
     a pipe  (in the process) lets the engine's thread wake the loop
 
 Handshakes, numbering, replay, expiry and errors are settled here; `poll` hands requests, aborts and pings to the
@@ -28,9 +28,9 @@ import zmq
 
 from ..clock import Clock
 from ..errors import InvalidConfig, InvalidInput, ProtocolError, QueueFull, TransportError
-from ..types import AllBlocksCleared, CacheEvent
+from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled
 from . import wire
-from .events import ReplayBuffer
+from .events import Batch, ReplayBuffer
 from .fields import MAX_EVENTS
 from .frames import EVENTS, POLLIN
 from .outbox import Outbox
@@ -42,6 +42,12 @@ _MAX_FRAMES_PER_POLL = 256  # then the engine's output gets its turn
 _BACKLOG_POLL_SECONDS = 0.005  # ZeroMQ does not say when one router's queue has room again, so it is tried
 _REPLAY_PAGE_BATCHES = 64
 _EVENT_FRAME_BYTES = 1 << 20  # larger lots of events are cut into several batches
+_EVENT_BYTES = 64  # of an event without its tokens and hashes
+_EMPTY_FRAME_BYTES = 512  # of a batch without its events, at most
+_TOLD_MAX = 1024  # events about requests that wait for a number, while there is no other router
+
+_RequestEvent = RequestPlaced | RequestPrefilled | RequestEnded
+_REQUEST_EVENTS = (RequestPlaced, RequestPrefilled, RequestEnded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,9 @@ class Server:
         self._sessions: dict[bytes, Session] = {}
         self._serial = 0
         self._inbox: list[tuple[Session, Request]] = []
+        self._told: list[_RequestEvent] = []
+        self._told_bytes = 0
+        self._told_due = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stop_authenticator = start_authenticator(self._context, keys) if keys is not None else None
         try:
@@ -349,6 +358,7 @@ class Server:
         old = self._sessions.get(identity)
         if old is not None:
             self._forget(old, "replaced")
+        self._number_told()  # while the others are as many as they were: they may need not be told
         self._serial += 1
         outbox = Outbox(self.config.max_pending_messages, self.config.max_pending_tokens)
         session = Session(self._serial, identity, envelope.session, hello.router_id, outbox)
@@ -430,24 +440,60 @@ class Server:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Number cache events, keep them for replay, send them to all routers. One that is too slow will see a gap."""
-        for lot in _lots(events):
-            message, frame = self._event_frame(lot)
-            self.replay.append(message.events, len(frame))
+        """Number events, keep them for replay, send them to all routers. One that is too slow will see a gap.
+
+        What `tell` was given before goes first.
+        """
+        told, self._told, self._told_bytes, self._told_due = self._told, [], 0, False
+        alone = self._router_alone()
+        for lot in _lots([*told, *events], min(_EVENT_FRAME_BYTES, self.config.max_frame_bytes // 2)):
+            batch, frame, batch_bytes = self._event_frame(tuple(lot), alone)
+            self.replay.append(batch, batch_bytes)
             self._publisher.send(frame, zmq.NOBLOCK)
             self.counters.event_batches += 1
 
-    def _event_frame(self, lot: list[CacheEvent]) -> tuple[wire.Events, bytes]:
-        number = self.replay.next_seq
-        message = wire.Events(number, tuple(lot))
+    def tell(self, event: _RequestEvent) -> None:
+        """Take what became of a router's request. Where another router is there it is published by the next
+        `publish_told`; else it waits for the next batch, for another router, or until many wait, and is only kept for
+        replay: a router that is alone is not told of its own requests. What would need a frame of its own over the
+        limit is counted and left out; nobody knows the request then."""
+        size = bytes_of(event)
+        if size > self.config.max_frame_bytes - _EMPTY_FRAME_BYTES:
+            self.counters.events_too_large += 1
+            return
+        self._told.append(event)
+        self._told_bytes += size
+        self._told_due = self._told_due or event.router != self._router_alone()
+        if len(self._told) >= _TOLD_MAX or self._told_bytes >= _EVENT_FRAME_BYTES:
+            self._number_told()
+
+    def publish_told(self) -> None:
+        """Publish what `tell` was given, where somebody waits for it."""
+        if self._told_due:
+            self.publish(())
+
+    def _number_told(self) -> None:
+        if self._told:
+            self.publish(())
+
+    def _router_alone(self) -> str:
+        """The router that has the only session; "" if there are several, or none."""
+        return next(iter(self._sessions.values())).router_id if len(self._sessions) == 1 else ""
+
+    def _event_frame(self, lot: tuple[CacheEvent, ...], alone: str) -> tuple[Batch, bytes, int]:
+        """The batch to keep for replay, the frame to send now, and the bytes that the batch takes."""
+        number, limit = self.replay.next_seq, self.config.max_frame_bytes
+        sent = tuple(event for event in lot if not _is_of(event, alone)) if alone else lot
         try:
-            return message, wire.encode(message, epoch=self.epoch, max_bytes=self.config.max_frame_bytes)
+            frame = wire.encode(wire.Events(number, sent, alone), epoch=self.epoch, max_bytes=limit)
+            return lot, frame, len(frame) + sum(bytes_of(event) for event in lot if alone and _is_of(event, alone))
         except InvalidInput as error:
             # Forgetting everything is the one thing that is never wrong: believing too much sends requests astray.
             self.counters.events_too_large += 1
             logger.warning("event does not fit a frame, publishing a cleared cache instead: %s", error)
             message = wire.Events(number, (AllBlocksCleared(),))
-            return message, wire.encode(message, epoch=self.epoch)
+            frame = wire.encode(message, epoch=self.epoch)
+            return message.events, frame, len(frame)
 
     def _replay(self, session: Session, from_seq: int) -> None:
         self.counters.replays += 1
@@ -468,16 +514,31 @@ def _events_bind(endpoint: str) -> str:
     return endpoint + ".events"
 
 
-def _lots(events: Sequence[CacheEvent]) -> Iterable[list[CacheEvent]]:
+def _is_of(event: CacheEvent, router_id: str) -> bool:
+    """Whether the event is about a request of that router."""
+    return isinstance(event, _REQUEST_EVENTS) and event.router == router_id
+
+
+def _lots(events: Sequence[CacheEvent], max_bytes: int) -> Iterable[list[CacheEvent]]:
     """Cut events into lots that fit a frame each; one oversized event makes a lot of its own."""
     lot: list[CacheEvent] = []
     size = 0
     for event in events:
-        event_bytes = 64 + 4 * len(getattr(event, "token_ids", ())) + 40 * len(getattr(event, "block_hashes", ()))
-        if lot and (len(lot) >= MAX_EVENTS or size + event_bytes > _EVENT_FRAME_BYTES):
+        event_bytes = bytes_of(event)
+        if lot and (len(lot) >= MAX_EVENTS or size + event_bytes > max_bytes):
             yield lot
             lot, size = [], 0
         lot.append(event)
         size += event_bytes
     if lot:
         yield lot
+
+
+def bytes_of(event: CacheEvent) -> int:
+    """About what an event takes in a frame; of one about a request, at most."""
+    if isinstance(event, RequestPlaced):
+        space = 0 if event.namespace is None else len(repr(event.namespace))
+        return _EVENT_BYTES + 4 * (len(event.token_ids) + len(event.router) + len(event.request_id) + space)
+    if isinstance(event, RequestPrefilled | RequestEnded):
+        return _EVENT_BYTES + 4 * (len(event.router) + len(event.request_id))
+    return _EVENT_BYTES + 4 * len(getattr(event, "token_ids", ())) + 40 * len(getattr(event, "block_hashes", ()))

@@ -53,7 +53,7 @@ from .fields import (
     unpack_tuple,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_FRAME_BYTES = 16 << 20  # a longer frame is refused unread
 MAX_ELEMENTS = 1 << 18  # array elements in one frame: a few bytes of nested arrays must not become a gigabyte
@@ -68,7 +68,10 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a session. What the router expects of the worker is checked by the worker; "" and 0 mean no expectation."""
+    """Opens a session. What the router expects of the worker is checked by the worker; "" and 0 mean no expectation.
+
+    No two routers may have the same `router_id`: each takes what is told of its own requests for known.
+    """
 
     router_id: str
     worker_id: str = ""
@@ -185,10 +188,15 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """One numbered batch of cache events, oldest first; `number` counts batches from 0 in every epoch."""
+    """One numbered batch of events, oldest first; `number` counts batches from 0 in every epoch.
+
+    A router that is alone need not be told of its own requests: they are left out, and `complete_for` is its id. For
+    any other router such a batch counts as lost. "" makes it complete for all.
+    """
 
     number: int
     events: tuple[CacheEvent, ...]
+    complete_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +278,7 @@ _FIELDS: Mapping[type, tuple[int, tuple[Field, ...]]] = {
     Hello: (
         1,
         (
-            text_field("router_id"),
+            id_field("router_id"),
             text_field("worker_id"),
             text_field("model"),
             text_field("tokenizer_fingerprint"),
@@ -331,7 +339,7 @@ _FIELDS: Mapping[type, tuple[int, tuple[Field, ...]]] = {
             bool_field("draining"),
         ),
     ),
-    Events: (22, (int_field("number"), Field("events", pack_events, unpack_events))),
+    Events: (22, (int_field("number"), Field("events", pack_events, unpack_events), text_field("complete_for"))),
     ReplayEnd: (
         23,
         tuple(int_field(name) for name in ("from_seq", "to_seq", "first_kept_seq", "next_event_seq")),

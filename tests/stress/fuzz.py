@@ -50,7 +50,15 @@ from preble.records import Recording, from_json, to_json
 from preble.transport import kv_events, wire
 from preble.transport.http_server import _SglangStream, _VllmStream
 from preble.transport.security import create_keys, load_client_keys
-from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted
+from preble.types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    PrefixEvicted,
+    RequestEnded,
+    RequestPlaced,
+    RequestPrefilled,
+)
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
@@ -148,6 +156,9 @@ def _frames() -> list[bytes]:
         BlockRemoved((1,), None),
         AllBlocksCleared(),
         PrefixEvicted(ids, 3, None),
+        RequestPlaced("router", "7", ids, ("a", 1), 9),
+        RequestPrefilled("router", "7", 3),
+        RequestEnded("router", "7", None),
     )
     messages = [
         wire.Hello("router", "w", "m", "t", 16),
@@ -155,7 +166,11 @@ def _frames() -> list[bytes]:
         *(wire.Abort("r"), wire.Ping(1), wire.Replay(7), wire.Bye(), wire.Refused("no"), wire.Draining()),
         wire.Welcome("w", "e", "m", "t", 1, 1000, 3, 4096, (2,), "tcp://127.0.0.1:5", 9, 1 << 20, True),
         wire.Chunk("r", 3, (1, 2, 3), 4, "length", "text", 12),
-        *(wire.Rejected("r", "invalid", "why"), wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), wire.Events(3, events)),
+        *(
+            wire.Rejected("r", "invalid", "why"),
+            wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True),
+            wire.Events(3, events, "router"),
+        ),
         *(wire.ReplayEnd(1, 2, 3, 4), wire.Closed("gap", "why"), wire.Fault("what")),
     ]
     return [wire.encode(message, epoch=5, session=1, seq=2) for message in messages]

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import random
+import secrets
 import sys
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from transport_support import HANG_SECONDS, Peer, assert_books_are_even, expected_tokens, fast
+from transport_support import HANG_SECONDS, Peer, assert_books_are_even, expected_tokens, fast, until_others_ended
 
 from preble import SamplingParams
 from preble.errors import NoWorkers, PrebleError, QueueFull
@@ -173,6 +174,7 @@ class Load:
         try:
             workers = list(self.router.fleet.workers.values())
             await _until(lambda: all(one.state == "ready" for one in workers), "every worker is ready")
+            await until_others_ended(self.router)
             assert_books_are_even(self.router)
             for worker in workers:
                 await self.check_worker(worker)
@@ -212,7 +214,7 @@ class Probe:
 
     def __init__(self, endpoint: str) -> None:
         self._peer = Peer(endpoint)
-        self._peer.hello()
+        self._peer.hello(f"probe-{secrets.token_hex(8)}")
         self._number = 0
 
     def _pong(self) -> wire.Pong:

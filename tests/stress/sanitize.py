@@ -30,6 +30,7 @@ CORE_TESTS = (
         "test_allocation*",
         "test_leaks*",
         "test_wire*",
+        "test_mirror*",
     ),
 )
 THREAD_OPERATIONS = 8000  # of each thread
