@@ -156,6 +156,7 @@ def test_requests_that_do_not_finish_are_told(tmp_path: Path, capsys: pytest.Cap
         (["--kill", "w0@nan"], "at_seconds"),
         (["--event-loss", "1.5"], "event_loss"),
         (["--event-delay", "nan"], "event_delay_seconds"),
+        (["--routers", "0"], "routers"),
         (["--seed", "-1"], "seed"),
         (["--groups", "50"], "groups"),
         (["--json", "no/such/folder/found.json"], "--json"),

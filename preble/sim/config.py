@@ -24,6 +24,8 @@ class SimConfig:
 
     workers: WorkerSpecs, or a number of equal ones, named w0, w1, ...; an engine's KV capacity and cost model are its
     spec's, else those of `local` and `cost_model`.
+    routers: schedulers over the same workers; each request comes to one of them by chance, and the others hear of it
+    from its worker (docs/routers.md).
     policy: a name or a `Policy`; `scheduler`: the global scheduler's knobs; `local`: the local schedulers'.
     step_seconds, step_seconds_per_request: what an iteration takes beside the model (the engine's own scheduling,
     sampling, detokenising), once and for each request in its batch.
@@ -36,6 +38,7 @@ class SimConfig:
     """
 
     workers: int | tuple[WorkerSpec, ...] = 2
+    routers: int = 1
     policy: str | Policy = "e2"
     cost_model: str | CostModel = "mistral-7b/a6000"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -52,6 +55,7 @@ class SimConfig:
 
     def __post_init__(self) -> None:
         check_int("SimConfig.seed", self.seed, 0, 2**63 - 1)
+        check_int("SimConfig.routers", self.routers, 1, 1024)
         for name in ("step_seconds", "step_seconds_per_request", "network_seconds", "event_delay_seconds"):
             check_seconds(f"SimConfig.{name}", getattr(self, name))
         check_seconds("SimConfig.event_loss", self.event_loss)

@@ -1,7 +1,8 @@
 """The simulation: a workload through the real global scheduler to simulated workers. Owns every request's life.
 
 What happens to a request
-  1. It arrives: at its time, or in a closed loop when the one before it has finished. The scheduler places it.
+  1. It arrives: at its time, or in a closed loop when the one before it has finished. The scheduler of a router places
+     it; there may be several (`routers.py`).
   2. `network_seconds` later its worker queues it; the worker's engine runs iteration after iteration (`worker.py`).
   3. Its first token and its end are reported to the scheduler `event_delay_seconds` after they happened, as are the
      evictions, of which some batches may be lost.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import SimConfig
 from .faults import Fault, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
+from .routers import News, SimRouters
 from .timeline import Timeline
 from .worker import SimWorker
 
@@ -38,7 +41,6 @@ COUNTERS = (
     *("event_batches", "lost_event_batches", "late_event_batches"),
 )
 Progress = Callable[[int, int, float], None]
-News = tuple[str, "int | None", "int | None"]  # of a request: its cached tokens, or at its end its output tokens
 
 
 def simulate(workload: Workload, config: SimConfig | None = None, *, progress: Progress | None = None) -> Result:
@@ -55,12 +57,13 @@ def simulate(workload: Workload, config: SimConfig | None = None, *, progress: P
 class _Flight:
     """A request on its way: its row, what it asked for, and how much of its answer has come."""
 
-    __slots__ = ("emitted", "planned_ids", "request", "row", "worker")
+    __slots__ = ("emitted", "planned_ids", "request", "router", "row", "worker")
 
-    def __init__(self, request: PromptRequest, row: int, planned_ids: Int32Array) -> None:
+    def __init__(self, request: PromptRequest, row: int, planned_ids: Int32Array, router: int) -> None:
         self.request = request
         self.row = row
         self.planned_ids = planned_ids
+        self.router = router
         self.emitted = 0
         self.worker: SimWorker | None = None
 
@@ -76,10 +79,7 @@ class Simulation:
         self._progress = progress
         self._clock = ManualClock()
         self._timeline = Timeline(self._clock)
-        self.scheduler = GlobalScheduler(
-            policy=config.policy, cost_model=config.cost_model, config=config.scheduler, clock=self._clock,
-            seed=config.seed,
-        )  # fmt: skip
+        self.routers = SimRouters(config, self._clock)
         self._rng = np.random.default_rng([config.seed, 1])  # for lost events
         self._workers: dict[str, SimWorker] = {}
         self.workers: list[SimWorker] = []  # all there ever were
@@ -91,6 +91,15 @@ class Simulation:
         self._emitted = np.zeros(count, np.int64)
         self._arrival, self._first, self._finish = (np.full(count, np.nan) for _ in range(3))
         self._worker, self._placed, self._cached = (np.full(count, -1, np.int64) for _ in range(3))
+
+    @property
+    def scheduler(self) -> GlobalScheduler:
+        """The first router's; before `run` it may be replaced by another one on the same clock."""
+        return self.routers.schedulers[0]
+
+    @scheduler.setter
+    def scheduler(self, scheduler: GlobalScheduler) -> None:
+        self.routers.schedulers[0] = scheduler
 
     def run(self) -> Result:
         """Everything, in order."""
@@ -112,7 +121,7 @@ class Simulation:
     def _arrive(self, request: PromptRequest) -> None:
         row = self._rows[request.request_id]
         self._arrival[row] = self._timeline.now
-        flight = _Flight(request, row, _answer(request, row))
+        flight = _Flight(request, row, _answer(request, row), self.routers.pick())
         self._flights[request.request_id] = flight
         self._place(flight)
 
@@ -124,7 +133,8 @@ class Simulation:
             token_ids = np.concatenate([token_ids, flight.planned_ids[: flight.emitted]])
         left = flight.planned_ids[flight.emitted :]
         try:
-            decision = self.scheduler.schedule(token_ids, request_id=request.request_id, max_new_tokens=len(left))
+            scheduler = self.routers.schedulers[flight.router]
+            decision = scheduler.schedule(token_ids, request_id=request.request_id, max_new_tokens=len(left))
         except CapacityExceeded:
             self._refuse(flight)
             return
@@ -143,9 +153,14 @@ class Simulation:
 
     def _submit(self, sent: tuple[_Flight, SimWorker, Int32Array, Int32Array]) -> None:
         flight, worker, token_ids, left = sent
-        if flight.worker is worker and not worker.submit(flight.request.request_id, token_ids, left):
-            self.scheduler.cancel(flight.request.request_id)
+        if flight.worker is not worker:
+            return
+        if not worker.submit(flight.request.request_id, token_ids, left):
+            self.routers.cancel(flight.router, flight.request.request_id)
             self._refuse(flight)
+        elif len(self.routers.schedulers) > 1:
+            placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
+            self._later(self.routers.tell_placed, placed)
 
     def _refuse(self, flight: _Flight) -> None:
         """A request ends without an answer, or with half of one, and with it all that wait for it, unsent."""
@@ -174,25 +189,27 @@ class Simulation:
             flight = flights[request_id]
             flight.emitted += 1
             if output.index == 0:
-                news.append((request_id, output.cached_tokens, None))
+                news.append((flight.router, request_id, output.cached_tokens, None))
                 if flight.emitted == 1:
                     self._first[flight.row] = self._timeline.now
                     self._cached[flight.row] = output.cached_tokens
             if output.finish_reason is not None:
-                news.append((request_id, None, flight.emitted))
+                news.append((flight.router, request_id, None, flight.emitted))
                 self._finish_flight(flight)
         if events:
             self._counts["event_batches"] += 1
             if self._config.event_loss and self._rng.random() < self._config.event_loss:
                 self._counts["lost_event_batches"] += 1
                 events = ()
-        if not (news or events):
-            return
+        if news or events:
+            self._later(self._report, (worker, news, events))
+
+    def _later(self, action: Callable[[Any], None], subject: object) -> None:
+        """Once the routers have heard of it."""
         if self._config.event_delay_seconds:
-            heard = self._timeline.now + self._config.event_delay_seconds
-            self._timeline.at(heard, self._report, (worker, news, events))
+            self._timeline.at(self._timeline.now + self._config.event_delay_seconds, action, subject)
         else:
-            self._report((worker, news, events))
+            action(subject)
 
     def _finish_flight(self, flight: _Flight) -> None:
         now = self._timeline.now
@@ -206,16 +223,16 @@ class Simulation:
     def _report(self, told: tuple[SimWorker, list[News], Sequence[CacheEvent]]) -> None:
         """The scheduler hears of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
         worker, news, events = told
-        for request_id, cached_tokens, output_tokens in news:
-            flight = self._flights.get(request_id)
-            if output_tokens is not None:
-                self.scheduler.finish(request_id, output_tokens=output_tokens)
-            elif flight is None or flight.worker is worker:  # else it was placed anew since
-                self.scheduler.first_token(request_id, cached_tokens=cached_tokens)
+        self.routers.tell(worker.name, [item for item in news if self._is_true(item, worker)])
         if events and self._workers.get(worker.name) is worker:
-            self.scheduler.apply(worker.name, events)
+            self.routers.apply(worker.name, events)
         elif events:
             self._counts["late_event_batches"] += 1
+
+    def _is_true(self, news: News, worker: SimWorker) -> bool:
+        """Not so of a first token whose request was placed anew since."""
+        flight = self._flights.get(news[1])
+        return news[3] is not None or flight is None or flight.worker is worker
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +251,7 @@ class Simulation:
             config.step_seconds,
             config.step_seconds_per_request,
         )
-        self.scheduler.add_worker(spec)
+        self.routers.add_worker(spec)
         self._workers[spec.id] = worker
         self.workers.append(worker)
 
@@ -247,7 +264,7 @@ class Simulation:
         if isinstance(fault, WorkerJoin):
             self._add_worker(fault.spec)
         elif isinstance(fault, WorkerDrain):
-            self.scheduler.drain_worker(fault.worker, handover_seconds=fault.handover_seconds)
+            self.routers.drain_worker(fault.worker, fault.handover_seconds)
         elif isinstance(fault, WorkerSlowdown):
             self._workers[fault.worker].slowness = fault.factor
         else:
@@ -258,16 +275,16 @@ class Simulation:
     def _notice_death(self, worker: SimWorker) -> None:
         """Forget a dead worker; its requests go elsewhere, in the order in which they arrived."""
         del self._workers[worker.name]
-        self.scheduler.remove_worker(worker.name)
+        self.routers.remove_worker(worker.name)
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
-            self.scheduler.cancel(flight.request.request_id)
+            self.routers.cancel(flight.router, flight.request.request_id)
             self._counts["resumed"] += 1
             self._place(flight)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, _: object) -> None:
-        self.scheduler.tick()
+        self.routers.tick()
         if self._progress is not None:
             self._progress(self._ended, len(self._requests), self._timeline.now)
         if self._ended < len(self._requests):

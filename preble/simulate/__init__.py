@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-budget", type=positive_int, metavar="N", help="tokens of an iteration (default: 512)")
     add("--order", choices=("priority", "fcfs", "longest_prefix"), help="of a worker's queue (default: priority)")
     add = parser.add_argument_group("what goes wrong").add_argument
+    add("--routers", type=int, default=1, metavar="N", help="schedulers that share the requests (default: 1)")
     add("--event-delay", type=float, default=0.0, metavar="S", help="seconds until news are heard of (default: 0)")
     add("--event-loss", type=float, default=0.0, metavar="P", help="share of eviction news lost (default: 0)")
     add("--kill", action="append", default=[], metavar="W@S", help="worker W dies at S seconds; may be repeated")

@@ -96,6 +96,7 @@ def config_of(args: argparse.Namespace) -> SimConfig:
     local: LocalConfig = SimConfig().local
     return SimConfig(
         workers=args.workers,
+        routers=args.routers,
         cost_model=args.cost_model,
         local=replace(local, **{name: value for name, value in given.items() if value is not None}),
         seed=args.seed,

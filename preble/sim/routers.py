@@ -1,0 +1,94 @@
+"""The routers of a simulation: one global scheduler each, over the same workers. Owns which of them a request comes to,
+and what each is told: of its own requests as by the workers' answers, of the others' as by their events.
+
+    request --> one of the routers, by chance --> worker
+                      all of them  <-- event_delay_seconds -- placed, prefilled, ended; evictions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ..clock import ManualClock
+from ..errors import UnknownWorker
+from ..scheduler import GlobalScheduler
+from ..types import CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled, WorkerSpec
+from .config import SimConfig
+
+News = tuple[int, str, "int | None", "int | None"]  # router, request; cached tokens, or at its end its output tokens
+
+
+class SimRouters:
+    """`config.routers` schedulers on one clock. `schedulers[0]` is the only one where there is one."""
+
+    def __init__(self, config: SimConfig, clock: ManualClock) -> None:
+        self.schedulers = [
+            GlobalScheduler(
+                policy=config.policy,
+                cost_model=config.cost_model,
+                config=config.scheduler,
+                clock=clock,
+                seed=config.seed + number,
+            )
+            for number in range(config.routers)
+        ]
+        self._rng = np.random.default_rng([config.seed, 2])
+
+    def pick(self) -> int:
+        """The router that the next request comes to."""
+        return int(self._rng.integers(len(self.schedulers))) if len(self.schedulers) > 1 else 0
+
+    def tell_placed(self, placed: tuple[str, int, str, Any, int]) -> None:
+        """All but its own router hear that a worker has a request: (worker, router, request, token ids, limit)."""
+        worker, router, request_id, token_ids, limit = placed
+        self._tell_others(worker, router, RequestPlaced(str(router), request_id, token_ids, None, limit))
+
+    def tell(self, worker: str, news: Iterable[News]) -> None:
+        """Tokens have come from a worker: each router hears of all, of its own requests by their answers."""
+        for router, request_id, cached_tokens, output_tokens in news:
+            if output_tokens is not None:
+                self.schedulers[router].finish(request_id, output_tokens=output_tokens)
+                self._tell_others(worker, router, RequestEnded(str(router), request_id, output_tokens))
+            else:
+                self.schedulers[router].first_token(request_id, cached_tokens=cached_tokens)
+                self._tell_others(worker, router, RequestPrefilled(str(router), request_id, cached_tokens))
+
+    def _tell_others(self, worker: str, router: int, event: CacheEvent) -> None:
+        """Of a worker that is gone meanwhile nobody hears."""
+        for number, scheduler in enumerate(self.schedulers):
+            if number != router:
+                with suppress(UnknownWorker):
+                    scheduler.apply(worker, (event,))
+
+    def apply(self, worker: str, events: Sequence[CacheEvent]) -> None:
+        """All hear of evictions."""
+        for scheduler in self.schedulers:
+            scheduler.apply(worker, events)
+
+    def add_worker(self, spec: WorkerSpec) -> None:
+        """All find a worker."""
+        for scheduler in self.schedulers:
+            scheduler.add_worker(spec)
+
+    def drain_worker(self, worker: str, handover_seconds: float) -> None:
+        """All know that a worker leaves."""
+        for scheduler in self.schedulers:
+            scheduler.drain_worker(worker, handover_seconds=handover_seconds)
+
+    def remove_worker(self, worker: str) -> None:
+        """All forget a worker."""
+        for scheduler in self.schedulers:
+            scheduler.remove_worker(worker)
+
+    def cancel(self, router: int, request_id: Hashable) -> None:
+        """A router's request was not taken, or is lost."""
+        self.schedulers[router].cancel(request_id)
+
+    def tick(self) -> None:
+        """A second has passed."""
+        for scheduler in self.schedulers:
+            scheduler.tick()
