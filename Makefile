@@ -10,6 +10,8 @@
 #   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute
 #   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
 #   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
+#   make test-ray   the router inside a real Ray cluster, in .venv-ray (600 MB; 3 minutes the first time)
+#   make bench-ray  Preble's router against Ray Serve's own (40 minutes); writes its section of docs/results.md
 #   make build   the compiled core, in place
 #   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
 #   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
@@ -30,11 +32,13 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+RAY := .venv-ray
+RAY_PIP := $(RAY)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
 
 .PHONY: wheel wheels wheel-test docs quickstart
-.PHONY: demo test test-live check asan tsan leaks chaos soak fuzz build bench paper paper-quick peers instructions instructions-renew clean
+.PHONY: demo test test-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -47,6 +51,14 @@ test-live: $(VENV)/built
 	$(BIN)/python tests/live/install.py --engine sglang
 	$(BIN)/python tests/live/install.py --engine vllm
 	PREBLE_LIVE_TESTS=1 $(BIN)/python -m pytest tests/live --timeout=1200 $(ARGS)
+
+test-ray: $(RAY)/built
+	$(RAY)/bin/python -m pytest tests/test_ray_serve.py tests/test_ray_fleet.py tests/test_ray_docs.py $(ARGS)
+
+# Prompts are text there, so the router needs a tokenizer.
+bench-ray: $(RAY)/built
+	@$(RAY_PIP) install -c constraints.txt tokenizers
+	$(RAY)/bin/python benchmarks/bench_ray.py --json benchmarks/results/ray.json --docs $(ARGS)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -124,6 +136,15 @@ $(PEERS)/installed: benchmarks/requirements-peers.txt
 			{ failed=1; echo "$$peer cannot be installed; what needs it will be left out"; }; \
 		done; test -n "$$failed" || touch $@; }
 
+# Nothing but the extra `ray` and what runs tests: the page's example must not need more.
+$(RAY)/built: pyproject.toml constraints.txt $(SOURCES)
+	@echo "Installing Ray and the core into $(RAY), once (about 2 minutes)"
+	$(PYTHON) -m venv $(RAY)
+	$(RAY_PIP) install -c constraints.txt setuptools Cython wheel
+	PREBLE_SKIP_CORE=1 $(RAY_PIP) install -c constraints.txt --no-build-isolation -e ".[ray]" pytest pytest-timeout hypothesis
+	$(RAY)/bin/python setup.py --quiet build_ext --inplace
+	@touch $@
+
 # The stamps make a second call fast: a step runs again only if what it was made from is newer.
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -144,5 +165,5 @@ $(VENV)/built: $(SOURCES) $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS) $(RAY) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find preble tests examples benchmarks \( -name '*.so' -o -name '__pycache__' \) -prune -exec rm -rf {} +

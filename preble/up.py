@@ -34,6 +34,7 @@ from typing import Any, TextIO
 
 from . import worker as worker_command
 from .errors import HandshakeRefused, InvalidConfig, UnknownWorker
+from .integrations import ray_up
 from .launcher import Happening, Slot, Supervisor, SupervisorConfig
 from .launcher_process import LogBook, Place, WorkerProcess, parse_places, preble_command
 from .router import Router
@@ -56,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", required=True, metavar="NAME", help="the workers' engine: see preble worker --help")
     parser.add_argument("--model", metavar="DIR", help="the workers' model")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes (%(default)s)")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where workers bind (%(default)s)")
+    parser.add_argument("--on", choices=("processes", "ray"), default="processes", help="what workers run on")
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="where workers bind; default 127.0.0.1, with --on ray each node's own address"
+    )
     parser.add_argument(
         "--port", type=int, default=0, help="worker i binds PORT + 2 i, and the port after it for events; default: free"
     )
@@ -78,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-restarts", type=int, default=5, help="of a worker in a row, then it is given up")
     parser.add_argument("--start-seconds", type=float, default=1800.0, help="for a worker to get ready (%(default)s)")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    ray_up.add_arguments(parser)
     parser.add_argument("worker_arguments", nargs="*", metavar="-- OPTION", help="options of every preble worker")
 
 
@@ -85,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     """`preble up`: supervise until SIGTERM or the last prompt; returns the exit code. Raises typed errors."""
     form = "[up] %(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=args.log_level.upper(), stream=sys.stderr, format=form)
+    if args.on == "ray":
+        return _run_on_ray(args)
     plan = make_plan(args)
     prompts = _open_prompts(args.prompts) if args.prompts else None
     logs = LogBook(plan.names, plan.log_dir)
@@ -97,6 +104,16 @@ def run(args: argparse.Namespace) -> int:
         if logs.launcher_file is not None:
             logging.getLogger().removeHandler(logs.launcher_file)
         logs.close()
+
+
+def _run_on_ray(args: argparse.Namespace) -> int:
+    """The same on a Ray cluster, whose part says where workers bind and which keys they have."""
+    _refuse_ours(args.engine, args.worker_arguments)
+    open_args = argparse.Namespace(**{**vars(args), "curve_keys": None, "insecure": False})
+    arguments = _worker_arguments(open_args)
+    drain_seconds = _parse_worker(arguments).drain_seconds
+    prompts = _open_prompts(args.prompts) if args.prompts else None
+    return ray_up.run(ray_up.make_launch(args, arguments, drain_seconds, prompts), args.ray_address)
 
 
 def _open_prompts(name: str) -> TextIO:
@@ -143,7 +160,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise InvalidConfig(f"--concurrency must be positive, got {args.concurrency}")
     if not args.status_seconds >= 0.0:
         raise InvalidConfig(f"--status-seconds must not be negative, got {args.status_seconds}")
-    binds = tuple(_binds(args.host, args.port, number) for number in range(args.workers))
+    binds = tuple(_binds(args.host or "127.0.0.1", args.port, number) for number in range(args.workers))
     for bind, _ in binds:
         check_bind(bind, has_keys=args.curve_keys is not None, insecure=args.insecure)
     plan = Plan(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ ROOT = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def ray_environment() -> Iterator[None]:
+    """What Ray reads from the environment. One token for all clusters of this process, which keeps the first it reads;
+    without one, Ray leaves a token in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        yield
 
 
 @pytest.fixture(scope="session")

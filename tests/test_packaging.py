@@ -77,7 +77,7 @@ def test_every_extra_is_tested_with_a_wheel_and_pinned() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(wheel_test.EXTRAS) == set(extras) and set(wheel_test.CHEAP) <= set(extras)
     pinned = {re.split(r"==", line)[0] for line in read("constraints.txt").splitlines() if line[:1] not in ("#", "")}
-    for extra in set(extras) - {"sglang", "vllm", "ray"}:  # those bring environments of their own
+    for extra in set(extras) - {"sglang", "vllm"}:  # those bring environments of their own
         for requirement in extras[extra]:
             name = re.split(r"[\[<>=; ]", requirement)[0].lower()
             assert name in pinned, f"{name}, of the extra {extra}, is not in constraints.txt"

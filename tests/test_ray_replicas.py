@@ -134,6 +134,22 @@ def test_a_replica_that_leaves_takes_its_bookings_along(books: ReplicaScheduler)
     books.check()
 
 
+def test_an_end_that_comes_before_the_place_leaves_no_booking_behind(books: ReplicaScheduler) -> None:
+    """Two calls of one id are booked on one replica; one goes elsewhere, and its end is told first."""
+    one, two = ticket("shared"), ticket("shared")
+    home = books.place(one, REPLICAS)
+    assert books.place(two, REPLICAS) == home
+    other = next(name for name in REPLICAS if name != home)
+    assert books.completed(other, "shared")
+    books.routed(two, other)
+    books.routed(one, home)
+    assert books.stats()["open_bookings"] == 1
+    assert books.completed(home, "shared")
+    assert books.stats()["open_bookings"] == 0
+    assert not books._early
+    books.check()
+
+
 def test_a_booking_without_an_end_expires(books: ReplicaScheduler, clock: preble.ManualClock) -> None:
     old, young = ticket("old"), ticket("young", start=5000)
     books.place(old, REPLICAS)
@@ -274,12 +290,49 @@ def test_configuration_comes_from_json_and_is_checked() -> None:
         ([SimpleNamespace(prompt="hi", cache_salt="s")], Prompt(text="hi", namespace=("salt", "s"))),
         ([{"messages": [{"role": "user"}]}], Prompt(messages=[{"role": "user"}])),
         ([{"prompt": "hi", "prompt_token_ids": [7]}], Prompt(token_ids=[7])),
+        ([{"prompt": ["hi"]}], Prompt(text="hi")),
+        ([{"prompt": [[1, 2]]}], Prompt(token_ids=[1, 2])),
+        ([{"prompt": ["hi", "there"]}], None),
+        ([{"prompt": [[1, 2], [3]]}], None),
         ([object(), {"other": 1}, b"no json"], None),
         ([], None),
     ],
 )
 def test_openai_bodies(args: list[Any], expected: Prompt | None) -> None:
     assert prompts.openai(args, {}) == expected
+
+
+def test_a_chats_tools_and_settings_go_to_its_template(tmp_path: Path) -> None:
+    """They stand in the prompt that the engine makes: two chats with other tools share less than they seem to."""
+    user = [{"role": "user", "content": "hello"}]
+    tool = SimpleNamespace(model_dump=lambda: {"type": "function", "function": {"name": "search"}})
+    body = {
+        "messages": user, "tools": [tool], "add_generation_prompt": False,
+        "chat_template_kwargs": {"enable_thinking": False, "messages": "not these"},
+    }  # fmt: skip
+    found = prompts.openai([body], {})
+    assert found is not None
+    assert found.messages == user
+    assert {**found.template, "messages": None} == {
+        "tools": [{"type": "function", "function": {"name": "search"}}],
+        "add_generation_prompt": False, "enable_thinking": False, "messages": None,
+    }  # fmt: skip
+
+    directory = make_tokenizer(tmp_path)
+    source = "{{ tools }}{{ enable_thinking }}{{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    (directory / "chat_template.jinja").write_text(source)
+    reader = PromptReader(ReaderConfig(tokenizer=str(directory)))
+    with_tools, without = (reader.read_now([one], {}) for one in (body, {"messages": user}))
+    reader.close()
+    assert with_tools is not None
+    assert without is not None
+    assert len(with_tools.token_ids) > len(without.token_ids)
+
+
+def test_a_content_that_can_be_read_but_once_is_left_to_the_replica() -> None:
+    parts = iter([{"type": "text", "text": "hello"}])
+    assert prompts.openai([{"messages": [{"role": "user", "content": parts}]}], {}) is None
+    assert len(list(parts)) == 1
 
 
 def test_text_and_token_ids() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from preble.errors import InvalidConfig, MissingExtra
+from preble.integrations.board import Board
+from preble.integrations.replicas import UNREPORTED_SECONDS
 
 MODULE = "preble.integrations.ray_serve"
 
@@ -48,10 +50,18 @@ class Base:
         self.full: set[str] = set()
         self._pending_requests_by_id: dict[str, Any] = {}
 
+    def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> Any:
+        return self._pending_requests_by_id.get(request_metadata.internal_request_id)
+
     def _fulfill_next_pending_request(self, replica: Any, request_metadata: Any = None) -> None:
-        found = self._pending_requests_by_id.pop(request_metadata.internal_request_id, None)
+        found = self._get_pending_request_matching_internal_request_id(request_metadata)
         if found is not None:
             found.future.set_result(replica)
+            self._pending_requests_by_id.pop(request_metadata.internal_request_id, None)
+
+    async def _choose_replica_for_request(self, pending_request: Any, *, is_retry: bool = False) -> Any:
+        groups = await self.choose_replicas(self.all, pending_request)  # type: ignore[attr-defined]
+        return groups[0][0]
 
     def select_available_replicas(self, candidates: list[Any]) -> list[Any]:
         return [one for one in candidates if one.replica_id.name not in self.full]
@@ -104,7 +114,7 @@ PROMPT = {"prompt": list(range(300))}
 
 async def started(module: ModuleType, **kwargs: Any) -> Any:
     router = module.PrebleRequestRouter()
-    router.initialize_state(read_seconds=30.0, **kwargs)
+    router.initialize_state(**{"read_seconds": 30.0, "share": False, **kwargs})
     router.update_replicas([replica("a", "lora"), replica("b", "lora"), replica("c")])
     return router
 
@@ -257,6 +267,65 @@ def test_a_caller_who_goes_away_leaves_no_booking(module: ModuleType) -> None:
         assert router.stats()["open_bookings"] == 0
 
     asyncio.run(ask())
+
+
+def test_a_place_that_is_only_asked_for_is_booked_for_a_while(module: ModuleType) -> None:
+    """Ray tells no end of what it does not send itself; of what it does, it does."""
+
+    async def ask() -> None:
+        router = await started(module)
+        sent, asked = pending(PROMPT, "sent"), pending({"prompt": list(range(5000, 5300))}, "asked")
+        chosen = await router._choose_replica_for_request(sent)
+        await router.choose_replicas(router.all, asked)
+        now = router._books._clock()
+        router._books._clock = lambda: now + UNREPORTED_SECONDS + 1.0
+        router._books.tick()
+        stats = router.stats()
+        assert (stats["open_bookings"], stats["bookings_ended_unheard"]) == (1, 1)
+        router.on_request_completed(chosen.replica_id, "sent")
+        assert router.stats()["open_bookings"] == 0
+        router._books.check()
+
+    asyncio.run(ask())
+
+
+def test_a_request_that_is_given_up_while_its_prompt_is_read_is_not_booked(module: ModuleType) -> None:
+    async def ask() -> None:
+        router = await started(module)
+        first, second = pending(PROMPT), pending(PROMPT)
+        await router.choose_replicas(router.all, first)
+        for request in (first, second):
+            request.future.cancel()
+            await router.choose_replicas(router.all, request)
+        stats = router.stats()
+        assert (stats["choice_too_late"], stats["open_bookings"]) == (2, 0)
+
+    asyncio.run(ask())
+
+
+def test_two_routers_of_a_deployment_hear_of_each_other(module: ModuleType) -> None:
+    async def ask() -> None:
+        board = Board()
+
+        async def connect() -> Any:
+            return board
+
+        one, two = module.PrebleRequestRouter(), module.PrebleRequestRouter()
+        for router in (one, two):
+            router.initialize_state(read_seconds=30.0)
+            router._board._connect = connect
+            router.update_replicas([replica("a"), replica("b"), replica("c")])
+        (first,), _ = await one.choose_replicas(one.all, pending(PROMPT))
+        while not two.stats()["open_bookings"]:
+            await asyncio.sleep(0.005)
+        (second,), _ = await two.choose_replicas(two.all, pending(PROMPT))
+        assert second.replica_id.name == first.replica_id.name
+        one.update_replicas([])
+        assert one.stats()["open_bookings"] == 0
+        assert one._board._task is None, "a deployment that is gone is still listened for"
+        two.update_replicas([])
+
+    asyncio.run(asyncio.wait_for(ask(), 60.0))
 
 
 def test_a_dead_replica_is_forgotten_with_its_bookings(module: ModuleType) -> None:

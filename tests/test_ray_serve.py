@@ -6,13 +6,13 @@ What is decided and booked is tested without ray, in `test_ray_replicas`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-import secrets
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +56,23 @@ def classes() -> tuple[type, type]:
     return Replica, Front
 
 
+def caller() -> type:
+    """A process of its own that holds a handle, and with it another router."""
+
+    class Caller:
+        async def ask(self, group: int) -> int:
+            engine = serve.get_deployment_handle("Replica", "preble-test")
+            prompt = [*range(1000 * group, 1000 * group + PREFIX_TOKENS), 77_777]
+            return int(await engine.remote({"prompt": prompt}))
+
+        def heard(self) -> int:
+            """How many bookings of other routers this process's router has heard of."""
+            routers = [one for one in gc.get_objects() if isinstance(one, ReplicaScheduler)]
+            return sum(one.stats().get("peer_bookings", 0) for one in routers)
+
+    return Caller
+
+
 @pytest.fixture(scope="module")
 def all_books() -> list[ReplicaScheduler]:
     """The books of every router that Ray makes in this process. Ray sends the router's class by value, so it cannot be
@@ -64,10 +81,8 @@ def all_books() -> list[ReplicaScheduler]:
 
 
 @pytest.fixture(scope="module")
-def handle(all_books: list[ReplicaScheduler]) -> Iterator[Any]:
+def handle(ray_environment: None, all_books: list[ReplicaScheduler]) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
     initialize = ReplicaScheduler.__init__
 
     def noted(books: ReplicaScheduler, **kwargs: Any) -> None:
@@ -112,6 +127,20 @@ def ask(handle: Any, group: int, call: int) -> int:
     return int(handle.remote({"prompt": prompt, "max_tokens": 8}).result(timeout_s=60))
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what other processes bring about."""
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it does not come about")
+
+
+def opened(books: ReplicaScheduler) -> list[tuple[str, str, str, bool]]:
+    """The bookings that are open: for who looks why."""
+    return [(one.call_id, one.peer, one.replica, one.routed) for one, _ in books._tickets.values()]
+
+
 def settled(books: ReplicaScheduler) -> dict[str, Any]:
     """The stats once the ends of all calls have arrived: they come after the answers."""
     for _ in range(200):
@@ -129,7 +158,23 @@ def test_calls_made_at_once_in_one_request_are_all_answered(handle: Any) -> None
 
 
 @pytest.mark.timeout(240)
+def test_a_router_in_another_process_sends_siblings_to_the_same_replicas(
+    engine: Any, all_books: list[ReplicaScheduler]
+) -> None:
+    other = ray.remote(num_cpus=0.1)(caller()).remote()
+    ray.get(other.ask.remote(30))  # makes its router
+    groups = [20, 21, 22, 23, 24]
+    homes = [ask(engine, group, 0) for group in groups]
+    until(lambda: ray.get(other.heard.remote()) >= len(groups))
+    assert [ray.get(other.ask.remote(group)) for group in reversed(groups)] == homes[::-1]
+    until(lambda: all_books[0].stats().get("peer_bookings", 0) >= len(groups) + 1)
+    settled(all_books[0])  # its words that they are over have arrived, too
+    ray.kill(other)
+
+
+@pytest.mark.timeout(240)
 def test_prefixes_meet_and_a_killed_replica_stops_nothing(engine: Any, all_books: list[ReplicaScheduler]) -> None:
+    before = settled(all_books[0])
     homes: list[set[int]] = [set() for _ in range(GROUPS)]
     for call in range(6):
         for group in range(GROUPS):
@@ -139,7 +184,8 @@ def test_prefixes_meet_and_a_killed_replica_stops_nothing(engine: Any, all_books
 
     (books,) = all_books
     stats = settled(books)
-    assert (stats["choice_scheduled"], stats["completed"], stats["open_bookings"]) == (24, 24, 0)
+    done = (stats["choice_scheduled"] - before["choice_scheduled"], stats["completed"] - before["completed"])
+    assert (done, stats["open_bookings"]) == ((24, 24), 0), {**stats, "scheduler": "", "open": opened(books)}
     specs = books.scheduler.workers.values()
     assert [(spec.kv_capacity_tokens, spec.block_size) for spec in specs] == [(40_000, 16)] * 3
 

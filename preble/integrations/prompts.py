@@ -12,7 +12,7 @@ import importlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,11 +31,13 @@ LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What an extractor found: one of `token_ids` (1-D, of ints), `text`, or `messages` (a chat's, as OpenAI writes
-    them). `namespace` keeps caches apart (LoRA, salt); `max_new_tokens` is the client's limit, None if it set none."""
+    them, and in `template` what else its template reads: `tools`, `documents`, `add_generation_prompt`, a model's own).
+    `namespace` keeps caches apart (LoRA, salt); `max_new_tokens` is the client's limit, None if it set none."""
 
-    token_ids: Any = None
-    text: str | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
+    token_ids: Any = field(default=None, repr=False)
+    text: str | None = field(default=None, repr=False)
+    messages: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    template: Mapping[str, Any] = field(default_factory=dict, repr=False)
     namespace: Hashable = None
     max_new_tokens: int | None = None
 
@@ -44,7 +46,7 @@ class Prompt:
 class Tokens:
     """A prompt ready to be scheduled. `token_ids` has shape [tokens] and is int32."""
 
-    token_ids: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32] = field(repr=False)
     namespace: Hashable = None
     max_new_tokens: int | None = None
 
@@ -57,7 +59,8 @@ Extractor = Callable[[Sequence[Any], Mapping[str, Any]], "Prompt | None"]
 
 def openai(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt | None:
     """The prompt of the first argument that has one: an OpenAI chat or completions body as a mapping, as an object with
-    those attributes (Ray Serve LLM's), or as JSON bytes. Token ids, where a body carries them, come before text."""
+    those attributes (Ray Serve LLM's), or as JSON bytes. Token ids, where a body carries them, come before text. A
+    completions body with several prompts has none, one with a list of one has that one."""
     for value in (*args, *kwargs.values(), kwargs):
         found = _body_prompt(value)
         if found is not None:
@@ -110,12 +113,38 @@ def _body_prompt(body: Any) -> Prompt | None:
     keys = BlockKeys(None, None, salt if isinstance(salt, str) else None, ())
     rest: dict[str, Any] = {"namespace": keys.namespace() or None, "max_new_tokens": limit if limit else None}
     ids = next((read(name) for name in TOKEN_FIELDS if _are_token_ids(read(name))), None)
-    prompt, messages = read("prompt"), read("messages")
+    prompt, messages = _only(read("prompt")), read("messages")
     if ids is not None or _are_token_ids(prompt):
         return Prompt(token_ids=prompt if ids is None else ids, **rest)
     if isinstance(messages, list | tuple) and messages:
-        return Prompt(messages=[_plain(one) for one in messages], **rest)
+        plain = [_plain(one) for one in messages]
+        return Prompt(messages=plain, template=_template(read), **rest) if all(map(_is_read, plain)) else None
     return Prompt(text=prompt, **rest) if isinstance(prompt, str) and prompt else None
+
+
+def _only(prompt: Any) -> Any:
+    """The prompt of a list of one; a list of token ids is a prompt itself."""
+    one_of_list = isinstance(prompt, list | tuple) and len(prompt) == 1 and not _are_token_ids(prompt)
+    return prompt[0] if one_of_list else prompt
+
+
+def _template(read: Callable[[str], Any]) -> dict[str, Any]:
+    """What a chat's template is rendered with beside its messages, as vLLM and SGLang do."""
+    own = read("chat_template_kwargs")
+    told: dict[str, Any] = dict(own) if isinstance(own, Mapping) else {}
+    for name in ("tools", "documents"):
+        values = read(name)
+        if isinstance(values, list | tuple) and values:
+            told[name] = [one.model_dump() if hasattr(one, "model_dump") else one for one in values]
+    if isinstance(read("add_generation_prompt"), bool):
+        told["add_generation_prompt"] = read("add_generation_prompt")
+    return told
+
+
+def _is_read(message: Any) -> bool:
+    """Whether a message can be read twice. Pydantic leaves some contents as iterators: the replica needs them, too."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return isinstance(message, Mapping) and (content is None or isinstance(content, str | list | tuple))
 
 
 def _reader(body: Any) -> Callable[[str], Any] | None:
@@ -234,7 +263,8 @@ class PromptReader:
             return self._codec.encode_now(prompt.text or "")
         if self._codec.chat_template is None:
             raise InvalidInput("messages: this model has no chat template")
-        return self._codec.encode_now(self._codec.chat_template.render(prompt.messages), special_tokens=False)
+        rendered = self._codec.chat_template.render(prompt.messages, variables=prompt.template)
+        return self._codec.encode_now(rendered, special_tokens=False)
 
 
 def _as_array(ids: Any) -> npt.NDArray[np.int32]:

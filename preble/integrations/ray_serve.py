@@ -2,7 +2,8 @@
 expects in return; the decisions and books are in `replicas`, the reading of prompts in `prompts`.
 
 Ray makes one router for each process that holds a handle of the deployment, on an event loop of its own. Each learns
-from the requests that it routes itself, and from the cache events of all replicas where these publish them.
+from the requests that it routes itself, from what the others tell of theirs (`board`), and from the cache events of all
+replicas where these publish them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from weakref import WeakKeyDictionary
 
 from ..errors import InvalidConfig, MissingExtra, NoWorkers, PrebleError, QueueFull
 from ..types import BlockKeys
+from .board import Board, BoardCalls, BoardClient, Heard, Note
 from .prompts import PromptReader, ReaderConfig, Tokens
 from .replica_events import ReplicaEvents
-from .replicas import ReplicaFacts, ReplicaScheduler, Ticket, facts_of, scheduler_config
+from .replicas import UNREPORTED_SECONDS, ReplicaFacts, ReplicaScheduler, Ticket, facts_of, scheduler_config
 
 try:
     from ray.serve.request_router import (
@@ -39,6 +41,8 @@ logger = logging.getLogger("preble.integrations")
 # Where a pending request carries what belongs to it, so that it goes when the request does.
 TICKET = "_preble_ticket"
 WATCHED = "_preble_watched"
+SENT = "_preble_sent"
+BOARDS = "preble"  # Ray's namespace of the actors by which routers hear of each other
 
 
 class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
@@ -60,10 +64,12 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         kv_capacity_tokens: int = 200_000,
         block_size: int = 1,
         seed: int = 0,
+        share: bool = True,
         **reader: Any,
     ) -> None:
         """Called by Ray with `request_router_kwargs`.
 
+        `share`: tell the deployment's other routers of each booking and hear of theirs, through an actor.
         `config`: fields of `SchedulerConfig`. `kv_capacity_tokens`, `block_size`: of a replica that tells none.
         `reader`: fields of `ReaderConfig` (extractor, tokenizer, threads, queue_max, read_seconds).
         Raises `InvalidConfig` naming the argument, `MissingExtra` for a tokenizer without its library.
@@ -79,7 +85,9 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             kv_capacity_tokens=kv_capacity_tokens,
             block_size=block_size,
             seed=seed,
+            tell=self._tell,
         )
+        self._board = BoardClient(self._connect, self._books.peer, self._books.counters) if share else None
         self._reader = PromptReader(reader_config)
         self._events = ReplicaEvents(self._books.scheduler, self._books.counters)
         self._draws = random.Random(seed)
@@ -116,6 +124,8 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             ticket = await self._ticket(pending)
             if ticket is None:
                 return None, "no_tokens"
+            if pending.future.done():  # placed by Ray or given up meanwhile: nobody would end a booking
+                return None, "too_late"
             by_name = {_name(one.replica_id): one for one in self._not_full(candidates)}
             chosen = by_name[self._books.place(ticket, by_name)]
             self._watch(pending, ticket)
@@ -143,6 +153,8 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             if tokens is not None:
                 tokens = _in_namespace(tokens, pending.metadata.multiplexed_model_id)
             ticket = None if tokens is None else Ticket(pending.metadata.internal_request_id, tokens)
+            if ticket is not None and not hasattr(pending, SENT):
+                ticket.quiet_seconds = UNREPORTED_SECONDS
             setattr(pending, TICKET, ticket)
         found: Ticket | None = getattr(pending, TICKET)
         return found
@@ -153,18 +165,23 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         if task is not None and pending is not None:
             self._routing[task] = pending
 
-    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
-        """Give the replica to the request that it was chosen for.
+    def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> PendingRequest | None:
+        """The request that a replica was chosen for: the one that this task routes.
 
-        Ray finds it in an index by internal request id. Calls that are made in the course of one request share that id,
-        and of those that wait at once Ray 2.60 puts only the first into the index; the others would wait for ever. So
-        the index names the request that this task is about before Ray looks.
+        Ray asks its index by internal request id. Calls that are made in the course of one request share that id, and
+        of those that wait at once Ray 2.60 puts only the first into the index; the others would wait for ever.
         """
         task = asyncio.current_task()
         pending = self._routing.get(task) if task is not None else None
-        if pending is not None and pending.metadata is request_metadata and not pending.future.done():
-            self._pending_requests_by_id[request_metadata.internal_request_id] = pending
-        super()._fulfill_next_pending_request(replica, request_metadata)
+        if pending is not None and pending.metadata is request_metadata:
+            return None if pending.future.done() else pending
+        return super()._get_pending_request_matching_internal_request_id(request_metadata)
+
+    async def _choose_replica_for_request(self, pending_request: PendingRequest, **rest: Any) -> RunningReplica:
+        """Ray calls this for all requests that it sends itself, and tells their end. It does not for those of which
+        only the place is asked (Ray Serve LLM's direct streaming, where HAProxy sends them)."""
+        setattr(pending_request, SENT, True)
+        return await super()._choose_replica_for_request(pending_request, **rest)
 
     def _watch(self, pending: PendingRequest, ticket: Ticket) -> None:
         """Give the booking back if the caller goes away before a replica is asked: Ray then completes nothing."""
@@ -227,6 +244,8 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         facts = {_name(one.replica_id): self._facts(one) for one in replicas}
         self._guarded(self._books.update, facts)
         self._guarded(self._events.update, facts)
+        if self._board is not None:  # without replicas the deployment may be gone, while this process stays
+            self._guarded(self._board.start if replicas else self._board.close)
 
     def _facts(self, replica: RunningReplica) -> ReplicaFacts:
         try:
@@ -244,11 +263,44 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             self._books.counters["hook_failed"] += 1
             logger.error("%s failed: %s", function.__name__, type(error).__name__)
 
+    # --- other routers of the deployment ------------------------------------------------------------------------------
+
+    def _tell(self, note: Note) -> None:
+        if self._board is not None:
+            self._board.tell(note)
+
+    async def _connect(self) -> BoardCalls:
+        """The deployment's board; the first router makes it, and it goes with the process that made it."""
+        name = f"preble-board:{self._deployment_id.app_name}:{self._deployment_id.name}"
+        return _ActorBoard(await asyncio.to_thread(_board_actor, name))
+
     # --- for whoever looks --------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Choices by reason, bookings, event batches, and the scheduler's `stats`. Safe to keep."""
         return {**self._books.stats(), "events_of": sorted(self._events.followed)}
+
+
+class _ActorBoard:
+    """A board in an actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def tell(self, router: str, notes: Sequence[Note]) -> None:
+        await self._actor.tell.remote(router, notes)
+
+    async def hear(self, router: str, epoch: str, after: int, wait_seconds: float) -> Heard:
+        heard: Heard = await self._actor.hear.remote(router, epoch, after, wait_seconds)
+        return heard
+
+
+def _board_actor(name: str) -> Any:
+    """The actor of that name, made where there is none. Waits for Ray: not for an event loop."""
+    import ray
+
+    made = ray.remote(Board).options(name=name, namespace=BOARDS, get_if_exists=True, num_cpus=0)
+    return made.remote()
 
 
 def _name(replica_id: ReplicaID) -> str:

@@ -12,18 +12,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..clock import Clock, monotonic
 from ..config import SchedulerConfig
-from ..errors import InvalidConfig, InvalidInput
+from ..errors import InvalidConfig, InvalidInput, NoWorkers, QueueFull
 from ..scheduler import GlobalScheduler
 from ..types import WorkerSpec
+from .board import Note
 from .prompts import Tokens
 
 TICK_SECONDS = 1.0
+UNREPORTED_SECONDS = 10.0  # of a call whose end nobody tells: about as long as an answer takes
+PEER_SECONDS = 300.0  # of another router's call whose end is not told: that router may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,16 @@ def _endpoint(fields: Mapping[str, Any], name: str) -> str:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One call on its way: its tokens, and the booking it has, if any. `left` are replicas that it was booked on and
-    that did not take it."""
+    that did not take it. `quiet_seconds`: after so long without a word its call is taken to be over, None where its
+    end is sure to be told. `peer`: the router whose call it is, "" for one of this router's."""
 
     call_id: str
     tokens: Tokens
     booking: int | None = None
     replica: str = ""
     routed: bool = False
+    quiet_seconds: float | None = None
+    peer: str = ""
     left: set[str] = field(default_factory=set)
 
 
@@ -90,7 +96,8 @@ class ReplicaScheduler:
     """Places calls on replicas. Thread-safe: completions may come from any thread.
 
     `policy`, `cost_model`, `seed` and `config` are those of `GlobalScheduler`; `kv_capacity_tokens` and `block_size`
-    those of a replica that tells none. Raises `InvalidConfig`.
+    those of a replica that tells none. `tell` hears of each booking of this router's own calls that begins or ends,
+    from the thread in which it does. Raises `InvalidConfig`.
     """
 
     def __init__(
@@ -103,8 +110,10 @@ class ReplicaScheduler:
         block_size: int = 1,
         seed: int = 0,
         clock: Clock = monotonic,
+        tell: Callable[[Note], object] | None = None,
     ) -> None:
         self._clock = clock
+        self._tell = tell
         self.scheduler = GlobalScheduler(
             (), policy=policy, cost_model=cost_model, config=config, clock=clock, seed=seed
         )
@@ -113,6 +122,9 @@ class ReplicaScheduler:
         self._specs: dict[str, WorkerSpec] = {}
         self._tickets: OrderedDict[int, tuple[Ticket, float]] = OrderedDict()  # by booking, oldest first
         self._by_call: dict[str, list[Ticket]] = {}  # calls made within one outer request share its id
+        self._early: dict[
+            str, Counter[str]
+        ] = {}  # ends told before it was told where the call went, by call and replica
         self._numbers = itertools.count(1)
         self._next_tick = clock() + TICK_SECONDS
         self._ticking = False
@@ -178,8 +190,13 @@ class ReplicaScheduler:
     def routed(self, ticket: Ticket, replica: str) -> None:
         """The call was taken by this replica. If it was booked on another one, the booking follows it."""
         with self._lock:
+            over = self._early.get(ticket.call_id, Counter())[replica] > 0
             if ticket.booking is None:
                 self.counters["routed_unbooked"] += 1
+                return
+            if over and replica != ticket.replica:
+                # Its end came first and was taken for a sibling's, for which this booking stands from now on.
+                self._early[ticket.call_id][replica] -= 1
                 return
             if replica != ticket.replica and replica in self._specs:
                 self.counters["booking_moved"] += 1
@@ -199,11 +216,13 @@ class ReplicaScheduler:
             ticket = next((one for one in mine if one.replica == replica), None)
             if ticket is None:  # sent, without a word, to a replica that it was not booked on
                 ticket = next((one for one in mine if not one.routed and replica not in one.left), None)
+                self._early.setdefault(call_id, Counter())[replica] += ticket is not None
             if ticket is None:
+                if call_id not in self._by_call:
+                    self._early.pop(call_id, None)
                 self.counters["completed_unbooked"] += 1
                 return False
-            self.scheduler.finish(ticket.booking)
-            self._forget(ticket)
+            self._finish(ticket)
             ticket.left.add(replica)  # of use where it was no end but a refusal, and the call is placed again
             self.counters["completed"] += 1
             return True
@@ -213,6 +232,21 @@ class ReplicaScheduler:
         with self._lock:
             if ticket.booking is not None:
                 self._give_back(ticket)
+
+    def peer(self, router: str, note: Note) -> None:
+        """Book what another router has booked, or end it, where its replica is known here."""
+        call_id = f"{router}:{note.booking}"
+        with self._lock:
+            if note.tokens is None:
+                for ticket in list(self._by_call.get(call_id, ())):
+                    self._give_back(ticket) if note.given_back else self._finish(ticket)
+            elif note.replica in self._specs and call_id not in self._by_call:
+                ticket = Ticket(call_id, note.tokens, quiet_seconds=PEER_SECONDS, peer=router)
+                try:
+                    self._book(ticket, {note.replica})
+                    self.counters["peer_bookings"] += 1
+                except (NoWorkers, QueueFull, InvalidInput):
+                    self.counters["peer_bookings_refused"] += 1
 
     def _book(self, ticket: Ticket, allowed: set[str]) -> str:
         number, tokens = next(self._numbers), ticket.tokens
@@ -226,19 +260,28 @@ class ReplicaScheduler:
         ticket.booking, ticket.replica, ticket.routed = number, decision.worker, False
         self._tickets[number] = (ticket, self._clock())
         self._by_call.setdefault(ticket.call_id, []).append(ticket)
+        if self._tell is not None and not ticket.peer:
+            self._tell(Note(number, decision.worker, tokens))
         return decision.worker
+
+    def _finish(self, ticket: Ticket) -> None:
+        self.scheduler.finish(ticket.booking)
+        self._forget(ticket, given_back=False)
 
     def _give_back(self, ticket: Ticket) -> None:
         self.scheduler.cancel(ticket.booking)
-        self._forget(ticket)
+        self._forget(ticket, given_back=True)
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: Ticket, *, given_back: bool) -> None:
         if ticket.booking is not None:
             del self._tickets[ticket.booking]
+            if self._tell is not None and not ticket.peer:
+                self._tell(Note(ticket.booking, ticket.replica, given_back=given_back))
         mine = self._by_call[ticket.call_id]
         mine.remove(ticket)
         if not mine:
             del self._by_call[ticket.call_id]
+            self._early.pop(ticket.call_id, None)
         ticket.booking = None
 
     # --- background ---------------------------------------------------------------------------------------------------
@@ -262,13 +305,16 @@ class ReplicaScheduler:
             self._ticking = False
 
     def _expire(self) -> None:
+        """End bookings that are over as far as anybody knows. Those given back were perhaps never made."""
         with self._lock:
-            before = self._clock() - self.scheduler.config.lease_seconds
-            old = itertools.takewhile(lambda one: one[1] <= before, self._tickets.values())
-            expired = [ticket for ticket, _ in old]
-            for ticket in expired:
-                self._give_back(ticket)
-            self.counters["bookings_expired"] += len(expired)
+            now, lease_seconds = self._clock(), self.scheduler.config.lease_seconds
+            for ticket, since in list(self._tickets.values()):
+                if ticket.quiet_seconds is not None and since + ticket.quiet_seconds <= now:
+                    self._finish(ticket)
+                    self.counters["bookings_ended_unheard"] += 1
+                elif since + lease_seconds <= now:
+                    self._give_back(ticket)
+                    self.counters["bookings_expired"] += 1
 
     def stats(self) -> dict[str, Any]:
         """Counters, bookings that are open, and the scheduler's `stats`. Safe to keep."""
