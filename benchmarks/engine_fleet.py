@@ -179,10 +179,14 @@ async def torch_workers(shape: Shape) -> AsyncIterator[list[str]]:
     endpoints = [f"tcp://127.0.0.1:{shape.base_port + number}" for number in range(shape.engines)]
     variables = {**OFFLINE, "PYTHONPATH": str(ROOT), **({"OMP_NUM_THREADS": "1"} if shape.device == "cpu" else {})}
     with contextlib.ExitStack() as stack:
+        waiting = []
         for number in range(shape.engines):
             command = torch_command(shape, number)
             process, log = stack.enter_context(started(f"torch-{number}", command, core_of(shape, number), variables))
-            await until_ready_line(process, log, READY_SECONDS)
+            waiting.append(until_ready_line(process, log, READY_SECONDS))
+            if shape.device != "cpu":
+                await waiting.pop()
+        await asyncio.gather(*waiting)
         yield endpoints
 
 

@@ -20,6 +20,7 @@ import cells  # noqa: E402  (a script's directory, which is no package)
 import figure7  # noqa: E402
 import figure9  # noqa: E402
 import figure10  # noqa: E402
+import measured  # noqa: E402
 import page  # noqa: E402
 import published  # noqa: E402
 import run  # noqa: E402
@@ -145,3 +146,20 @@ def test_the_throughput_table_says_what_the_file_says(tmp_path: Path, monkeypatc
     monkeypatch.setattr(throughput, "RESULTS", tmp_path / "t.json")
     text = throughput.section({})
     assert "abc on P, 2 cores" in text and "| ToolBench, 200 tools | 634 | 1,268 | 40,576 | 2x |" in text
+
+
+def test_measured_sections_stand_at_the_pages_end_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "ray.md").write_text("## Ray\n\nfirst\n")
+    page_text = measured.with_sections("# Results\n\nown\n", tmp_path)
+    assert page_text == f"# Results\n\nown\n\n{measured.MARKER}\n\n## Ray\n\nfirst\n"
+    (tmp_path / "routers.md").write_text("## Routers\n")
+    (tmp_path / "ray.md").write_text("## Ray\n\nsecond\n")
+    page_text = measured.with_sections(page_text, tmp_path)
+    assert page_text == f"# Results\n\nown\n\n{measured.MARKER}\n\n## Routers\n\n## Ray\n\nsecond\n"
+    assert measured.with_sections(page_text, tmp_path) == page_text
+
+
+def test_the_committed_page_ends_with_the_committed_sections() -> None:
+    text = (measured.ROOT / "docs/results.md").read_text()
+    again = measured.with_sections(text, measured.ROOT / "benchmarks/results")
+    assert text == again, "run: python benchmarks/paper/measured.py"
