@@ -36,7 +36,7 @@ WORKERS = 32
 KV_TOKENS = 198_516
 ROUTERS = (1, 2, 4, 8)
 DELAYS = (0.0, 0.05, 0.2, 0.5)
-SEEDS = (0, 1)
+SEEDS = (6, 7, 8, 9, 10, 11)  # 0 to 5 served to find the rule's constants
 WARM = 0.3  # of the requests: they fill the caches and are not counted
 SAMPLES = 5
 
@@ -167,8 +167,8 @@ def table(found: Mapping[Cell, Mapping[str, float]], what: str, show: Callable[[
 def section(record: Mapping[str, Any]) -> str:
     """What stands in docs/results.md."""
     found = {Cell(**line["cell"]): line["figures"] for line in record["cells"]}
-    at_50 = [cell for cell in found if cell.routers == 8 and cell.delay_seconds == 0.05 and cell.seed == 0]
     seeds = sorted({cell.seed for cell in found})
+    at_50 = [cell for cell in found if cell.routers == 8 and cell.delay_seconds == 0.05 and cell.seed == seeds[0]]
     late = [
         f"{SOURCES[cell.workload].title} ({ratio(found, cell, 'p99_ttft_seconds', seeds):.2f})"
         for cell in at_50

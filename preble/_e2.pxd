@@ -36,6 +36,7 @@ cdef struct Terms:               # one worker in one decision; seconds unless sa
     double price                 # of a second of P in this place
     double own                   # what the request waits and makes wait
     double total                 # what is compared
+    double height                # what is compared with the level of a draw (`E2.agree`)
 
 cdef struct Scratch:             # what one decision writes down
     uint32_t room                # rows

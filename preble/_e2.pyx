@@ -79,6 +79,7 @@ cdef double LOADED_MOST = 0.9    # of a worker's time, as far as what stays ther
 cdef double OTHERS_LEAST = 0.001
 cdef double WEIGHT_LEAST = 1e-9  # seconds; less may be nothing, rounded
 cdef double UNSEEN_SECONDS = 1.0  # of other routers' work that a decision reckons with
+cdef double QUEUE_AGAIN = 3.0    # how often a queue counts again in a draw
 
 
 cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil:
@@ -137,7 +138,7 @@ cdef uint64_t head_of(const Order* order, uint32_t held) noexcept nogil:
 
 
 cdef double level_of(const Scratch* s, double unseen, double bound) noexcept nogil:
-    """Up to where `unseen` seconds fill up the totals of the scratch, the lowest first; `bound` at most."""
+    """Up to where `unseen` seconds fill up the heights of the scratch, the lowest first; `bound` at most."""
     cdef double level = bound, before = INFINITY, below
     cdef uint32_t i, count
     while level < before or before == INFINITY:
@@ -145,8 +146,8 @@ cdef double level_of(const Scratch* s, double unseen, double bound) noexcept nog
         below = 0.0
         count = 0
         for i in range(s.workers):
-            if s.terms[i].total < before:
-                below += s.terms[i].total
+            if s.terms[i].height < before:
+                below += s.terms[i].height
                 count += 1
         if count == 0:
             return before
@@ -543,7 +544,7 @@ cdef class E2:
     cdef void agree(self, Scratch* s, const Order* order, uint32_t held, double bound, const Prices* prices,
                     Choice* choice) noexcept nogil:
         """Choose by rendezvous hashing of what nobody has of the prompt, where others place requests that are not known
-        here yet: each eligible worker whose total (to escape: `own`) is below a level has the difference as its weight.
+        here yet: each eligible worker whose height is below a level has the difference as its weight.
 
                 #   #
             ----#---#----    the level at which the weights add up to the seconds of work that others may have placed
@@ -552,17 +553,19 @@ cdef class E2:
             a b c d e f      the likeliest is a, then d, then b and f; c and e are never drawn
 
         If all routers do so, that work brings all workers it touches to one level, and prompts that go on alike meet,
-        whichever router they come to.
+        whichever router they come to. A height is the total (to escape: `own`), in which the queue counts QUEUE_AGAIN
+        times more: a draw that misses the best worker should cost the future a little, not this request a wait.
         """
         cdef double level
         cdef uint32_t i
+        cdef Terms* terms
         for i in range(s.workers):
-            s.terms[i].total = INFINITY
+            terms = &s.terms[i]
+            terms.height = INFINITY
             if load32(&self.book.rows[i].eligible) == ANY_REQUEST:
-                self.size_up(&s.terms[i], i, s.held[i], order.count)
-                self.weigh(&s.terms[i], i, order, prices)
-                if choice.reason == ESCAPE:
-                    s.terms[i].total = s.terms[i].own
+                self.size_up(terms, i, s.held[i], order.count)
+                self.weigh(terms, i, order, prices)
+                terms.height = (terms.own if choice.reason == ESCAPE else terms.total) + QUEUE_AGAIN * terms.queue
         level = level_of(s, UNSEEN_SECONDS * load_double(&self.book.others) * load_double(&self.book.fleet_load)
                          / prices.longest, bound)
         self.draw(s, level, head_of(order, held), choice)
@@ -578,7 +581,7 @@ cdef class E2:
         cdef uint32_t i, chosen = choice.worker
         cdef uint64_t drawn
         for i in range(s.workers):
-            weight = level - s.terms[i].total
+            weight = level - s.terms[i].height
             if weight <= WEIGHT_LEAST:
                 continue
             drawn = mixed(head ^ mixed(load32(&self.book.rows[i].name)))

@@ -24,7 +24,7 @@ Tokens = tuple[int, ...]
 Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's start)
 SLICES = 36
 HOLDS, SLOW_SECONDS, STAY = 0.9, 0.03, 0.2  # the rule's constants
-UNSEEN_SECONDS, HEAD_TOKENS, PLACED_LATELY, OTHERS_LEAST = 1.0, 16, 256, 0.001  # of several routers
+UNSEEN_SECONDS, QUEUE_AGAIN, HEAD_TOKENS, PLACED_LATELY, OTHERS_LEAST = 1.0, 3.0, 16, 256, 0.001  # of several routers
 WEIGHT_LEAST = 1e-9
 
 
@@ -481,8 +481,9 @@ class NaiveScheduler:
         every = [booking for other in self.accounts.values() for booking in self.window(other)]
         assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
         unseen = UNSEEN_SECONDS * self.others * assigned / self.prices(now)[2]
-        totals = sorted(row.total for row in rows)
-        levels = [(sum(totals[:count]) + unseen) / count for count in range(1, len(totals) + 1)]
+        heights = {row.worker: row.total + QUEUE_AGAIN * row.queue for row in rows}
+        lowest = sorted(heights.values())
+        levels = [(sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1)]
         level = min(bound, *levels)
         start = head = min(held, len(tokens) - 1)
         for token in tokens[start : start + HEAD_TOKENS]:
@@ -490,8 +491,9 @@ class NaiveScheduler:
         best_score = 0.0
         for row in rows:
             drawn = mixed(head ^ mixed(crc32(row.worker.encode())))
-            score = (level - row.total) / -math.log(((drawn >> 12) + 0.5) / 2**52)
-            if level - row.total > WEIGHT_LEAST and score > best_score:
+            weight = level - heights[row.worker]
+            score = weight / -math.log(((drawn >> 12) + 0.5) / 2**52)
+            if weight > WEIGHT_LEAST and score > best_score:
                 best, best_score = row, score
         return best
 
