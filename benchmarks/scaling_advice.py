@@ -9,10 +9,10 @@ printed; the estimate is `preble/scaling.py`.
 from __future__ import annotations
 
 import argparse
-import subprocess
 from typing import Any
 
 import numpy as np
+from facts import commit
 
 from preble import WorkerSpec, sim, workloads
 from preble.sim import WorkerDrain, WorkerJoin
@@ -92,11 +92,6 @@ def drains(kind: str, rps: float, seed: int) -> str:
         drained, _ = run(workload, DRAIN_WORKERS, WorkerDrain(CHANGE_AT_SECONDS, name))
         cells.append(f"{said:.2f} / {np.nansum((drained.ttft_seconds - base.ttft_seconds)[after]):.1f}")
     return f"| {kind}, {rps:g} | {' | '.join(cells)} |"
-
-
-def commit() -> str:
-    """What is measured."""
-    return subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def routers() -> Any:
+    sys.path.append(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("routers_table", ROOT / "benchmarks/routers.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
