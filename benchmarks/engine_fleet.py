@@ -1,11 +1,13 @@
-"""The processes of `run_engines.py`: SGLang servers, workers of Preble's torch engine, the SGLang gateway, each with
-its log under build/engines. Owns their command lines, their start and their end; sends no request that is measured.
+"""The processes of `run_engines.py` and `run_routers.py`: SGLang servers, workers of Preble's torch engine, the SGLang
+gateway, each with its log under build/engines. Owns their command lines, their start and their end, and the options
+that both programs have; sends no request that is measured.
 
 On a CPU each engine is pinned to a core of its own. On one card several engines divide what memory is free.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -41,6 +43,26 @@ class Shape:
     capacity_tokens: int
     max_running: int
     base_port: int
+
+
+def options(
+    purpose: str | None, *, workers: int, ports: int, requests: int, rps: float, output_tokens: int, docs: str
+) -> argparse.ArgumentParser:
+    """What can be said of engines, load and result; the numbers are defaults, `ports` but counted from the first."""
+    made = argparse.ArgumentParser(description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--workers", type=int, default=workers)
+    made.add_argument("--capacity-tokens", type=int, default=22_000, help="KV cache of each engine (%(default)s)")
+    made.add_argument("--max-running", type=int, default=8, help="requests in an engine's batch (%(default)s)")
+    made.add_argument("--base-port", type=int, default=24_000, help=f"the first of {ports} ports (%(default)s)")
+    made.add_argument("--requests", type=int, default=requests)
+    made.add_argument("--rps", type=float, default=rps, help="requests per second (%(default)s)")
+    made.add_argument("--output-tokens", type=int, default=output_tokens)
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--json", type=Path, help="where the result is kept")
+    made.add_argument("--docs", action="store_true", help=f"write the tables into {docs}")
+    made.add_argument("--page", type=Path, metavar="RESULT", help="measure nothing: make the page of a kept result")
+    return made
 
 
 # --- command lines ----------------------------------------------------------------------------------------------------

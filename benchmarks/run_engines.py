@@ -208,24 +208,14 @@ SETTINGS = ("documents", "requests", "rps", "output_tokens", "repetitions", "max
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = engine_fleet.options(
+        __doc__, workers=2, ports=200, requests=160, rps=9.0, output_tokens=12, docs="docs/results-live.md"
+    )
     made.add_argument("--engines", default=str(ROOT / ".engines"), help="environments of tests/live/install.py")
     made.add_argument("--gateway", type=Path, default=ROOT / ".venv-peers/bin/python", help="Python with sglang-router")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--model", help="model directory; default: one with random weights, small on a CPU")
-    made.add_argument("--workers", type=int, default=2)
-    made.add_argument("--capacity-tokens", type=int, default=22_000, help="KV cache of each engine (%(default)s)")
-    made.add_argument("--max-running", type=int, default=8, help="requests in an engine's batch (%(default)s)")
-    made.add_argument("--base-port", type=int, default=24_000, help="the first of 200 ports (%(default)s)")
     made.add_argument("--documents", type=int, default=18)
-    made.add_argument("--requests", type=int, default=160)
-    made.add_argument("--rps", type=float, default=9.0, help="requests per second (%(default)s)")
-    made.add_argument("--output-tokens", type=int, default=12)
-    made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--json", type=Path, help="where the result is kept")
-    made.add_argument("--docs", action="store_true", help="write docs/results-live.md's tables")
-    made.add_argument("--page", type=Path, metavar="RESULT", help="measure nothing: make the page of a kept result")
     return made
 
 

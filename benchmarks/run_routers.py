@@ -315,20 +315,10 @@ async def measure(args: argparse.Namespace, model: Path) -> Found:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--workers", type=int, default=4)
-    made.add_argument("--capacity-tokens", type=int, default=22_000, help="KV cache of each engine (%(default)s)")
-    made.add_argument("--max-running", type=int, default=8, help="requests in an engine's batch (%(default)s)")
-    made.add_argument("--base-port", type=int, default=24_000, help="the first of 50 ports (%(default)s)")
-    made.add_argument("--requests", type=int, default=240)
+    made = engine_fleet.options(
+        __doc__, workers=4, ports=50, requests=240, rps=4.0, output_tokens=8, docs="docs/routers.md"
+    )
     made.add_argument("--groups", type=int, default=24)
-    made.add_argument("--rps", type=float, default=4.0, help="requests per second (%(default)s)")
-    made.add_argument("--output-tokens", type=int, default=8)
-    made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--json", type=Path, help="where the result is kept")
-    made.add_argument("--docs", action="store_true", help="write the tables into docs/routers.md")
-    made.add_argument("--page", type=Path, metavar="RESULT", help="measure nothing: make the page of a kept result")
     return made
 
 
