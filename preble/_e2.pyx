@@ -548,7 +548,7 @@ cdef class E2:
 
                 #   #
             ----#---#----    the level at which the weights add up to the seconds of work that others may have placed
-              # #   # #      meanwhile, `bound` at most
+              # #   # #      meanwhile, and to those of this request; `bound` at most
               # # # # #
             a b c d e f      the likeliest is a, then d, then b and f; c and e are never drawn
 
@@ -556,7 +556,7 @@ cdef class E2:
         whichever router they come to. A height is the total (to escape: `own`), in which the queue counts QUEUE_AGAIN
         times more: a draw that misses the best worker should cost the future a little, not this request a wait.
         """
-        cdef double level
+        cdef double unseen, own
         cdef uint32_t i
         cdef Terms* terms
         for i in range(s.workers):
@@ -566,9 +566,9 @@ cdef class E2:
                 self.size_up(terms, i, s.held[i], order.count)
                 self.weigh(terms, i, order, prices)
                 terms.height = (terms.own if choice.reason == ESCAPE else terms.total) + QUEUE_AGAIN * terms.queue
-        level = level_of(s, UNSEEN_SECONDS * load_double(&self.book.others) * load_double(&self.book.fleet_load)
-                         / prices.longest, bound)
-        self.draw(s, level, head_of(order, held), choice)
+        unseen = UNSEEN_SECONDS * load_double(&self.book.others) * load_double(&self.book.fleet_load) / prices.longest
+        own = s.terms[choice.worker].prefill * prices.own
+        self.draw(s, level_of(s, unseen + own, bound), head_of(order, held), choice)
 
     cdef void note_placer(self, bint mirrored) noexcept nogil:
         """Keep the book's `others` up to date: a mean over the last bookings; 0 once nobody else places any."""

@@ -480,7 +480,8 @@ class NaiveScheduler:
             return best
         every = [booking for other in self.accounts.values() for booking in self.window(other)]
         assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
-        unseen = UNSEEN_SECONDS * self.others * assigned / self.prices(now)[2]
+        waited, _, longest = self.prices(now)
+        unseen = UNSEEN_SECONDS * self.others * assigned / longest + best.prefill * waited
         heights = {row.worker: row.total + QUEUE_AGAIN * row.queue for row in rows}
         lowest = sorted(heights.values())
         levels = [(sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1)]
