@@ -229,7 +229,7 @@ def main() -> int:
                 if args.json:
                     args.json.write_text(json.dumps(rounded(result), indent=1) + "\n")
     if args.docs:
-        write_docs(result)
+        write_docs(rounded(result))  # of what is kept, so that it can be made again
     return 0
 
 
