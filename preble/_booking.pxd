@@ -1,6 +1,6 @@
 # Decisions that count: contents of `_booking.pyx`.
 
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from preble._answers cimport Decision
 from preble._cost cimport Lease
@@ -31,6 +31,8 @@ cdef class DecisionCore(E2):
     cdef readonly uint32_t live_max
     cdef readonly Gauges gauges  # what the workers' speed is known by; None: nobody wants to know
     cdef readonly uint32_t eligible_workers
+    cdef uint64_t turnover       # +1 whenever a worker may take other requests than before
+    cdef public bint leaves_out  # workers are left out of one decision just now
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens, double now) except -1
     cdef int bind_root(self, Order* order, object namespace, bint create) except -1
     cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE

@@ -16,22 +16,8 @@ from libc.string cimport memset
 from preble._answers cimport Decision, Match, new_decision
 from preble._atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
-from preble._e2 cimport (
-    ANY_REQUEST,
-    EXPLOIT,
-    EXPLORE,
-    RENDEZVOUS,
-    Choice,
-    E2,
-    Order,
-    Prices,
-    Scratch,
-    Terms,
-    clear_scratch,
-    free_scratch,
-    new_scratch,
-    rows_of,
-)
+from preble._e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Order, Prices, Scratch, Terms,
+                         clear_scratch, free_scratch, new_scratch, rows_of)
 from preble._epochs cimport reader_enter, reader_leave
 from preble._gauges cimport Gauges, note_end, note_first
 from preble._guard cimport await_python, guard_leave, guard_try
@@ -95,11 +81,11 @@ cdef class DecisionCore(E2):
         self.trust.open(index)
         store32(&self.book.rows[index].block_size, block_size)
         store32(&self.book.rows[index].name, crc32(name.encode()))
-        self.set_eligible(index, True)
         while len(self.names) <= index:
             self.names.append(None)
         self.names[index] = name
         self.names_now = tuple(self.names)
+        self.set_eligible(index, True)
         return index
 
     def close_worker(self, uint32_t index) -> list[object]:
@@ -122,9 +108,10 @@ cdef class DecisionCore(E2):
         return orphans
 
     def set_eligible(self, uint32_t index, uint32_t eligible) -> None:
-        """Which new requests a worker may take: none (0), any (1), or those exploited there (2)."""
+        """Which new requests a worker may take: none (0), any (1), or those exploited there (2). Under both locks."""
         self.eligible_workers += (eligible == ANY_REQUEST) - (self.book.rows[index].eligible == ANY_REQUEST)
         store32(&self.book.rows[index].eligible, eligible)
+        self.turnover += 1
 
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens,
                    double now) except -1:
@@ -268,8 +255,8 @@ cdef class DecisionCore(E2):
 
     cdef int raise_outcome(self, int outcome) except -1:
         """Turn what `place` says into an exception, unless it is BOOKED or ROOT_GONE."""
-        if outcome == NOBODY_ELIGIBLE:
-            self.need_eligible()
+        if outcome == NOBODY_ELIGIBLE:           # it was so under the lock, whoever has come since
+            raise self.nobody()
         elif outcome == NO_MEMORY:
             raise MemoryError("GlobalScheduler.schedule")
         return 0
@@ -362,9 +349,14 @@ cdef class DecisionCore(E2):
             raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
 
     def need_eligible(self) -> None:
-        """Raise NoWorkers unless some worker may take a request."""
+        """Raise NoWorkers unless some worker may take a request; waits for decisions that leave workers out."""
         if self.eligible_workers == 0:
-            raise NoWorkers(f"none of the {sum(name is not None for name in self.names)} workers may take a request")
+            with self.tree:
+                if self.eligible_workers == 0:
+                    raise self.nobody()
+
+    def nobody(self) -> NoWorkers:
+        return NoWorkers(f"none of the {sum(name is not None for name in self.names)} workers may take a request")
 
     def costs(self) -> dict[str, float]:
         """Total seconds of each eligible worker in the decision just made."""
@@ -407,9 +399,9 @@ cdef class DecisionCore(E2):
             order.now = now
             order.everyone, order.writer = True, False
             for _ in range(EXPLAIN_ATTEMPTS):
-                changes = load64(&self.tree.t.worker_changes)
-                told = self.explain_once(&order, &view, namespace)
-                if told is not None and changes == load64(&self.tree.t.worker_changes):
+                changes = load64(&self.tree.t.worker_changes) + self.turnover
+                told = None if self.leaves_out else self.explain_once(&order, &view, namespace)
+                if told is not None and changes == load64(&self.tree.t.worker_changes) + self.turnover:
                     return told
             with self.tree:    # workers come and go faster than one can look: nobody does while this is held
                 self.need_eligible()

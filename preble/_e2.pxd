@@ -99,6 +99,7 @@ cdef class E2:
     cdef Prices prices(self, double now) noexcept nogil
     cdef void weigh_queue(self, Terms* terms, uint32_t worker, const Prices* prices) noexcept nogil
     cdef void add_up(self, Terms* terms, const Prices* prices) noexcept nogil
+    cdef double missing_seconds(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil
     cdef double eviction_of(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, const Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil

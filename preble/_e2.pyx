@@ -370,6 +370,12 @@ cdef class E2:
         terms.own = terms.queue + (terms.eviction + terms.prefill) * prices.own
         terms.total = terms.queue + terms.eviction * prices.own + terms.prefill * terms.price
 
+    cdef double missing_seconds(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil:
+        """P: seconds to prefill what a worker that was sized up lacks. 0 where a reader meets one that has just left:
+        its answer is thrown away (`explain`)."""
+        cdef const Cost* cost = load_cost(&self.book.rows[worker].cost)
+        return prefill_seconds(cost, order.count - terms.usable, order.count) if cost != NULL else 0.0
+
     cdef double eviction_of(self, const Terms* terms, uint32_t worker, const Order* order) noexcept nogil:
         """M of a worker that was sized up."""
         cdef int64_t need = self.needed(terms, worker, order)
@@ -377,10 +383,9 @@ cdef class E2:
 
     cdef void weigh(self, Terms* terms, uint32_t worker, const Order* order, const Prices* prices) noexcept nogil:
         """Fill in every term of a worker that was sized up."""
-        cdef const Cost* cost = load_cost(&self.book.rows[worker].cost)
         self.weigh_queue(terms, worker, prices)
         terms.eviction = self.eviction_of(terms, worker, order)
-        terms.prefill = prefill_seconds(cost, order.count - terms.usable, order.count) if cost != NULL else 0.0
+        terms.prefill = self.missing_seconds(terms, worker, order)
         self.add_up(terms, prices)
 
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil:
@@ -489,7 +494,7 @@ cdef class E2:
             self.weigh_queue(&terms, i, prices)
             if terms.queue >= bound:
                 continue
-            terms.prefill = prefill_seconds(load_cost(&self.book.rows[i].cost), order.count - terms.usable, order.count)
+            terms.prefill = self.missing_seconds(&terms, i, order)
             if terms.queue + terms.prefill * prices.own >= bound:
                 continue
             terms.eviction = self.eviction_of(&terms, i, order)
@@ -522,9 +527,9 @@ cdef class E2:
             if load32(&row.eligible) != ANY_REQUEST:
                 continue
             self.size_up(&terms, i, s.held[i], order.count)
-            if row.alike != alike or terms.usable != usable:
-                terms.prefill = prefill_seconds(row.cost, order.count - terms.usable, order.count)
-                alike = row.alike
+            if load32(&row.alike) != alike or terms.usable != usable:
+                alike = load32(&row.alike)
+                terms.prefill = self.missing_seconds(&terms, i, order)
                 usable = terms.usable
             self.weigh_queue(&terms, i, prices)
             if choice.worker != NONE and terms.queue + terms.prefill * terms.price > least.total:

@@ -290,7 +290,7 @@ class GlobalScheduler(RequestCalls):
                 **self._counts(),
                 **self._counts_here,
                 "live_requests": len(self._core.leases),
-                "mirrored_live": sum(map(mirror.is_mirrored, self._core.leases)),
+                "mirrored_live": sum(map(mirror.is_mirrored, list(self._core.leases))),  # which changes meanwhile
                 "reasons": dict(Counter(self._e2_reasons()) + Counter(self._reasons)),
                 "tree": self._core.tree.stats(),
                 "policy_books": {} if self._books is None else self._books.stats(),
@@ -630,21 +630,21 @@ class GlobalScheduler(RequestCalls):
 class _Excluding:
     """Takes workers out of one decision. Raises UnknownWorker, and NoWorkers when there are none at all."""
 
-    __slots__ = ("_scheduler", "_taken")
-
     def __init__(self, scheduler: GlobalScheduler, exclude: Iterable[str]) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._core = scheduler, scheduler._core
         self._taken = [scheduler._worker(worker_id) for worker_id in _all_of("exclude", exclude, InvalidInput)]
 
     def __enter__(self) -> None:
         if not self._scheduler._workers:
             raise NoWorkers("the scheduler has no workers; add_worker first")
+        self._core.leaves_out = bool(self._taken)
         for worker in self._taken:
-            self._scheduler._core.set_eligible(worker.index, False)
+            self._core.set_eligible(worker.index, False)
 
     def __exit__(self, *_: object) -> None:
         for worker in self._taken:
-            self._scheduler._core.set_eligible(worker.index, self._scheduler._takes(worker))
+            self._core.set_eligible(worker.index, self._scheduler._takes(worker))
+        self._core.leaves_out = False
 
 
 def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:

@@ -7,13 +7,16 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from stress.threads import run_together, stress_scheduler, stress_slots, stress_tree
 
-from preble import Decision, GlobalScheduler, ManualClock, Policy
+from preble import Decision, GlobalScheduler, ManualClock, Policy, mirror
+from preble.errors import NoWorkers
 from preble.policy import RequestView, WorkersView
+from preble.scheduler import _Excluding
 
 OPERATIONS = 600  # of each thread
 
@@ -80,6 +83,88 @@ def test_a_worker_removed_between_the_booking_and_the_answer_is_not_answered() -
     other.join()
     assert [decision.worker for decision in decisions] == ["new"] or orphans == ["asked"]
     sched.check()
+
+
+def while_left_out(sched: GlobalScheduler, excluded: list[str], question: Callable[[], Any]) -> Any:
+    """What a thread hears that asks while another one's decision leaves workers out."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except NoWorkers as error:
+            answers.append(error)
+
+    other = threading.Thread(target=ask)
+    with sched._lock, _Excluding(sched, excluded):
+        other.start()
+        other.join(0.05)
+    other.join()
+    return answers[0]
+
+
+def test_workers_left_out_of_one_decision_are_there_for_all_others() -> None:
+    """Regression: a decision that excluded all workers made another thread's request fail with NoWorkers, and an
+    explanation left out whom another thread's decision excluded."""
+    sched = GlobalScheduler(["a", "b"], clock=ManualClock())
+    holder = sched.schedule(list(range(100))).worker
+    for excluded in ([holder], ["a", "b"]):
+        assert while_left_out(sched, excluded, lambda: sched.schedule([7]).worker) in ("a", "b")
+        told = while_left_out(sched, excluded, lambda: sched.explain(list(range(100))))
+        assert told.worker == holder and len(told.workers) == 2
+    assert not sched._core.leaves_out
+    sched.check()
+
+
+def test_a_worker_that_comes_just_after_nobody_was_eligible_is_too_late() -> None:
+    """Regression: the refusal looked again, found the newcomer, and went on with a choice that had not been made."""
+    sched = GlobalScheduler(["goes"], clock=ManualClock())
+    sched.schedule([9], request_id="first")
+    answers: list[object] = []
+
+    def ask() -> None:
+        try:
+            answers.append(sched.schedule([1, 2, 3], request_id="asked").worker)
+        except NoWorkers as error:
+            answers.append(error)
+
+    sys.setswitchinterval(1000.0)  # this thread keeps Python's lock until it waits
+    other = threading.Thread(target=ask)
+    with sched._lock:
+        other.start()
+        while "asked" not in sched._core.leases:
+            time.sleep(0.001)
+        time.sleep(0.01)  # the other thread waits for the lock by now
+        sched.drain_worker("goes")
+    for _ in range(1_000_000):  # it decides meanwhile, without Python's lock
+        pass
+    sched.add_worker("new")
+    other.join()
+    assert answers == ["new"] or isinstance(answers[0], NoWorkers)
+    assert sched.stats()["live_requests"] == 1 + (answers == ["new"])
+    sched.check()
+
+
+def test_requests_may_come_while_statistics_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: RuntimeError, since a request that waits for the lock is among the live ones already."""
+    sched = GlobalScheduler(["a"], clock=ManualClock())
+    for number in range(3):
+        sched.schedule([1, 2, 3], request_id=number)
+    others: list[threading.Thread] = []
+
+    def let_one_come(request_id: object) -> bool:
+        number = 10 + len(others)
+        others.append(threading.Thread(target=lambda: sched.schedule([4, 5, 6], request_id=number)))
+        others[-1].start()
+        while number not in sched._core.leases:
+            time.sleep(0.001)
+        return False
+
+    monkeypatch.setattr(mirror, "is_mirrored", let_one_come)
+    assert sched.stats()["mirrored_live"] == 0
+    for other in others:
+        other.join()
+    assert len(others) == 3 and sched.stats()["live_requests"] == 6
 
 
 def test_a_policy_is_asked_for_an_explanation_with_the_books_held_still() -> None:

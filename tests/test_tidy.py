@@ -147,6 +147,14 @@ def is_used(module: Path, text: dict[Path, str]) -> bool:
     return any(named.search(body) for path, body in text.items() if path not in own)
 
 
+def test_the_rule_reads_what_others_write_as_readers_must() -> None:
+    """Regression: an explanation read a cost model plainly, which a worker that left took away, and crashed."""
+    plain = re.compile(r"(?<!&)(?<!\w)(?:self\.book\.rows\[[^\]]*\]|row)\.\w+")
+    lines = numbered_lines(ROOT / "preble" / "_e2.pyx")
+    assert sum("&row." in line for _, line in lines) > 5, "the rule reads rows by another name: look for that"
+    assert not [(number, line) for number, line in lines if plain.search(line)]
+
+
 def test_body_lines_counts_a_cython_function_as_a_reader_does() -> None:
     lines = ["cdef int f(", "    int a,", ") noexcept nogil:", "    return a", "", "", "cdef int g():", "    return 1"]
     assert body_lines(lines, 0) == 4

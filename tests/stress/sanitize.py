@@ -1,8 +1,8 @@
 """Builds the core with a sanitizer in a copy of its own and runs its tests there: `sanitize.py asan` or `tsan`.
 
 Owns the copy (`build/asan`, `build/tsan`: package, tests and build), the sanitizers' options, and the proof that they
-are at work: faults planted in `planted.c` must be reported in the very environment the tests run in, and every
-compiled module must call the sanitizer. The build in place stays as it is. What the tests assert is theirs.
+are at work: faults planted in `planted.c` must be reported as and where the tests run, and every compiled module must
+call the sanitizer. The build in place stays as it is. What the tests assert is theirs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ CORE_TESTS = (
     ),
 )
 THREAD_OPERATIONS = 8000  # of each thread
+# UBSan beside ASan reports to standard error, whatever it is told: kept by pytest, a report would die with its process.
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys", "--timeout=900")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Sanitizer:
     symbol: str  # what each module it has compiled calls
     options: dict[str, str]  # its environment variables; log_path is added
     faults: dict[str, str]  # planted function: what the report must say ("" for silence)
+    pytest: bool  # whether pytest runs what is watched; else it is a script
 
 
 COMMON = "halt_on_error=1:print_stacktrace=1:exitcode=77"
@@ -60,6 +63,7 @@ SANITIZERS = {
             "PYTHONMALLOC": "malloc",  # so that the tokens inside Python's own objects are watched too
         },
         {"read_beyond": "heap-buffer-overflow", "read_freed": "heap-use-after-free", "overflow": "signed integer"},
+        True,
     ),
     "tsan": Sanitizer(
         "thread",
@@ -67,6 +71,7 @@ SANITIZERS = {
         "__tsan_init",
         {"TSAN_OPTIONS": f"{COMMON}:second_deadlock_stack=1:history_size=4"},
         {"race": "data race", "no_race": ""},
+        False,
     ),
 }
 
@@ -126,7 +131,7 @@ def planted_library(target: Path) -> Path:
 
 
 def environment_of(sanitizer: Sanitizer, target: Path, log: Path) -> dict[str, str]:
-    """The environment of every process under the sanitizer; reports go to files, since pytest keeps stderr."""
+    """The environment of every process under the sanitizer; most reports go to files."""
     settings = dict(sanitizer.options)
     for name in settings:
         if name.endswith("_OPTIONS"):
@@ -152,13 +157,23 @@ def prove(sanitizer: Sanitizer, target: Path, log: Path) -> None:
     prove_build(sanitizer, target)
     prove_loaded(sanitizer, target, environment)
     for function, report in sanitizer.faults.items():
-        program = target / "tests" / "stress" / "planted.py"
-        ended = run_quietly([str(program), str(planted_library(target)), function], target, environment)
+        ended = run_planted(sanitizer, target, environment, function)
         text = take_reports(log) + ended.stderr
         if report and (ended.returncode == 0 or report not in text):
             raise NotProven(f"the planted fault {function!r} was not reported as {report!r}: {text or 'silence'}")
         if not report and (ended.returncode or text):
             raise NotProven(f"{function!r} has no fault and was reported: {text}")
+
+
+def run_planted(
+    sanitizer: Sanitizer, target: Path, environment: dict[str, str], function: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a planted fault as the tests are run."""
+    program, library = str(target / "tests" / "stress" / "planted.py"), str(planted_library(target))
+    if not sanitizer.pytest:
+        return run_quietly([program, library, function], target, environment)
+    planted = {"PREBLE_PLANTED": os.pathsep.join([library, function])}
+    return run_quietly([*PYTEST, program], target, {**environment, **planted})
 
 
 def prove_build(sanitizer: Sanitizer, target: Path) -> None:
@@ -186,15 +201,15 @@ def run_quietly(arguments: list[str], target: Path, environment: dict[str, str])
     )
 
 
-def commands(kind: str, target: Path, arguments: list[str]) -> list[list[str]]:
-    """What runs under the sanitizer; arguments are added to the last."""
-    if kind == "tsan":
+def command(sanitizer: Sanitizer, target: Path, arguments: list[str]) -> list[str]:
+    """What runs under the sanitizer."""
+    if not sanitizer.pytest:
         script = str(target / "tests" / "stress" / "threads.py")
-        return [[sys.executable, script, "--operations", str(THREAD_OPERATIONS), *arguments]]
+        return [sys.executable, script, "--operations", str(THREAD_OPERATIONS), *arguments]
     files = sorted(
         str(path.relative_to(target)) for name in CORE_TESTS for path in (target / "tests").glob(f"{name}.py")
     )
-    return [[sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=900", *files, *arguments]]
+    return [sys.executable, *PYTEST, *files, *arguments]
 
 
 def say(text: str) -> None:
@@ -220,15 +235,14 @@ def main() -> int:
         say(f"{chosen.kind} would prove nothing: {error}")
         return 2
     say(f"the sanitizer is at work: it judged the planted {', '.join(sanitizer.faults)} rightly")
-    failed = False
-    for command in commands(chosen.kind, target, chosen.arguments):
-        ended = subprocess.run(command, env=environment_of(sanitizer, target, log), cwd=target, check=False)
-        failed = failed or ended.returncode != 0
+    watched = command(sanitizer, target, chosen.arguments)
+    ended = subprocess.run(watched, env=environment_of(sanitizer, target, log), cwd=target, check=False)
     reports = take_reports(log)
     if reports:
         say(f"reported by the sanitizer:\n{reports}")
-    say(f"{chosen.kind}: {'FAILED' if failed or reports else 'clean'}")
-    return 1 if failed or reports else 0
+    failed = bool(ended.returncode or reports)
+    say(f"{chosen.kind}: {f'FAILED, exit status {ended.returncode}' if failed else 'clean'}")
+    return int(failed)
 
 
 if __name__ == "__main__":
