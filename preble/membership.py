@@ -160,10 +160,9 @@ class Membership:
         """A worker drains: plan its handover, or hurry the one under way. UnknownWorker if it goes meanwhile."""
         plan = self._plan(index, now, seconds) if name not in self._leaving else None
         with self._lock:
-            if self._core.names[index] != name:
-                raise UnknownWorker(f"worker {name!r} was removed while it was drained")
             leaving = self._leaving.get(name, plan)
-            assert leaving is not None, "who is not leaving has been planned for, and who is stays until removed"
+            if self._core.names[index] != name or leaving is None:
+                raise UnknownWorker(f"worker {name!r} was removed while it was drained")
             if self._leaving.setdefault(name, leaving) is plan:
                 self._counts["left_out"] += leaving.left_out
             self._newcomers.pop(name, None)
@@ -204,7 +203,8 @@ class Membership:
 
     def _seconds_per_request(self, index: int) -> float:
         """A worker's load within the window, for each of its requests."""
-        account = self._core.book.account(index)
+        with self._lock:
+            account = self._core.book.account(index)
         return account["load_seconds"] / max(account["window_requests"], 1)
 
     def _move(self, prefix: HotPrefix, giver: int, taker: int, reason: str) -> Move:

@@ -111,6 +111,7 @@ class Shifts:
         self._works: dict[int, Work] = {}  # plan id -> active plan
         self._copied: dict[int, Steered] = {}  # node -> the workers that serve it
         self._resting: dict[int, tuple[float, float]] = {}  # node -> until when it may not grow, nor be moved or shrunk
+        self._looked_at: list[str | None] = []  # who had which index when this tick's loads were read
         self._waits: dict[int, float] = {}  # worker -> smoothed seconds of prefill that wait
         self._lasting: dict[int, float] = {}
         self._ended: deque[Plan] = deque(maxlen=HISTORY_MAX)
@@ -151,6 +152,7 @@ class Shifts:
 
     def _loads(self, now: float) -> tuple[list[Load], list[Load]]:
         """The workers with what waits on them now and has waited for a while, or for longer."""
+        self._looked_at = list(self._core.names)
         rows = [Load._make(row) for row in self._core.groups.workers(now)]
         passed, self._ticked_at = now - self._ticked_at, now
         self._waits = smoothed(self._waits, rows, passed, SMOOTH_SECONDS)
@@ -163,7 +165,7 @@ class Shifts:
 
     def _recompute(self, group: Group, worker: int) -> float:
         with self._core.tree:
-            if not self._core.groups.lives(group.node, group.generation):
+            if self._core.names[worker] is None or not self._core.groups.lives(group.node, group.generation):
                 return math.inf
             return self._core.groups.recompute_seconds(group.node, worker)
 
@@ -225,7 +227,12 @@ class Shifts:
         return now < grow, now < other
 
     def _begin(self, proposal: Proposal, now: float, holders: Any) -> bool:
+        """Carry out what a tick proposes, unless an index it means is another worker's by now."""
         with self._core.tree:
+            names, meant = self._core.names, self._looked_at
+            for worker in (proposal.group.worker, proposal.target):
+                if worker >= len(meant) or names[worker] != meant[worker]:
+                    return False
             return self.begin(proposal, now, holders) is not None
 
     def begin(self, proposal: Proposal, now: float, holders: Any = ()) -> Plan | None:

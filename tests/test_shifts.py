@@ -256,6 +256,32 @@ def test_plans_end_with_their_workers(leave: str, whose: str) -> None:
     assert plan["id"] not in {p["id"] for p in plans(scheduler)} or whose == "from_worker"
 
 
+@pytest.mark.parametrize("reused", [False, True], ids=["its index is free", "its index is another's"])
+def test_a_worker_that_leaves_while_a_plan_is_made_gets_no_prefix(reused: bool) -> None:
+    """Regression: another thread removed the worker whose cost was being asked for, and the process crashed."""
+    scheduler, clock = fleet(2, rebalance_ratio=0.0, replicas_max=2)
+    shifts = scheduler._shifts
+    assert shifts is not None
+    ask_cost, left = shifts._recompute, []
+
+    def remove_it_first(group: Group, worker: int) -> float:
+        if not left:
+            left.append(str(scheduler._core.names[worker]))
+            scheduler.remove_worker(left[0])
+            if reused:
+                scheduler.add_worker(WorkerSpec("another", block_size=1))
+        return ask_cost(group, worker)
+
+    shifts._recompute = remove_it_first  # type: ignore[method-assign]
+    for number in range(40):
+        ask(scheduler, PREFIX, number, tokens=500, max_new_tokens=10)
+        if number % 10 == 9 and not left:
+            clock.advance(1.0)
+            scheduler.tick()
+            scheduler.check()
+    assert left and plans(scheduler) == []
+
+
 def test_a_prefix_that_was_forgotten_ends_its_plan() -> None:
     scheduler, clock = fleet(rebalance_ratio=0.0, replicas_max=2)
     for decision in heated(scheduler, clock):

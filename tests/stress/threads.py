@@ -31,6 +31,7 @@ from preble import (
 from preble._radix import RadixTree
 from preble._slots import SlotTree
 from preble.errors import UnknownWorker
+from preble.types import RequestEnded, RequestPlaced, RequestPrefilled
 
 MIB = 1 << 20
 NAMESPACES = (None, "lora", 7)
@@ -118,6 +119,7 @@ class SchedulerStress:
         self.names = set(PERMANENT)  # every worker there ever was; grows before the scheduler knows
         self.numbers = count()
         self.live: list[deque[Any]] = []
+        self.told: deque[tuple[str, str]] = deque()  # the other router's requests: worker, request id
         self.scheduled = self.gone = 0
         self.counting = threading.Lock()
 
@@ -207,20 +209,39 @@ class SchedulerStress:
         except UnknownWorker:
             assert worker not in PERMANENT
 
+    def tell(self, rng: random.Random, step: int) -> None:
+        """Another router's requests, as the workers tell of them."""
+        if len(self.told) < LIVE_MAX and rng.random() < 0.6:
+            worker, request_id = rng.choice(PERMANENT), str(step)
+            placed = RequestPlaced("other", request_id, self.prompts.draw(rng), rng.choice(NAMESPACES))
+            assert self.sched.apply(worker, [placed]) == 1
+            self.told.append((worker, request_id))
+        elif self.told:
+            self.tell_end(rng.random())
+
+    def tell_end(self, how: float) -> None:
+        worker, request_id = self.told.popleft()
+        news: list[Any] = [RequestEnded("other", request_id, None if how < 0.2 else int(how * 50))]
+        if how < 0.7:
+            news.insert(0, RequestPrefilled("other", request_id, None if how < 0.5 else 0))
+        assert self.sched.apply(worker, news) == len(news)
+
     def tick(self, rng: random.Random, step: int) -> None:
         self.sched.tick()
         if step % 10 == 0:
             stats = self.sched.stats()
-            assert stats["tree"]["bytes_used"] <= MIB and stats["live_requests"] <= 2 * LIVE_MAX
+            assert stats["tree"]["bytes_used"] <= MIB and stats["live_requests"] <= 3 * LIVE_MAX
+            assert stats["mirrored_live"] <= LIVE_MAX
             assert all(worker["cached_tokens"] <= 2500 for worker in stats["workers"].values())  # 2000 and a quarter
         if step % 50 == 0:
             self.sched.check()
+            assert len(self.sched.snapshot()) > 0
 
     def come_and_go(self, rng: random.Random, step: int) -> None:
         name = f"extra-{step % 7}"
         if name in self.sched.workers:
             if step % 2:
-                self.sched.drain_worker(name)
+                self.sched.drain_worker(name, handover_seconds=step % 3)
             self.gone += len(self.sched.remove_worker(name))
         else:
             self.names.add(name)
@@ -232,6 +253,7 @@ class SchedulerStress:
         """Let all threads work, then end and forget everything; returns the statistics before that."""
         jobs = [(self.read, operations)] * 2 + [(self.writer(), operations) for _ in range(2)]
         jobs += [(self.events, operations // 2), (self.tick, operations // 4), (self.come_and_go, operations // 8)]
+        jobs.append((self.tell, operations // 2))
         run_together(jobs, self.seed)
         self.sched.check()
         stats = self.sched.stats()
@@ -244,6 +266,8 @@ class SchedulerStress:
         for live in self.live:
             for decision in live:
                 assert self.sched.finish(decision.request_id)
+        while self.told:
+            self.tell_end(0.6)
         for name in list(self.sched.workers):
             account = self.sched.stats()["workers"][name]
             assert (account["live_requests"], account["waiting_requests"], account["live_output_tokens"]) == (0, 0, 0)
