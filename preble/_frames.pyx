@@ -1,12 +1,15 @@
-"""The two messages that come for every request and every token, `Submit` and `Chunk`, read and written in one go, and
-the prompt that goes into the first. Owns their fast form only: which messages there are, what their fields may hold and
-the words of every error are `transport.wire`'s.
+"""The messages that come for every request and every token: `Submit` and `Chunk`, read and written in one go, `Events`
+of requests and evictions, read so, and the prompt that goes into the first. Owns their fast form only: which messages
+there are, what their fields may hold and the words of every error are `transport.wire`'s.
 
     chunk   [version, 19, epoch, session, seq, id, index, tokens, cached, finish, error, next event]
     submit  [version,  2, epoch, session, seq, id, tokens, [max new, temperature, top p, stop, eos, seed], namespace,
              offset]
+    events  [version, 22, epoch, session, seq, number, [event, ...], complete for]; each event one of
+             ["Q", router, id, tokens, namespace, max new]    ["F", router, id, cached]
+             ["E", tokens, kept, namespace]                   ["X", router, id, output]
 
-Each of the four handles the usual case whole, and returns None for anything else: another version, a namespace, an
+Each of them handles the usual case whole, and returns None for anything else: another version, a namespace, an
 error text, a value out of its range. `wire` then takes its own way, field by field, which knows what is wrong. So the
 two ways must agree wherever this one answers: same bytes out, same values in.
 
@@ -17,7 +20,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.ref cimport Py_INCREF
 from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize, PyUnicode_DecodeUTF8
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from preble._msgpack cimport (
@@ -39,12 +42,18 @@ from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
 cdef enum:
     SUBMIT = 2
     CHUNK = 19
+    EVENTS = 22
     HEADER_FIELDS = 5
     CHUNK_FIELDS = 12
     SUBMIT_FIELDS = 10
+    EVENTS_FIELDS = 8
+    MAX_TEXT = 4096       # bytes, `fields.MAX_TEXT_BYTES`
+    MAX_EVENTS = 4096     # `fields.MAX_EVENTS`
     MAX_ID = 256          # bytes, `fields.MAX_ID_BYTES`
     MAX_STOP = 1024       # tokens, `fields.MAX_STOP_TOKENS`
     MAX_TOKENS = 1 << 21  # `fields.MAX_PROMPT_TOKENS`
+    NO_COUNT = -1
+    WRONG_COUNT = -2
     LARGEST = 160         # bytes of a frame beside its id and its tokens
 
 cdef uint64_t INT31 = 0x7fffffff
@@ -180,7 +189,7 @@ def read_submit(bytes frame not None, uint64_t version):
     if not take_int(&r, INT31, &offset) or offset >= tokens.length // 4 or r.at != r.end:
         return None
     return (header[0], header[1], header[2], request_id,
-            PyBytes_FromStringAndSize(<char*> tokens.data, tokens.length), sampling, offset)
+            words_of(&tokens), sampling, offset)
 
 
 cdef tuple sampling_of(Reader* r):
@@ -207,6 +216,102 @@ cdef inline bint take_double(Reader* r, double* out) noexcept nogil:
         return False
     memcpy(out, &item.number, 8)
     return True
+
+
+def read_events(bytes frame not None, uint64_t version):
+    """(epoch, session, seq, number, [(first letter, fields of the event), ...], complete for), token ids as raw words,
+    or None if it takes a closer look."""
+    cdef Reader r
+    cdef Item item
+    cdef uint64_t header[3]
+    cdef uint64_t number
+    cdef uint32_t _, count
+    cdef list events = []
+    cdef tuple event
+    start(&r, frame)
+    if not take_header(&r, EVENTS_FIELDS, version, EVENTS, header) or not take_int(&r, INT63, &number):
+        return None
+    if read_item(&r, &item) != FINE or item.kind != ARRAY_ITEM or item.length > MAX_EVENTS:
+        return None
+    count = item.length
+    try:
+        for _ in range(count):
+            event = event_of(&r)
+            if event is None:
+                return None
+            events.append(event)
+        if read_item(&r, &item) != FINE or item.kind != TEXT_ITEM or item.length > MAX_TEXT or r.at != r.end:
+            return None
+        complete_for = PyUnicode_DecodeUTF8(<char*> item.data, item.length, NULL)
+    except UnicodeDecodeError:
+        return None
+    return header[0], header[1], header[2], number, events, complete_for
+
+
+cdef tuple event_of(Reader* r):
+    """The first letter and the fields of an event of a request, or of an eviction; None for any other."""
+    cdef Item item
+    cdef uint32_t fields
+    if read_item(r, &item) != FINE or item.kind != ARRAY_ITEM:
+        return None
+    fields = item.length
+    if read_item(r, &item) != FINE or item.kind != TEXT_ITEM or item.length != 1:
+        return None
+    if item.data[0] == b"E":
+        return evicted_of(r) if fields == 4 else None
+    if item.data[0] == b"Q":
+        return request_of(r, "Q") if fields == 6 else None
+    if item.data[0] == b"F":
+        return request_of(r, "F") if fields == 4 else None
+    return request_of(r, "X") if fields == 4 and item.data[0] == b"X" else None
+
+
+cdef tuple evicted_of(Reader* r):
+    cdef Item tokens
+    cdef uint64_t kept
+    if not take_prompt(r, &tokens) or not take_int(r, tokens.length // 4, &kept) or not take_nil(r):
+        return None
+    return "E", words_of(&tokens), kept, None
+
+
+cdef tuple request_of(Reader* r, str letter):
+    cdef Item tokens
+    cdef int64_t count
+    cdef str router = id_of(r)
+    cdef str request_id = None if router is None else id_of(r)
+    if request_id is None or (letter == "Q" and not (take_prompt(r, &tokens) and take_nil(r))):
+        return None
+    count = take_count(r, 1 if letter == "Q" else 0)
+    if count == WRONG_COUNT:
+        return None
+    told = None if count == NO_COUNT else count
+    return (letter, router, request_id, words_of(&tokens), None, told) if letter == "Q" else (
+        letter, router, request_id, told)
+
+
+cdef inline bytes words_of(Item* tokens):
+    return PyBytes_FromStringAndSize(<char*> tokens.data, tokens.length)
+
+
+cdef inline bint take_prompt(Reader* r, Item* item) noexcept nogil:
+    return take_tokens(r, MAX_TOKENS, item) and item.length > 0
+
+
+cdef inline bint take_nil(Reader* r) noexcept nogil:
+    cdef Item item
+    return read_item(r, &item) == FINE and item.kind == NIL_ITEM
+
+
+cdef inline int64_t take_count(Reader* r, uint64_t least) noexcept nogil:
+    """An int in [least, 2**31 - 1], or NO_COUNT, or WRONG_COUNT for anything else."""
+    cdef Item item
+    if read_item(r, &item) != FINE:
+        return WRONG_COUNT
+    if item.kind == NIL_ITEM:
+        return NO_COUNT
+    if item.kind != INT_ITEM or item.negative or not least <= item.number <= INT31:
+        return WRONG_COUNT
+    return <int64_t> item.number
 
 
 cdef inline void start(Reader* r, bytes frame) noexcept:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preble._frames import read_chunk, read_submit, write_chunk, write_submit
+from preble._frames import read_chunk, read_events, read_submit, write_chunk, write_submit
 from preble.errors import InvalidInput, ProtocolError
 from preble.transport import wire
 from preble.transport.fields import MAX_EVENTS, MAX_ID_BYTES, MAX_STOP_TOKENS, MAX_TEXT_BYTES, check_namespace
@@ -54,6 +54,12 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     seed=INT63,
 )
+TOLD = st.one_of(  # by workers, of requests and evictions
+    st.builds(RequestPlaced, IDS, IDS, PROMPT, NAMESPACES, st.none() | st.integers(1, 2**31 - 1)),
+    st.builds(RequestPrefilled, IDS, IDS, st.none() | INT31),
+    st.builds(RequestEnded, IDS, IDS, st.none() | INT31),
+    PROMPT.flatmap(lambda ids: st.builds(PrefixEvicted, st.just(ids), st.integers(0, len(ids)), NAMESPACES)),
+)
 EVENTS = st.one_of(
     st.builds(
         BlockStored,
@@ -66,10 +72,7 @@ EVENTS = st.one_of(
     ),
     st.builds(BlockRemoved, HASHES, st.none() | TEXT),
     st.builds(AllBlocksCleared),
-    st.builds(RequestPlaced, IDS, IDS, PROMPT, NAMESPACES, st.none() | st.integers(1, 2**31 - 1)),
-    st.builds(RequestPrefilled, IDS, IDS, st.none() | INT31),
-    st.builds(RequestEnded, IDS, IDS, st.none() | INT31),
-    PROMPT.flatmap(lambda ids: st.builds(PrefixEvicted, st.just(ids), st.integers(0, len(ids)), NAMESPACES)),
+    TOLD,
 )
 
 
@@ -244,35 +247,69 @@ def test_both_ways_read_the_same_from_junk_fields(message: wire.Message, data: s
     assert_both_ways_agree(msgpack.packb(values))
 
 
+@given(st.lists(TOLD, min_size=1, max_size=3), TEXT, st.data())
+@settings(max_examples=1000)
+def test_both_ways_read_the_same_from_damaged_events(events: list[Any], router: str, data: st.DataObject) -> None:
+    frame = wire.encode(wire.Events(70_000, tuple(events), router), epoch=300)
+    assert_both_ways_agree(frame)
+    values = msgpack.unpackb(frame)
+    event = data.draw(st.sampled_from(values[6]))
+    event[data.draw(st.integers(0, len(event) - 1))] = data.draw(JUNK)
+    assert_both_ways_agree(msgpack.packb(values))
+    event[data.draw(st.integers(0, len(event))) :] = data.draw(st.lists(JUNK, max_size=2))
+    assert_both_ways_agree(msgpack.packb(values))
+    damaged = bytearray(frame)
+    damaged[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    assert_both_ways_agree(bytes(damaged))
+
+
 USUAL = [
     wire.Chunk("17", 3, (1, 2**31 - 1)),
     wire.Chunk("17", 0, (5,), 12, "length", None, 9),
     wire.Chunk("17", 0, (), None, "stop"),
     wire.Submit("a" * MAX_ID_BYTES, np.arange(2000, dtype=np.int32)),
     wire.Submit("1", np.array([7, 8], np.int32), SamplingParams(5, 0.5, 0.9, (2, 3), True, 2**63 - 1), None, 1),
+    wire.Events(2**63 - 1, (), "x" * MAX_TEXT_BYTES),
+    wire.Events(
+        9,
+        (
+            RequestPlaced("A", "x" * MAX_ID_BYTES, [0, 2**31 - 1], None, 2**31 - 1),
+            RequestPlaced("A", "r", [1]),
+            RequestPrefilled("A", "r", 0),
+            RequestEnded("A", "r"),
+            PrefixEvicted([1, 2], 2),
+        ),
+    ),
+    wire.Events(0, (RequestEnded("A", "r", 5),) * MAX_EVENTS),
 ]
 UNUSUAL = [
     wire.Chunk("17", 0, (1,), None, "abort"),
     wire.Chunk("17", 0, (1,), None, "error", "why"),
     wire.Submit("1", np.array([7], np.int32), SamplingParams(temperature=0)),  # an int, which travels as one
     wire.Submit("1", np.array([7], np.int32), namespace=("lora", 1)),
+    wire.Events(0, (RequestPlaced("A", "r", [1], "lora"),)),
+    wire.Events(0, (PrefixEvicted([1, 2], 0, "lora"),)),
+    wire.Events(0, (AllBlocksCleared(),)),
 ]
 
 
 @pytest.mark.parametrize("message", USUAL)
 def test_the_usual_message_takes_the_short_way(message: Any) -> None:
     frame = wire.encode(message, epoch=1, session=2, seq=3)
-    assert short_read(frame) is not None and short_write(message) is not None
+    assert short_read(frame) is not None
+    assert isinstance(message, wire.Events) or short_write(message) is not None
 
 
 @pytest.mark.parametrize("message", UNUSUAL)
 def test_the_short_way_declines_what_is_rare(message: Any) -> None:
-    assert short_read(wire.encode(message)) is None and short_write(message) is None
+    assert short_read(wire.encode(message)) is None
+    assert isinstance(message, wire.Events) or short_write(message) is None
 
 
 def short_read(frame: bytes) -> Any:
     """What the short way makes of a frame."""
-    return read_chunk(frame, wire.PROTOCOL_VERSION) or read_submit(frame, wire.PROTOCOL_VERSION)
+    version = wire.PROTOCOL_VERSION
+    return read_chunk(frame, version) or read_submit(frame, version) or read_events(frame, version)
 
 
 def short_write(message: Any) -> bytes | None:

@@ -14,13 +14,13 @@ that two sides that do not understand each other can still say so.
 `ProtocolError` naming the field, and any bytes whatever raise nothing else. Texts are never quoted in errors: they may
 hold parts of prompts.
 
-There are two ways through both. `_frames` handles the usual `Submit` and `Chunk`, which are nearly all traffic, in
-compiled code; where it declines, and for every other message, the table of fields below decides.
+There are two ways through both. `_frames` handles the usual `Submit` and `Chunk` in compiled code, and reads the usual
+`Events`: nearly all traffic. Where it declines, and for every other message, the table of fields below decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from .._frames import read_chunk, read_submit, write_chunk, write_submit
+from .._frames import read_chunk, read_events, read_submit, write_chunk, write_submit
 from ..errors import InvalidInput, ProtocolError
-from ..types import CacheEvent, SamplingParams
+from ..types import CacheEvent, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled, SamplingParams
 from .fields import (
     INT31,
     MAX_STOP_TOKENS,
@@ -403,6 +403,10 @@ def decode(frame: bytes, allowed: frozenset[type], *, max_bytes: int = MAX_FRAME
         submit = read_submit(frame, PROTOCOL_VERSION)
         if submit is not None:
             return _submit_of(*submit)
+    if Events in allowed:
+        events = read_events(frame, PROTOCOL_VERSION)
+        if events is not None:
+            return _events_of(*events)
     return decode_by_fields(frame, allowed)
 
 
@@ -414,6 +418,30 @@ def _submit_of(
     except InvalidInput as error:
         raise ProtocolError(str(error)) from error
     return Envelope(epoch, session, seq, message)
+
+
+def _events_of(
+    epoch: int, session: int, seq: int, number: int, told: list[tuple[Any, ...]], complete_for: str
+) -> Envelope:
+    events = tuple(_EVENT_OF[letter](*fields) for letter, *fields in told)
+    return Envelope(epoch, session, seq, Events(number, events, complete_for))
+
+
+def _placed_of(router: str, request_id: str, words: bytes, namespace: None, limit: int | None) -> RequestPlaced:
+    return RequestPlaced(router, request_id, np.frombuffer(words, np.int32), namespace, limit)  # type: ignore[arg-type]
+
+
+def _evicted_of(words: bytes, kept_tokens: int, namespace: None) -> PrefixEvicted:
+    return PrefixEvicted(np.frombuffer(words, np.int32), kept_tokens, namespace)  # type: ignore[arg-type]
+
+
+# What `_frames.read_events` reads, by the letter that stands for it in a frame.
+_EVENT_OF: Mapping[str, Callable[..., CacheEvent]] = {
+    "Q": _placed_of,
+    "F": RequestPrefilled,
+    "X": RequestEnded,
+    "E": _evicted_of,
+}
 
 
 def decode_by_fields(frame: bytes, allowed: frozenset[type]) -> Envelope:
