@@ -235,7 +235,8 @@ class SchedulerStress:
             assert all(worker["cached_tokens"] <= 2500 for worker in stats["workers"].values())  # 2000 and a quarter
         if step % 50 == 0:
             self.sched.check()
-            assert len(self.sched.snapshot()) > 0
+            if self.sched.policy == "e2":  # of some others not everything is kept
+                assert len(self.sched.snapshot()) > 0
 
     def come_and_go(self, rng: random.Random, step: int) -> None:
         name = f"extra-{step % 7}"
