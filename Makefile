@@ -35,7 +35,7 @@ PEERS := .venv-peers
 RAY := .venv-ray
 RAY_PIP := $(RAY)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-SOURCES := setup.py $(wildcard preble/*.pyx preble/*.pxd preble/*.h)
+SOURCES := setup.py $(shell find preble -name '*.pyx' -o -name '*.pxd')
 
 .PHONY: wheel wheels wheel-test docs quickstart
 .PHONY: demo test test-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick peers instructions instructions-renew clean
@@ -53,12 +53,12 @@ test-live: $(VENV)/built
 	PREBLE_LIVE_TESTS=1 $(BIN)/python -m pytest tests/live --timeout=1200 $(ARGS)
 
 test-ray: $(RAY)/built
-	$(RAY)/bin/python -m pytest tests/test_ray_serve.py tests/test_ray_fleet.py tests/test_ray_docs.py $(ARGS)
+	$(RAY)/bin/python -m pytest tests/integrations/test_ray_serve.py tests/integrations/test_ray_fleet.py tests/integrations/test_ray_docs.py $(ARGS)
 
 # Prompts are text there, so the router needs a tokenizer.
 bench-ray: $(RAY)/built
 	@$(RAY_PIP) install -c constraints.txt tokenizers
-	$(RAY)/bin/python benchmarks/bench_ray.py --json benchmarks/results/ray.json --docs $(ARGS)
+	$(RAY)/bin/python -m benchmarks.ray.bench_ray --json benchmarks/results/ray.json --docs $(ARGS)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -67,38 +67,38 @@ check: $(VENV)/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint preble  # it starts pycodestyle by name
 
 asan tsan: $(VENV)/installed
-	$(BIN)/python tests/stress/sanitize.py $@ $(ARGS)
+	$(BIN)/python -m tests.stress.sanitize $@ $(ARGS)
 
 leaks: $(VENV)/built
-	$(BIN)/python tests/stress/leaks.py $(ARGS)
+	$(BIN)/python -m tests.stress.leaks $(ARGS)
 
 chaos: $(VENV)/built
-	$(BIN)/python tests/stress/chaos.py --seconds 600 $(ARGS)
+	$(BIN)/python -m tests.stress.chaos --seconds 600 $(ARGS)
 
 soak: $(VENV)/built
-	$(BIN)/python tests/stress/gateway_soak.py $(ARGS)
+	$(BIN)/python -m tests.stress.gateway_soak $(ARGS)
 
 # Where atheris has no wheel, a seeded generator damages the inputs instead.
 fuzz: $(VENV)/built
 	@$(PIP) install atheris==3.0.0 || echo "atheris cannot be installed; going on without"
-	$(BIN)/python tests/stress/fuzz.py $(ARGS)
+	$(BIN)/python -m tests.stress.fuzz $(ARGS)
 
 build: $(VENV)/built
 
 bench: $(VENV)/built peers
-	$(BIN)/python benchmarks/bench_schedule.py --everything --runs 3 --json benchmarks/results/everything.json --docs $(ARGS)
+	$(BIN)/python -m benchmarks.decision.bench_schedule --everything --runs 3 --json benchmarks/results/everything.json --docs $(ARGS)
 
 paper: $(VENV)/built
-	$(BIN)/python benchmarks/paper/run.py $(ARGS)
+	$(BIN)/python -m benchmarks.paper.run $(ARGS)
 
 paper-quick: $(VENV)/built
-	$(BIN)/python benchmarks/paper/run.py --quick $(ARGS)
+	$(BIN)/python -m benchmarks.paper.run --quick $(ARGS)
 
 instructions: $(VENV)/built
-	$(BIN)/python benchmarks/instructions.py
+	$(BIN)/python -m benchmarks.decision.instructions
 
 instructions-renew: $(VENV)/built
-	$(BIN)/python benchmarks/instructions.py --renew "$(REASON)"
+	$(BIN)/python -m benchmarks.decision.instructions --renew "$(REASON)"
 
 quickstart: $(VENV)/created
 	rm -rf build/quickstart

@@ -1,4 +1,4 @@
-"""Builds the compiled core: every `preble/*.pyx` is one extension. Owns build modes; metadata is in pyproject.toml.
+"""Builds the compiled core: every `.pyx` under `preble/` is one extension. Owns build modes; metadata is in pyproject.toml.
 
 PREBLE_DEBUG=1 turns on bounds checks, C asserts and debug symbols. PREBLE_SANITIZE=address,undefined adds those
 sanitizers (run Python with their runtime preloaded). A build in another mode than the last one rebuilds everything.
@@ -8,7 +8,6 @@ PREBLE_SKIP_CORE=1 leaves the extensions out: `make` installs first and builds t
 from __future__ import annotations
 
 import os
-from glob import glob
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -43,16 +42,16 @@ def mode_changed() -> bool:
 def extensions(force: bool) -> list[Extension]:
     """The extensions, cythonized into build/ so that no generated C lies beside the sources."""
     compile_args, link_args = compile_flags()
+    declarations = sorted(str(path) for path in Path("preble").rglob("*.pxd"))
     modules = [
         Extension(
-            f"preble.{Path(source).stem}",
-            [source],
-            include_dirs=["preble"],
-            depends=sorted(glob("preble/*.pxd") + glob("preble/*.h")),
+            ".".join(source.with_suffix("").parts),
+            [str(source)],
+            depends=declarations,
             extra_compile_args=compile_args,
             extra_link_args=link_args,
         )
-        for source in sorted(glob("preble/*.pyx"))
+        for source in sorted(Path("preble").rglob("*.pyx"))
     ]
     directives = {
         "language_level": 3,

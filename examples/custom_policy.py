@@ -7,7 +7,7 @@ counts as much as `tokens_per_request` cached tokens. `explain` shows the scores
 from collections.abc import Sequence
 
 import preble
-from preble.policy import RequestView, WorkersView
+from preble.policies.base import RequestView, WorkersView
 
 
 class QueueAware(preble.Policy):

@@ -16,14 +16,14 @@ from importlib import import_module
 TYPE_CHECKING = False  # what type checkers know as true; importing typing would cost more than all the rest
 if TYPE_CHECKING:
     from . import errors as errors
-    from ._answers import Decision as Decision
     from ._cost import CostModel as CostModel
+    from ._placement.decision import Decision as Decision
     from .clock import ManualClock as ManualClock
     from .config import SchedulerConfig as SchedulerConfig
     from .local import LocalConfig as LocalConfig
     from .local import LocalRequest as LocalRequest
     from .local import LocalScheduler as LocalScheduler
-    from .policy import Policy as Policy
+    from .policies.base import Policy as Policy
     from .router import Router as Router
     from .scheduler import GlobalScheduler as GlobalScheduler
     from .types import AllBlocksCleared as AllBlocksCleared
@@ -41,13 +41,13 @@ _HOMES = {
     "BlockRemoved": "types",
     "BlockStored": "types",
     "CostModel": "_cost",
-    "Decision": "_answers",
+    "Decision": "_placement.decision",
     "GlobalScheduler": "scheduler",
     "LocalConfig": "local",
     "LocalRequest": "local",
     "LocalScheduler": "local",
     "ManualClock": "clock",
-    "Policy": "policy",
+    "Policy": "policies.base",
     "PrefixEvicted": "types",
     "Router": "router",
     "SamplingParams": "types",

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from preble._memory cimport Slab, Budget
+from preble._core.memory cimport Slab, Budget
 
 cdef enum:
     KNOTS_MAX = 16

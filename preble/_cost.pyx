@@ -15,8 +15,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcmp, memset
 
-from preble._atomic cimport load32, load_double, load_signed, store32, store_double, store_signed
-from preble._memory cimport (
+from preble._core.atomic cimport load32, load_double, load_signed, store32, store_double, store_signed
+from preble._core.memory cimport (
     CHUNK_BITS,
     CHUNK_MASK,
     slab_close,
@@ -25,7 +25,7 @@ from preble._memory cimport (
     slab_take,
 )
 
-from ._cost_presets import PRESETS
+from .costs.presets import PRESETS
 from .errors import InvalidConfig, InvalidInput, UnknownWorker
 
 cdef enum:
@@ -199,7 +199,7 @@ cdef class CostModel:
         `samples`: (missed tokens, context tokens, seconds) of single prefills; `decode`: (batch, context tokens of
         each, seconds) of decode iterations. At least 3 samples in total; InvalidInput otherwise. Needs numpy.
         """
-        from ._cost_fit import fitted
+        from .costs.fit import fitted
         prefills = [_sample("samples", sample) for sample in samples]
         decodes = [_sample("decode", sample) for sample in decode]
         if len(prefills) + len(decodes) < 3:
@@ -212,13 +212,13 @@ cdef class CostModel:
     def save(self, path, measured=None) -> None:
         """Write the model as JSON, with `measured`: where it comes from, as a dict that JSON can hold. Raises
         InvalidConfig naming the file where that fails; a file of that name is then as it was."""
-        from ._cost_file import write
+        from .costs.file import write
         write(path, self.coefficients(), measured)
 
     @staticmethod
     def load(path) -> CostModel:
         """A model that `save` wrote. Raises InvalidConfig naming the file and what is wrong with it."""
-        from ._cost_file import read, refused
+        from .costs.file import read, refused
         coefficients = read(path)
         try:
             return CostModel(**coefficients)

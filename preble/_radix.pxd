@@ -2,8 +2,8 @@
 
 from libc.stdint cimport uint32_t
 
-from preble._layout cimport Tree, Walk
-from preble._tokens cimport TokenView
+from preble._core.tree.layout cimport Tree, Walk
+from preble._core.token_ids cimport TokenView
 
 cdef double finite(object now) except? -1.0
 

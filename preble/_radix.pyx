@@ -2,8 +2,8 @@
 each, how often each was hit within the window, and each worker's recency order. Knows no sockets, no clock (times are
 arguments), no policy.
 
-The algorithms are in `_tree.pyx` and `_nodes.pyx`, layout, pictures and invariants in `_layout.pxd`, `check` and `show`
-in `_audit.pyx`. Threads may share a tree: what changes it holds the writers' lock, `match` holds a reader's slot and no
+The algorithms are in `_core/tree/operations.pyx` and `_core/tree/nodes.pyx`, layout, pictures and invariants in `_core/tree/layout.pxd`, `check` and `show`
+in `_core/tree/audit.pyx`. Threads may share a tree: what changes it holds the writers' lock, `match` holds a reader's slot and no
 lock. Workers are dense indices here; their names belong to the scheduler. Paper section 4.2.
 """
 
@@ -14,12 +14,12 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from preble._atomic cimport load32, load64, store32, store64, store_signed
-from preble._audit cimport check_tree, show_tree
-from preble._compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
-from preble._epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
-from preble._guard cimport await_python, guard_close, guard_enter, guard_init, guard_leave, guard_try
-from preble._layout cimport (
+from preble._core.atomic cimport load32, load64, store32, store64, store_signed
+from preble._core.tree.audit cimport check_tree, show_tree
+from preble._core.prefix_compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
+from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
+from preble._core.writer_lock cimport await_python, guard_close, guard_enter, guard_init, guard_leave, guard_try
+from preble._core.tree.layout cimport (
     LIVE,
     Entry,
     Mark,
@@ -35,8 +35,8 @@ from preble._layout cimport (
     run_end,
     store_workers,
 )
-from preble._layout_parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
-from preble._memory cimport (
+from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
+from preble._core.memory cimport (
     NONE,
     budget_alloc,
     budget_free,
@@ -44,11 +44,11 @@ from preble._memory cimport (
     slab_init,
     slab_reserve,
 )
-from preble._nodes cimport at_root, free_node, held_on_path, take_node, tree_walk
-from preble._retired cimport reclaim, reclaim_soon, retire_memory
-from preble._table cimport TABLE_START, new_table
-from preble._tokens cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._tree cimport (
+from preble._core.tree.nodes cimport at_root, free_node, held_on_path, take_node, tree_walk
+from preble._core.tree.reclaim cimport reclaim, reclaim_soon, retire_memory
+from preble._core.tree.child_table cimport TABLE_START, new_table
+from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
+from preble._core.tree.operations cimport (
     clear_marks,
     drop_below,
     forget_dead,
@@ -575,7 +575,7 @@ cdef class RadixTree:
         self.t.budget.fail_after = nth
 
     def check(self) -> None:
-        """Assert every invariant of `_layout.pxd`. O(everything)."""
+        """Assert every invariant of `_core/tree/layout.pxd`. O(everything)."""
         with self:
             reclaim_soon(&self.t)
             check_tree(&self.t, self._roots, self._names, self._root_queue)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ._clock import ManualClock as ManualClock
+from ._core.manual_clock import ManualClock as ManualClock
 
 Clock = Callable[[], float]
 

@@ -24,12 +24,12 @@ from bisect import insort
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ._batch import Batch, BatchItem, LiveRequest, StepOutput, decoding_count, prefilling
+from .batching._batch import Batch, BatchItem, LiveRequest, StepOutput, decoding_count, prefilling
+from .batching.kv_cache import KvCache
+from .batching.requests import Int32Array, LocalConfig, LocalLoad, LocalRequest
+from .batching.waiting_queue import WaitingQueue
 from .clock import Clock, monotonic
 from .errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
-from .local_cache import KvCache
-from .local_queue import WaitingQueue
-from .local_types import Int32Array, LocalConfig, LocalLoad, LocalRequest
 from .types import AllBlocksCleared, PrefixEvicted
 
 __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "LocalScheduler", "StepOutput"]

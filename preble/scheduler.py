@@ -1,7 +1,7 @@
 """The global scheduler. Owns the tree, the books, the workers and their caches' events; the only place where they are
 changed.
 
-The four calls of a request's life are compiled and inherited (`_hot.pyx`). Every other method that changes something is
+The four calls of a request's life are compiled and inherited (`_placement/request_api.pyx`). Every other method that changes something is
 one step, or a few short ones, under the same writers' lock (`with self._lock`); questions take none. Policies compute,
 only a scheduler books. Nothing here opens a socket or blocks on I/O, so all of it may be called from any thread and
 from asyncio. Paper sections 4.1 and 4.2.
@@ -17,15 +17,13 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import mirror
-from ._answers import Decision, Match, unit_draw
-from ._blocks import BlockIndex
-from ._booking import DecisionCore
 from ._cost import CostModel, LoadBook
-from ._events import EventBatch
-from ._hot import RequestCalls, finite_time, hashable, output_limit
+from ._kv_index.block_index import BlockIndex
+from ._kv_index.event_batch import EventBatch
+from ._placement.bookings import DecisionCore
+from ._placement.decision import Decision, Match, unit_draw
+from ._placement.request_api import RequestCalls, finite_time, hashable, output_limit
 from ._radix import RadixTree
-from .calibration import NEUTRAL, Calibrator
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
 from .errors import (
@@ -37,10 +35,12 @@ from .errors import (
     NoWorkers,
     UnknownWorker,
 )
-from .leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
-from .membership import ANY_REQUEST, Handover, Membership
-from .policy import Policy, RequestView, resolve
-from .truth import Truth, look, warn
+from .policies.base import Policy, RequestView, resolve
+from .scheduling import peer_bookings
+from .scheduling.cache_mismatch import Truth, look, warn
+from .scheduling.calibration import NEUTRAL, Calibrator
+from .scheduling.leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
+from .scheduling.membership import ANY_REQUEST, Handover, Membership
 from .types import (
     AllBlocksCleared,
     BlockKeys,
@@ -52,16 +52,16 @@ from .types import (
 )
 
 if TYPE_CHECKING:
-    from .records import DecisionRecord, Recording
-    from .scheduler_books import PolicyBooks
-    from .shadow import Shadow
-    from .shifts import Shifts, WarmUp
+    from .scheduling.policy_state import PolicyBooks
+    from .scheduling.rebalancer import Shifts, WarmUp
+    from .scheduling.records import DecisionRecord, Recording
+    from .scheduling.shadow import Shadow
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
 COUNTED = (
     *("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests"),
-    *mirror.COUNTED,
+    *peer_bookings.COUNTED,
 )
 REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
 
@@ -290,7 +290,9 @@ class GlobalScheduler(RequestCalls):
                 **self._counts(),
                 **self._counts_here,
                 "live_requests": len(self._core.leases),
-                "mirrored_live": sum(map(mirror.is_mirrored, list(self._core.leases))),  # which changes meanwhile
+                "mirrored_live": sum(
+                    map(peer_bookings.is_mirrored, list(self._core.leases))
+                ),  # which changes meanwhile
                 "reasons": dict(Counter(self._e2_reasons()) + Counter(self._reasons)),
                 "tree": self._core.tree.stats(),
                 "policy_books": {} if self._books is None else self._books.stats(),
@@ -388,7 +390,7 @@ class GlobalScheduler(RequestCalls):
                 self._calibrator.closed(worker_id)
             if self._books is not None:
                 self._books.closed(worker_id)
-            return mirror.forget(self, orphans, now)
+            return peer_bookings.forget(self, orphans, now)
 
     def clear_worker(self, worker_id: str) -> int:
         """A worker's cache is empty: its engine was restarted or its cache reset. Forgets what it cached; its bookings
@@ -409,9 +411,9 @@ class GlobalScheduler(RequestCalls):
         changed = 0
         with self._lock:
             worker, now = self._worker(worker_id), self._now()
-            for told, run in mirror.runs_of(_all_of("events", events, InvalidInput)):
+            for told, run in peer_bookings.runs_of(_all_of("events", events, InvalidInput)):
                 if told:
-                    books = mirror.Mirror(self, self._asked, self._count)
+                    books = peer_bookings.Mirror(self, self._asked, self._count)
                     changed += sum(books.take(worker_id, worker.index, event, now) for event in run)
                     continue
                 try:
@@ -425,7 +427,7 @@ class GlobalScheduler(RequestCalls):
         bookings that were. Raises UnknownWorker."""
         with self._lock:
             live = self._core.live_on(self._worker(worker_id).index)
-            return len(live) - len(mirror.forget(self, live, self._now()))
+            return len(live) - len(peer_bookings.forget(self, live, self._now()))
 
     def apply_raw(
         self,
@@ -475,7 +477,7 @@ class GlobalScheduler(RequestCalls):
         `schedule` has not returned. Other threads' decisions wait while memory is copied, `match` does not.
         O(everything). See docs/snapshot.md.
         """
-        from .snapshot import take
+        from .scheduling.snapshot import take
 
         return take(self)
 
@@ -495,7 +497,7 @@ class GlobalScheduler(RequestCalls):
         ages are kept, as if `elapsed_seconds` had passed since the snapshot. Raises SnapshotRefused for bytes that are
         no snapshot, damaged, or of another version, InvalidInput, InvalidConfig, InvalidTime.
         """
-        from .snapshot import load
+        from .scheduling.snapshot import load
 
         kind = vars(cls).get("_unwatched", cls)
         restored: GlobalScheduler = load(kind, SchedulerConfig, data, policy, clock, elapsed_seconds)
@@ -649,7 +651,7 @@ class _Excluding:
 
 def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
     """The class of a scheduler that is watched, of the same name as its own."""
-    from .scheduler_watched import Watched
+    from .scheduling.recording import Watched
 
     if issubclass(cls, Watched):
         return cls
@@ -671,7 +673,7 @@ def _open_books(policy: Policy | None, shadow: Shadow | None, tree: RadixTree) -
     needs = (() if policy is None else tuple(policy.needs)) + (() if shadow is None else shadow.needs)
     if not needs:
         return None
-    from .scheduler_books import PolicyBooks
+    from .scheduling.policy_state import PolicyBooks
 
     return PolicyBooks(needs, tree)
 
@@ -680,7 +682,7 @@ def _open_shifts(core: DecisionCore, config: SchedulerConfig) -> Shifts | None:
     """Rebalancing and copies of hot prefixes; None, and nothing is loaded or counted for it, where both are off."""
     if not config.rebalance_ratio and config.replicas_max < 2:
         return None
-    from .shifts import Shifts
+    from .scheduling.rebalancer import Shifts
 
     return Shifts(
         core,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from typing import Any
 
-from ._hot import finite_time
+from ._placement.request_api import finite_time
 from .errors import InvalidInput
-from .shifting import Group, Plan
-from .shifts import COPIES_MAX, HISTORY_MAX, PLANS_MAX, REASONS, STEERS_MAX, Shifts, Steered, Work
+from .scheduling.rebalance_planner import Group, Plan
+from .scheduling.rebalancer import COPIES_MAX, HISTORY_MAX, PLANS_MAX, REASONS, STEERS_MAX, Shifts, Steered, Work
 
 State = tuple[tuple[str, Any], ...]
 STATES = ("warming", "active", "ended")

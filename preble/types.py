@@ -138,7 +138,7 @@ class PrefixStored:
 
 
 # Where several routers use one worker, it tells all of them what each one's requests do there. Whoever is told books
-# them like its own (`preble/mirror.py`), so every router's books are of the whole fleet.
+# them like its own (`preble/scheduling/peer_bookings.py`), so every router's books are of the whole fleet.
 
 
 @dataclass(frozen=True, slots=True)

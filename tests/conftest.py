@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.paths import ROOT
+
 # The same examples on every run and machine. PREBLE_HYPOTHESIS=long looks for new ones, ten times as many.
 settings.register_profile(
     "preble", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("long", settings.get_profile("preble"), derandomize=False, max_examples=1000)
 settings.load_profile("long" if os.environ.get("PREBLE_HYPOTHESIS") == "long" else "preble")
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")

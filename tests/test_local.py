@@ -7,15 +7,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from model_local import PretendDevice, expected_output
 
-from preble._batch import LiveRequest
+from preble.batching._batch import LiveRequest
+from preble.batching.kv_cache import KvCache, SlotPool
+from preble.batching.waiting_queue import WaitingQueue
 from preble.clock import ManualClock
 from preble.errors import DuplicateRequest, InvalidConfig, InvalidInput, InvalidTime, InvalidTokens, QueueFull
 from preble.local import LocalConfig, LocalRequest, LocalScheduler
-from preble.local_cache import KvCache, SlotPool
-from preble.local_queue import WaitingQueue
 from preble.types import AllBlocksCleared, PrefixEvicted
+from tests.models.local import PretendDevice, expected_output
 
 
 class Worker:

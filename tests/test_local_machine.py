@@ -15,11 +15,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from model_local import NaiveLocal, PretendDevice, expected_output
 
 from preble.clock import ManualClock
 from preble.errors import InvalidInput, QueueFull
 from preble.local import LocalConfig, LocalRequest, LocalScheduler
+from tests.models.local import NaiveLocal, PretendDevice, expected_output
 
 # Few stems, extended by few tokens: prompts share, split and extend each other all the time.
 STEMS = [(1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9), (5, 5, 5, 5), (1,)]

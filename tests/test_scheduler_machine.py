@@ -7,13 +7,13 @@ import math
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from model_scheduler import Choice, NaiveScheduler, Path
 
 import preble
 from preble import AllBlocksCleared, BlockRemoved, BlockStored, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull
-from preble.mirror import is_mirrored, mirrored_id
+from preble.scheduling.peer_bookings import is_mirrored, mirrored_id
 from preble.types import RequestEnded, RequestPlaced, RequestPrefilled
+from tests.models.scheduler import Choice, NaiveScheduler, Path
 
 NAMESPACES = (None, "tenant", 7)
 NAMES = [f"w{i}" for i in range(5)]
@@ -48,11 +48,11 @@ configs = st.builds(
     victims_max=st.sampled_from([1, 3, 64]),
     live_requests_max=st.just(9),
     lease_seconds=st.just(150.0),
-    rebalance_ratio=st.just(0.0),  # load that shifts has a machine of its own, test_shifts_machine.py
+    rebalance_ratio=st.just(0.0),  # load that shifts has its own machine, scheduling/test_rebalancer_machine.py
     replicas_max=st.just(1),
-    handover_prefixes_max=st.just(0),  # prefixes that change hands are the subject of `test_fleet_machine.py`
+    handover_prefixes_max=st.just(0),  # prefixes that change hands: `scheduling/test_fleet_machine.py`
     join_share=st.just(0.0),
-    calibrate=st.just(False),  # costs that change: `test_calibration.py`
+    calibrate=st.just(False),  # costs that change: `scheduling/test_calibration.py`
 )
 
 

@@ -19,13 +19,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import setups
-
 import preble
+from benchmarks.paper import setups
 from preble import sim
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 DIGITS = 6  # significant, of what is kept: a page made from it is the same page
 Measure = Callable[["Cell", Any, sim.Result], dict[str, Any]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from contest_cells import ORACLE, POLICIES, SOURCES, ContestCell
-from contest_cells import run_place as run_place
-from contest_page import section as section
-from contest_plot import draw as draw
+from benchmarks.paper.contest_cells import ORACLE, POLICIES, SOURCES, ContestCell
+from benchmarks.paper.contest_cells import run_place as run_place
+from benchmarks.paper.contest_page import section as section
+from benchmarks.paper.contest_plot import draw as draw
 
 LOADS = (0.3, 0.6, 0.9, 1.2)
 SEEDS = 5

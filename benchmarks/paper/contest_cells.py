@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import setups
-from cells import DIGITS, Store
 
+from benchmarks.paper import setups
+from benchmarks.paper.cells import DIGITS, Store
 from preble import CostModel, LocalConfig, Policy, sim
 from preble.policies.oracle import OraclePartition
 from preble.sim.bounds import Bounds, lower_bounds

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import contest_cells as cells
-import contest_stats as stats
-from contest_stats import BOUND, OURS, POOLED, Found
+from benchmarks.paper import contest_cells as cells
+from benchmarks.paper import contest_stats as stats
+from benchmarks.paper.contest_stats import BOUND, OURS, POOLED, Found
 
 METRICS = {"p99_ttft_seconds": "p99 TTFT", "mean_ttft_seconds": "mean TTFT"}
 LATENCIES = ("mean_latency_seconds", "p50_latency_seconds", "p99_latency_seconds")

@@ -7,10 +7,9 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-import contest_stats as stats
-from contest_cells import ORACLE, SOURCES
-
-from preble.demo.plot import GREY, TITLE, tidy
+from benchmarks.paper import contest_stats as stats
+from benchmarks.paper.contest_cells import ORACLE, SOURCES
+from preble.cli.demo.plot import GREY, TITLE, tidy
 from preble.errors import MissingExtra
 
 METRICS = {"p99_ttft_seconds": "p99 TTFT", "mean_ttft_seconds": "mean TTFT"}

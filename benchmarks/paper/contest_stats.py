@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from contest_cells import ORACLE, ContestCell
+
+from benchmarks.paper.contest_cells import ORACLE, ContestCell
 
 OURS = "e2"
 POOLED, BOUND = "pooled reference", "lower bound"

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cells import Cell, Found
-from drawing import COLOURS, bars, figure, save
-from page import number, prose, table
-from setups import SOURCES
+from benchmarks.paper.cells import Cell, Found
+from benchmarks.paper.drawing import COLOURS, bars, figure, save
+from benchmarks.paper.page import number, prose, table
+from benchmarks.paper.setups import SOURCES
 
 ORDER = ("e2-fcfs", "e2-lpm", "e2-nobound", "e2")
 PLACES = (("toolbench-zipf", 12.0), ("videoqa", 2.5), ("loogle", 0.6), ("programming", 2.5))

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cells import Store, rounded
-from drawing import bars, figure, save
-from page import number, prose, ratio, table
-from setups import FLEETS, SYSTEMS, local_config, policy_of, workload_of
 
+from benchmarks.paper.cells import Store, rounded
+from benchmarks.paper.drawing import bars, figure, save
+from benchmarks.paper.page import number, prose, ratio, table
+from benchmarks.paper.setups import FLEETS, SYSTEMS, local_config, policy_of, workload_of
 from preble import SchedulerConfig, sim
 
 FLEET, WORKLOAD = "4xa6000", "toolbench-zipf"

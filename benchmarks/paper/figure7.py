@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import published
-from cells import Cell, Found
-from drawing import COLOURS, figure, line, logarithmic, points, save
-from page import number, prose, ratio, table
-from setups import FLEETS, SOURCES
-from setups import SYSTEMS as TITLES
+from benchmarks.paper import published
+from benchmarks.paper.cells import Cell, Found
+from benchmarks.paper.drawing import COLOURS, figure, line, logarithmic, points, save
+from benchmarks.paper.page import number, prose, ratio, table
+from benchmarks.paper.setups import FLEETS, SOURCES
+from benchmarks.paper.setups import SYSTEMS as TITLES
 
 WORKLOADS = ("toolbench", "embodied", "programming", "videoqa", "loogle")
 SYSTEMS = ("sglang_rr", "rr", "sglang_oracle", "oracle", "e2-paper", "e2")

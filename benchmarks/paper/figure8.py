@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import published
-from cells import Cell, Found
-from drawing import COLOURS, bars, figure, save
-from page import number, prose, ratio, table
-from setups import SYSTEMS
+from benchmarks.paper import published
+from benchmarks.paper.cells import Cell, Found
+from benchmarks.paper.drawing import COLOURS, bars, figure, save
+from benchmarks.paper.page import number, prose, ratio, table
+from benchmarks.paper.setups import SYSTEMS
 
 ORDER = ("sglang_rr", "rr", "oracle", "e2-paper", "e2")
 ABOUT = """

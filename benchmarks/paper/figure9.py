@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cells import Cell, Found
-from drawing import COLOURS, figure, line, logarithmic, save
-from page import number, prose, ratio, table
-from setups import SYSTEMS
+from benchmarks.paper.cells import Cell, Found
+from benchmarks.paper.drawing import COLOURS, figure, line, logarithmic, save
+from benchmarks.paper.page import number, prose, ratio, table
+from benchmarks.paper.setups import SYSTEMS
 
 ORDER = ("vllm_rr", "vllm_oracle", "vllm_e2", "e2")
 RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)

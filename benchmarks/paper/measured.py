@@ -1,14 +1,15 @@
 """The end of docs/results.md: sections that other commands measured, each in a file of benchmarks/results/. Owns their
 order and place on the page; what stands in them belongs to the commands that write the files.
 
-    python benchmarks/paper/measured.py     # put the page's end together anew
+    python -m benchmarks.paper.measured     # put the page's end together anew
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.common.paths import DOCS, RESULTS
+
 MARKER = "<!-- measured by other commands -->"
 SECTIONS = ("routers", "ray")
 
@@ -22,7 +23,7 @@ def with_sections(page: str, folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def update(page: Path = ROOT / "docs/results.md", folder: Path = ROOT / "benchmarks/results") -> None:
+def update(page: Path = DOCS / "results.md", folder: Path = RESULTS) -> None:
     """Write the page's end anew."""
     page.write_text(with_sections(page.read_text(), folder))
 

@@ -1,8 +1,8 @@
 """The paper's evaluation from one command: simulate what is not known yet, draw, write the page. Owns the order.
 
-    python benchmarks/paper/run.py              # all of it: docs/results.md and docs/figures/
-    python benchmarks/paper/run.py --quick      # a tenth of the requests and fewer rates: build/paper-quick/
-    python benchmarks/paper/run.py --only figure8
+    python -m benchmarks.paper.run              # all of it: docs/results.md and docs/figures/
+    python -m benchmarks.paper.run --quick      # a tenth of the requests and fewer rates: build/paper-quick/
+    python -m benchmarks.paper.run --only figure8
 
 Interrupted, it goes on where it was: every simulation is kept in build/paper-cells/ under a digest of its definition
 and of the sources. The page has no dates and no timings in it: the same sources make the same bytes.
@@ -16,17 +16,9 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-import cells
-import contest
-import fairness
-import figure7
-import figure8
-import figure9
-import figure10
-import measured
-import terms
-import throughput
-from page import prose
+from benchmarks.common.paths import ROOT
+from benchmarks.paper import cells, contest, fairness, figure7, figure8, figure9, figure10, measured, terms, throughput
+from benchmarks.paper.page import prose
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "contest": contest,
@@ -54,7 +46,7 @@ def main(arguments: list[str]) -> int:
     """Everything asked for; the exit code."""
     args = parsed(arguments)
     started = time.monotonic()
-    out = Path(args.out) if args.out else cells.ROOT / ("build/paper-quick" if args.quick else "docs")
+    out = Path(args.out) if args.out else ROOT / ("build/paper-quick" if args.quick else "docs")
     wanted = args.only or list(EXPERIMENTS)
     found = {name: gathered(name, args.quick, Path(args.store)) for name in wanted}
     how = " (here: `make paper-quick`, a tenth of the requests)" if args.quick else ""
@@ -84,7 +76,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests, fewer rates")
     parser.add_argument("--only", action="append", choices=list(EXPERIMENTS), help="this experiment; may be repeated")
-    parser.add_argument("--store", default=str(cells.ROOT / "build/paper-cells"), help="where simulations are kept")
+    parser.add_argument("--store", default=str(ROOT / "build/paper-cells"), help="where simulations are kept")
     parser.add_argument("--out", help="where results.md and figures/ go")
     return parser.parse_args(arguments)
 

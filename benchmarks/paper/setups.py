@@ -12,8 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from published import AZURE_MIX
-
+from benchmarks.paper.published import AZURE_MIX
 from preble import LocalConfig, Policy
 from preble.policies.oracle import OraclePartition
 from preble.workloads import Workload, arrival_times, generate, merged, poisson, read, traced

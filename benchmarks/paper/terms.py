@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import figure7
-import published
-from cells import Cell, Found
-from page import number, prose, table
-from setups import SOURCES
+from benchmarks.paper import figure7, published
+from benchmarks.paper.cells import Cell, Found
+from benchmarks.paper.page import number, prose, table
+from benchmarks.paper.setups import SOURCES
 
 LOOKS_AT = ("figure7",)
 PUBLISHED = figure7.PUBLISHED

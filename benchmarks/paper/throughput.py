@@ -1,7 +1,7 @@
 """Scheduler throughput on 50,000 requests, the paper's section 5.4: how many requests a second one scheduler places.
 Owns the measurement, its file and the page's section.
 
-    python benchmarks/paper/throughput.py       # measures (a minute) and writes benchmarks/results/throughput.json
+    python -m benchmarks.paper.throughput       # measures (a minute) and writes benchmarks/results/throughput.json
 
 The page is made from the file, so that it does not change with the machine that makes it.
 """
@@ -16,15 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cells
-import published
-from page import number, prose, table
-
 import preble
-from preble.demo.report import commit, machine
+from benchmarks.common.paths import RESULTS
+from benchmarks.paper import cells, published
+from benchmarks.paper.page import number, prose, table
+from preble.cli.demo.report import commit, machine
 from preble.workloads import generate
 
-RESULTS = cells.ROOT / "benchmarks/results/throughput.json"
+RESULTS = RESULTS / "throughput.json"
 REQUESTS = 50_000
 IN_FLIGHT = 64
 SECONDS_PER_REQUEST = 0.02

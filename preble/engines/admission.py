@@ -20,11 +20,11 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .._batch import LiveRequest
+from ..batching._batch import LiveRequest
+from ..batching.requests import Int32Array, LocalConfig, LocalRequest
+from ..batching.waiting_queue import WaitingQueue
 from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, InvalidConfig, QueueFull
-from ..local_queue import WaitingQueue
-from ..local_types import Int32Array, LocalConfig, LocalRequest
 from ..scheduler import GlobalScheduler
 from ..types import CacheEvent, WorkerSpec, check_int
 from .base import EngineInfo, GenerationRequest

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from ..clock import Clock
 from ..errors import TransportError
-from ..transport.http_server import EngineServer
-from ..transport.server_facts import EventSource, ServerOptions
+from ..transport.engine_servers.http_client import EngineServer
+from ..transport.engine_servers.server_info import EventSource, ServerOptions
+from .async_engine import BackendFacts
+from .async_requests import Job, StreamPart
 from .base import EngineInfo
-from .kv_listener import EventSink, KvListener, Salts
-from .streaming import BackendFacts
-from .streams import Job, StreamPart
+from .kv_event_listener import EventSink, KvListener, Salts
 
 logger = logging.getLogger("preble.engines")
 

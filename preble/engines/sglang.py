@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, InvalidConfig, MissingExtra
-from ..transport.server_facts import EventSource
+from ..transport.engine_servers.server_info import EventSource
+from .async_engine import BackendFacts
+from .async_requests import Job, StreamPart
 from .base import EngineInfo
-from .kv_listener import EventSink, KvListener, Salts
+from .kv_event_listener import EventSink, KvListener, Salts
 from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
-from .streaming import BackendFacts
-from .streams import Job, StreamPart
 
 logger = logging.getLogger("preble.engines")
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import Loaded
+    from .core.config import Loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `preble serve`: one for each field of the configuration that is no secret."""
-    from .config import FIELDS, LISTS, SECRET, GatewayConfig, flag_of, value_of
+    from .core.config import FIELDS, LISTS, SECRET, GatewayConfig, flag_of, value_of
 
     defaults = GatewayConfig()
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration, .yaml or .toml")
@@ -58,6 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 def loaded_from(args: argparse.Namespace) -> Loaded:
     """The configuration that the command line, the environment and the file make together, read anew."""
-    from .config import load_for
+    from .core.config import load_for
 
     return load_for(args, os.environ)

@@ -12,16 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from ..clock import Clock
-from .admin_api import Admin
-from .guard import Guard
-from .http import Receive, Send, json_response
-from .openai_api import OpenAI
-from .openapi import document
-from .page_api import Page
-from .problems import ApiError
-from .sglang_api import Sglang
-from .siblings import from_sibling, merged
-from .state import Gateway
+from .api.admin import Admin
+from .api.dashboard import Page
+from .api.http import Receive, Send, json_response
+from .api.openai import OpenAI
+from .api.openapi import document
+from .api.sglang import Sglang
+from .core.gateway import Gateway
+from .core.http_errors import ApiError
+from .core.sibling_processes import from_sibling, merged
+from .middleware import Guard
 
 
 def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidConfig, PrebleError
-from ..launcher import Happening, Supervisor, SupervisorConfig
-from ..launcher_process import WorkerProcess, end_with_stdin
-from .config import FIELDS, GatewayConfig, load_for
-from .logs import log_as_json
-from .siblings import Seat
+from ..launch.processes import WorkerProcess, end_with_stdin
+from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
+from .core.config import FIELDS, GatewayConfig, load_for
+from .core.logs import log_as_json
+from .core.sibling_processes import Seat
 
 logger = logging.getLogger("preble.gateway")
 

@@ -23,25 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HandshakeRefused, InvalidConfig, MissingExtra, PrebleError
-from ..records import Recording
-from ..router import Router, RouterConfig
+from ..router.router import Router, RouterConfig
 from ..scheduler import GlobalScheduler
+from ..scheduling.records import Recording
 from ..transport.security import load_client_keys
-from .config import GatewayConfig, Loaded, changes
-from .logs import log_as_json
-from .siblings import Seat, Siblings
+from .core.config import GatewayConfig, Loaded, changes
+from .core.logs import log_as_json
+from .core.sibling_processes import Seat, Siblings
 
 try:
     import msgspec
     import uvicorn
 
     from .app import make_app
-    from .guard import Guard
-    from .live import RECORDS_PER_SECOND
-    from .metrics import Metrics
-    from .state import Gateway
-    from .tokenizing import SWITCH_SECONDS, TextCodec, first_difference
-    from .tracing import Tracing
+    from .core.gateway import Gateway
+    from .core.metrics import Metrics
+    from .core.tracing import Tracing
+    from .dashboard.state import RECORDS_PER_SECOND
+    from .middleware import Guard
+    from .text.tokenizing import SWITCH_SECONDS, TextCodec, first_difference
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
 

@@ -1,5 +1,5 @@
 """When to follow the scheduler's advice on how many workers there should be. Owns bounds, patience and pauses; the
-advice is `preble/scaling.py`'s, and workers are started and drained by whoever asks, such as `RayFleet`.
+advice is `preble/scheduling/autoscaling.py`'s, and workers are started and drained by whoever asks, such as `RayFleet`.
 
 Up when the advice has been higher for `up_seconds` without a break, to the least that it was in that time; down when it
 has been lower for `down_seconds`, one worker at a time, for each takes a cache along. After each change nothing is
@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..errors import InvalidConfig
-from ..scaling import TARGET_UTILISATION, WORKERS_MAX, FleetLoad, desired_workers
+from ..scheduling.autoscaling import TARGET_UTILISATION, WORKERS_MAX, FleetLoad, desired_workers
 
 ADVICES_MAX = 4096  # kept; times that would need more are refused
 

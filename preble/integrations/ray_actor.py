@@ -4,7 +4,7 @@ what is told of it; who places actors, and what routers do, is `ray_workers.py`'
 The worker is a process of its own, not a thread of the actor: an engine that crashes, or is killed for its memory,
 takes nobody along, its signals and its main thread are its own, and its loop shares no interpreter lock with Ray. When
 it ends unasked, the actor ends, too, and is restarted by Ray within its `max_restarts`; when the actor ends in whatever
-way, the worker does (`ray_guard.py`). Imports no Ray but to ask for the node's address.
+way, the worker does (`integrations/ray_watchdog.py`). Imports no Ray but to ask for the node's address.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..launcher import WRONG_USAGE_CODE
-from ..launcher_process import WorkerProcess, preble_command
+from ..launch.processes import WorkerProcess, preble_command
+from ..launch.supervisor import WRONG_USAGE_CODE
 
 logger = logging.getLogger("preble.ray")
 
@@ -29,7 +29,7 @@ _LOG_LINES_KEPT = 20
 # With `-m`, Python would look in the current directory first, and might find sources that are not compiled.
 _GUARD = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
-    "from preble.integrations.ray_guard import main; sys.exit(main())"
+    "from preble.integrations.ray_watchdog import main; sys.exit(main())"
 )
 _TURN_SECONDS = 0.05
 

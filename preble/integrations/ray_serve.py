@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 from ..errors import InvalidConfig, MissingExtra, NoWorkers, PrebleError, QueueFull
 from ..types import BlockKeys
-from .board import Board, BoardCalls, BoardClient, Heard, Note
-from .prompts import PromptReader, ReaderConfig, Tokens
+from .booking_exchange import Board, BoardCalls, BoardClient, Heard, Note
+from .prompt_extractors import PromptReader, ReaderConfig, Tokens
 from .replica_events import ReplicaEvents
-from .replicas import UNREPORTED_SECONDS, ReplicaFacts, ReplicaScheduler, Ticket, facts_of, scheduler_config
+from .replica_scheduler import UNREPORTED_SECONDS, ReplicaFacts, ReplicaScheduler, Ticket, facts_of, scheduler_config
 
 try:
     from ray.serve.request_router import (

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 from ..clock import Clock
 from ..errors import HandshakeRefused, InvalidConfig, InvalidInput, MissingExtra, TransportError, UnknownWorker
-from ..router import Router
-from ..scaling import FleetLoad
+from ..router.router import Router
+from ..scheduling.autoscaling import FleetLoad
 from ..transport.security import check_bind, is_loopback
 from .autoscale import AutoscaleConfig, Autoscaler
 from .ray_actor import NODE, ActorPlan, WorkerActor

@@ -13,11 +13,11 @@ import zmq.asyncio
 
 from ..errors import InvalidInput, TransportError, UnknownWorker
 from ..scheduler import GlobalScheduler
-from ..transport.attach import namespace_of
-from ..transport.kv_events import LoadReport
-from ..transport.kv_feed import EventFeed
-from ..transport.server_facts import EventSource
-from .replicas import ReplicaFacts
+from ..transport.engine_servers.kv_event_codec import LoadReport
+from ..transport.engine_servers.kv_event_subscriber import EventFeed
+from ..transport.engine_servers.link import namespace_of
+from ..transport.engine_servers.server_info import EventSource
+from .replica_scheduler import ReplicaFacts
 
 logger = logging.getLogger("preble.integrations")
 

@@ -1,7 +1,7 @@
 """The built-in placement rules other than "e2". Owns the table of their names; each rule is a file here and is imported
 when a scheduler asks for it by name.
 
-`preble.policy` owns the interface they implement, and turns names into objects.
+`preble.policies.base` owns the interface they implement, and turns names into objects.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, sqrt
 
-from ..policy import Policy, RequestView, WorkersView
+from .base import Policy, RequestView, WorkersView
 from .known import WindowCosts
 from .ranks import drawn_least, ranks
 

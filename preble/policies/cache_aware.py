@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InvalidConfig
-from ..policy import Policy, RequestView, WorkersView
 from ..types import check_int
+from .base import Policy, RequestView, WorkersView
 from .ranks import ranks
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 
 from ..errors import InvalidConfig
-from ..policy import Policy, RequestView, WorkersView
+from .base import Policy, RequestView, WorkersView
 from .known import PaperHistory
 
 

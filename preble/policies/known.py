@@ -1,5 +1,5 @@
 """What some rules must know beyond a request and the workers' columns. Owns these data types; the scheduler's books
-fill them in (`preble/scheduler_books.py`), for policies that name them in `needs`."""
+fill them in (`preble/scheduling/policy_state.py`), for policies that name them in `needs`."""
 
 from __future__ import annotations
 

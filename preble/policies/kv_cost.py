@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InvalidConfig
-from ..policy import Policy, RequestView, WorkersView
+from .base import Policy, RequestView, WorkersView
 from .known import ActiveBlocks
 from .ranks import drawn_least
 

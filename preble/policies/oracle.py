@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from ..errors import InvalidConfig, InvalidInput
-from ..policy import Policy, RequestView, WorkersView
+from .base import Policy, RequestView, WorkersView
 
 
 class OraclePartition(Policy):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidConfig
-from ..policy import Policy, RequestView, WorkersView
 from ..types import check_int
+from .base import Policy, RequestView, WorkersView
 from .ranks import ranks
 
 POINTS = 150  # of each worker on the ring

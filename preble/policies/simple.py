@@ -1,11 +1,11 @@
 """Rules of one idea each: in turn, at random, by live requests, by cached prefix. Owns nothing else; what they see and
-must answer is said in `preble/policy.py`."""
+must answer is said in `preble/policies/base.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..policy import Policy, RequestView, WorkersView
+from .base import Policy, RequestView, WorkersView
 
 
 class RoundRobin(Policy):

@@ -11,7 +11,7 @@ from .._cost import CostModel
 from ..config import SchedulerConfig
 from ..errors import DuplicateWorker, InvalidConfig
 from ..local import LocalConfig
-from ..policy import Policy
+from ..policies.base import Policy
 from ..types import WorkerSpec, check_int
 from .faults import Fault, WorkerJoin, check_faults, check_seconds
 

@@ -1,9 +1,9 @@
 """The event kernel: what happens when, in order. Owns the queue of future events and the virtual time; knows no fleet.
 
 Events of one moment happen in the order in which they were planned, so a run depends on nothing but its inputs. SimPy,
-measured beside it by `benchmarks/kernel.py`, takes 1.1 times (bare callbacks, 8 events pending) to 3.2 times as long an
-event (processes, 10,000 pending), and would have to move this clock besides. That is some hundredths of a simulation's
-time either way; what decides is that forty lines without a dependency do all that is needed.
+measured beside it by `benchmarks/scale/kernel.py`, takes 1.1 times (bare callbacks, 8 events pending) to 3.2 times as
+long an event (processes, 10,000 pending), and would have to move this clock besides. That is some hundredths of a
+simulation's time either way; what decides is that forty lines without a dependency do all that is needed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..demo import positive_float, positive_int
+from ..cli.demo import positive_float, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate each policy; 0 when all have been."""
-    from .program import run_simulate
+    from ..cli.simulate import run_simulate
 
     return run_simulate(args)

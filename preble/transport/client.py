@@ -39,9 +39,9 @@ from zmq.utils.monitor import parse_monitor_message
 from ..clock import Clock
 from ..errors import HandshakeRefused, InvalidConfig, ProtocolError, QueueFull, TransportError
 from . import wire
-from .events import Batch, EventCursor
-from .frames import FrameReader
+from .event_stream import Batch, EventCursor
 from .security import ClientKeys, apply_client_keys
+from .socket_reader import FrameReader
 
 logger = logging.getLogger("preble.transport")
 

@@ -30,11 +30,11 @@ from ..clock import Clock
 from ..errors import InvalidConfig, InvalidInput, ProtocolError, QueueFull, TransportError
 from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled
 from . import wire
-from .events import Batch, ReplayBuffer
+from .event_stream import Batch, ReplayBuffer
 from .fields import MAX_EVENTS
-from .frames import EVENTS, POLLIN
 from .outbox import Outbox
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
+from .socket_reader import EVENTS, POLLIN
 
 logger = logging.getLogger("preble.transport")
 

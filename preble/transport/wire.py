@@ -28,9 +28,9 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from .._frames import read_chunk, read_events, read_submit, write_chunk, write_submit
 from ..errors import InvalidInput, ProtocolError
 from ..types import CacheEvent, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled, SamplingParams
+from ._frames import read_chunk, read_events, read_submit, write_chunk, write_submit
 from .fields import (
     INT31,
     MAX_STOP_TOKENS,

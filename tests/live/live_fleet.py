@@ -20,11 +20,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from preble.engines.tiny_models import make_tiny_model, stdlib_directory
+from preble.engines.torch.tiny_models import make_tiny_model, stdlib_directory
+from tests.support.paths import ROOT, SHARED
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ENGINES_DIR = Path(os.environ.get("PREBLE_ENGINES", ROOT / ".engines"))
-SHARED = Path(os.environ.get("PREBLE_SHARED", ROOT.parent / "shared"))
 LOGS = ROOT / "build" / "live"
 READY_SECONDS = 900.0
 CAPACITY_TOKENS = 4096

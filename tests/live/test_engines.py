@@ -15,8 +15,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from gateway_support import GatewayProcess
-from live_fleet import (
+
+from preble import GlobalScheduler, Router, SamplingParams, SchedulerConfig
+from preble._radix import RadixTree
+from preble.gateway.text.tokenizing import TextCodec
+from tests.live.live_fleet import (
     CAPACITY_TOKENS,
     ENGINES_DIR,
     LOGS,
@@ -27,11 +30,8 @@ from live_fleet import (
     prompts,
     python_of,
 )
-from transport_support import assert_books_are_even, collect, fast, until
-
-from preble import GlobalScheduler, Router, SamplingParams, SchedulerConfig
-from preble._radix import RadixTree
-from preble.gateway.tokenizing import TextCodec
+from tests.support.gateway import GatewayProcess
+from tests.support.transport import assert_books_are_even, collect, fast, until
 
 DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 40, 4, 700, 6, 150, 4
 LIMIT_SECONDS = 900.0

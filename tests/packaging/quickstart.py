@@ -3,7 +3,7 @@
     python tests/packaging/quickstart.py DIRECTORY     all of them, the installation too, in a new copy of the sources
 
 The commands are the page's blocks of language `bash`. What they ought to show is checked here as well, so that
-`tests/test_quickstart.py` (without the installation) and the program above ask for the same.
+`tests/house/test_quickstart.py` (without the installation) and the program above ask for the same.
 """
 
 from __future__ import annotations

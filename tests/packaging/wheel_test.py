@@ -26,13 +26,13 @@ BUILT = {".so", ".pyd", ".pyc", ".pyo", ".o", ".a", ".egg", ".whl"}
 
 # Of every extra, what must import once it is installed and nothing else of ours is.
 EXTRAS = {
-    "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.metrics",
-    "attach": "aiohttp, preble.attach",
+    "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.core.metrics",
+    "attach": "aiohttp, preble.cli.attach",
     "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
-    "top": "preble.top_frame",
-    "bench": "matplotlib, rich, preble.demo.plot, preble.demo.progress",
+    "top": "preble.cli.top_screen",
+    "bench": "matplotlib, rich, preble.cli.demo.plot, preble.cli.demo.progress",
     "mistral": "mistral_common, sentencepiece",
-    "torch": "preble.engines.torch.engine, preble.engines.tiny_models, transformers",
+    "torch": "preble.engines.torch.engine, preble.engines.torch.tiny_models, transformers",
     "ray": "ray.serve",
     "sglang": "sglang",
     "vllm": "vllm",

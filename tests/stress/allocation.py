@@ -2,8 +2,8 @@
 
 Owns the operations, the worlds they run in and what must hold: an operation whose n-th allocation fails either raises
 MemoryError and has changed nothing that a caller can know, or does without and its result is as ever; `check` holds
-either way, and the same call succeeds afterwards. Run with `failing_malloc.c` preloaded, as `tests/test_allocation.py`
-does: `allocation.py [OPERATION ...]` prints a line of JSON for each.
+either way, and the same call succeeds afterwards. Run with `failing_malloc.c` preloaded, as `test_allocation.py`
+does: `python -m tests.stress.allocation [OPERATION ...]` prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from preble import (
     WorkerSpec,
 )
 from preble._radix import RadixTree
-from preble._slots import SlotTree
+from preble.batching._kv_slots import SlotTree
 from preble.errors import UnknownWorker
 
 GROWN_MAX = 1100  # fillers tried to find where tables and slabs grow

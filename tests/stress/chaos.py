@@ -1,7 +1,7 @@
 """Faults by a seeded schedule on workers, routers and the network between them, under load throughout.
 
-    python tests/stress/chaos.py --seconds 600 --seed 3
-    python tests/stress/chaos.py --seconds 600 --worker-command "preble worker --engine sglang --model DIR"
+    python -m tests.stress.chaos --seconds 600 --seed 3
+    python -m tests.stress.chaos --seconds 600 --worker-command "preble worker --engine sglang --model DIR"
 
 Owns the fleet, the schedule and the verdict; traffic and the examination at the end are `load.py`'s. The schedule is a
 function of seed, seconds, workers and routers alone (`--plan` prints it). What the machine makes of it differs from run
@@ -30,10 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from faults_support import Network, RouterProcess
-from transport_support import WorkerProcess
+from tests.support.faults import Network, RouterProcess
+from tests.support.transport import WorkerProcess
 
 SIMULATED = ("--kv-capacity-tokens", "3000", "--max-requests", "8", "--session-timeout", "3")
 TIME_SCALE = 0.1

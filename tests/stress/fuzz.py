@@ -1,9 +1,9 @@
 """Every decoder of bytes from outside, fed with damaged inputs: no exception but its own, no hang, no growth.
 
-    python tests/stress/fuzz.py --inputs 1000000                  all decoders, guided by atheris where it is installed
-    python tests/stress/fuzz.py --target wire --mutator plain     one of them, without atheris
+    python -m tests.stress.fuzz --inputs 1000000                  all decoders, guided by atheris where it is installed
+    python -m tests.stress.fuzz --target wire --mutator plain     one of them, without atheris
 
-Owns the table of decoders (`targets`), the seeds, and how an input is damaged; `tests/test_fuzz.py` runs a few of the
+Owns the table of decoders (`targets`), the seeds, and how an input is damaged; `test_fuzz.py` runs a few of the
 same inputs. Each decoder runs in a process of its own, which prints one line of JSON: inputs per second, resident
 memory after a tenth of the inputs and at the end. An input may take `SLOW_SECONDS`; then the process is ended by a
 signal. Exit code 1 when a decoder raised what it may not, hung, or grew by more than GROWTH_BYTES_MAX.
@@ -30,8 +30,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import msgpack
 import numpy as np
 
@@ -46,9 +44,10 @@ from preble.errors import (
     SnapshotRefused,
     TransportError,
 )
-from preble.records import Recording, from_json, to_json
-from preble.transport import kv_events, wire
-from preble.transport.http_server import _SglangStream, _VllmStream
+from preble.scheduling.records import Recording, from_json, to_json
+from preble.transport import wire
+from preble.transport.engine_servers import kv_event_codec
+from preble.transport.engine_servers.http_client import _SglangStream, _VllmStream
 from preble.transport.security import create_keys, load_client_keys
 from preble.types import (
     AllBlocksCleared,
@@ -59,8 +58,8 @@ from preble.types import (
     RequestPlaced,
     RequestPrefilled,
 )
+from tests.support.paths import DATA
 
-DATA = Path(__file__).resolve().parent.parent / "data"
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
 INPUT_BYTES_MAX = 4096
 SLOW_SECONDS = 10
@@ -111,8 +110,8 @@ def targets(directory: Path) -> list[Target]:
     made = [
         Target("wire", _frames(), _feed_wire, (ProtocolError,)),
         Target("engine_events", _payloads(), EngineEvents(), (InvalidInput,)),
-        Target("event_objects", _payloads(), kv_events.decode, (InvalidInput,)),
-        Target("engine_load", [LOAD_FRAME], kv_events.decode_load, (ProtocolError,)),
+        Target("event_objects", _payloads(), kv_event_codec.decode, (InvalidInput,)),
+        Target("engine_load", [LOAD_FRAME], kv_event_codec.decode_load, (ProtocolError,)),
         Target("sglang_stream", SGLANG_LINES, lambda line: _SglangStream(True).take(line), STREAM_ERRORS),
         Target("vllm_stream", VLLM_LINES, lambda line: _VllmStream().take(line), STREAM_ERRORS),
         Target("snapshot", [_snapshot()[SNAPSHOT_HEADER_BYTES:]], Snapshots(), (SnapshotRefused, InvalidInput)),
@@ -390,18 +389,17 @@ def fuzz_atheris(target: Target, inputs: int, seed: int, directory: Path) -> Non
 GUIDED = """
 import sys
 import atheris
-sys.path[:0] = [{stress!r}]
 with atheris.instrument_imports(include=["preble"]):
-    import fuzz
+    from tests.stress import fuzz
 sys.exit(fuzz.main())
 """
 
 
 def run_target(name: str, args: argparse.Namespace) -> int:
     """Fuzz one decoder in a process of its own; its exit code, negative for a signal."""
-    program = [__file__]
+    program = ["-m", "tests.stress.fuzz"]
     if args.mutator == "atheris":
-        program = ["-c", GUIDED.format(stress=str(Path(__file__).parent))]
+        program = ["-c", GUIDED]
     options = ["--target", name, "--inputs", str(args.inputs), "--seed", str(args.seed), "--mutator", args.mutator]
     return subprocess.run([sys.executable, *program, *options, "--here"]).returncode
 

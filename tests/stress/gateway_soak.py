@@ -1,7 +1,7 @@
 """Streaming clients by the hundred before a real gateway, which go away whenever they like: does anything stay behind?
 
-    python tests/stress/gateway_soak.py                      1,000 clients for 60 s; `make soak`
-    python tests/stress/gateway_soak.py --clients 100 --requests 400 --seconds 300
+    python -m tests.stress.gateway_soak                      1,000 clients for 60 s; `make soak`
+    python -m tests.stress.gateway_soak --clients 100 --requests 400 --seconds 300
 
 Owns the clients, what they do (a function of the seed) and the verdict. Each client asks for a chat stream over a new
 connection, and reads it to the end, or hangs up after some bytes, after some time, before the answer, or in the middle
@@ -26,10 +26,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from gateway_support import Client, GatewayProcess, make_tokenizer
-from transport_support import HANG_SECONDS, WorkerProcess
+from tests.support.gateway import Client, GatewayProcess, make_tokenizer
+from tests.support.transport import HANG_SECONDS, WorkerProcess
 
 PROMPTS = 200
 ANSWER_TOKENS = 40

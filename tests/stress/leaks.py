@@ -33,7 +33,7 @@ from preble import (
     WorkerSpec,
 )
 from preble._radix import RadixTree
-from preble._slots import SlotTree
+from preble.batching._kv_slots import SlotTree
 from preble.errors import CacheMismatchWarning, PrebleError
 
 MIB = 1 << 20

@@ -28,15 +28,12 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from transport_support import HANG_SECONDS, Peer, assert_books_are_even, expected_tokens, fast, until_others_ended
-
 from preble import SamplingParams
 from preble.errors import NoWorkers, PrebleError, QueueFull
 from preble.router import Router
-from preble.router_fleet import Worker
+from preble.router.fleet import Worker
 from preble.transport import wire
+from tests.support.transport import HANG_SECONDS, Peer, assert_books_are_even, expected_tokens, fast, until_others_ended
 
 GROUPS = 6
 VARIANTS = 8

@@ -1,7 +1,7 @@
 """Is `max_bytes` what the process really grows by? Fills a scheduler far beyond the bound with tool prompts, churns
 with lengths that vary a hundredfold, and compares the growth of resident memory with what the scheduler says it has.
 
-Owns the traffic and the measure; `tests/test_resident.py` owns the bounds. One line of JSON a phase, all in bytes:
+Owns the traffic and the measure; `test_resident.py` owns the bounds. One line of JSON a phase, all in bytes:
 what the scheduler says (`says_bytes`), what malloc has given out for it (`malloc_bytes`), what the process has grown by
 (`resident_bytes`), and the last once more after malloc was asked to return what it can (`trimmed_bytes`).
 """
@@ -19,12 +19,8 @@ from typing import Any
 
 import numpy as np
 
-try:
-    from leaks import measure
-except ImportError:  # imported by a test, as a module of the package that this folder is to it
-    from stress.leaks import measure
-
 from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
+from tests.stress.leaks import measure
 
 MIB = 1 << 20
 SYSTEM_TOKENS, TOOL_TOKENS, QUESTION_TOKENS, TOOLS = 400, 1150, 285, 200  # 1,835 a prompt

@@ -1,4 +1,4 @@
-"""Builds the core with a sanitizer in a copy of its own and runs its tests there: `sanitize.py asan` or `tsan`.
+"""Builds the core with a sanitizer in a copy of its own and runs its tests there: `asan` or `tsan`.
 
 Owns the copy (`build/asan`, `build/tsan`: package, tests and build), the sanitizers' options, and the proof that they
 are at work: faults planted in `planted.c` must be reported as and where the tests run, and every compiled module must
@@ -16,22 +16,15 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support.paths import ROOT
+
 COPIED = ("preble", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 LEFT_OUT = ("*.so", "*.pyd", "__pycache__")  # names of what builds and runs leave behind
 CORE_TESTS = (
-    *("test_radix*", "test_slots*", "test_tokens*", "test_cost*", "test_e2*", "test_scheduler*", "test_epochs*"),
-    *(
-        "test_blocks*",
-        "test_events*",
-        "test_local*",
-        "test_policy*",
-        "test_threads*",
-        "test_allocation*",
-        "test_leaks*",
-        "test_wire*",
-        "test_mirror*",
-    ),
+    *("core/test_radix*", "core/test_token_ids*", "core/test_epochs*", "costs/test_cost*", "kv_index/test_blocks*"),
+    *("batching/test_kv_slots*", "test_scheduler*", "test_local*", "policies/test_policy*", "transport/test_wire*"),
+    *("scheduling/test_policy_state*", "scheduling/test_peer_bookings*"),
+    *("stress/test_threads*", "stress/test_allocation*", "stress/test_leaks*"),
 )
 THREAD_OPERATIONS = 8000  # of each thread
 # UBSan beside ASan reports to standard error, whatever it is told: kept by pytest, a report would die with its process.
@@ -178,8 +171,8 @@ def run_planted(
 
 def prove_build(sanitizer: Sanitizer, target: Path) -> None:
     """Raise NotProven unless each source has a module that calls the sanitizer."""
-    modules = sorted((target / "preble").glob("*.so"))
-    sources = sorted((target / "preble").glob("*.pyx"))
+    modules = sorted((target / "preble").rglob("*.so"))
+    sources = sorted((target / "preble").rglob("*.pyx"))
     if len(modules) != len(sources) or not modules:
         raise NotProven(f"{len(sources)} modules to compile, {len(modules)} compiled")
     for module in modules:
@@ -204,8 +197,7 @@ def run_quietly(arguments: list[str], target: Path, environment: dict[str, str])
 def command(sanitizer: Sanitizer, target: Path, arguments: list[str]) -> list[str]:
     """What runs under the sanitizer."""
     if not sanitizer.pytest:
-        script = str(target / "tests" / "stress" / "threads.py")
-        return [sys.executable, script, "--operations", str(THREAD_OPERATIONS), *arguments]
+        return [sys.executable, "-m", "tests.stress.threads", "--operations", str(THREAD_OPERATIONS), *arguments]
     files = sorted(
         str(path.relative_to(target)) for name in CORE_TESTS for path in (target / "tests").glob(f"{name}.py")
     )

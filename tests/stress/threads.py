@@ -3,7 +3,7 @@ go, with so little memory that everything is split, evicted, shed and forgotten 
 
 Owns the traffic and what must hold whatever the order of steps. Work is seeded and counted, never timed: each thread
 does a fixed number of operations, and the clock is the number of times it was asked. Run as a script it is what
-ThreadSanitizer watches; `tests/test_threads.py` runs the same at small size.
+ThreadSanitizer watches; `test_threads.py` runs the same at small size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from preble import (
     WorkerSpec,
 )
 from preble._radix import RadixTree
-from preble._slots import SlotTree
+from preble.batching._kv_slots import SlotTree
 from preble.errors import UnknownWorker
 from preble.types import RequestEnded, RequestPlaced, RequestPrefilled
 

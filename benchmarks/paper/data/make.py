@@ -1,6 +1,6 @@
 """Makes the slices of published traces in this folder from the whole files. Owns which rows they have.
 
-    python benchmarks/paper/data/make.py FOLDER     # with mooncake_conversation.jsonl.gz, azure_code_2023.csv.gz, ...
+    python -m benchmarks.paper.data.make FOLDER     # with mooncake_conversation.jsonl.gz, azure_code_2023.csv.gz, ...
 
 Mooncake: five samples without a conversation in common, each of whole conversations (rows with the same second block),
 drawn at random until they have `ROWS` rows. A stretch of so few rows in a row would have next to no prefix in common.

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..._batch import BatchItem
+from ...batching._batch import BatchItem
 
 # Tokens gathered by one call for decodes, at most (a single longer context is a call of its own). On CPU the copies
 # should stay in the core's cache until attention reads them; on CUDA calls are what costs, and the bound is on

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import rms_norm
 
-from ..._batch import BatchItem
+from ...batching._batch import BatchItem
 from .attention import AttentionPlan, KvPool, plan_batch, plan_last_rows
 from .loading import Layer, Model
 

@@ -1,0 +1,1 @@
+"""How long decisions take, and instructions per operation."""

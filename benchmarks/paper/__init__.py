@@ -1,0 +1,1 @@
+"""The paper's evaluation in simulation, and the contest of policies."""

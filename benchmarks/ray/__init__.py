@@ -1,0 +1,1 @@
+"""Preble's router beside Ray Serve's own."""

@@ -1,0 +1,1 @@
+"""What the way from router to worker costs."""

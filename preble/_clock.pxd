@@ -1,4 +1,0 @@
-# The manual clock, for those who read it without a call. Contents of `_clock.pyx`.
-
-cdef class ManualClock:
-    cdef double seconds

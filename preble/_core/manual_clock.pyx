@@ -1,0 +1,30 @@
+"""The manual clock, compiled, so that a scheduler on virtual time reads it without a call. Owns nothing else."""
+
+import math
+
+from ..errors import InvalidTime
+
+
+cdef double finite(str name, seconds) except? -1.0:
+    if not math.isfinite(seconds):
+        raise InvalidTime(f"{name} must be finite, got {seconds!r}")
+    return seconds
+
+
+cdef class ManualClock:
+    """A clock that moves only when told to; for tests and simulation. Not thread-safe."""
+
+    def __init__(self, start_seconds=0.0):
+        self.seconds = finite("start_seconds", start_seconds)
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds) -> float:
+        """Move by `seconds` (negative is allowed: clocks do jump back) and return the new time."""
+        self.seconds += finite("seconds", seconds)
+        return self.seconds
+
+    def set(self, now) -> None:
+        """Set the time to `now` seconds."""
+        self.seconds = finite("now", now)

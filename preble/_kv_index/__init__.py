@@ -1,0 +1,1 @@
+"""What engines report of their caches: KV events decoded, blocks by hash, and how accurate the estimates are."""

@@ -1,0 +1,28 @@
+# The blocks of one worker as Python sees them: contents of `_kv_index/block_index.pyx`.
+
+from libc.stdint cimport uint32_t, uint64_t
+
+from preble._kv_index.block_layout cimport Blocks
+from preble._kv_index.event_batch cimport EventBatch
+from preble._radix cimport RadixTree
+from preble._kv_index.cache_accuracy cimport TrustBook
+
+cdef class BlockIndex:
+    cdef Blocks b
+    cdef RadixTree tree
+    cdef TrustBook trust         # who is told what events come; None: nobody
+    cdef dict rows               # (namespace, digests) -> row in `spaces`
+    cdef list names              # the same by row, None where free
+    cdef list free_rows
+    cdef uint64_t calls
+    cdef dict known_namespaces   # see EventBatch.resolve
+    cdef object namespace_of     # the callable whose answers those are
+    cdef readonly uint32_t taken  # events of the last call
+    cdef uint32_t row_of(self, object namespace, uint64_t lora, uint64_t salted, uint64_t extra) except? 0xFFFFFFFE
+    cdef uint32_t free_row(self) except? 0xFFFFFFFE
+    cdef int release_room(self) except -1
+    cdef int place_events(self, EventBatch batch, object namespace) except -1
+    cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE
+    cdef bint evicted(self, object event) except -1
+    cdef check_bytes(self, int segments, int entries)
+    cdef uint32_t index_of(self, object block_hash) except? 0xFFFFFFFE

@@ -1,0 +1,373 @@
+"""What one worker's engine says it caches, as Python sees it. Owns the index of its blocks by hash and which namespaces
+they are in; tokens and marks belong to the tree. What events do is in `_kv_index/block_updates.pyx`, how they are decoded in
+`_kv_index/event_batch.pyx`.
+
+Bounded: at `blocks_max` everything is forgotten and the worker's cache counts as unknown, which is counted and safe,
+since beliefs only ever cost a miss. Everything happens under the tree's writers' lock.
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from preble._kv_index.block_layout cimport ODD_MAX, ODD_TOKENS, Blocks, Odd, Space
+from preble._kv_index.block_positions cimport live_place, place_of, print_above, space_root
+from preble._kv_index.block_updates cimport DONE, apply_batch
+from preble._kv_index.block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
+from preble._kv_index.block_table cimport clear_table, find_key, find_name, name_of
+from preble._kv_index.decode cimport STORED, Event, Key
+from preble._kv_index.event_batch cimport EventBatch, key_of
+from preble._core.tree.layout cimport Node, generation, node_at
+from preble._core.memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
+from preble._radix cimport RadixTree
+from preble._core.tree.operations cimport set_limit
+from preble._kv_index.cache_accuracy cimport TrustBook
+
+from ..errors import InvalidConfig, InvalidInput, TreeFull
+from ..types import PrefixEvicted, check_int
+
+cdef enum:
+    BLOCKS_LIMIT = 1 << 26       # of a slab
+    SPACES_MAX = 65535           # namespaces of one worker at a time
+    EVENTS_AT_ONCE = 4096        # event objects decoded before they are applied
+
+
+cdef class BlockIndex:
+    """What one worker's engine says it caches, by block hash, and the marks that follow from it. Thread-safe.
+
+    Knows at most `blocks_max` blocks; at the bound everything is forgotten, the worker's marks with it, and counted.
+    While it knows none it takes no memory. Out of memory an event changes nothing, but room made for it may stay.
+    """
+
+    def __cinit__(self, RadixTree tree not None, uint32_t worker, int64_t blocks_max):
+        memset(&self.b, 0, sizeof(Blocks))
+        if not 1 <= blocks_max:
+            raise InvalidConfig(f"blocks_max must be positive, got {blocks_max}")
+        self.tree = tree
+        self.b.index = worker
+        self.b.blocks_max = <uint32_t> min(blocks_max, <int64_t> BLOCKS_LIMIT)
+        self.rows = {}
+        self.names = []
+        self.free_rows = []
+        self.known_namespaces = {}
+
+    def __dealloc__(self):
+        clear_table(&self.b.table)
+        budget_free(&self.b.table.budget, self.b.spaces, <int64_t> self.b.space_room * sizeof(Space))
+
+    def __len__(self) -> int:
+        """Known blocks."""
+        return self.b.table.count
+
+    # --- what it is compared with ---
+
+    def watch(self, TrustBook trust not None, uint32_t block_size) -> None:
+        """Tell `trust` what events come, and compare blocks with the size that was said."""
+        self.trust = trust
+        self.b.block_size = block_size
+
+    @property
+    def odd_size(self) -> int:
+        """Tokens of the last stored blocks that were of another size than was said; 0 if none were."""
+        return self.b.odd_size
+
+    def odd_prompts(self) -> list[tuple[object, list[int]]]:
+        """(namespace, first tokens) of the last prompts that were stored and begin like none sent there."""
+        cdef Odd* odd
+        cdef Node* root
+        cdef uint32_t at, i
+        found = []
+        with self.tree:
+            for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
+                odd = &self.b.odd[at]
+                if odd.root < self.tree.t.nodes.chunk_count * <uint32_t> CHUNK and odd.root in self.tree._names:
+                    root = node_at(&self.tree.t, odd.root)
+                    if generation(root) == odd.generation:
+                        found.append((self.tree._names[odd.root], [odd.tokens[i] for i in range(odd.count)]))
+        return found
+
+    def compared(self) -> tuple[object, ...]:
+        """What the comparison has counted, as plain numbers, for snapshots."""
+        cdef uint32_t at, i
+        cdef Odd* odd
+        prompts = []
+        for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
+            odd = &self.b.odd[at]
+            prompts.append((odd.root, odd.generation, tuple([odd.tokens[i] for i in range(odd.count)])))
+        return (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
+                tuple(prompts))
+
+    def compare_on(self, object facts) -> None:
+        """Go on from what `compared` said. Raises ValueError, TypeError or OverflowError."""
+        cdef uint32_t at, i
+        cdef Odd* odd
+        (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
+         prompts) = facts
+        if len(prompts) != min(self.b.odd_count, <uint32_t> ODD_MAX) or max([len(one[2]) for one in prompts] + [0]) > (
+                ODD_TOKENS) or min(self.b.stores, self.b.runs, self.b.overlaps) < 0:
+            raise ValueError("what was heard of a cache is out of its range")
+        for at in range(len(prompts)):
+            odd = &self.b.odd[at]
+            odd.root, odd.generation, tokens = prompts[at]
+            odd.count = len(tokens)
+            for i in range(odd.count):
+                odd.tokens[i] = tokens[i]
+
+    # --- events ---
+
+    def apply(self, object events, double now) -> int:
+        """Apply event objects; returns how many changed a belief. An event that is none or does not fit together raises
+        InvalidInput; those before it have been applied."""
+        cdef EventBatch batch = EventBatch()
+        cdef int64_t changed = 0
+        self.taken = 0
+        try:
+            for event in events:
+                if isinstance(event, PrefixEvicted):
+                    changed += self.run_batch(batch, None, now)
+                    batch = EventBatch()
+                    changed += self.evicted(event)
+                    self.taken += 1
+                    continue
+                batch.add(event)
+                if len(batch) == EVENTS_AT_ONCE:
+                    changed += self.run_batch(batch, None, now)
+                    batch = EventBatch()
+        except BaseException:
+            self.run_batch(batch, None, now)
+            raise
+        return changed + self.run_batch(batch, None, now)
+
+    def resolve(self, EventBatch batch not None, object namespace, object namespace_of) -> None:
+        """Find the namespaces of a batch's blocks that are told apart by more than tokens. Runs the caller's
+        `namespace_of`, which may do anything; nothing else of this index is in its middle then."""
+        if namespace_of is not self.namespace_of and namespace_of != self.namespace_of:
+            self.known_namespaces.clear()
+            self.namespace_of = namespace_of
+        batch.resolve(namespace, namespace_of, self.known_namespaces)
+        if namespace_of is not self.namespace_of and namespace_of != self.namespace_of:      # it called here itself
+            self.known_namespaces.clear()
+
+    def apply_batch(self, EventBatch batch not None, double now, object namespace=None) -> int:
+        """Apply a decoded and resolved batch; returns how many events changed a belief. See
+        `GlobalScheduler.apply_raw`."""
+        self.taken = 0
+        return self.run_batch(batch, namespace, now)
+
+    cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE:
+        cdef uint32_t changed = 0, key
+        cdef int outcome = DONE
+        cdef int64_t stores = self.b.stores, runs = self.b.runs, overlaps = self.b.overlaps
+        with self.tree:
+            self.tree.need_beliefs()
+            self.tree.need_worker(self.b.index)
+            self.b.worker = key = self.tree.t.workers[self.b.index].key
+            try:
+                self.place_events(batch, namespace)
+                with nogil:
+                    outcome = apply_batch(&self.b, &self.tree.t, &batch.batch, now, &changed)
+            finally:
+                self.release_room()
+            if self.trust is not None and self.b.worker != key:
+                self.trust.cleared(self.b.index)
+            if self.trust is not None and self.b.stores != stores:
+                self.trust.heard(self.b.index, self.b.runs - runs, self.b.overlaps - overlaps, self.b.odd_runs)
+                set_limit(&self.tree.t, self.b.index, True)
+        if outcome != DONE:
+            raise MemoryError("cache events")
+        self.taken += batch.batch.seen
+        return changed
+
+    cdef bint evicted(self, object event) except -1:
+        """Apply a PrefixEvicted; whether it changed a belief."""
+        cdef uint64_t version = self.tree.t.version
+        kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
+        try:
+            self.tree.unmark(event.token_ids, self.b.index, kept, namespace=event.namespace)
+        except TypeError as error:
+            raise InvalidInput(f"PrefixEvicted.namespace must be hashable: {error}") from None
+        return self.tree.t.version != version
+
+    # --- namespaces ---
+
+    cdef int place_events(self, EventBatch batch, object namespace) except -1:
+        """Give each event that starts prompts or names a namespace its row."""
+        cdef uint32_t i, plain = NONE
+        cdef Event* event
+        self.calls += 1
+        for i in range(batch.batch.event_count):
+            event = &batch.batch.events[i]
+            event.space = NONE
+            if event.kind != STORED or (event.has_parent and event.namespace < 0):
+                continue
+            if event.namespace >= 0:
+                event.space = self.row_of(batch.namespaces[event.namespace], event.lora, event.salted,
+                                          event.extra_first)
+                continue
+            if plain == NONE:
+                plain = self.row_of(namespace, 0, 0, 0)
+            event.space = plain
+        return 0
+
+    cdef uint32_t row_of(self, object namespace, uint64_t lora, uint64_t salted, uint64_t extra) except? 0xFFFFFFFE:
+        """The row of a namespace, with a root in the tree; NONE if there is no room for one."""
+        cdef uint32_t row
+        key = (namespace, lora, salted, extra)
+        try:
+            found = self.rows.get(key)
+        except TypeError as error:
+            raise InvalidInput(f"namespace must be hashable: {error}") from None
+        row = self.free_row() if found is None else <uint32_t> found
+        if row == NONE:
+            return NONE
+        if found is None:
+            memset(&self.b.spaces[row], 0, sizeof(Space))
+            self.b.spaces[row].root = NONE
+            self.b.spaces[row].lora = lora
+            self.b.spaces[row].salted = salted
+            self.b.spaces[row].extra = extra
+            self.rows[key] = row
+            self.names[row] = key
+        self.b.spaces[row].call = self.calls
+        if space_root(&self.b, &self.tree.t, row) == NONE:
+            try:
+                self.b.spaces[row].root = self.tree.root_of(namespace, True)
+            except TreeFull:
+                return NONE
+            self.b.spaces[row].generation = generation(node_at(&self.tree.t, self.b.spaces[row].root))
+        return row
+
+    cdef uint32_t free_row(self) except? 0xFFFFFFFE:
+        """A row that no block and no event of this call uses, NONE if there is none."""
+        cdef uint32_t row, room = self.b.space_room, wider
+        cdef Space* grown
+        if self.free_rows:
+            return self.free_rows.pop()
+        for row in range(room):
+            if self.b.spaces[row].blocks == 0 and self.b.spaces[row].call != self.calls and self.names[row]:
+                del self.rows[self.names[row]]
+                self.names[row] = None
+                self.free_rows.append(row)
+        if len(self.free_rows) * 4 <= room < SPACES_MAX:         # so that the next search is as many rows away
+            wider = min(max(4, room * 2), <uint32_t> SPACES_MAX)
+            grown = <Space*> budget_alloc(&self.b.table.budget, <int64_t> wider * sizeof(Space))
+            if grown == NULL:
+                raise MemoryError("cache events")
+            memset(grown, 0, wider * sizeof(Space))
+            if room:
+                memcpy(grown, self.b.spaces, room * sizeof(Space))
+            budget_free(&self.b.table.budget, self.b.spaces, <int64_t> room * sizeof(Space))
+            self.b.spaces = grown
+            self.b.space_room = wider
+            self.names.extend([None] * (wider - room))
+            self.free_rows.extend(range(room, wider))
+        return self.free_rows.pop() if self.free_rows else NONE
+
+    cdef int release_room(self) except -1:
+        """Give all memory back if no block is known: whatever emptied the index, or failed to fill it."""
+        if self.b.table.count:
+            return 0
+        clear_table(&self.b.table)
+        budget_free(&self.b.table.budget, self.b.spaces, <int64_t> self.b.space_room * sizeof(Space))
+        self.b.spaces = NULL
+        self.b.space_room = 0
+        self.rows.clear()
+        self.names.clear()
+        self.free_rows.clear()
+        return 0
+
+    # --- facts ---
+
+    @property
+    def blocks_max(self) -> int:
+        """Blocks that may be known at a time."""
+        return self.b.blocks_max
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes allocated now, as malloc counts them."""
+        return self.b.table.budget.used
+
+    def stats(self) -> dict[str, int]:
+        """Sizes now and counters since the start. `GlobalScheduler.stats` has them per worker."""
+        return {
+            "known_blocks": self.b.table.count,
+            "block_index_bytes": self.b.table.budget.used,
+            "orphan_blocks": self.b.orphans,
+            "conflicting_blocks": self.b.conflicts,
+            "keyed_blocks": self.b.keyed,
+            "unknown_blocks": self.b.unknown_blocks,
+            "unknown_events": self.b.unknown_events,
+            "block_overflows": self.b.overflows,
+            "lost_places": self.b.lost,
+        }
+
+    def prefix(self, block_hash) -> list[int] | None:
+        """Tokens from the prompt's start to the end of a block; None if it is unknown, or the tree has forgotten
+        them."""
+        cdef uint32_t i, node, end
+        tokens = []
+        with self.tree:
+            i = self.index_of(block_hash)
+            node = place_of(&self.b, &self.tree.t, i) if i != NONE else <uint32_t> NONE
+            if node == NONE:
+                return None
+            end = block_at(&self.b.table, i).end
+            while end:
+                run = node_at(&self.tree.t, node).run
+                tokens[:0] = [run.tokens[at] for at in range(end - run.start)]
+                end = run.start
+                node = node_at(&self.tree.t, node).parent
+        return tokens
+
+    def span(self, block_hash) -> tuple[int, int] | None:
+        """Positions where a block starts and ends, None if it is unknown."""
+        cdef uint32_t i = self.index_of(block_hash)
+        return None if i == NONE else (block_at(&self.b.table, i).start, block_at(&self.b.table, i).end)
+
+    cdef uint32_t index_of(self, object block_hash) except? 0xFFFFFFFE:
+        cdef Key key
+        key_of(block_hash, "block_hash", &key)
+        return find_key(&self.b.table, &key)
+
+    def fail_allocation(self, int64_t nth) -> None:
+        """Tests only: let the nth allocation from now fail (0: none)."""
+        self.b.table.budget.fail_after = nth
+
+    def check(self) -> None:
+        """Assert that table, rows and places agree with each other and with the tree. O(everything)."""
+        cdef uint32_t i, at, node, entries = 0
+        cdef Segment* segment
+        cdef Block* block
+        cdef set segments = set(), blocks = set()
+        spaces = [0] * self.b.space_room
+        if self.b.table.directory != NULL:
+            entries = <uint32_t> 1 << self.b.table.depth
+        for i in range(entries):
+            segment = self.b.table.directory[i]
+            assert segment.depth <= self.b.table.depth, f"segment {i} is deeper than the directory"
+            if <uint64_t> segment not in segments:
+                segments.add(<uint64_t> segment)
+                found = [segment.slots[at].block for at in range(SEGMENT) if segment.slots[at].block != NONE]
+                assert len(found) == segment.used <= SEGMENT_FULL, f"segment {i} miscounts its slots"
+                blocks.update(found)
+        assert len(segments) == self.b.table.segments, "a segment is lost"
+        assert len(blocks) == self.b.table.count == self.b.table.blocks.live, "the table miscounts its blocks"
+        assert self.b.table.count <= self.b.blocks_max, "more blocks are known than may be"
+        for i in blocks:
+            block = block_at(&self.b.table, i)
+            assert find_name(&self.b.table, name_of(block.lo, block.hi)) == i, f"block {i} is not found by its hash"
+            assert block.copies and block.start < block.end, f"block {i} is held nowhere, or empty"
+            node = live_place(&self.tree.t, block)
+            assert node == NONE or print_above(&self.tree.t, node, block.start, block.end) == block.print, (
+                f"block {i} is not where it should be")
+            spaces[block.space] += 1
+        assert spaces == [self.b.spaces[i].blocks for i in range(self.b.space_room)], "a namespace miscounts its blocks"
+        assert self.rows == {key: i for i, key in enumerate(self.names) if key is not None}, "rows and names differ"
+        assert blocks or self.b.table.budget.used == 0, "an index without blocks holds memory"
+        self.check_bytes(len(segments), entries)
+
+    cdef check_bytes(self, int segments, int entries):
+        total = segments * charged(sizeof(Segment)) + self.b.table.blocks.chunk_count * (CHUNK * sizeof(Block) + 64)
+        total += charged(entries * sizeof(Segment*)) if entries else 0
+        total += charged(self.b.space_room * sizeof(Space)) if self.b.space_room else 0
+        assert total == self.b.table.budget.used, f"{self.b.table.budget.used} bytes counted, {total} in use"

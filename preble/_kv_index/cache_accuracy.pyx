@@ -1,0 +1,298 @@
+"""How far beliefs about each worker's cache can be relied on. Owns, per worker, what was heard of its cache and how
+often it agreed with what was known; nobody's marks. What is made of it in words is in `scheduling/cache_mismatch.py`.
+
+Three sources say what a worker caches, the best first: cache events, `cached_tokens` reported with a request, and the
+estimate, which is that a prompt once sent there stays until there is no room. A worker is on the best one that was
+heard lately: within the last QUIET_PROMPTS prompts that should have been heard of.
+
+Trust is the share of what a worker was known to hold that its reports found there. A prefix that was only predicted,
+because its first request still runs, does not count: that is no lie. It is 1 as long as the share is at least
+AGREED, and quantised, so that decisions change seldom; then what is marked counts for less. It fades with time, so a
+worker that gets no more requests is believed again some minutes later, and has to show what it has.
+
+Everything is done as the tree's writer; `eighths` and `distrusted` are also read without.
+"""
+
+from libc.math cimport ceil, exp2
+from libc.stdint cimport int64_t, uint32_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from preble._core.atomic cimport load32, store32
+from preble._core.tree.layout cimport LIVE, Node, TokenRun, Tree, generation, node_at
+from preble._core.memory cimport CHUNK, NONE
+from preble._radix cimport RadixTree
+
+from ..errors import InvalidConfig
+
+cdef enum:
+    WORKERS_MAX = 65536          # untouched rows take no memory
+    REPORTS_LEAST = 8            # before so many trust is full
+    QUIET_PROMPTS = 32           # prompts without a word, after which a source counts as silent
+    APART_PROMPTS = 32           # prompts, and runs of stored blocks, of which none is like another: that is no chance
+    APART_RUNS = 8
+    MISSES = 32                  # reports in a row of nothing, where something was known
+    COUNT_MOST = 1 << 30
+
+cdef double DECAY = 1.0 - 1.0 / 64.0
+cdef double AGREED = 0.75
+cdef double AMOUNT_MOST = 1e15
+
+_EVENTS = "events"
+_REPORTS = "reports"
+_ESTIMATE = "estimate"
+
+
+cdef object head_of(Tree* t, dict names, Place place, uint32_t tokens_max):
+    """(namespace, first tokens) of the path to a place, at most `tokens_max`; None if it has gone. As the writer."""
+    cdef uint32_t i = place.node, at
+    cdef Node* node
+    cdef TokenRun* run
+    if i >= t.nodes.chunk_count * <uint32_t> CHUNK:      # NONE, or restored from something that is not right
+        return None
+    node = node_at(t, i)
+    if not node.state & LIVE or generation(node) != place.generation:
+        return None
+    tokens = []
+    while node.parent != NONE:
+        run = node.run
+        if run.start < min(place.end, tokens_max):
+            tokens[:0] = [run.tokens[at] for at in range(min(run.length, min(place.end, tokens_max) - run.start))]
+        i = node.parent
+        node = node_at(t, i)
+    return names[i], tokens
+
+
+cdef class TrustBook:
+    """What was heard of each worker's cache, by worker index. `half_life_seconds`: of what reports have taught."""
+
+    def __cinit__(self, double half_life_seconds):
+        if not half_life_seconds > 0.0:
+            raise InvalidConfig(f"half_life_seconds must be positive, got {half_life_seconds!r}")
+        self.half_life_seconds = half_life_seconds
+        self.rows = <Trust*> calloc(WORKERS_MAX, sizeof(Trust))
+        if self.rows == NULL:
+            raise MemoryError("TrustBook")
+
+    def __dealloc__(self):
+        free(self.rows)
+
+    cdef void open(self, uint32_t worker) noexcept:
+        """A new worker: believed, and not yet heard of."""
+        if worker < self.end and self.rows[worker].eighths < <uint32_t> FULL_TRUST:
+            store32(&self.distrusted, self.distrusted - 1)
+        memset(&self.rows[worker], 0, sizeof(Trust))
+        store32(&self.rows[worker].eighths, FULL_TRUST)
+        while self.end <= worker:                # rows in between are of workers that have not come yet
+            store32(&self.rows[self.end].eighths, FULL_TRUST)
+            self.end += 1
+
+    # --- what is heard ---
+
+    cdef bint on_events(self, uint32_t worker) noexcept nogil:
+        cdef Trust* row = &self.rows[worker]
+        return row.told_events and row.quiet_events < <uint32_t> QUIET_PROMPTS
+
+    cdef void prompt_done(self, const Served* one) noexcept nogil:
+        """A prompt was computed: from now on its new blocks should be heard of."""
+        cdef Trust* row = &self.rows[one.worker]
+        cdef Place* place
+        cdef int64_t held = max(<int64_t> one.matched_tokens, one.cached_tokens)
+        row.quiet_reports += row.quiet_reports < <uint32_t> COUNT_MOST
+        if one.prompt_tokens - 1 - held < one.block_size:        # the last token is computed in any case
+            return
+        row.quiet_events += row.quiet_events < <uint32_t> COUNT_MOST
+        if row.quiet_events == <uint32_t> QUIET_PROMPTS:
+            self.publish(one.worker)
+        if one.remembered:
+            place = &row.prompts[row.apart_prompts % <uint32_t> PROMPTS_KEPT]
+            place.node = one.leaf
+            place.generation = one.leaf_generation
+            place.end = one.prompt_tokens
+            row.apart_prompts += row.apart_prompts < <uint32_t> COUNT_MOST
+
+    cdef void reported(self, const Served* one) noexcept nogil:
+        """The first report for a request. The worker is judged by it only where its prompt was marked all the time:
+        what was known to have gone is no lie."""
+        cdef Trust* row = &self.rows[one.worker]
+        cdef int64_t known = min(one.confirmed_tokens, one.prompt_tokens - 1), kept
+        row.told_reports = True
+        row.quiet_reports = 0
+        if one.cached_tokens > one.matched_tokens:
+            row.surplus_total += one.cached_tokens - one.matched_tokens
+        known -= known % one.block_size
+        if known == 0 or not one.marked:
+            return
+        kept = min(known, one.cached_tokens)
+        row.reports_total += 1
+        row.known_total += known
+        row.kept_total += kept
+        row.reports = row.reports * DECAY + 1.0
+        row.known = row.known * DECAY + known
+        row.kept = row.kept * DECAY + kept
+        if one.cached_tokens >= one.block_size:
+            row.misses = 0
+        elif row.misses < <uint32_t> COUNT_MOST:
+            row.misses += 1
+        if row.kept < AGREED * row.known or row.eighths != <uint32_t> FULL_TRUST:
+            self.publish(one.worker)
+
+    cdef void heard(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil:
+        """The engine has told of blocks it stored: `runs` of new ones, of which `overlaps` begin like a prompt that was
+        sent there; the last `odd_runs` are of another block size than was said."""
+        cdef Trust* row = &self.rows[worker]
+        row.told_events = True
+        row.quiet_events = 0
+        row.odd_runs = odd_runs
+        row.apart_runs = <uint32_t> min(row.apart_runs + runs, <int64_t> COUNT_MOST)
+        if overlaps:
+            row.apart_runs = row.apart_prompts = 0
+        if row.eighths != <uint32_t> FULL_TRUST:
+            self.publish(worker)
+
+    def cleared(self, uint32_t worker) -> None:
+        """Its cache is empty: what was learned of the one before says nothing of this one."""
+        self.rows[worker].known = self.rows[worker].kept = self.rows[worker].reports = 0.0
+        self.rows[worker].misses = self.rows[worker].apart_prompts = self.rows[worker].apart_runs = 0
+        self.publish(worker)
+
+    def fade(self, double now) -> None:
+        """Let what reports have taught lose weight with time. O(workers)."""
+        cdef uint32_t i
+        cdef double factor
+        if now <= self.faded_at:                 # a clock that jumped back begins anew
+            self.faded_at = now
+            return
+        factor = exp2((self.faded_at - now) / self.half_life_seconds)
+        self.faded_at = now
+        for i in range(self.end):
+            if self.rows[i].reports > 0.0:
+                self.rows[i].reports *= factor
+                self.rows[i].known *= factor
+                self.rows[i].kept *= factor
+                self.publish(i)
+
+    # --- what follows ---
+
+    cdef void publish(self, uint32_t worker) noexcept nogil:
+        """Work out the trust anew. Events need none: what they say is not estimated."""
+        cdef Trust* row = &self.rows[worker]
+        cdef uint32_t eighths = FULL_TRUST
+        if row.reports >= REPORTS_LEAST and row.kept < AGREED * row.known and not self.on_events(worker):
+            eighths = max(<uint32_t> 1, <uint32_t> ceil(FULL_TRUST * row.kept / row.known))
+        if eighths != row.eighths:
+            store32(&self.distrusted, self.distrusted + (eighths < <uint32_t> FULL_TRUST)
+                    - (row.eighths < <uint32_t> FULL_TRUST))
+            store32(&row.eighths, eighths)
+
+    cdef uint32_t believed(self, uint32_t worker, uint32_t tokens) noexcept nogil:
+        """What to make of marks that cover so many tokens; at least one, so that it stays met."""
+        return max(<uint32_t> 1, tokens // <uint32_t> FULL_TRUST * load32(&self.rows[worker].eighths))
+
+    def stats(self, uint32_t worker) -> dict[str, object]:
+        """One worker's source, trust, and the counts behind it."""
+        cdef Trust* row = &self.rows[worker]
+        source = _ESTIMATE
+        if self.on_events(worker):
+            source = _EVENTS
+        elif row.told_reports and row.quiet_reports < <uint32_t> QUIET_PROMPTS:
+            source = _REPORTS
+        return {
+            "cache_source": source,
+            "trust": row.eighths / <double> FULL_TRUST,
+            "judged_reports": row.reports_total,
+            "known_tokens": row.known_total,
+            "kept_tokens": row.kept_total,
+            "surplus_tokens": row.surplus_total,
+        }
+
+    def apart(self, uint32_t worker) -> tuple[int, int, int, int]:
+        """(prompts with new blocks since stored blocks last began like one, runs stored since then, reports of nothing
+        in a row where something was known, runs in a row of another block size)."""
+        cdef Trust* row = &self.rows[worker]
+        return row.apart_prompts, row.apart_runs, row.misses, row.odd_runs
+
+    def is_apart(self, uint32_t worker) -> bool:
+        """Whether no stored block has begun like a prompt for too long."""
+        cdef Trust* row = &self.rows[worker]
+        return row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS
+
+    def misses(self, uint32_t worker) -> bool:
+        """Whether reports have found nothing of what was known for too long."""
+        return self.rows[worker].misses >= <uint32_t> MISSES
+
+    def is_odd(self, uint32_t worker) -> bool:
+        """Whether its blocks have been of another size than was said for too long."""
+        return self.rows[worker].odd_runs >= <uint32_t> APART_RUNS
+
+    def suspects(self) -> list[int]:
+        """Workers whose events or reports have had nothing in common with what they were sent for too long.
+        O(workers)."""
+        cdef uint32_t i
+        cdef Trust* row
+        found = []
+        for i in range(self.end):
+            row = &self.rows[i]
+            if (row.misses >= <uint32_t> MISSES or row.odd_runs >= <uint32_t> APART_RUNS
+                    or row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS):
+                found.append(i)
+        return found
+
+    def prompts(self, RadixTree tree not None, uint32_t worker, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
+        """(namespace, first tokens) of some prompts that were computed on a worker lately. As the writer."""
+        cdef uint32_t at
+        cdef Trust* row = &self.rows[worker]
+        found = [head_of(&tree.t, tree._names, row.prompts[at], tokens_max)
+                 for at in range(min(row.apart_prompts, <uint32_t> PROMPTS_KEPT))]
+        return [head for head in found if head is not None]
+
+    # --- as plain numbers, for snapshots ---
+
+    def facts(self, uint32_t worker) -> tuple[float, ...]:
+        """All that was heard of a worker."""
+        cdef Trust* row = &self.rows[worker]
+        cdef uint32_t at
+        places = tuple((row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end)
+                       for at in range(PROMPTS_KEPT))
+        return ((row.known, row.kept, row.reports),
+                (row.reports_total, row.known_total, row.kept_total, row.surplus_total),
+                (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,
+                 row.apart_runs, row.odd_runs), places)
+
+    def restore(self, uint32_t worker, object facts) -> None:
+        """Let a worker be as `facts` says, new if that is None. Raises ValueError, TypeError or OverflowError."""
+        cdef Trust* row = &self.rows[worker]
+        cdef uint32_t at
+        self.open(worker)
+        if facts is None:
+            return
+        sums, totals, counts, places = facts
+        row.known, row.kept, row.reports = sums
+        row.reports_total, row.known_total, row.kept_total, row.surplus_total = totals
+        (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,
+         row.apart_runs, row.odd_runs) = counts
+        if len(places) != PROMPTS_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MOST or min(totals) < 0:
+            raise ValueError("what was heard of a cache is out of its range")
+        if not 0.0 <= row.reports <= AMOUNT_MOST or max(counts) > COUNT_MOST:
+            raise ValueError("what was heard of a cache is out of its range")
+        for at in range(PROMPTS_KEPT):
+            row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end = places[at]
+        self.publish(worker)
+
+    @property
+    def faded(self) -> float:
+        """When `fade` was last called."""
+        return self.faded_at
+
+    @faded.setter
+    def faded(self, double now):
+        self.faded_at = now
+
+    def check(self) -> None:
+        """Assert that what decisions read agrees with what it is made of."""
+        cdef uint32_t i
+        assert self.distrusted == sum(self.rows[i].eighths < <uint32_t> FULL_TRUST for i in range(self.end)), (
+            f"{self.distrusted} workers counted as distrusted")
+        for i in range(self.end):
+            assert 1 <= self.rows[i].eighths <= <uint32_t> FULL_TRUST, f"worker {i}: trust {self.rows[i].eighths}/8"
+            assert 0.0 <= self.rows[i].kept <= self.rows[i].known, f"worker {i} kept more than was known"

@@ -1,0 +1,60 @@
+# Decisions that count: contents of `_placement/bookings.pyx`.
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from preble._placement.decision cimport Decision
+from preble._cost cimport Lease
+from preble._placement.e2 cimport Choice, E2, Order, Scratch
+from preble._placement.timing_samples cimport Gauges
+from preble._core.tree.layout cimport Walk
+from preble._core.token_ids cimport TokenView
+
+cdef enum:
+    PENDING = -1                 # in `leases`: a request that is just being placed
+
+cdef enum Outcome:
+    BOOKED = 0
+    NOBODY_ELIGIBLE = 1
+    NO_MEMORY = 2
+    ROOT_GONE = 3                # the namespace was forgotten since it was looked up: look again
+    NEGATIVE_TOKEN = 4
+
+cdef enum Ending:                # what became of a call about a live request
+    DONE = 0
+    LATE = 1                     # it is not live
+    TOO_MANY_CACHED = 2          # more tokens cached than the prompt has
+
+cdef class DecisionCore(E2):
+    cdef readonly list names     # worker id by index, None where free
+    cdef tuple names_now         # the same, never changed
+    cdef readonly dict leases    # request id -> lease key, or PENDING
+    cdef readonly uint32_t live_max
+    cdef readonly Gauges gauges  # what the workers' speed is known by; None: nobody wants to know
+    cdef readonly uint32_t eligible_workers
+    cdef uint64_t turnover       # +1 whenever a worker may take other requests than before
+    cdef public bint leaves_out  # workers are left out of one decision just now
+    cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens, double now) except -1
+    cdef int bind_root(self, Order* order, object namespace, bint create) except -1
+    cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE
+    cdef Decision booked(self, Order* order, Choice* choice, object request_id, object namespace, str reason,
+                         object costs)
+    cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil
+    cdef str choose(self, Order* order, object policy, object asked, Choice* choice)
+    cdef int resume(self, Order* order) noexcept nogil
+    cdef int place(self, Order* order, Choice* choice) noexcept nogil
+    cdef int commit(self, const Order* order, Choice* choice) noexcept nogil
+    cdef str chosen_name(self, const Choice* choice)
+    cdef int raise_outcome(self, int outcome) except -1
+    cdef tuple explain_once(self, Order* order, TokenView* view, object namespace)
+    cdef void explain_unlocked(self, Order* order, Scratch* s, Choice* choice)
+    cdef Lease* live_lease(self, int64_t key) noexcept nogil
+    cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil
+    cdef int prefilled(self, int64_t key, int64_t cached_tokens, double now) noexcept nogil
+    cdef int ended(self, int64_t key, int64_t output_tokens, int64_t cached_tokens, double now) noexcept nogil
+    cdef int cancelled(self, int64_t key, double now) noexcept nogil
+    cdef void first_seen(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil
+    cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil
+    cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil
+    cdef bint is_remembered(self, Lease* lease) noexcept nogil
+    cdef void remark(self, Lease* lease, double now) noexcept nogil
+    cdef Walk leaf_walk(self, Lease* lease) noexcept nogil

@@ -1,0 +1,692 @@
+"""Decisions that count: one scheduler's tree, book and leases, and what a request's life does to them. Owns the one
+function that books a decision (`commit`); the rule is `_placement/e2.pyx`, the calls of users come in by `_placement/request_api.pyx` and
+`scheduler.py`.
+
+A decision has three parts: look and choose (`E2.choose_e2`, or a Python policy), then `commit` (lease, marks, hits).
+`place` does all three as the tree's writer and touches no Python object. An explanation does the first two as a reader.
+"""
+
+from cpython.dict cimport PyDict_Next
+from cpython.ref cimport PyObject
+from libc.math cimport INFINITY, nextafterf
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from preble._placement.decision cimport Decision, Match, new_decision
+from preble._core.atomic cimport load64, store32
+from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
+from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Order, Prices, Scratch, Terms,
+                         clear_scratch, free_scratch, new_scratch, rows_of)
+from preble._core.epochs cimport reader_enter, reader_leave
+from preble._placement.timing_samples cimport Gauges, note_end, note_first
+from preble._core.writer_lock cimport await_python, guard_leave, guard_try
+from preble._core.tree.layout cimport LIVE, Node, Tree, Walk, WorkerMarks, generation, node_at, run_end
+from preble._core.tree.parts cimport find_entry
+from preble._core.memory cimport NONE, slab_reserve
+from preble._core.tree.nodes cimport at_root, confirmed_tokens, tree_walk, walk_holds
+from preble._radix cimport RadixTree
+from preble._core.tree.reclaim cimport PLAIN, retire_thing
+from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
+from preble._kv_index.cache_accuracy cimport Served
+from preble._core.tree.operations cimport confirm_path, drop_beside, limit_of, set_limit, take_back, tree_insert
+
+from zlib import crc32
+
+from ..errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
+
+cdef enum:
+    EXPLAIN_ATTEMPTS = 8         # of an explanation without a lock, while workers come and go
+    HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
+    NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
+_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover", "rendezvous")
+
+
+cdef class DecisionCore(E2):
+    """One scheduler's compiled state: tree, book, leases. Whoever changes it holds the tree's lock
+    (`with core.tree:`)."""
+
+    def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, double escape_seconds,
+                 double decode_ratio, uint32_t victims_max, uint32_t live_max, bint calibrate=True):
+        E2.__init__(self, tree, book, exploit_ratio=exploit_ratio, escape_seconds=escape_seconds,
+                    decode_ratio=decode_ratio, victims_max=victims_max)
+        self.names = []
+        self.names_now = ()
+        self.leases = {}
+        self.live_max = live_max
+        self.gauges = Gauges() if calibrate else None
+
+    # --- workers ---
+
+    def open_worker(self, str name, int64_t capacity_tokens, uint32_t block_size, CostModel cost, double now) -> int:
+        """Give a worker an index, an empty cache and an empty account."""
+        cdef uint32_t index
+        cdef Cost* own = <Cost*> malloc(sizeof(Cost))
+        if own == NULL:
+            raise MemoryError("DecisionCore.open_worker")
+        own[0] = cost.cost
+        try:
+            index = self.tree.add_worker(capacity_tokens)
+            try:
+                self.grow(index + 1)
+                if self.gauges is not None:
+                    self.gauges.open(index)
+                self.book.open(index, own, now)
+            except MemoryError:
+                self.tree.drop_worker(index)
+                raise
+        except BaseException:
+            free(own)
+            raise
+        self.trust.open(index)
+        store32(&self.book.rows[index].block_size, block_size)
+        store32(&self.book.rows[index].name, crc32(name.encode()))
+        while len(self.names) <= index:
+            self.names.append(None)
+        self.names[index] = name
+        self.names_now = tuple(self.names)
+        self.set_eligible(index, True)
+        return index
+
+    def close_worker(self, uint32_t index) -> list[object]:
+        """Forget a worker: marks, account, index. Its leases live on until they end; returns their requests' ids.
+
+        Python's lock is held from end to end, so a request that is booked here and whose caller has not been told yet
+        finds out (`chosen_name`).
+        """
+        cdef const Cost* cost
+        orphans = self.live_on(index)
+        self.set_eligible(index, False)
+        self.tree.drop_worker(index)
+        cost = self.book.close(index)
+        retire_thing(&self.tree.t, <void*> cost, PLAIN, 0)
+        self.trust.open(index)
+        if self.gauges is not None:
+            self.gauges.close(index)
+        self.names[index] = None
+        self.names_now = tuple(self.names)
+        return orphans
+
+    def set_eligible(self, uint32_t index, uint32_t eligible) -> None:
+        """Which new requests a worker may take: none (0), any (1), or those exploited there (2). Under both locks."""
+        self.eligible_workers += (eligible == ANY_REQUEST) - (self.book.rows[index].eligible == ANY_REQUEST)
+        store32(&self.book.rows[index].eligible, eligible)
+        self.turnover += 1
+
+    cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens,
+                   double now) except -1:
+        """An order for these tokens, walked as far as the tree goes. For writers."""
+        order.tokens = view.data
+        order.count = view.count
+        order.max_new_tokens = max_new_tokens
+        order.now = now
+        order.everyone = order.writer = True
+        order.mirrored = False
+        self.bind_root(order, namespace, False)
+        if order.root != NONE:
+            order.walk = tree_walk(&self.tree.t, order.walk, view.data, view.count)
+        check_tokens(view, order.walk.matched)
+        return 0
+
+    cdef int bind_root(self, Order* order, object namespace, bint create) except -1:
+        """Start the order's walk at its namespace's root. Made on demand, as the writer, if `create`: where the tree
+        has no room for one it stays without, and its tokens are counted as refused."""
+        order.root = self.tree.root_of(namespace, False)
+        if order.root == NONE and create:
+            with self.tree:
+                try:
+                    order.root = self.tree.root_of(namespace, True)
+                except TreeFull:
+                    self.tree.t.refused_tokens += order.count
+        order.walk = at_root(&self.tree.t, order.root)
+        order.root_generation = order.walk.generation
+        return 0
+
+    # --- Python policies ---
+
+    cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE:
+        """Let a Python policy choose among the eligible workers; it sees every term and changes nothing."""
+        cdef uint32_t i
+        cdef Scratch* s = &self.scratch
+        clear_scratch(s)
+        s.workers = self.tree.t.worker_end
+        s.next = order.walk.node
+        cdef Prices prices = self.prices(order.now)
+        self.weigh_all(s, order, &prices)
+        indices = []
+        for i in range(s.workers):
+            if s.terms[i].weighed:
+                s.terms[i].candidate = True
+                indices.append(i)
+        return indices[policy.decide(asked, self.view(indices))] if indices else NONE
+
+    def view(self, list indices) -> object:
+        """The eligible workers as columns, for a policy."""
+        from ..policies.base import WorkersView
+
+        cdef uint32_t i
+        return WorkersView(
+            ids=[self.names[i] for i in indices],
+            matched_tokens=[self.scratch.terms[i].usable for i in indices],
+            load_seconds=[self.scratch.terms[i].load for i in indices],
+            eviction_seconds=[self.scratch.terms[i].eviction for i in indices],
+            prefill_seconds=[self.scratch.terms[i].prefill for i in indices],
+            live_requests=[self.book.workers[i].live_requests for i in indices],
+            waiting_requests=[self.book.workers[i].waiting_requests for i in indices],
+            waiting_prefill_seconds=[self.book.workers[i].waiting_prefill_ns * 1e-9 for i in indices],
+            live_output_tokens=[self.book.workers[i].live_output_tokens for i in indices],
+            cached_tokens=[self.tree.t.workers[i].tokens for i in indices],
+            kv_capacity_tokens=[self.tree.t.workers[i].capacity for i in indices],
+        )
+
+    # --- whole decisions ---
+
+    cdef int resume(self, Order* order) noexcept nogil:
+        """Make good a walk that was made without the lock: -1 if its root has gone."""
+        cdef Tree* t = &self.tree.t
+        if order.root == NONE:
+            return 0
+        if generation(node_at(t, order.root)) != order.root_generation:
+            return -1
+        if not walk_holds(t, order.walk):
+            order.walk = at_root(t, order.root)
+        order.walk = tree_walk(t, order.walk, order.tokens, order.count)
+        return 0
+
+    cdef int place(self, Order* order, Choice* choice) noexcept nogil:
+        """Decide by E2 and book, as the writer; returns an Outcome. Whatever is not BOOKED has changed nothing."""
+        cdef Scratch* s = &self.scratch
+        self.book.advance(order.now)
+        s.workers = self.tree.t.worker_end
+        choice[0] = self.choose_e2(s, order)
+        clear_scratch(s)
+        if choice.worker == NONE:
+            return NOBODY_ELIGIBLE
+        return self.commit(order, choice)
+
+    cdef int commit(self, const Order* order, Choice* choice) noexcept nogil:
+        """Book the decision: a lease, the load, the prompt's marks and hits. When memory is out nothing stays booked.
+
+        A prompt for whose namespace the tree has no room is booked all the same, and not remembered.
+        """
+        cdef Lease lease
+        cdef Lease* booked
+        cdef uint32_t leaf
+        cdef Row* row = &self.book.rows[choice.worker]
+        cdef uint32_t key = self.tree.t.workers[choice.worker].key
+        cdef double seconds = prefill_seconds(row.cost, order.count - choice.usable, order.count)
+        if slab_reserve(&self.book.leases, &self.book.budget, 1):
+            return NO_MEMORY
+        memset(&lease, 0, sizeof(Lease))
+        lease.prompt_tokens = order.count
+        lease.matched_tokens = choice.usable
+        lease.leaf_generation = NO_GENERATION
+        if order.root != NONE:
+            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, order.walk, key)
+        lease.expected_output = self.book.expected_output(choice.worker, order.max_new_tokens)
+        lease.prefill_ns = nanoseconds(seconds)
+        choice.lease = self.book.book(choice.worker, lease, order.now)
+        self.note_placer(order.mirrored)
+        choice.changes = self.tree.t.worker_changes
+        if order.root == NONE:
+            return BOOKED
+        if tree_insert(&self.tree.t, order.walk, order.tokens, order.count, key, True, order.now, &leaf):
+            self.book.void_lease(self.book.lease_of(choice.lease))
+            return NO_MEMORY
+        booked = self.book.lease_of(choice.lease)
+        booked.leaf = leaf
+        booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
+        if choice.reason != EXPLORE and choice.reason != RENDEZVOUS:
+            self.groups.booked(booked, leaf, choice.usable)
+        return BOOKED
+
+    cdef str chosen_name(self, const Choice* choice):
+        """The id of the worker a request was booked on, with Python's lock. If that worker has been removed since,
+        None; then nothing stays booked."""
+        cdef Lease* lease
+        if choice.changes == load64(&self.tree.t.worker_changes):
+            return self.names_now[choice.worker]
+        with self.tree:
+            lease = self.book.lease_of(choice.lease)
+            if self.book.is_current(lease):
+                return self.names[choice.worker]
+            self.book.void_lease(lease)
+        return None
+
+    cdef int raise_outcome(self, int outcome) except -1:
+        """Turn what `place` says into an exception, unless it is BOOKED or ROOT_GONE."""
+        if outcome == NOBODY_ELIGIBLE:           # it was so under the lock, whoever has come since
+            raise self.nobody()
+        elif outcome == NO_MEMORY:
+            raise MemoryError("GlobalScheduler.schedule")
+        return 0
+
+    def schedule(self, token_ids, object request_id, object namespace, int64_t max_new_tokens, double now,
+                 object policy, object asked, bint with_costs) -> Decision:
+        """Decide and book with every worker weighed, under both locks. `policy` None is E2; else a `Policy`, given
+        `asked` (its RequestView). Errors change nothing."""
+        cdef TokenView view
+        cdef Order order
+        cdef Choice choice
+        self.need_room(request_id)
+        self.need_eligible()
+        view_tokens(token_ids, &view)
+        try:
+            self.begin(&order, &view, namespace, max_new_tokens, now)
+            self.book.advance(now)
+            reason = self.choose(&order, policy, asked, &choice)
+            if policy is not None:
+                self.need_room(request_id)     # a policy that called this scheduler may have changed anything
+                self.need_chosen(choice.worker, reason)
+                self.begin(&order, &view, namespace, max_new_tokens, now)
+                self.look_again(&order, choice.worker)
+            choice.usable = self.scratch.terms[choice.worker].usable
+            costs = self.costs() if with_costs else None
+            return self.booked(&order, &choice, request_id, namespace, reason, costs)
+        finally:
+            release_tokens(&view)
+
+    def book_on(self, uint32_t worker, token_ids, object request_id, object namespace, int64_t max_new_tokens,
+                double now) -> Decision:
+        """Book a request that was placed on a worker elsewhere. Errors change nothing."""
+        cdef TokenView view
+        cdef Order order
+        cdef Choice choice
+        self.need_room(request_id)
+        view_tokens(token_ids, &view)
+        try:
+            self.begin(&order, &view, namespace, max_new_tokens, now)
+            order.mirrored = True
+            self.book.advance(now)
+            self.look_again(&order, worker)
+            choice.worker = worker
+            choice.usable = self.scratch.terms[worker].usable
+            choice.reason = EXPLOIT if choice.usable > order.count * self.exploit_ratio else EXPLORE
+            return self.booked(&order, &choice, request_id, namespace, "mirrored", None)
+        finally:
+            release_tokens(&view)
+
+    cdef Decision booked(self, Order* order, Choice* choice, object request_id, object namespace, str reason,
+                         object costs):
+        """Book what was chosen, in a namespace that may be new."""
+        if order.root == NONE:
+            self.bind_root(order, namespace, True)
+        self.raise_outcome(self.commit(order, choice))
+        self.leases[request_id] = choice.lease
+        return new_decision(request_id, self.names[choice.worker], choice.usable, order.count, reason, costs)
+
+    cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil:
+        """Size up one worker anew."""
+        cdef Scratch* s = &self.scratch
+        clear_scratch(s)
+        s.workers = self.tree.t.worker_end
+        s.next = order.walk.node
+        self.gather(s, order.walk, 0)
+        self.size_up(&s.terms[worker], worker, s.held[worker], order.count)
+        clear_scratch(s)
+
+    cdef str choose(self, Order* order, object policy, object asked, Choice* choice):
+        """Choose with every worker weighed; returns the reason."""
+        if policy is not None:
+            choice.worker = self.choose_with(policy, asked, order)
+            return str(policy.reason)
+        clear_scratch(&self.scratch)
+        self.scratch.workers = self.tree.t.worker_end
+        choice[0] = self.choose_e2(&self.scratch, order)
+        clear_scratch(&self.scratch)
+        return _REASONS[choice.reason]
+
+    def need_room(self, object request_id) -> None:
+        """Raise DuplicateRequest if the id is live, QueueFull if as many requests are live as may be."""
+        if request_id in self.leases:
+            raise DuplicateRequest(f"request_id {request_id!r} is live")
+        if len(self.leases) >= self.live_max:
+            raise QueueFull(f"{self.live_max} requests are live, the most allowed (SchedulerConfig.live_requests_max)")
+
+    def need_chosen(self, uint32_t worker, str reason) -> None:
+        """Raise InvalidInput if a policy has taken the worker it chose out of service."""
+        if worker >= self.tree.t.worker_end or not self.book.rows[worker].eligible:
+            raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
+
+    def need_eligible(self) -> None:
+        """Raise NoWorkers unless some worker may take a request; waits for decisions that leave workers out."""
+        if self.eligible_workers == 0:
+            with self.tree:
+                if self.eligible_workers == 0:
+                    raise self.nobody()
+
+    def nobody(self) -> NoWorkers:
+        return NoWorkers(f"none of the {sum(name is not None for name in self.names)} workers may take a request")
+
+    def costs(self) -> dict[str, float]:
+        """Total seconds of each eligible worker in the decision just made."""
+        cdef uint32_t i
+        return {self.names[i]: self.scratch.terms[i].total for i in range(self.tree.t.worker_end)
+                if self.book.rows[i].eligible}
+
+    def scheduled_heads(self, uint32_t worker) -> list[object]:
+        """(namespace, first tokens) of some prompts computed on a worker lately. Under the lock."""
+        return self.trust.prompts(self.tree, worker, HEAD_TOKENS)
+
+    def hear(self, uint32_t worker, object facts) -> None:
+        """Restore what was heard of a worker's cache, and with it how much it may be believed to hold."""
+        with self.tree:
+            self.trust.restore(worker, facts)
+            set_limit(&self.tree.t, worker, self.trust.on_events(worker))
+
+    # --- questions ---
+
+    def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy,
+                object asked) -> tuple:
+        """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, Q, total,
+        candidate), names). E2 takes no lock for it; a Python policy is asked under both."""
+        cdef TokenView view
+        cdef Order order
+        cdef Choice choice
+        cdef uint64_t changes
+        self.need_eligible()
+        view_tokens(token_ids, &view)
+        try:
+            if policy is not None:
+                with self.tree:
+                    self.begin(&order, &view, namespace, max_new_tokens, now)
+                    self.book.advance(now)
+                    reason = self.choose(&order, policy, asked, &choice)
+                    return choice.worker, reason, view.count, rows_of(&self.scratch), self.names_now
+            order.tokens = view.data
+            order.count = view.count
+            order.max_new_tokens = max_new_tokens
+            order.now = now
+            order.everyone, order.writer = True, False
+            for _ in range(EXPLAIN_ATTEMPTS):
+                changes = load64(&self.tree.t.worker_changes) + self.turnover
+                told = None if self.leaves_out else self.explain_once(&order, &view, namespace)
+                if told is not None and changes == load64(&self.tree.t.worker_changes) + self.turnover:
+                    return told
+            with self.tree:    # workers come and go faster than one can look: nobody does while this is held
+                self.need_eligible()
+                told = self.explain_once(&order, &view, namespace)
+                if told is None:
+                    raise AssertionError("no worker was chosen, though some may take requests and nobody writes")
+                return told
+        finally:
+            release_tokens(&view)
+
+    cdef tuple explain_once(self, Order* order, TokenView* view, object namespace):
+        """One look at the tree and the books as they are; None if those that could have been chosen left meanwhile."""
+        cdef Choice choice
+        cdef Scratch own
+        names = self.names_now
+        self.bind_root(order, namespace, False)
+        if new_scratch(&own, len(names)):
+            raise MemoryError("GlobalScheduler.explain")
+        try:
+            own.workers = own.room
+            self.explain_unlocked(order, &own, &choice)
+            check_tokens(view, order.walk.matched)
+            if choice.worker == NONE:
+                self.need_eligible()
+                return None
+            return choice.worker, _REASONS[choice.reason], view.count, rows_of(&own), names
+        finally:
+            free_scratch(&own)
+
+    cdef void explain_unlocked(self, Order* order, Scratch* s, Choice* choice):
+        """Walk and choose as a reader. Only if a slice of the window has passed, and nobody writes, are the books
+        brought up to date first; without that an explanation is late by one slice at most."""
+        cdef Tree* t = &self.tree.t
+        cdef uint32_t slot
+        with nogil:
+            if self.book.is_behind(order.now) and guard_try(&t.guard):
+                self.book.advance(order.now)
+                guard_leave(&t.guard)
+            slot = reader_enter(&t.epochs)
+            if order.root != NONE and generation(node_at(t, order.root)) == order.root_generation:
+                order.walk = tree_walk(t, order.walk, order.tokens, order.count)
+            else:
+                order.walk = at_root(t, NONE)    # the namespace has gone, and its root may be another node by now
+            choice[0] = self.choose_e2(s, order)
+            reader_leave(&t.epochs, slot)
+            await_python()
+
+    def match(self, token_ids, object namespace) -> Match:
+        """What each worker is believed to cache. Changes nothing, takes no lock."""
+        cdef Match match = Match.__new__(Match)
+        cdef Terms terms
+        cdef uint32_t at, i
+        self.tree.look(token_ids, namespace, &match.held)
+        match.prompt_tokens = match.held.prompt
+        match.known_tokens = match.held.walk.matched
+        match.names = self.names_now
+        for at in range(match.held.count):
+            i = match.held.met[at]
+            self.size_up(&terms, i, match.held.held[i], match.held.prompt)
+            match.held.held[i] = terms.usable
+        return match
+
+    def advance(self, double now) -> None:
+        """Let assigned work that is older than the window expire."""
+        self.book.advance(now)
+
+    # --- the rest of a request's life: as the writer, by lease ---
+
+    cdef int prefilled(self, int64_t key, int64_t cached_tokens, double now) noexcept nogil:
+        """Prefill is done; `cached_tokens` is the engine's word on the hit, -1 if it said nothing. Returns an
+        Ending."""
+        cdef Lease* lease = self.live_lease(key)
+        if lease == NULL:
+            return LATE
+        if cached_tokens > lease.prompt_tokens:
+            return TOO_MANY_CACHED
+        if self.gauges is not None and not lease.prefilled and self.book.is_current(lease):
+            note_first(self.gauges.at[lease.worker], lease, lease.prompt_tokens - <uint32_t> (
+                lease.matched_tokens if cached_tokens < 0 else cached_tokens), self.decodes_on(lease.worker), now)
+        self.first_seen(lease, cached_tokens, now)
+        return DONE
+
+    cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil:
+        """Requests of a worker that have their first token."""
+        return self.book.workers[worker].live_requests - self.book.workers[worker].waiting_requests
+
+    cdef Lease* live_lease(self, int64_t key) noexcept nogil:
+        return self.book.lease_of(key) if key != PENDING else NULL
+
+    cdef void first_seen(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
+        self.book.advance(now)
+        if self.book.is_current(lease):
+            self.correct(lease, cached_tokens, now)
+            if lease.share and not lease.prefilled:
+                self.groups.first_token(lease, now)
+            self.book.prefilled(lease)
+
+    cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
+        """Bring load and marks in line with what the engine told. What it was known to hold and held no longer took
+        along all that hung below, unless events tell what goes; what it has computed is there in any case."""
+        cdef bint alive = self.is_remembered(lease)
+        cdef uint32_t key = self.tree.t.workers[lease.worker].key
+        cdef double seconds
+        self.learn(lease, cached_tokens, alive, key)
+        if cached_tokens >= 0:
+            seconds = prefill_seconds(self.book.rows[lease.worker].cost, lease.prompt_tokens - cached_tokens,
+                                      lease.prompt_tokens)
+            if lease.share:
+                self.groups.corrected(lease, nanoseconds(seconds) - lease.prefill_ns, 0)
+            self.book.correct_prefill(lease, nanoseconds(seconds))
+            if (alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens
+                    and not self.trust.on_events(lease.worker)):
+                drop_beside(&self.tree.t, lease.leaf, key, <uint32_t> cached_tokens)
+            # Told once: what is computed from now on hangs there for good, also if `finish` says the number again.
+            lease.confirmed_tokens = min(lease.confirmed_tokens, <uint32_t> cached_tokens)
+        if alive and not lease.prefilled:
+            self.remark(lease, now)
+            confirm_path(&self.tree.t, lease.leaf, key)
+
+    cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:
+        """Note how beliefs about the worker's cache fared, before they are corrected."""
+        cdef Node* leaf = node_at(&self.tree.t, lease.leaf)
+        cdef WorkerMarks* marks = &self.tree.t.workers[lease.worker]
+        cdef Served one
+        one.worker = lease.worker
+        one.block_size = max(self.book.rows[lease.worker].block_size, 1)
+        one.prompt_tokens = lease.prompt_tokens
+        one.matched_tokens = lease.matched_tokens
+        one.confirmed_tokens = lease.confirmed_tokens
+        one.leaf = lease.leaf
+        one.leaf_generation = lease.leaf_generation
+        one.remembered = alive
+        one.marked = alive and find_entry(leaf, key).end == run_end(leaf.run)
+        one.cached_tokens = cached_tokens
+        if not lease.prefilled:
+            self.trust.prompt_done(&one)
+        if cached_tokens >= 0 and not lease.told:
+            lease.told = True
+            self.trust.reported(&one)
+        if marks.limit > marks.capacity and not self.trust.on_events(lease.worker):
+            set_limit(&self.tree.t, lease.worker, False)
+
+    cdef bint is_remembered(self, Lease* lease) noexcept nogil:
+        """Whether the prompt's last node is still there."""
+        cdef Node* leaf
+        if lease.leaf_generation == NO_GENERATION:
+            return False
+        leaf = node_at(&self.tree.t, lease.leaf)
+        return leaf.state & LIVE and generation(leaf) == lease.leaf_generation
+
+    cdef void remark(self, Lease* lease, double now) noexcept nogil:
+        """Mark the prompt again if it was unmarked while it waited. Out of memory the belief stays what it was."""
+        cdef Walk walk = self.leaf_walk(lease)
+        cdef uint32_t leaf, key = self.tree.t.workers[lease.worker].key
+        if find_entry(node_at(&self.tree.t, walk.node), key).end < walk.matched:
+            tree_insert(&self.tree.t, walk, NULL, walk.matched, key, False, now, &leaf)
+
+    cdef Walk leaf_walk(self, Lease* lease) noexcept nogil:
+        """A walk that ends where the prompt does."""
+        cdef Walk walk
+        cdef Node* node = node_at(&self.tree.t, lease.leaf)
+        walk.node = lease.leaf
+        walk.inside = node.run.length
+        walk.matched = run_end(node.run)
+        walk.generation = lease.leaf_generation
+        return walk
+
+    cdef int ended(self, int64_t key, int64_t output_tokens, int64_t cached_tokens, double now) noexcept nogil:
+        """The request is done. Counts as first token if that was not told. Returns an Ending."""
+        cdef Lease* lease = self.live_lease(key)
+        if lease == NULL:
+            return LATE
+        if cached_tokens > lease.prompt_tokens:
+            return TOO_MANY_CACHED
+        if self.gauges is not None and lease.prefilled and self.book.is_current(lease):
+            note_end(self.gauges.at[lease.worker], lease, output_tokens, self.decodes_on(lease.worker),
+                     self.book.workers[lease.worker].waiting_prefill_ns, now)
+        if cached_tokens >= 0 or not lease.prefilled:
+            self.first_seen(lease, cached_tokens, now)
+        self.book.advance(now)
+        if lease.share and output_tokens >= 0:
+            self.groups.corrected(lease, 0, output_tokens - <int64_t> lease.expected_output)
+        self.book.end_lease(lease, output_tokens)
+        return DONE
+
+    cdef int cancelled(self, int64_t key, double now) noexcept nogil:
+        """Give a booking back; before the first token also the belief that the prompt is cached, as far as no engine
+        has confirmed it and no other request has passed lately. Returns an Ending."""
+        cdef Lease* lease = self.live_lease(key)
+        cdef uint32_t known, owner
+        if lease == NULL:
+            return LATE
+        self.book.advance(now)
+        if self.book.is_current(lease) and not lease.prefilled and self.is_remembered(lease):
+            owner = self.tree.t.workers[lease.worker].key
+            known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), owner)
+            take_back(&self.tree.t, lease.leaf, owner, known, now)
+        if lease.share:
+            self.groups.taken_back(lease)
+        self.book.void_lease(lease)
+        return DONE
+
+    def renew(self, object request_id, double now) -> bool:
+        """Note a sign of life of a live request. False if it is not live, or just being placed."""
+        cdef Lease* lease
+        cdef double seconds
+        with self.tree:
+            lease = self.live_lease(<int64_t> self.leases.get(request_id, PENDING))
+            if lease == NULL:
+                return False
+            seconds = now - lease.booked_at
+            if seconds > lease.renewed_seconds:
+                lease.renewed_seconds = <float> seconds
+                if lease.renewed_seconds < seconds:
+                    lease.renewed_seconds = nextafterf(lease.renewed_seconds, INFINITY)
+        return True
+
+    def seen_at(self, object request_id) -> float:
+        """When a live request was booked or last renewed; infinity if it is not live, or just being placed."""
+        cdef Lease* lease
+        with self.tree:
+            lease = self.live_lease(<int64_t> self.leases.get(request_id, PENDING))
+            return INFINITY if lease == NULL else lease.booked_at + lease.renewed_seconds
+
+    def unseen_since(self, double then) -> list[object]:
+        """Ids of live requests booked before a time and not renewed since. They are known in booking order, so it is
+        O(those booked before)."""
+        cdef PyObject* request_id
+        cdef PyObject* key
+        cdef Py_ssize_t place = 0
+        cdef Lease* lease
+        found = []
+        with self.tree:
+            while PyDict_Next(self.leases, &place, &request_id, &key):       # no other code runs in this loop
+                lease = self.live_lease(<int64_t> <object> key)
+                if lease != NULL and lease.booked_at >= then:
+                    break
+                if lease != NULL and lease.booked_at + lease.renewed_seconds < then:
+                    found.append(<object> request_id)
+        return found
+
+    def live_on(self, uint32_t worker) -> list[object]:
+        """Ids of a worker's live requests. O(live requests)."""
+        cdef PyObject* request_id
+        cdef PyObject* key
+        cdef Py_ssize_t place = 0
+        cdef Lease* lease
+        found = []
+        with self.tree:
+            while PyDict_Next(self.leases, &place, &request_id, &key):
+                lease = self.live_lease(<int64_t> <object> key)
+                if lease != NULL and lease.worker == worker and self.book.is_current(lease):
+                    found.append(<object> request_id)
+        return found
+
+    def lease(self, object request_id) -> dict[str, object]:
+        """A live request's booking."""
+        cdef Lease* lease = self.live_lease(<int64_t> self.leases[request_id])
+        if lease == NULL:                        # being placed, or just ended
+            return {"worker": None, "prefilled": False, "booked_at": INFINITY}
+        current = self.book.is_current(lease)
+        return {
+            "worker": self.names[lease.worker] if current else None,
+            "prompt_tokens": lease.prompt_tokens,
+            "matched_tokens": lease.matched_tokens,
+            "expected_output_tokens": lease.expected_output,
+            "booked_at": lease.booked_at,
+            "prefilled": bool(lease.prefilled),
+        }
+
+    def check(self) -> None:
+        """Assert the invariants of tree and book, and that they agree on the workers."""
+        cdef uint32_t i
+        cdef bint named, booked, marked
+        self.tree.check()
+        self.book.check()
+        self.trust.check()
+        known = [key for key in self.leases.values() if self.live_lease(key) != NULL]
+        pending = sum(1 for key in self.leases.values() if key == PENDING)
+        assert len(known) <= self.book.live <= len(known) + pending, f"{len(known)} leases known, {self.book.live} open"
+        for i in range(len(self.names)):
+            named = self.names[i] is not None
+            booked = i < self.book.end and bool(self.book.workers[i].used)
+            marked = i < self.tree.t.worker_end and self.tree.t.workers[i].capacity > 0
+            assert named == booked == marked, f"worker {i}: name {named}, book {booked}, tree {marked}"
+            assert named or not self.book.rows[i].eligible, f"free worker {i} is eligible"
+            assert not named or self.tree.t.workers[i].limit == limit_of(
+                self.tree.t.workers[i].capacity, self.trust.on_events(i)), f"worker {i}: limit"

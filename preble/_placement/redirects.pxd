@@ -1,0 +1,37 @@
+# Steers: contents of `_placement/redirects.pyx`.
+
+from libc.stdint cimport uint32_t
+
+from preble._core.tree.layout cimport Tree, Walk
+from preble._radix cimport RadixTree
+
+cdef enum:
+    STEERS_MAX = 1024
+    TARGETS_MAX = 8
+
+cdef struct Steer:               # requests for one prefix
+    uint32_t node                # that the prefix ends with; NONE: an empty place of the table
+    uint32_t generation          # of the node
+    uint32_t tokens              # of the prefix
+    uint32_t source              # only those the rule would let this worker reuse it for; NONE: all
+    uint32_t reason
+    uint32_t count               # of `targets`
+    uint32_t targets[TARGETS_MAX]
+
+cdef struct SteerTable:          # never changed once published
+    uint32_t size                # places, a power of two
+    uint32_t shortest            # least tokens of a steered prefix
+    Steer steers[1]              # `size` of them, by node
+
+cdef extern from * nogil:
+    SteerTable* load_steers "preble_load"(SteerTable** p)
+
+cdef inline uint32_t steer_place(uint32_t node, uint32_t size) noexcept nogil:
+    return (node * <uint32_t> 2654435761) >> 7 & (size - 1)
+
+cdef const Steer* find_steer(const SteerTable* table, Tree* t, Walk walk, uint32_t source) noexcept nogil
+
+cdef class Steers:
+    cdef readonly RadixTree tree
+    cdef SteerTable* table       # (r) NULL: nothing is steered
+    cdef readonly uint32_t count

@@ -1,0 +1,13 @@
+"""Types of the steers; what they own is said in `_placement/redirects.pyx`."""
+
+from .._radix import RadixTree
+
+SteerRow = tuple[int, int, int, int | None, int, tuple[int, ...]]
+
+class Steers:
+    tree: RadixTree
+    count: int
+    def __init__(self, tree: RadixTree) -> None: ...
+    def put(self, steers: list[SteerRow]) -> None: ...
+    def show(self) -> list[SteerRow]: ...
+    def check(self) -> None: ...

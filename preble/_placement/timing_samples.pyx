@@ -1,0 +1,180 @@
+"""What requests' own times tell of a worker's speed, noted as they happen. Owns the samples; what they mean is worked
+out in `calibration.py`, in the background. Also `swap_cost`, by which a worker gets another cost model.
+
+A prefill's own time is not its TTFT, which has the queue in it. But where a request waited when the first token before
+it came, the worker went on from the one to the other, and what lies between is the later one's own:
+
+    booked A   booked B        first token A        first token B
+       |----------|------------------|--------------------|
+       |<----------- A ------------->|<-------- B ------->|
+
+So a prefill takes from the later of its booking and its worker's last first token to its own first token. Some such
+pieces in a row are one sample, a stretch; first tokens of one moment were computed in one iteration. A decode takes
+from a request's first token to its end, and with it is noted what was prefilled in between.
+
+Rings of fixed size, written as the tree's writer; a few dozen instructions each.
+"""
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.math cimport INFINITY
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcmp, memcpy, memset
+
+from preble._core.atomic cimport load32, store32
+from preble._cost cimport Cost, CostModel, Lease, LoadBook
+from preble._core.memory cimport NONE
+from preble._radix cimport RadixTree
+from preble._core.tree.reclaim cimport PLAIN, retire_thing
+from preble._core.tree.victims cimport victims_cut
+
+cdef extern from * nogil:
+    void store_cost "preble_store"(const Cost** p, const Cost* value)
+
+cdef double MOMENT_SECONDS = 0.002
+
+
+cdef void push(Sample* ring, uint64_t* count, const Sample* sample) noexcept nogil:
+    ring[count[0] % <uint64_t> SAMPLES] = sample[0]
+    count[0] += 1
+
+
+cdef void note_first(Gauge* g, Lease* lease, uint32_t computed, int64_t decodes, double now) noexcept nogil:
+    """A request's first token came; `computed` tokens of its prompt were not cached, `decodes` requests ran beside."""
+    cdef bint fresh = lease.booked_at > g.first_at
+    cdef double began = lease.booked_at if fresh else g.first_at
+    cdef double seconds = now - began
+    cdef bint moment = fresh or seconds >= MOMENT_SECONDS
+    cdef Sample* s = &g.stretch
+    if seconds < 0.0 or (fresh and seconds <= 0.0):      # the clock went back, or nobody computed anything
+        g.ignored += 1
+        memset(s, 0, sizeof(Sample))
+        fresh = moment = False
+        seconds = 0.0
+    elif moment and s.moments and (fresh or s.moments >= STRETCH_MOMENTS):
+        s.at = g.first_at
+        push(g.prefill, &g.prefills, s)
+        memset(s, 0, sizeof(Sample))
+    if s.moments or fresh or seconds > 0.0:
+        if s.moments == 0:
+            s.other = fresh
+        s.seconds += seconds
+        s.tokens += computed
+        s.context += lease.prompt_tokens
+        s.moments += moment
+        s.batch += decodes if moment else 0
+        s.waiting += 1
+    g.first_at = now
+    g.prefilled_tokens += computed
+    g.moments += moment
+    lease.first_at = now
+    lease.first_decodes = <uint32_t> (decodes + 1)
+    lease.seen_tokens = g.prefilled_tokens
+    lease.seen_moments = g.moments
+
+
+cdef void note_end(Gauge* g, const Lease* lease, int64_t output_tokens, int64_t decodes, int64_t waiting_ns,
+                   double now) noexcept nogil:
+    """A request ended that had its first token; `decodes` requests ran to the end, with it, and `waiting_ns` of
+    prefill were booked and not done."""
+    cdef Sample s
+    if output_tokens < 2:
+        return
+    s.at = now
+    s.seconds = now - lease.first_at
+    if not s.seconds > 0.0:
+        g.ignored += 1
+        return
+    s.tokens = <double> (output_tokens - 1)
+    s.context = lease.prompt_tokens + 0.5 * <double> output_tokens
+    s.batch = 0.5 * (<double> lease.first_decodes + <double> decodes)
+    s.moments = <uint32_t> (g.moments - lease.seen_moments)
+    s.other = <uint32_t> (g.prefilled_tokens - lease.seen_tokens)
+    s.waiting = <double> waiting_ns * 1e-9
+    push(g.decode, &g.decodes, &s)
+
+
+cdef class Gauges:
+    """The gauges of a fleet, by worker index."""
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        for i in range(self.room):
+            free(self.at[i])
+        free(self.at)
+
+    def open(self, uint32_t worker) -> None:
+        """Start to measure a worker, from nothing. MemoryError changes nothing."""
+        cdef uint32_t room = max(16, self.room)
+        cdef Gauge** grown
+        cdef Gauge* gauge
+        while worker >= room:
+            room *= 2
+        if room > self.room:
+            grown = <Gauge**> realloc(self.at, room * sizeof(Gauge*))
+            if grown == NULL:
+                raise MemoryError("Gauges.open")
+            memset(grown + self.room, 0, (room - self.room) * sizeof(Gauge*))
+            self.at = grown
+            self.room = room
+        gauge = <Gauge*> calloc(1, sizeof(Gauge))
+        if gauge == NULL:
+            raise MemoryError("Gauges.open")
+        gauge.first_at = -INFINITY
+        free(self.at[worker])
+        self.at[worker] = gauge
+
+    def close(self, uint32_t worker) -> None:
+        """Forget what was measured of a worker; one that is not measured stays so."""
+        if worker < self.room:
+            free(self.at[worker])
+            self.at[worker] = NULL
+
+    def counts(self, uint32_t worker) -> tuple[int, int, int]:
+        """Samples of prefill and of decode ever noted, and reports that were ignored."""
+        if worker >= self.room or self.at[worker] == NULL:
+            return 0, 0, 0
+        return self.at[worker].prefills, self.at[worker].decodes, self.at[worker].ignored
+
+    def samples(self, uint32_t worker) -> tuple[bytes, bytes]:
+        """The samples kept of prefill and of decode, as rows of 8 doubles (see `Sample`), in no order."""
+        cdef Gauge* gauge
+        if worker >= self.room or self.at[worker] == NULL:
+            return b"", b""
+        gauge = self.at[worker]
+        return (ring_bytes(gauge.prefill, gauge.prefills), ring_bytes(gauge.decode, gauge.decodes))
+
+
+cdef bytes ring_bytes(const Sample* ring, uint64_t count):
+    return PyBytes_FromStringAndSize(<const char*> ring, min(count, <uint64_t> SAMPLES) * sizeof(Sample))
+
+
+def swap_cost(RadixTree tree not None, LoadBook book not None, uint32_t worker, CostModel cost not None) -> None:
+    """Let decisions reckon with another cost model for a worker, as the tree's writer. What is booked stays booked at
+    the old one. O(workers). MemoryError changes nothing."""
+    cdef const Cost* old = book.rows[worker].cost
+    cdef Cost* own
+    cdef uint32_t i
+    cdef uint32_t number = worker
+    assert old != NULL, f"no worker has index {worker}"
+    own = <Cost*> malloc(sizeof(Cost))
+    if own == NULL:
+        raise MemoryError("swap_cost")
+    memcpy(own, &cost.cost, sizeof(Cost))
+    store32(&book.rows[worker].alike, NONE)
+    store_cost(&book.rows[worker].cost, own)
+    retire_thing(&tree.t, <void*> old, PLAIN, 0)
+    book.find_alike(worker)                      # whoever went by this worker's number
+    for i in range(book.end):
+        if i != worker and book.rows[i].cost != NULL and not memcmp(book.rows[i].cost, own, sizeof(Cost)):
+            number = load32(&book.rows[i].alike)
+            break
+    store32(&book.rows[worker].alike, number)
+    forget_victims(tree, worker)
+    book.retune()
+
+
+cdef void forget_victims(RadixTree tree, uint32_t worker) noexcept:
+    """Its next victims are weighed anew: their seconds are a matter of cost."""
+    if tree.t.workers[worker].victims != NULL and tree.t.workers[worker].victims.count:
+        victims_cut(&tree.t, worker, tree.t.workers[worker].victims.known[tree.t.workers[worker].victims.first].mark)

@@ -1,0 +1,7 @@
+"""Types of blocks in a snapshot; what it owns is said in `_snapshot/blocks.pyx`."""
+
+from .._kv_index.block_index import BlockIndex
+from .codec import Reader, Writer
+
+def write_blocks(w: Writer, index: BlockIndex) -> None: ...
+def read_blocks(r: Reader, index: BlockIndex) -> None: ...

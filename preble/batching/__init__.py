@@ -1,0 +1,1 @@
+"""What `LocalScheduler` conducts: requests, the waiting queue, the KV cache and its slots, batches."""

@@ -1,0 +1,100 @@
+"""Types of live requests and batches; what they own is said in `_batch.pyx`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._kv_slots import Hold
+from .requests import LocalRequest
+
+_Int32Array = npt.NDArray[np.int32]
+
+class LiveRequest:
+    request: LocalRequest
+    tokens: _Int32Array
+    hold: Hold | None
+    cached_tokens: int | None
+    place: tuple[int, int]
+    arrival_seconds: float
+    number: int
+    known_tokens: int
+    computed: int
+    scheduled: int
+    prefill_end: int
+    cached_now: int
+    cached_version: int
+    place_version: int
+    max_tokens: int
+    def __init__(self, request: LocalRequest, number: int, arrival_seconds: float) -> None: ...
+    @property
+    def slots(self) -> _Int32Array: ...
+    @property
+    def output_count(self) -> int: ...
+    @property
+    def resumes(self) -> bool: ...
+    @property
+    def decoding(self) -> bool: ...
+    @property
+    def uncached_now(self) -> int: ...
+    @property
+    def known(self) -> _Int32Array: ...
+    def make_buffers(self) -> None: ...
+    def drop_slots(self) -> None: ...
+    def append(self, token: int) -> str | None: ...
+
+class BatchItem:
+    request_id: str
+    start: int
+    token_ids: _Int32Array
+    write_slots: _Int32Array
+    context_slots: _Int32Array
+    samples: bool
+    is_decode: bool
+    def __init__(
+        self,
+        request_id: str,
+        start: int,
+        token_ids: _Int32Array,
+        write_slots: _Int32Array,
+        context_slots: _Int32Array,
+        samples: bool,
+        is_decode: bool,
+    ) -> None: ...
+
+class StepOutput:
+    request_id: str
+    token: int
+    index: int
+    cached_tokens: int
+    finish_reason: str | None
+    def __init__(
+        self, request_id: str, token: int, index: int, cached_tokens: int, finish_reason: str | None
+    ) -> None: ...
+    def fields(self) -> tuple[Any, ...]: ...
+
+class Batch:
+    step: int
+    decode_count: int
+    prefill_tokens: int
+    lives: list[LiveRequest]
+    def __init__(self, step: int = 0) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def items(self) -> list[BatchItem]: ...
+    @property
+    def total_tokens(self) -> int: ...
+    @property
+    def prefills(self) -> list[LiveRequest]: ...
+    def chunks(self) -> list[tuple[int, int]]: ...
+    def decode_contexts(self) -> list[int]: ...
+    def sampling(self) -> list[str]: ...
+    def add_decodes(self, running: list[LiveRequest], slots: _Int32Array) -> None: ...
+    def add_chunk(self, live: LiveRequest, slots: _Int32Array) -> None: ...
+    def sampled(self, tokens: Mapping[str, int]) -> list[int | None]: ...
+    def book_decodes(self, picked: list[int | None], outputs: list[StepOutput]) -> list[LiveRequest]: ...
+    def book_chunk(self, live: LiveRequest, token: int | None) -> StepOutput | None: ...
+
+def decoding_count(running: list[LiveRequest]) -> int: ...
+def prefilling(running: list[LiveRequest]) -> list[LiveRequest]: ...

@@ -1,0 +1,193 @@
+"""The KV cache of one worker: a pool of slots, the prefix tree that owns most of them, and reports of evictions.
+
+Owns who holds a slot; knows nothing of queues, batches or budgets. Not thread-safe: `LocalScheduler` is its only user.
+Every slot is exactly one of: free (in the pool), owned by the tree, or owned by a running request (taken and not yet
+published).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..types import AllBlocksCleared, PrefixEvicted
+from ._kv_slots import Hold, SlotTree
+from .requests import Int32Array
+
+EVENTS_MAX = 4096
+EVENT_TOKENS_MAX = 1 << 22
+EVICT_SHARE = 256
+
+
+class SlotPool:
+    """A stack of free KV slot ids, 0 .. capacity - 1. The slot freed last is taken first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stack = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self._count = capacity
+
+    @property
+    def free_count(self) -> int:
+        """Slots in the pool."""
+        return self._count
+
+    @property
+    def free_slots(self) -> Int32Array:
+        """The free slots. A view, for checks."""
+        return self._stack[: self._count]
+
+    def take(self, count: int) -> Int32Array:
+        """Remove `count` slots from the pool. A view that holds until slots are given back."""
+        assert 0 <= count <= self._count, f"took {count} of {self._count} free slots"
+        self._count -= count
+        return self._stack[self._count : self._count + count]
+
+    def give(self, slots: npt.ArrayLike) -> None:
+        """Put slots back. Cost: their number."""
+        returned = np.asarray(slots, np.int32)
+        end = self._count + len(returned)
+        assert end <= len(self._stack), "more slots given back than exist"
+        self._stack[self._count : end] = returned
+        self._count = end
+
+
+class KvCache:
+    """Prefix tree and slot pool as one: hold a cached prefix, take slots for new tokens, publish them, let them go.
+
+    Evictions become events. Where nobody takes the events and they reach `events_max` or `event_tokens_max`, all
+    pending ones collapse into a single `AllBlocksCleared`: the router then believes less than is true, never more.
+    """
+
+    def __init__(
+        self, capacity_tokens: int, *, events_max: int = EVENTS_MAX, event_tokens_max: int = EVENT_TOKENS_MAX
+    ) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.version = 0  # +1 at each change of what is cached
+        self.evicted_tokens = 0
+        self.evictions = 0
+        self.collapsed_events = 0
+        self._tree = SlotTree()
+        self._pool = SlotPool(capacity_tokens)
+        self._events: list[PrefixEvicted | AllBlocksCleared] = []
+        self._event_tokens = 0
+        self._events_max = events_max
+        self._event_tokens_max = event_tokens_max
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots that hold nothing."""
+        return self._pool.free_count
+
+    @property
+    def cached_total(self) -> int:
+        """Tokens in the tree, held or not."""
+        return self._tree.worker_tokens(0)
+
+    @property
+    def available_tokens(self) -> int:
+        """Slots that `take` can supply: free ones and those of cached tokens that nobody holds."""
+        return self._pool.free_count + self._tree.worker_tokens(0) - self._tree.pinned_tokens
+
+    def cached_tokens(self, token_ids: Int32Array, namespace: Hashable) -> int:
+        """Length of the longest cached prefix. Changes nothing. Cost: its length."""
+        return self._tree.matched(token_ids, namespace=namespace)
+
+    def slots_of(self, hold: Hold) -> Int32Array:
+        """Slots of a held prefix, in order of position. Changes nothing."""
+        return np.asarray(self._tree.slots(hold), np.int32)
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def hold(self, token_ids: Int32Array, namespace: Hashable, max_tokens: int, now: float) -> Hold:
+        """Pin the longest cached prefix, at most `max_tokens` of it, against eviction."""
+        return self._tree.hold(token_ids, now, namespace=namespace, max_tokens=max_tokens)
+
+    def publish(self, hold: Hold, token_ids: Int32Array, slots: Int32Array, now: float) -> None:
+        """Make `token_ids`, whose KV is in `slots`, a cached and held prefix that others can share at once.
+
+        Both have the full length, from position 0. Where the tree cached some of the tokens meanwhile, its slots stay
+        and the given ones are freed; `slots` is corrected in place. Cost: the number of tokens.
+        """
+        new = len(token_ids) - hold.matched_tokens
+        if new == 0:
+            return
+        redundant = self._tree.extend(hold, token_ids, slots[hold.matched_tokens :], now)
+        if len(redundant):
+            self._pool.give(redundant)
+            slots[:] = self.slots_of(hold)
+        if len(redundant) < new:
+            self.version += 1
+
+    def release(self, hold: Hold, now: float) -> None:
+        """Unpin a held prefix; it stays cached, as the most recently used."""
+        self._tree.release(hold, now)
+
+    def take(self, count: int) -> Int32Array:
+        """Take `count` slots for new tokens, evicting where too few are free. `count` is at most `available_tokens`.
+
+        Evicts the least recently used leaves, the last one in part, a little more than asked: a full cache would
+        otherwise evict and report in every iteration.
+        """
+        missing = count - self._pool.free_count
+        if missing > 0:
+            self._evict(max(missing, self.capacity_tokens // EVICT_SHARE))
+        return self._pool.take(count)
+
+    def give(self, slots: Int32Array) -> None:
+        """Free slots that were taken and never published."""
+        self._pool.give(slots)
+
+    def take_events(self) -> list[PrefixEvicted | AllBlocksCleared]:
+        """Evictions since the last call, oldest first."""
+        events, self._events, self._event_tokens = self._events, [], 0
+        return events
+
+    def _evict(self, need_tokens: int) -> None:
+        freed, reports = self._tree.evict(need_tokens)
+        self._pool.give(freed)
+        self.version += 1
+        self.evictions += 1
+        self.evicted_tokens += len(freed)
+        for token_ids, kept_tokens, namespace in reports:
+            self._report(PrefixEvicted(token_ids, kept_tokens, namespace))
+
+    def _report(self, event: PrefixEvicted) -> None:
+        self._event_tokens += len(event.token_ids)
+        self._events.append(event)
+        if len(self._events) > self._events_max or self._event_tokens > self._event_tokens_max:
+            self.collapsed_events += len(self._events)
+            self._events, self._event_tokens = [AllBlocksCleared()], 0
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def check(self, private_slots: list[Int32Array]) -> None:
+        """Assert the tree's invariants and that every slot has exactly one owner.
+
+        `private_slots` are those that running requests own outside the tree. Cost: the capacity.
+        """
+        self._tree.check()
+        owners = np.zeros(self.capacity_tokens, np.int32)
+        np.add.at(owners, self._pool.free_slots, 1)
+        for slots in private_slots:
+            np.add.at(owners, slots, 1)
+        assert owners.max() <= 1, f"slot {int(owners.argmax())} has two owners"
+        unowned = self.capacity_tokens - int(owners.sum())
+        assert unowned == self.cached_total, f"{unowned} slots are unowned, the tree caches {self.cached_total} tokens"
+
+    def check_hold(self, hold: Hold, slots: Int32Array, token_ids: Int32Array, namespace: Hashable) -> None:
+        """Assert that a request's view of its held prefix is the tree's: same slots, and still cached."""
+        if not hold.matched_tokens:
+            return
+        held = self.slots_of(hold)
+        assert np.array_equal(held, slots[: len(held)]), "a running request's slots differ from the tree's"
+        assert self.cached_tokens(token_ids[: len(held)], namespace) == len(held), "a held prefix is not cached"
+        free = np.isin(held, self._pool.free_slots)
+        assert not free.any(), f"slot {int(held[free.argmax()])} is free and held"
+
+    def show(self) -> str:
+        """The tree as text."""
+        return self._tree.show()

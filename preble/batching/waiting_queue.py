@@ -1,0 +1,283 @@
+"""The waiting queue of one worker: in which order waiting requests are considered. Owns that order; admits nobody.
+
+A round is one visit of the scheduler:
+
+    queue.begin_round()                    # re-bin what the cache has changed
+    while (live := queue.peek(now)):       # the next request by the rules below; asking again gives the same one
+        queue.take(live)                   # it was admitted; or
+        queue.defer(live)                  # pass over it until the round ends
+    queue.end_round()
+
+Who is next:
+  1. preempted requests, the longest-serving first: they hold output that somebody is reading;
+  2. at every OVERDUE_EVERY-th pick the oldest request, if it waited longer than the age bound, so that nothing
+     starves;
+  3. the order of the configuration. "priority" (paper section 4.3): group g of 0..P holds the requests with floor(P x
+     cached / known tokens) = g, oldest first. Groups take turns in proportion to their weights max(1, g): out of 56
+     picks with all groups full and P = 10, ten are from group 10, nine from group 9, ..., one from group 1 and one from
+     group 0.
+
+How turns are counted (smooth weighted round robin): each pick adds to every non-empty group its weight as credit, takes
+from the group with the most credit (the higher one on a tie), and charges it the weights added. So the shares hold over
+any stretch of picks, also when each round picks only one. A group found empty at the end of a round loses its credit.
+
+Re-binning happens as a round begins: newcomers whose place is older than the cache's version get a new one. At most
+`rebin_per_round` of them are looked up in one round, in turn, and beyond that the one about to be picked. So with a
+queue up to that length every place is exact, and a longer one costs no more per round. Within a round places stay,
+also where an admission evicts what they rested on; what the scheduler reads of the request it considers,
+`cached_now`, is exact.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Hashable
+from typing import Protocol
+
+from ._batch import LiveRequest
+from .requests import Int32Array, LocalConfig
+
+REBIN_PER_ROUND = 64  # of 256 waiting, looking at all costs 1.5 times the simulation, for mean latencies within 2 %
+OVERDUE_EVERY = 8  # where all went first who are overdue, an overloaded worker would serve in order of arrival
+
+
+class CacheView(Protocol):
+    """What the queue asks of the cache."""
+
+    version: int
+
+    def cached_tokens(self, token_ids: Int32Array, namespace: Hashable) -> int:
+        """Length of the longest cached prefix."""
+
+
+class WaitingQueue:
+    """Waiting requests in order; see the module. An operation costs O(log n), a memory move and a look at the cache."""
+
+    def __init__(self, config: LocalConfig, cache: CacheView, *, rebin_per_round: int = REBIN_PER_ROUND) -> None:
+        self.overdue_picks = 0
+        self.cache_looks = 0
+        self.uncached_tokens = 0  # sum of uncached_now over all that wait
+        self._config = config
+        self._cache = cache
+        self._rebin_per_round = rebin_per_round
+        self._looks_left = rebin_per_round
+        self._live: dict[int, LiveRequest] = {}  # number -> every waiting request
+        self._preempted: deque[LiveRequest] = deque()
+        self._arrivals: list[int] = []  # numbers of newcomers in order, without deferred ones
+        self._groups: list[list[tuple[int, int]]] = [[] for _ in range(self._group_count())]  # (rank, number), sorted
+        self._credits = [0] * self._group_count()
+        self._deferred: list[LiveRequest] = []
+        self._picked_by_turn = False
+        self._turns = OVERDUE_EVERY - 1  # picks by turn since one for age
+        self._round_version = cache.version  # the cache's version as the round began
+        self._sweep_left = 0
+        self._sweep_next = 0  # the number at which it goes on
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def group_sizes(self) -> list[int]:
+        """Newcomers in each group, lowest first. Changes nothing."""
+        return [len(group) for group in self._groups]
+
+    def oldest_arrival_seconds(self) -> float | None:
+        """When the longest-waiting newcomer arrived."""
+        return self._live[self._arrivals[0]].arrival_seconds if self._arrivals else None
+
+    # --- who waits ----------------------------------------------------------------------------------------------------
+
+    def add(self, live: LiveRequest) -> None:
+        """Queue a newcomer, placed by what is cached of it now."""
+        self._enter(live)
+        live.place = self._place_of(live)
+        live.place_version = self._cache.version
+        self._file(live)
+
+    def put_back(self, live: LiveRequest) -> None:
+        """Queue a preempted request ahead of everybody, and of those preempted earlier in this state."""
+        self._enter(live)
+        self._preempted.appendleft(live)
+
+    def remove(self, live: LiveRequest) -> None:
+        """Forget a waiting request, between rounds."""
+        assert not self._deferred, "requests are removed between rounds"
+        self._withdraw(live)
+        self._leave(live)
+
+    def _enter(self, live: LiveRequest) -> None:
+        self._live[live.number] = live
+        live.cached_now = 0
+        live.cached_version = -1
+        self.uncached_tokens += live.uncached_now
+        self._look(live)
+
+    def _leave(self, live: LiveRequest) -> None:
+        del self._live[live.number]
+        self.uncached_tokens -= live.uncached_now
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def begin_round(self) -> None:
+        """Re-bin newcomers that the cache has changed for, within the round's bound."""
+        self._looks_left = self._rebin_per_round
+        if self._round_version != self._cache.version:
+            self._round_version = self._cache.version
+            self._sweep_left = len(self._arrivals)
+        position = bisect_left(self._arrivals, self._sweep_next)
+        while self._sweep_left and self._looks_left > 0 and self._arrivals:
+            number = self._arrivals[position % len(self._arrivals)]
+            self._rebin(self._live[number])
+            position += 1
+            self._sweep_left -= 1
+            self._sweep_next = number + 1
+
+    def peek(self, now: float) -> LiveRequest | None:
+        """The request to consider next, with its look at the cache renewed; None when the round has nobody left."""
+        self._picked_by_turn = False
+        if self._preempted:
+            live = self._preempted[0]
+        elif not self._arrivals:
+            return None
+        elif self._turns >= OVERDUE_EVERY - 1 and self._is_overdue(now):
+            live = self._oldest()
+        else:
+            live = self._head_by_turn()
+            self._picked_by_turn = True
+        self._look(live)
+        return live
+
+    def take(self, live: LiveRequest) -> None:
+        """Remove the request last peeked at: it was admitted. Its group pays for the turn."""
+        if self._picked_by_turn:
+            self._charge(live.place[0])
+            self._turns += 1
+        elif not live.resumes:
+            self.overdue_picks += 1
+            self._turns = 0
+        self._withdraw(live)
+        self._leave(live)
+
+    def defer(self, live: LiveRequest) -> None:
+        """Pass over the request last peeked at until the round ends. It keeps its place and its group its credit."""
+        self._deferred.append(live)
+        self._withdraw(live)
+
+    def end_round(self) -> None:
+        """Give deferred requests their places back."""
+        for live in reversed(self._deferred):
+            if live.resumes:
+                self._preempted.appendleft(live)
+            else:
+                self._file(live)
+        self._deferred.clear()
+        for group, members in enumerate(self._groups):
+            if not members:
+                self._credits[group] = 0
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def _next_group(self) -> int:
+        """The non-empty group that would have the most credit after one more turn; the higher one on a tie."""
+        groups = (g for g, members in enumerate(self._groups) if members)
+        return max(groups, key=lambda g: (self._credits[g] + self._weight(g), g))
+
+    def _charge(self, picked: int) -> None:
+        for group, members in enumerate(self._groups):
+            if members:
+                self._credits[group] += self._weight(group)
+                self._credits[picked] -= self._weight(group)
+
+    @staticmethod
+    def _weight(group: int) -> int:
+        return max(1, group)
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def _is_overdue(self, now: float) -> bool:
+        return now - self._oldest().arrival_seconds > self._config.max_wait_seconds
+
+    def _oldest(self) -> LiveRequest:
+        return self._live[self._arrivals[0]]
+
+    def _head_by_turn(self) -> LiveRequest:
+        """The first of the group whose turn it is. Its place is of this round, as far as the bound on looks allows."""
+        while True:
+            live = self._live[self._groups[self._next_group()][0][1]]
+            if live.place_version >= self._round_version or self._looks_left <= 0 or not self._rebin(live):
+                return live
+
+    def _rebin(self, live: LiveRequest) -> bool:
+        """Give a newcomer the place that the cache now says; True if that is another."""
+        if live.place_version == self._cache.version:
+            return False
+        self._look(live)
+        live.place_version = self._cache.version
+        place = self._place_of(live)
+        if place == live.place:
+            return False
+        self._drop_from_group(live)
+        live.place = place
+        self._put_into_group(live)
+        return True
+
+    def _place_of(self, live: LiveRequest) -> tuple[int, int]:
+        """(group, rank in it): 63 of 100 tokens cached with P = 10 is group 6; a fully cached prompt is group P."""
+        if self._config.order == "priority":
+            return self._config.priority_groups * live.cached_now // live.known_tokens, 0
+        return 0, -live.cached_now if self._config.order == "longest_prefix" else 0
+
+    def _group_count(self) -> int:
+        return self._config.priority_groups + 1 if self._config.order == "priority" else 1
+
+    def _file(self, live: LiveRequest) -> None:
+        """Put a newcomer where its place says."""
+        insort(self._arrivals, live.number)
+        self._put_into_group(live)
+
+    def _withdraw(self, live: LiveRequest) -> None:
+        """Take a request out of whichever line it stands in."""
+        if live.resumes:
+            self._preempted.remove(live)
+            return
+        del self._arrivals[bisect_left(self._arrivals, live.number)]
+        self._drop_from_group(live)
+
+    def _put_into_group(self, live: LiveRequest) -> None:
+        group, rank = live.place
+        insort(self._groups[group], (rank, live.number))
+
+    def _drop_from_group(self, live: LiveRequest) -> None:
+        group, rank = live.place
+        members = self._groups[group]
+        del members[bisect_left(members, (rank, live.number))]
+
+    def _look(self, live: LiveRequest) -> None:
+        """Bring a waiting request's cached tokens up to date."""
+        if live.cached_version == self._cache.version:
+            return
+        self._looks_left -= 1
+        self.cache_looks += 1
+        self.uncached_tokens -= live.uncached_now
+        live.cached_now = self._cache.cached_tokens(live.known, live.request.namespace)
+        live.cached_version = self._cache.version
+        self.uncached_tokens += live.uncached_now
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that every waiting request stands in exactly one line, in order, and that the sums are right. O(n)."""
+        filed = sorted(number for group in self._groups for _, number in group)
+        assert filed == self._arrivals, "groups and arrivals list different requests"
+        assert not self._deferred, "a round did not end"
+        waiting = sorted(self._arrivals + [live.number for live in self._preempted])
+        assert waiting == sorted(self._live), "a waiting request stands in no line"
+        for g, group in enumerate(self._groups):
+            assert group == sorted(group), f"group {g} is out of order"
+            for rank, number in group:
+                live = self._live[number]
+                assert live.place == (g, rank), f"{live.request.request_id} is not in its place"
+                exact = live.place_version == live.cached_version == self._cache.version
+                assert not exact or live.place == self._place_of(live), f"{live.request.request_id} has a wrong place"
+        total = sum(live.uncached_now for live in self._live.values())
+        assert total == self.uncached_tokens, f"uncached_tokens is {self.uncached_tokens}, the sum is {total}"

@@ -1,0 +1,3 @@
+"""The `preble` command: `main` knows the sub-commands, each is a file or folder here, `console` is what they share."""
+
+from .main import main as main

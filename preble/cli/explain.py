@@ -1,0 +1,160 @@
+"""`preble explain`: decision records as tables, from a file of JSON lines. Owns the choice of records and how they are
+printed; what is in one is said in `records.py`.
+
+However long the file is, only the records that are to be printed are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..errors import InvalidInput
+from ..scheduling.records import DecisionRecord, WorkerTerms, read_lines
+
+RECORDS_MAX = 1000  # printed at once
+HEADER = ("", "worker", "matched", "missed", "L s", "M s", "P s", "total s", "backlog s", "score")
+LEGEND = (
+    "* chosen, - no candidate. L load, M eviction, P prefill of this prompt, backlog: prefill booked and not done.\n"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `preble explain`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="decision records, one JSON object a line")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--id", metavar="ID", help="the records of this request id")
+    which.add_argument("--last", type=count, metavar="N", help="the last N records (default: 1)")
+    which.add_argument("--worst-regret", type=count, metavar="N", help="the N records with most regret, worst first")
+
+
+def count(text: str) -> int:
+    """An argument that is a number of records."""
+    value = int(text)
+    if not 1 <= value <= RECORDS_MAX:
+        raise argparse.ArgumentTypeError(f"must be in [1, {RECORDS_MAX}], got {text}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the records asked for. Raises InvalidInput for a file that is none of records, or has none of these."""
+    chosen = choose(read_lines(args.file), args)
+    if not chosen:
+        raise InvalidInput(f"{args.file} has no record{missing(args)}")
+    sys.stdout.write("\n".join([*map(text_of, chosen), LEGEND]))
+    return 0
+
+
+def choose(records: Iterable[DecisionRecord], args: argparse.Namespace) -> Sequence[DecisionRecord]:
+    """The records that the options name."""
+    if args.id is not None:
+        return deque((record for record in records if str(record.request_id) == args.id), maxlen=RECORDS_MAX)
+    if args.worst_regret is not None:
+        told = (record for record in records if record.regret_seconds is not None)
+        return heapq.nlargest(args.worst_regret, told, key=lambda record: record.regret_seconds or 0.0)
+    return deque(records, maxlen=args.last or 1)
+
+
+def missing(args: argparse.Namespace) -> str:
+    """What was looked for and not found."""
+    if args.id is not None:
+        return f" of request {args.id!r}"
+    return " with a time to first token" if args.worst_regret is not None else ""
+
+
+# --- one record -------------------------------------------------------------------------------------------------------
+
+
+def text_of(record: DecisionRecord) -> str:
+    """A record as some lines of text: the decision, a row for each worker, what came of it."""
+    rows = [HEADER, *(row_of(record, terms) for terms in ordered(record))]
+    return "\n".join([*heading(record), "", *table(rows), "", *ending(record)]) + "\n"
+
+
+def heading(record: DecisionRecord) -> list[str]:
+    """What was decided, and against what."""
+    told = f"request {shown(record.request_id)}: decision {record.sequence} at {number(record.decided_at)} s, "
+    told += f"policy {shown(record.policy)}, {record.prompt_tokens} prompt tokens"
+    why = f"chosen {shown(record.worker)} ({shown(record.reason)})"
+    if record.runner_up is None:
+        why += ", the only candidate"
+    else:
+        why += f", runner-up {shown(record.runner_up)}, margin {number(record.margin)}"
+    if record.shadow is not None:
+        same = "the same" if record.shadow.worker == record.worker else shown(record.shadow.worker)
+        why += f"; shadow {shown(record.shadow.policy)}: {same} ({shown(record.shadow.reason)})"
+    return [told, why]
+
+
+def ordered(record: DecisionRecord) -> list[WorkerTerms]:
+    """The chosen worker, the other candidates, the rest; each by score."""
+    return sorted(record.workers, key=lambda one: (one.worker != record.worker, not one.candidate, one.score))
+
+
+def row_of(record: DecisionRecord, terms: WorkerTerms) -> tuple[str, ...]:
+    """One worker's row."""
+    mark = "*" if terms.worker == record.worker else "" if terms.candidate else "-"
+    seconds = (terms.load_seconds, terms.eviction_seconds, terms.prefill_seconds)
+    sums = (terms.total_seconds, terms.backlog_seconds, terms.score)
+    return (
+        mark,
+        shown(terms.worker),
+        str(terms.matched_tokens),
+        str(terms.missed_tokens),
+        *map(number, (*seconds, *sums)),
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with straight columns: words to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def ending(record: DecisionRecord) -> list[str]:
+    """What came of it."""
+    if record.outcome is None:
+        return ["no outcome: the request had not ended when this was written"]
+    outcome, chosen = record.outcome, record.chosen
+    lines = [
+        f"{outcome.ended} after {number(outcome.seconds)} s, {known(outcome.output_tokens)} output tokens",
+        f"first token    {pair(outcome.first_token_seconds, chosen.predicted_seconds, record.late_seconds, ' s')}",
+        f"cached tokens  {pair(outcome.cached_tokens, chosen.matched_tokens, record.cached_error_tokens, '')}",
+    ]
+    regret = "not known" if record.regret_seconds is None else f"{number(record.regret_seconds)} s"
+    share = f"{record.locality_regret:.1%} of what was computed ({record.lost_tokens} tokens) was cached elsewhere"
+    return [*lines, f"regret         {regret}; {share if record.lost_tokens else 'nothing was computed in vain'}"]
+
+
+def pair(actual: float | None, expected: float, error: float | None, unit: str) -> str:
+    """A number as it came, as it was expected, and the difference."""
+    if actual is None or error is None:
+        return f"not told, {number(expected)}{unit} expected"
+    sign = "+" if error >= 0 else "-"
+    return f"{number(actual)}{unit}, {number(expected)}{unit} expected ({sign}{number(abs(error))})"
+
+
+def shown(name: object) -> str:
+    """A name from a file, with nothing in it that a terminal obeys."""
+    text = str(name)
+    return text if text.isprintable() else ascii(text)
+
+
+def known(value: int | None) -> str:
+    return "an unknown number of" if value is None else str(value)
+
+
+def number(value: float) -> str:
+    """Whole numbers as they are, others with four digits after the point."""
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}"

@@ -1,0 +1,213 @@
+"""The profile from start to end: engine, measurements, fit, file, figures. Owns the order of things and the time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from ..._cost import CostModel
+from ...errors import InvalidInput, MissingExtra
+from ...types import check_int
+from ..demo.report import machine, versions
+from . import points, profile
+from .bench import DECODE_STEPS, Bench, Results, sample_of
+from .points import Limits, Point
+from .targets import SimulatedTarget, Target, TorchTarget, check_fits, local_config
+
+TINY_MODEL, TINIEST_MODEL = "llama-20m", "llama-1m"  # what "tiny" is, and what it is for a quick run
+PLAIN_SECONDS = 10.0  # between lines of progress where the output is no terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: `tolerance` is how far from a line (fraction) a length must lie to be looked at closer."""
+
+    limits: Limits
+    repeats: int
+    seconds: float
+    tolerance: float
+    closer_looks: int
+
+
+def effort_of(args: argparse.Namespace) -> Effort:
+    """What the options ask for. The simulated engine has no noise and takes no time: once is enough, and exactly.
+
+    Raises `InvalidInput` naming the option.
+    """
+    seconds = (5.0 if args.quick else 70.0) if args.seconds is None else args.seconds
+    if not 0 < seconds < float("inf"):
+        raise InvalidInput(f"--seconds must be a number above 0, got {seconds}")
+    check_int("--seed", args.seed, 0, 2**63 - 1, InvalidInput)
+    repeats = check_int("--repeats", args.repeats, 1, 1000, InvalidInput)
+    if args.engine == "simulated":
+        limits = Limits(args.max_tokens or (2048 if args.quick else 8192), args.max_batch or (16 if args.quick else 64))
+        return Effort(limits, 1, seconds, tolerance=0.005, closer_looks=80)
+    limits = Limits(args.max_tokens or (1024 if args.quick else 2048), args.max_batch or (4 if args.quick else 8))
+    return Effort(limits, repeats, seconds, tolerance=0.2, closer_looks=4 if args.quick else 8)
+
+
+class Progress:
+    """One line that is written over on a terminal, and a line now and then elsewhere."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Say how far it is."""
+        if self._stream.isatty():
+            self._stream.write(f"\r\x1b[K{text}")
+            self._stream.flush()
+        elif time.monotonic() - self._last >= PLAIN_SECONDS:
+            self._last = time.monotonic()
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def done(self) -> None:
+        """Leave the line."""
+        if self._stream.isatty():
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    """Measure, fit, write, draw; 0. Raises `MissingExtra`, `InvalidInput` or `EngineError`."""
+    effort = effort_of(args)
+    if args.engine == "torch" and not all(map(find_spec, ("torch", "transformers", "tokenizers"))):
+        raise MissingExtra('it needs torch: pip install "preble[torch,bench]", or run it with --engine simulated')
+    out = args.out or Path(tempfile.mkdtemp(prefix="preble-profile-"))
+    make_directory(out)
+    started, progress = time.monotonic(), Progress()
+    target = make_target(args, effort, out)
+    check_fits(target, effort.limits)
+    sys.stdout.write(f"Profile of {where(target)}, into {out}\n")
+    found, parts = measure(args, effort, target, progress)
+    progress.done()
+    target.engine.close()
+    result = profile.fit(found.samples, parts, args.name or f"{target.model}/{target.device}")
+    sys.stdout.write(f"\n{profile.table(result)}\n\n")
+    if found.skipped or found.short:
+        note = f"{found.skipped} points were not measured and {found.short} fewer than {effort.repeats} times"
+        sys.stdout.write(f"Time was up after {effort.seconds:g} s: {note}.\n")
+    about = {**about_run(args, effort, target), "skipped_points": found.skipped, "short_points": found.short}
+    path = out / "cost_model.json"
+    result.model.save(path, profile.document(result, about))
+    sys.stdout.write(f'Cost model: {path}, to be used as cost_model="{path}"\n')
+    draw_figures(result, out, where(target))
+    sys.stdout.write(f"The profile took {time.monotonic() - started:.0f} s.\n")
+    return 0
+
+
+def make_directory(path: Path) -> None:
+    """Make the output directory. Raises `InvalidInput` naming the option."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"--out {path}: {error}") from error
+
+
+def make_target(args: argparse.Namespace, effort: Effort, out: Path) -> Target:
+    """The engine that the options ask for."""
+    config = local_config(effort.limits, DECODE_STEPS)
+    if args.engine == "simulated":
+        return SimulatedTarget(CostModel.preset(args.cost_model), config)
+    args.model = str(model_directory(args.model, TINIEST_MODEL if args.quick else TINY_MODEL, out))
+    return TorchTarget(Path(args.model), config, device=args.device, dtype=args.dtype, threads=args.threads)
+
+
+def model_directory(model: str, tiny_spec: str, out: Path) -> Path:
+    """The directory of a model; "tiny" is made by that spec. Raises `InvalidInput` where there is none."""
+    if model == "tiny":
+        from ...engines.torch.tiny_models import make_tiny_model
+
+        return make_tiny_model(tiny_spec, out / "models")
+    if not Path(model).is_dir():
+        raise InvalidInput(f"--model {model}: no such directory")
+    return Path(model)
+
+
+def measure(
+    args: argparse.Namespace, effort: Effort, target: Target, progress: Progress
+) -> tuple[Results, list[profile.Parts]]:
+    """All samples of the target, and the parts of cold prefills. A fifth of the time is kept for the parts."""
+    rng = np.random.default_rng(args.seed)
+    bench = Bench(target, rng)
+    deadline = time.monotonic() + effort.seconds
+
+    def out_of_time(reserve: float = 0.0) -> bool:
+        return time.monotonic() > deadline - reserve * effort.seconds
+
+    chosen = points.plan(effort.limits, rng)
+    bench.warm_up([Point(points.PREFILL, effort.limits.tokens_max // 4), Point(points.DECODE, 1, 16)])
+    found = bench.measure(
+        chosen,
+        effort.repeats,
+        lambda: out_of_time(0.35),
+        lambda done, total: progress(f"  measured {done} of {total} points, runs repeated"),
+    )
+    look_closer(bench, found, effort, lambda: out_of_time(0.2), progress)
+    if args.engine != "torch":
+        return found, []
+    from .parts import measure_parts
+
+    progress("  taking cold prefills apart")
+    lengths = points.cold_lengths(effort.limits)
+    options = {"device": args.device, "dtype": args.dtype}
+    return found, measure_parts(Path(args.model), lengths, effort.repeats, rng, out_of_time, **options)
+
+
+def look_closer(
+    bench: Bench, found: Results, effort: Effort, out_of_time: Callable[[], bool], progress: Progress
+) -> None:
+    """Measure lengths between those of the plan where time is not a straight line, and add them to `found`."""
+    known = {s.tokens: s.seconds for s in found.samples if s.point.cold and not s.point.held_out}
+    runs: dict[int, list[float]] = {}
+
+    def measure_length(length: int) -> float:
+        runs[length] = [bench.run(Point(points.PREFILL, length)) for _ in range(min(3, effort.repeats))]
+        return float(np.median(runs[length]))
+
+    for length, _ in points.refine(known, measure_length, tolerance=effort.tolerance, room=effort.closer_looks):
+        found.samples.append(sample_of(Point(points.PREFILL, length), runs[length]))
+        progress(f"  looked closer at {len(runs)} lengths")
+        if out_of_time():
+            return
+
+
+def where(target: Target) -> str:
+    """Model and device in words."""
+    return f"{target.model} on {'the simulated engine' if target.device == 'simulated' else target.device}"
+
+
+def about_run(args: argparse.Namespace, effort: Effort, target: Target) -> dict[str, Any]:
+    """Where the numbers come from."""
+    return {
+        "engine": args.engine,
+        "model": target.model,
+        "device": target.device,
+        "clock": target.clock_name,
+        "machine": machine(),
+        "versions": versions(),
+        "settings": {**asdict(effort), "seed": args.seed, "dtype": args.dtype, "threads": args.threads},
+    }
+
+
+def draw_figures(result: profile.Profile, out: Path, subtitle: str) -> None:
+    """Write both figures, or say why there are none."""
+    if find_spec("matplotlib") is None:
+        sys.stdout.write('No figures: they need matplotlib, pip install "preble[bench]"\n')
+        return
+    from .plot import draw_decode, draw_prefill
+
+    for name, draw in (("figure1_prefill.png", draw_prefill), ("figure2_decode.png", draw_decode)):
+        draw(out / name, result, subtitle)
+        sys.stdout.write(f"Figure: {out / name}\n")

@@ -1,0 +1,185 @@
+"""Requests of `preble up` as lines: read from a file or a pipe, answered on another. Owns their format and bounds.
+
+Reading and writing happen in two threads of their own: whoever writes prompts or reads answers slowly delays only this,
+never the router. Prompts are read when there is room for one more request; an answer waits while `MAX_WAITING_LINES`
+are not written yet. When the reader of the answers is gone, no more prompts are read; lines that could not be written
+count as failed. Prompts are never quoted in errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, TextIO
+
+from ..errors import InvalidInput, PrebleError
+from ..router.router import Router, StreamChunk
+from ..types import SamplingParams
+
+MAX_LINE_CHARS = 32 << 20
+MAX_WAITING_LINES = 1024
+_FULL_POLL_SECONDS = 0.01
+_LAST_LINES_SECONDS = 3.0
+
+
+class PromptService:
+    """Answers each line of `prompts` on `answers`, at most `concurrency` at a time. Belongs to one asyncio loop."""
+
+    def __init__(self, router: Router, prompts: TextIO, answers: TextIO, concurrency: int) -> None:
+        self.failed = 0
+        self._router = router
+        self._prompts = prompts
+        self._concurrency = concurrency
+        self._writer = _Writer(answers)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Read no more prompts; `run` ends when the live ones have."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Until the prompts end or `stop`, and every live request is answered and written."""
+        live: set[asyncio.Future[None]] = set()
+        try:
+            async for number, line in self._lines():
+                live.add(asyncio.ensure_future(self._answer(number, line)))
+                if len(live) >= self._concurrency:
+                    _, live = await asyncio.wait(live, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.gather(*live)
+        finally:
+            for task in live:
+                task.cancel()
+            await asyncio.gather(*live, return_exceptions=True)
+            self.failed += await self._writer.close()
+
+    async def _lines(self) -> AsyncIterator[tuple[int, str]]:
+        """Numbered lines, empty ones left out."""
+        lines: asyncio.Queue[str] = asyncio.Queue(1)
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=_read, args=(self._prompts, lines, loop), name="preble-prompts", daemon=True).start()
+        number = 0
+        while not self._writer.broken and (line := await self._next_line(lines)):
+            number += 1
+            if line.strip():
+                yield number, line
+
+    async def _next_line(self, lines: asyncio.Queue[str]) -> str:
+        """The next line; "" at the end or when stopped, whichever is first."""
+        waits = [asyncio.ensure_future(lines.get()), asyncio.ensure_future(self._stopping.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return "" if self._stopping.is_set() else str(waits[0].result())
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _answer(self, number: int, line: str) -> None:
+        name: Any = number
+        try:
+            request = parse_request(line)
+            name = request.get("id", number)
+            sampling = parse_sampling(request.get("sampling", {}))
+            async for chunk in self._router.generate(request["token_ids"], sampling):
+                await self._writer.write(answer_of(name, chunk))
+        except PrebleError as error:
+            self.failed += 1
+            await self._writer.write({"id": name, "error": f"{type(error).__name__}: {error}"})
+
+
+def answer_of(name: Any, chunk: StreamChunk) -> dict[str, Any]:
+    """A chunk as it is written."""
+    return {
+        "id": name,
+        "index": chunk.index,
+        "token_ids": chunk.token_ids,
+        "worker": chunk.worker,
+        "cached_tokens": chunk.cached_tokens,
+        "finish_reason": chunk.finish_reason,
+    }
+
+
+def parse_request(line: str) -> dict[str, Any]:
+    """One line's object with its `token_ids`, a list of ints. Raises `InvalidInput`."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"the line is not JSON: {type(error).__name__}") from error
+    if not isinstance(request, dict) or not set(request) <= {"id", "token_ids", "sampling"}:
+        raise InvalidInput("the line must be an object of token_ids and, where wanted, id and sampling")
+    token_ids = request.get("token_ids")
+    if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
+        raise InvalidInput("token_ids must be a list of ints")
+    return request
+
+
+def parse_sampling(fields: Any) -> SamplingParams:
+    """`SamplingParams` from its fields. Raises `InvalidInput`."""
+    names = set(SamplingParams.__dataclass_fields__)
+    if not isinstance(fields, dict) or not set(fields) <= names:
+        raise InvalidInput(f"sampling must be an object with some of {', '.join(sorted(names))}")
+    given = dict(fields)
+    try:
+        if "stop_token_ids" in given:
+            given["stop_token_ids"] = tuple(int(token) for token in given["stop_token_ids"])
+        return SamplingParams(**given)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"sampling: {error}") from error
+
+
+def _read(prompts: TextIO, lines: asyncio.Queue[str], loop: asyncio.AbstractEventLoop) -> None:
+    """In a thread: hand each line on when the one before is taken; "" ends."""
+    line = "\n"
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody takes lines any more
+        while line:
+            line = prompts.readline(MAX_LINE_CHARS)
+            asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
+
+
+class _Writer:
+    """Writes objects as JSON lines, in a thread."""
+
+    def __init__(self, output: TextIO) -> None:
+        self.broken = False
+        self._output = output
+        self._unwritten = 0
+        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_WAITING_LINES)
+        self._thread = threading.Thread(target=self._run, name="preble-answers", daemon=True)
+        self._thread.start()
+
+    async def write(self, answer: dict[str, Any]) -> None:
+        """Queue one line; waits while there is no room."""
+        await self._put(json.dumps(answer) + "\n")
+
+    async def close(self) -> int:
+        """Give the last lines a moment; how many were not written."""
+        await self._put(None)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._until_ended(), _LAST_LINES_SECONDS)
+        return self._unwritten + self._waiting.qsize()
+
+    async def _until_ended(self) -> None:
+        while self._thread.is_alive():
+            await asyncio.sleep(_FULL_POLL_SECONDS)
+
+    async def _put(self, line: str | None) -> None:
+        while True:
+            try:
+                self._waiting.put_nowait(line)
+                return
+            except queue.Full:
+                await asyncio.sleep(_FULL_POLL_SECONDS)
+
+    def _run(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            try:
+                if not self.broken:
+                    self._output.write(line)
+                    self._output.flush()
+                    continue
+            except (OSError, ValueError):
+                self.broken = True
+            self._unwritten += 1

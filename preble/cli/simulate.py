@@ -1,0 +1,219 @@
+"""`preble simulate` from start to end. Owns reading its options, its progress and its tables; simulates nothing itself.
+
+Standard output is the same for the same command, on every run; what is not (how fast it went) goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__, workloads
+from ..errors import InvalidInput
+from ..local import LocalConfig
+from ..policies.base import Policy, resolve
+from ..policies.oracle import OraclePartition
+from ..sim import Result, SimConfig, WorkerDeath, simulate
+from ..sim.results import OUTCOMES
+from ..workloads import Workload
+from ..workloads.generators import MAKERS
+from .demo.progress import Screen, Tally
+
+REQUESTS = 1000
+REQUESTS_PER_GROUP = 10
+RPS = 4.0
+# (title, width, how to write it): one column each, after the policy's name.
+COLUMNS = (
+    *(("mean", 9, "mean_ttft_seconds"), ("p50", 8, "p50_ttft_seconds"), ("p99", 8, "p99_ttft_seconds")),
+    *(("mean", 10, "mean_latency_seconds"), ("p50", 8, "p50_latency_seconds"), ("p99", 8, "p99_latency_seconds")),
+)
+
+
+class Speed(Tally):
+    """Progress of one simulation: requests that have ended, and how fast the virtual time goes by."""
+
+    def __init__(self, policy: str, total: int) -> None:
+        super().__init__(policy, total)
+        self.virtual_seconds = 0.0
+        self._started = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        """ "312 virtual seconds, 2,904 requests/s"."""
+        passed = max(time.monotonic() - self._started, 1e-9)
+        return f"{self.virtual_seconds:,.0f} virtual seconds, {self.done / passed:,.0f} requests/s"
+
+
+def run_simulate(args: argparse.Namespace, screen: Screen | None = None) -> int:
+    """Check everything, simulate each policy, print the table. Wrong options raise before anything is simulated."""
+    config, policies = config_of(args), names_of(args.policy)
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        raise InvalidInput(f"--json: there is no such file to write: {args.json}")
+    workload = workload_of(args)
+    sys.stdout.write(opening(workload, config) + "\n\n" + header(args.slo_ttft) + "\n")
+    found = {}
+    for policy in policies:
+        result = simulated(workload, replace(config, policy=made(policy, workload)), policy, screen or Screen())
+        found[policy] = report(result, args.slo_ttft)
+        sys.stdout.write(row(policy, found[policy]) + "\n")
+        sys.stdout.flush()
+    for policy in policies:
+        sys.stdout.write(shortfall(policy, found[policy]))
+    if args.json is not None:
+        write_json(args.json, workload, config, found)
+    return 0
+
+
+def simulated(workload: Workload, config: SimConfig, policy: str, screen: Screen) -> Result:
+    """One simulation, its progress on the screen."""
+    speed = Speed(policy, len(workload))
+    with screen.phase(speed) as update:
+
+        def progress(ended: int, requests: int, virtual_seconds: float) -> None:
+            speed.done, speed.virtual_seconds = ended, virtual_seconds
+            update()
+
+        return simulate(workload, config, progress=progress)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(args: argparse.Namespace) -> SimConfig:
+    """The fleet that the options describe, with no policy of its own yet."""
+    given = {
+        "kv_capacity_tokens": args.kv_capacity,
+        "token_budget": args.token_budget,
+        "order": args.order,
+    }
+    local: LocalConfig = SimConfig().local
+    return SimConfig(
+        workers=args.workers,
+        routers=args.routers,
+        cost_model=args.cost_model,
+        local=replace(local, **{name: value for name, value in given.items() if value is not None}),
+        seed=args.seed,
+        event_delay_seconds=args.event_delay,
+        event_loss=args.event_loss,
+        faults=tuple(death_of(text) for text in args.kill),
+    )
+
+
+def death_of(text: str) -> WorkerDeath:
+    """`w0@30` as a death. Raises `InvalidInput`."""
+    name, _, seconds = text.rpartition("@")
+    try:
+        return WorkerDeath(float(seconds), name)
+    except ValueError:
+        raise InvalidInput(f"--kill must be a worker and seconds, such as w0@30, got {text!r}") from None
+
+
+def names_of(text: str) -> list[str]:
+    """The policies named, each known and each once."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name != OraclePartition.name:
+            resolve(name)
+    if len(set(names)) < len(names):
+        raise InvalidInput(f"--policy names one twice: {text}")
+    return names
+
+
+def made(policy: str, workload: Workload) -> str | Policy:
+    """What `SimConfig` wants for a policy's name: the oracle must be told the groups."""
+    if policy != OraclePartition.name:
+        return policy
+    return OraclePartition({request.request_id: request.group for request in workload.requests})
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The requests and when they arrive. A generator's name goes before a file's."""
+    if args.workload in MAKERS:
+        requests = args.requests or REQUESTS
+        groups = args.groups or max(1, requests // REQUESTS_PER_GROUP)
+        found = workloads.generate(args.workload, requests=requests, groups=groups, seed=args.seed)
+    elif Path(args.workload).exists():
+        if args.groups is not None:
+            raise InvalidInput("--groups is for workloads that are generated; a file has its own")
+        tokenizer = workloads.mistral() if args.tokenizer == "mistral" else workloads.words()
+        found = workloads.read(args.workload, tokenizer=tokenizer, limit=args.requests)
+    else:
+        raise InvalidInput(f"--workload must be one of {', '.join(MAKERS)}, or a file; got {args.workload!r}")
+    if args.rps is None and found.arrivals != "none":
+        return found
+    return workloads.poisson(found, args.rps or RPS, args.seed)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def report(result: Result, slo_seconds: float) -> dict[str, Any]:
+    """All figures of one run, as JSON has them."""
+    return {
+        "trace_hash": result.trace_hash,
+        "goodput": result.goodput(slo_seconds),
+        "slo_ttft_seconds": slo_seconds,
+        **result.summary().as_dict(),
+        "counts": dict(result.counts),
+        "scheduler": result.scheduler_stats,
+    }
+
+
+def opening(workload: Workload, config: SimConfig) -> str:
+    """What is simulated, in two lines."""
+    local = config.local
+    return (
+        f"{workload.name}: {len(workload)} requests, {workload.source}; arrivals: {workload.arrivals}\n"
+        f"{config.workers} workers, {config.cost_model}, {local.kv_capacity_tokens} KV tokens, "
+        f"{local.token_budget} tokens an iteration, {local.order} order"
+    )
+
+
+def header(slo_seconds: float) -> str:
+    """The table's two top lines. Seconds, unless said otherwise."""
+    first = f"{'':<20}{'TTFT s':>9}{'':>16}{'latency s':>10}{'':>16}{'':>7}{'':>8}{'TTFT <=':>9}"
+    titles = "".join(f"{title:>{width}}" for title, width, _ in COLUMNS)
+    return f"{first}\n{'policy':<20}{titles}{'hits':>7}{'spread':>8}{f'{slo_seconds:g} s':>9}  trace"
+
+
+def row(policy: str, found: Mapping[str, Any]) -> str:
+    """A policy's line."""
+    seconds = "".join(f"{found[name]:>{width}.3f}" for _, width, name in COLUMNS)
+    shares = f"{found['hit_fraction']:>7.1%}{found['load_spread']:>8.2f}{found['goodput']:>9.1%}"
+    return f"{policy:<20}{seconds}{shares}  {found['trace_hash']}"
+
+
+def shortfall(policy: str, found: Mapping[str, Any]) -> str:
+    """A line on requests that did not finish; nothing where all did."""
+    missed = [f"{found[name]} {name.replace('_', ' ')}" for name in OUTCOMES if name != "finished" and found[name]]
+    if found["counts"]["truncated"]:
+        missed.append(f"{found['counts']['truncated']} truncated")
+    if found["counts"]["resumed"]:
+        missed.append(f"{found['counts']['resumed']} resumed on another worker")
+    return f"{policy}: of {found['requests']} requests {', '.join(missed)}\n" if missed else ""
+
+
+def write_json(path: Path, workload: Workload, config: SimConfig, found: Mapping[str, Any]) -> None:
+    """Everything found, with what it was found for. A figure that does not exist is null."""
+    content = {
+        "preble": __version__,
+        "workload": {"name": workload.name, "requests": len(workload), "source": workload.source,
+                     "arrivals": workload.arrivals},
+        "config": {name: repr(getattr(config, name)) for name in config.__dataclass_fields__ if name != "policy"},
+        "policies": found,
+    }  # fmt: skip
+    path.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for each float that JSON cannot write."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,64 @@
+"""`preble study` from files to table, JSON and figures. Owns the order of things and what is said meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ... import workloads
+from ...errors import InvalidInput, MissingExtra
+from ..demo.report import write_json
+from . import plot, report
+from .statistics import Study, measure
+
+
+def run_study(args: argparse.Namespace) -> int:
+    """Study `args.files`. Raises `InvalidInput` for too many or one that cannot be read, `MissingExtra`."""
+    if len(args.files) > plot.LINES_MAX:
+        raise InvalidInput(f"FILE: at most {plot.LINES_MAX} can be told apart in one figure, got {len(args.files)}")
+    tokenizer = tokenizer_named(args.tokenizer)
+    studies = [study_file(path, tokenizer, args.limit) for path in args.files]
+    report.write_table(studies, sys.stdout)
+    sys.stdout.write(f"{report.made_by()}; tokenizer {tokenizer.name}\n")
+    json_path = args.json or args.output / "study.json"
+    write_json(json_path, report.document(studies, {"tokenizer": tokenizer.name, "limit": args.limit}))
+    sys.stdout.write(f"JSON: {json_path}\n")
+    draw_figures(studies, args.output)
+    return 0
+
+
+def tokenizer_named(name: str) -> workloads.Tokenizer:
+    """The tokenizer of `--tokenizer`. Raises `MissingExtra` for mistral where it is not installed."""
+    try:
+        return workloads.words() if name == "words" else workloads.mistral()
+    except MissingExtra as error:
+        raise MissingExtra(f"{error}; or choose --tokenizer words") from error
+
+
+def study_file(path: Path, tokenizer: workloads.Tokenizer, limit: int | None) -> Study:
+    """Read one file and measure it; says on stderr how long it took."""
+    started = time.monotonic()
+    workload = workloads.read(path, tokenizer=tokenizer, limit=limit)
+    read = time.monotonic()
+    study = measure(workload)
+    seconds = f"{read - started:.1f} s to read, {time.monotonic() - read:.1f} s to study"
+    sys.stderr.write(f"{study.name}: {study.requests} requests, {study.nodes} nodes in the radix tree, {seconds}\n")
+    return study
+
+
+def draw_figures(studies: Sequence[Study], directory: Path) -> None:
+    """Draw what there is something for, and say what was left out and why."""
+    if find_spec("matplotlib") is None:
+        sys.stdout.write('No figures: they need matplotlib, pip install "preble[bench]"\n')
+        return
+    plot.draw_figure_4(directory / "figure4.png", studies, report.made_by())
+    sys.stdout.write(f"Figure 4: {directory / 'figure4.png'}\n")
+    if any(study.gap_seconds is not None for study in studies):
+        plot.draw_figure_5(directory / "figure5.png", studies, report.made_by())
+        sys.stdout.write(f"Figure 5: {directory / 'figure5.png'}\n")
+    else:
+        sys.stdout.write("No figure 5: none of these workloads has arrivals\n")

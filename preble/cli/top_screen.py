@@ -1,0 +1,210 @@
+"""One frame of `preble top`: a state of the gateway as tables. Owns what is shown and how it fits the terminal.
+
+Names come from workers and clients; what a terminal would obey in them is written as an escape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from ..errors import MissingExtra
+from .explain import shown
+
+try:
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+except ImportError as error:
+    raise MissingExtra("preble top needs rich: pip install 'preble[top]'") from error
+
+State = dict[str, Any]
+STYLES = {"ready": "green", "draining": "blue", "quiet": "yellow", "connecting": "dim"}
+BAD = "bold red"  # every other state
+ORDER = ("lost", "refused", "quiet", "connecting", "draining", "ready")
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK_COLUMNS = 12
+UNKNOWN = "-"
+ROWS_LEAST = 3  # of each table, however small the terminal is
+ROWS_AROUND = 8  # titles, headings and lines between tables
+ONCE_ROWS = 40
+
+
+class Screen:
+    """Where frames go. As a context manager it takes the whole terminal over, and gives it back."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, state: State, trouble: str = "") -> None:
+        """The next frame, as high as the terminal."""
+        self._live.update(frame(state, self._console.height, trouble), refresh=True)
+
+    def print(self, state: State) -> None:
+        """A frame that stays."""
+        self._console.print(frame(state, ONCE_ROWS))
+
+
+def frame(state: State, height: int, trouble: str = "") -> RenderableType:
+    """A state as something to print in `height` lines; the workers get half of them."""
+    rows = max(height - ROWS_AROUND, 4 * ROWS_LEAST)
+    workers = min(len(state["workers"]), max(rows // 2, ROWS_LEAST))
+    rest = max((rows - workers) // 3, ROWS_LEAST)
+    return Group(
+        header(state, trouble),
+        worker_table(state["workers"], workers),
+        decision_table(state["decisions"][:rest]),
+        prefix_table(state["prefixes"][:rest]),
+        event_table(state["events"][:rest]),
+    )
+
+
+def header(state: State, trouble: str) -> Text:
+    """The fleet in two lines; in a third what is wrong."""
+    gateway, totals, fleet = state["gateway"], state["totals"], state["fleet"]
+    ready = sum(worker["state"] == "ready" for worker in state["workers"])
+    word = "draining" if gateway["draining"] else "ready" if gateway["ready"] else "no workers"
+    text = Text.assemble(
+        ("Preble ", "bold"), (word, "green" if word == "ready" else "bold red"),
+        f"  {ready} of {len(state['workers']) + state['workers_left_out']} workers",
+        f"  policy {shown(totals['policy'])}  up {duration(state['uptime_seconds'])}\n",
+        f"{number(fleet['requests_per_second'], '.1f')} requests/s  {totals['live_requests']} live",
+        f"  cached {share(fleet['hit'])}  first token {seconds(fleet['first_token_p50'])}",
+        f" (p99 {seconds(fleet['first_token_p99'])})  {number(fleet['waiting'], '.0f')} waiting",
+    )  # fmt: skip
+    if trouble:
+        text.append(f"\n{shown(trouble)}", "bold red")
+    return text
+
+
+def worker_table(workers: Sequence[State], most: int) -> Table:
+    """The workers, those in trouble first."""
+    table = _table("worker", "state", "load", "", ">queue", ">running", ">kv", ">hit", "")
+    ordered = sorted(workers, key=lambda worker: (ORDER.index(worker["state"]), worker["id"]))
+    for worker in ordered[:most]:
+        _add(
+            table,
+            shown(worker["id"]),
+            Text(worker["state"], STYLES.get(worker["state"], BAD)),
+            share(worker["load"]),
+            spark(worker["history"]["load"]),
+            str(worker["waiting"]),
+            str(worker["running"]),
+            share(worker["kv"]),
+            share(worker["hit"]),
+            spark(worker["history"]["hit"]),
+        )
+    if len(ordered) > most:
+        _add(table, f"and {len(ordered) - most} more")
+    return table
+
+
+def decision_table(decisions: Sequence[State]) -> Table:
+    """The last decisions, with the chosen worker's terms."""
+    table = _table("decided", "worker", "why", ">cached/prompt", ">L", ">M", ">P", ">total", ">first")
+    for one in decisions:
+        chosen, outcome = one["chosen"], one["outcome"]
+        told = "running" if outcome is None else seconds(outcome["first_token_seconds"])
+        terms = (chosen[name] for name in ("load_seconds", "eviction_seconds", "prefill_seconds", "total_seconds"))
+        _add(
+            table,
+            f"{duration(one['seconds_ago'])} ago",
+            shown(one["worker"]),
+            shown(one["reason"]),
+            f"{chosen['matched_tokens']:,}/{one['prompt_tokens']:,}",
+            *map(seconds, terms),
+            told,
+        )
+    return table
+
+
+def prefix_table(prefixes: Sequence[State]) -> Table:
+    """The hottest prefixes, and where they are."""
+    table = _table("prefix", ">tokens", ">requests", ">load", "workers")
+    for one in prefixes:
+        holders = ", ".join(shown(holder["worker"]) for holder in one["holders"][:6])
+        more = one["holders_count"] - len(one["holders"][:6])
+        where = f"{holders} and {more} more" if more > 0 else holders
+        _add(table, one["name"], f"{one['prefix_tokens']:,}", str(one["requests"]), share(one["load"]), where)
+    return table
+
+
+def event_table(events: Sequence[State]) -> Table:
+    """What happened."""
+    table = _table("event", "", "")
+    for one in events:
+        _add(table, f"{duration(one['seconds_ago'])} ago", *map(shown, event_words(one)))
+    return table
+
+
+def event_words(event: State) -> tuple[str, str]:
+    """(what, which) of an event."""
+    kind = event["kind"]
+    if kind == "worker":
+        return event["after"], f"{event['worker']} (was {event['before']}) {event['why']}".rstrip()
+    if kind == "policy":
+        return kind, f"{event['after']} instead of {event['before']}"
+    why = event["why"] if event["phase"] == "ended" else event["reason"]
+    where = f"{event['prefix_tokens']:,} tokens, {event['from_worker']} -> {event['to_worker']}"
+    return f"{kind} {event['phase']}", f"{where}: {why}"
+
+
+def _table(*names: str) -> Table:
+    """A table without lines; a name that begins with > is that of a column of numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold dim", expand=False)
+    for name in names:
+        right = name.startswith(">")
+        table.add_column(name.lstrip(">"), justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _add(table: Table, *cells: str | Text) -> None:
+    """A row. A string is text: rich would take brackets in it for markup."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _known(write: Callable[[float], str]) -> Callable[[float | None], str]:
+    return lambda value: UNKNOWN if value is None else write(value)
+
+
+share = _known(lambda value: f"{value:.0%}")
+
+
+def number(value: float | None, form: str) -> str:
+    """A number, or a dash."""
+    return UNKNOWN if value is None else format(value, form)
+
+
+def seconds(value: float | None) -> str:
+    """Seconds with the unit that fits."""
+    if value is None:
+        return UNKNOWN
+    return f"{value * 1e3:.0f} ms" if abs(value) < 0.9995 else f"{value:.1f} s"
+
+
+def duration(value: float) -> str:
+    """A time that has passed, in whole units."""
+    whole = int(value)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def spark(values: Sequence[float | None]) -> str:
+    """The latest values as blocks, of 1 or the highest; a gap where there was none."""
+    latest = list(values)[-SPARK_COLUMNS:]
+    top = max([1.0, *(value for value in latest if value is not None)])
+    marks = (" " if value is None else BLOCKS[min(int(value / top * 8), 7)] for value in latest)
+    return "".join(marks).rjust(SPARK_COLUMNS)

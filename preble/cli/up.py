@@ -1,0 +1,403 @@
+"""`preble up`: worker processes and a router in one command. Owns the command, and the router's part of it.
+
+    preble up --engine simulated --workers 2 -- --time-scale 0.05
+
+Which workers run is decided in `launcher`, their processes and logs are `launcher_process`'s. Every worker keeps the
+endpoint of its first start, so that routers find it again after a restart. The router connects to each as it gets
+ready; it serves `--prompts`, one JSON object a line, each answered by JSON lines as its tokens come:
+
+    {"id": "a", "token_ids": [1, 2, 3], "sampling": {"max_new_tokens": 8}}
+    {"id": "a", "index": 0, "token_ids": [17], "worker": "worker-0", "cached_tokens": 0, "finish_reason": null}
+    {"id": "a", "error": "InvalidTokens: ..."}
+
+Lines are read when there is room: at most `--concurrency` requests are live. Standard output has the workers' READY
+lines, or with `--prompts` the answers alone, standard error the logs of all.
+
+SIGTERM or SIGINT drains: no more prompts are read, the workers finish what runs; the second one ends them at once.
+Exit codes: 0 drained, and every request answered; 1 a worker was given up or killed, or a request failed; 2 wrong
+usage. When all workers are given up, it ends by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from .. import worker as worker_command
+from ..errors import HandshakeRefused, InvalidConfig, UnknownWorker
+from ..launch.processes import LogBook, Place, WorkerProcess, parse_places, preble_command
+from ..launch.supervisor import Happening, Slot, Supervisor, SupervisorConfig
+from ..router.router import Router
+from ..transport.security import ClientKeys, check_bind, load_client_keys, load_server_keys
+from . import up_ray
+from .prompt_lines import PromptService
+
+logger = logging.getLogger("preble.up")
+
+_TURN_SECONDS = 0.1
+_KILL_MARGIN_SECONDS = 20.0  # what a worker may take beyond its own drain time: the step it is in, its last frames
+_LAST_ANSWERS_SECONDS = 5.0  # for answers that are complete, but not written, when the last worker ends
+_OURS = ("id", "bind", "events_bind", "until_stdin_closes", "curve_keys", "insecure")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `preble up`."""
+    parser.add_argument("--engine", required=True, metavar="NAME", help="the workers' engine: see preble worker --help")
+    parser.add_argument("--model", metavar="DIR", help="the workers' model")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes (%(default)s)")
+    parser.add_argument("--on", choices=("processes", "ray"), default="processes", help="what workers run on")
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="where workers bind; default 127.0.0.1, with --on ray each node's own address"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="worker i binds PORT + 2 i, and the port after it for events; default: free"
+    )
+    parser.add_argument(
+        "--devices", metavar="LIST", help="one place for each worker: cuda:0,cuda:1+2 (devices) or cpu:0,cpu:1 (cores)"
+    )
+    parser.add_argument(
+        "--engine-arg", action="append", default=[], metavar="KEY=VALUE", help="for the engine; may be repeated"
+    )
+    parser.add_argument("--curve-keys", metavar="DIR", help="CURVE keys of workers and router: see preble keygen")
+    parser.add_argument("--insecure", action="store_true", help="allow a non-loopback address without keys")
+    parser.add_argument("--policy", default="e2", metavar="NAME", help="the router's policy (%(default)s)")
+    parser.add_argument("--prompts", metavar="FILE", help="requests to serve, JSON lines; - is standard input")
+    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="live requests of --prompts at a time")
+    parser.add_argument("--log-dir", metavar="DIR", help="a log file for each worker, too (5 files of 10 MiB each)")
+    parser.add_argument(
+        "--status-seconds", type=float, default=30.0, help="between status lines (%(default)s; 0: none)"
+    )
+    parser.add_argument("--max-restarts", type=int, default=5, help="of a worker in a row, then it is given up")
+    parser.add_argument("--start-seconds", type=float, default=1800.0, help="for a worker to get ready (%(default)s)")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    up_ray.add_arguments(parser)
+    parser.add_argument("worker_arguments", nargs="*", metavar="-- OPTION", help="options of every preble worker")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`preble up`: supervise until SIGTERM or the last prompt; returns the exit code. Raises typed errors."""
+    form = "[up] %(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=args.log_level.upper(), stream=sys.stderr, format=form)
+    if args.on == "ray":
+        return _run_on_ray(args)
+    plan = make_plan(args)
+    prompts = _open_prompts(args.prompts) if args.prompts else None
+    logs = LogBook(plan.names, plan.log_dir)
+    if logs.launcher_file is not None:
+        logs.launcher_file.setFormatter(logging.Formatter(form))
+        logging.getLogger().addHandler(logs.launcher_file)
+    try:
+        return asyncio.run(Launch(plan, logs, prompts).run())
+    finally:
+        if logs.launcher_file is not None:
+            logging.getLogger().removeHandler(logs.launcher_file)
+        logs.close()
+
+
+def _run_on_ray(args: argparse.Namespace) -> int:
+    """The same on a Ray cluster, whose part says where workers bind and which keys they have."""
+    _refuse_ours(args.engine, args.worker_arguments)
+    open_args = argparse.Namespace(**{**vars(args), "curve_keys": None, "insecure": False})
+    arguments = _worker_arguments(open_args)
+    drain_seconds = _parse_worker(arguments).drain_seconds
+    prompts = _open_prompts(args.prompts) if args.prompts else None
+    return up_ray.run(up_ray.make_launch(args, arguments, drain_seconds, prompts), args.ray_address)
+
+
+def _open_prompts(name: str) -> TextIO:
+    try:
+        # Not `sys.stdin` itself: its reader may still wait in a thread when the process ends.
+        return open(0 if name == "-" else name, encoding="utf-8", errors="replace", closefd=name != "-")
+    except OSError as error:
+        raise InvalidConfig(f"--prompts {name}: {error}") from error
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start: checked as far as it can be before anything runs."""
+
+    names: tuple[str, ...]
+    binds: tuple[tuple[str, str], ...]  # of each worker: for routers, and for events ("" takes a free port)
+    places: tuple[Place | None, ...]
+    arguments: tuple[str, ...]  # of every worker
+    supervisor: SupervisorConfig
+    keys: ClientKeys | None
+    policy: str
+    concurrency: int
+    status_seconds: float
+    log_dir: Path | None
+
+    def command(self, bind: tuple[str, str]) -> list[str]:
+        """The command line of a worker at an address."""
+        return [*preble_command(), "worker", *self.worker_arguments(bind)]
+
+    def worker_arguments(self, bind: tuple[str, str]) -> list[str]:
+        """What follows `preble worker`."""
+        events = ["--events-bind", bind[1]] if bind[1] else []
+        return ["--bind", bind[0], *events, "--until-stdin-closes", *self.arguments]
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Check the options. Raises `InvalidConfig` or `InsecureBind`; wrong worker options end with argparse's message."""
+    if args.workers < 1:
+        raise InvalidConfig(f"--workers must be positive, got {args.workers}")
+    if args.concurrency < 1:
+        raise InvalidConfig(f"--concurrency must be positive, got {args.concurrency}")
+    if not args.status_seconds >= 0.0:
+        raise InvalidConfig(f"--status-seconds must not be negative, got {args.status_seconds}")
+    binds = tuple(_binds(args.host or "127.0.0.1", args.port, number) for number in range(args.workers))
+    for bind, _ in binds:
+        check_bind(bind, has_keys=args.curve_keys is not None, insecure=args.insecure)
+    plan = Plan(
+        names=tuple(f"worker-{number}" for number in range(args.workers)),
+        binds=binds,
+        places=tuple(parse_places(args.devices, args.workers)) if args.devices else (None,) * args.workers,
+        arguments=tuple(_worker_arguments(args)),
+        supervisor=SupervisorConfig(max_restarts=args.max_restarts, start_seconds=args.start_seconds),
+        keys=_keys(args.curve_keys) if args.curve_keys else None,
+        policy=args.policy,
+        concurrency=args.concurrency,
+        status_seconds=args.status_seconds,
+        log_dir=Path(args.log_dir) if args.log_dir else None,
+    )
+    parsed = _parse_worker(plan.worker_arguments(binds[0]))
+    _refuse_ours(args.engine, args.worker_arguments)
+    drain_seconds = parsed.drain_seconds + _KILL_MARGIN_SECONDS
+    return replace(plan, supervisor=replace(plan.supervisor, drain_seconds=drain_seconds))
+
+
+def _binds(host: str, port: int, number: int) -> tuple[str, str]:
+    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    if not port:
+        return f"tcp://{shown}:*", ""
+    first = port + 2 * number
+    if not 0 < first < 65_535:
+        raise InvalidConfig(f"--port {port}: worker {number} would need ports {first} and {first + 1}")
+    return f"tcp://{shown}:{first}", f"tcp://{shown}:{first + 1}"
+
+
+def _keys(directory: str) -> ClientKeys:
+    load_server_keys(directory)  # the workers will: now is the time to say what is wrong with them
+    return load_client_keys(directory)
+
+
+def _worker_arguments(args: argparse.Namespace) -> list[str]:
+    passed = ["--engine", args.engine, "--log-level", args.log_level]
+    passed += ["--model", args.model] if args.model else []
+    passed += ["--curve-keys", args.curve_keys] if args.curve_keys else []
+    passed += ["--insecure"] if args.insecure else []
+    passed += [word for value in args.engine_arg for word in ("--engine-arg", value)]
+    return [*passed, *args.worker_arguments]
+
+
+def _parse_worker(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="preble up ... -- (options of preble worker)")
+    worker_command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def _refuse_ours(engine: str, given: list[str]) -> None:
+    """What every worker must have for itself, or the router must know, too, has no place after `--`."""
+    theirs, nothing = (_parse_worker(["--engine", engine, *words]) for words in (given, []))
+    for name in _OURS:
+        if getattr(theirs, name) != getattr(nothing, name):
+            raise InvalidConfig(f"--{name.replace('_', '-')} is not for the options after --: preble up sets it")
+
+
+# --- running it -------------------------------------------------------------------------------------------------------
+
+
+class Launch:
+    """One run of `preble up`. Belongs to one asyncio loop, on the main thread."""
+
+    def __init__(self, plan: Plan, logs: LogBook, prompts: TextIO | None) -> None:
+        self._plan = plan
+        self._logs = logs
+        self._binds = list(plan.binds)
+        self._router = Router([], policy=plan.policy, keys=plan.keys)
+        self._supervisor = Supervisor(len(plan.names), self._spawn, plan.supervisor, clock=time.monotonic)
+        self._service = None if prompts is None else PromptService(self._router, prompts, sys.stdout, plan.concurrency)
+        self._addresses: dict[int, str] = {}  # of workers, from their first start on
+        self._introduced: set[int] = set()  # workers that the router has met
+        self._settled = asyncio.Event()  # every worker serves or was given up
+        self._hurried = False  # asked to end a second time
+        self._loop: asyncio.AbstractEventLoop
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    async def run(self) -> int:
+        """Until drained; the exit code."""
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._drain)
+        answers: asyncio.Future[None] | None = None
+        try:
+            await self._router.start(min_workers=0)
+            if self._plan.status_seconds:
+                self._keep(self._status_loop())
+            if self._service is not None:
+                answers = self._keep(self._serve_prompts(self._service))
+            await self._supervise()
+            logger.info("%s", self._status())
+            if answers is not None and not self._hurried:
+                await asyncio.wait([answers], timeout=_LAST_ANSWERS_SECONDS)
+        finally:
+            self._supervisor.kill()
+            await self._router.close()  # what is still live fails now, and its lines say so
+            if answers is not None:
+                await asyncio.wait([answers], timeout=_LAST_ANSWERS_SECONDS)
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        return 0 if self._supervisor.clean and self._all_answered(answers) else 1
+
+    def _all_answered(self, answers: asyncio.Future[None] | None) -> bool:
+        if answers is None or self._service is None:
+            return True
+        if answers.cancelled() or answers.exception() is not None:
+            logger.error("not every answer could be written")
+            return False
+        if self._service.failed:
+            logger.error("%d requests failed, or their answers could not be written", self._service.failed)
+        return not self._service.failed
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end_of_task)
+        return task
+
+    def _end_of_task(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of the launcher failed", exc_info=task.exception())
+            self._supervisor.drain()
+
+    def _drain(self) -> None:
+        logger.info("draining %d workers", len(self._plan.names))
+        self._hurried = self._supervisor.draining
+        self._supervisor.drain()
+        self._end_prompts()
+
+    def _end_prompts(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+        self._settled.set()
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, number: int) -> WorkerProcess:
+        name = self._plan.names[number]
+        return WorkerProcess(
+            self._plan.command(self._binds[number]),
+            self._plan.places[number],
+            on_line=lambda child, line: self._take_line(number, child, line),
+            on_log=lambda line: self._logs.write(name, line),
+        )
+
+    def _take_line(self, number: int, child: WorkerProcess, line: str) -> None:
+        """A line of a worker's standard output; called in a thread of its reader."""
+        self._logs.write(self._plan.names[number], line)
+        if line.startswith("READY "):
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and nobody asks any more
+                self._loop.call_soon_threadsafe(self._take_ready, number, child, line)
+
+    def _take_ready(self, number: int, child: WorkerProcess, line: str) -> None:
+        if not self._supervisor.ready(number, child):
+            return
+        _, endpoint, *facts = line.split()
+        events = next((fact.partition("=")[2] for fact in facts if fact.startswith("events=")), "")
+        self._binds[number] = (endpoint, events)
+        if self._service is None:
+            sys.stdout.write(f"{line} name={self._plan.names[number]}\n")
+            sys.stdout.flush()
+        if number not in self._addresses:
+            self._addresses[number] = reachable(endpoint)
+            self._keep(self._connect(number))
+
+    async def _connect(self, number: int) -> None:
+        """Once for each worker: after a restart the router finds it again by itself."""
+        try:
+            await self._router.add_worker(self._addresses[number])
+        except HandshakeRefused as error:
+            logger.error("%s and the router do not fit: %s", self._plan.names[number], error)
+        self._introduced.add(number)
+        self._look_settled()
+
+    async def _supervise(self) -> None:
+        while True:
+            for happening in self._supervisor.turn():
+                await self._take_news(happening)
+            if self._supervisor.done:
+                self._end_prompts()
+                return
+            await asyncio.sleep(_TURN_SECONDS)
+
+    async def _take_news(self, news: Happening) -> None:
+        level = logging.INFO if news.kind in ("started", "stopped") else logging.ERROR
+        logger.log(level, "%s %s %s", self._plan.names[news.worker], news.kind.replace("_", " "), news.text)
+        if news.kind == "gave_up":
+            with contextlib.suppress(UnknownWorker):  # the router had refused it
+                await self._router.remove_worker(self._addresses.pop(news.worker, ""))
+            self._look_settled()
+
+    def _look_settled(self) -> None:
+        """Prompts wait until every worker may get its share."""
+        slots = self._supervisor.slots
+        if all(slot.state == "gave_up" or slot.number in self._introduced for slot in slots):
+            self._settled.set()
+
+    # --- status and prompts -------------------------------------------------------------------------------------------
+
+    def _status(self) -> str:
+        """One line about everything."""
+        stats = self._router.stats()
+        workers = [
+            f"{self._plan.names[slot.number]} {self._worker_status(slot, stats)}" for slot in self._supervisor.slots
+        ]
+        numbers = ", ".join(f"{name} {stats[name]}" for name in ("live_requests", "finished", "failed", "resumed"))
+        return f"{'; '.join(workers)}; requests: {numbers}"
+
+    def _worker_status(self, slot: Slot, stats: dict[str, Any]) -> str:
+        """The launcher's word for a worker, the router's where that says more, and the load it last told."""
+        seen = stats["workers"].get(self._addresses.get(slot.number, ""), {})
+        words = [slot.state.replace("_", " ")]
+        if slot.state == "ready" and seen.get("state") != "ready":
+            words[0] += f" (router: {seen.get('state', 'unknown')})"
+        if slot.state == "ready" and seen.get("load"):
+            words.append("running {running}, waiting {waiting}".format(**seen["load"]))
+        return ", ".join([*words, f"restarts {slot.restarts}"])
+
+    async def _status_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._plan.status_seconds)
+            logger.info("%s", self._status())
+
+    async def _serve_prompts(self, service: PromptService) -> None:
+        """Serve every line; then drain."""
+        await self._settled.wait()
+        await service.run()
+        if not self._supervisor.draining:
+            self._drain()
+
+
+def reachable(endpoint: str) -> str:
+    """Where this machine finds what was bound to a wildcard."""
+    for wildcard, loopback in (("tcp://0.0.0.0:", "tcp://127.0.0.1:"), ("tcp://[::]:", "tcp://[::1]:")):
+        if endpoint.startswith(wildcard):
+            return loopback + endpoint[len(wildcard) :]
+    return endpoint

@@ -1,0 +1,1 @@
+"""Cost models beside their arithmetic (`preble._cost`): presets, fitting to samples, files."""

@@ -1,0 +1,159 @@
+"""Endpoints for operators: health, readiness, workers, explanations. Owns their shapes.
+
+    GET /health                 200 while the process answers
+    GET /ready                  200 while a request would find a worker, else 503
+    GET /workers                every worker: where it is, how it is, what it has
+    POST /workers               {"address": "tcp://..."}: connect one more; answers when the handshake has been tried
+    POST /workers/{id}/drain    no new requests for it; what runs there ends there
+    DELETE /workers/{id}        leave it now; its requests go elsewhere
+    POST /v1/preble/explain     where a prompt would go now, and what every worker would cost
+
+A worker's id may hold slashes and colons; its address does as well as its id.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...errors import InvalidInput, UnknownWorker
+from ...router.fleet import Worker
+from ..core.gateway import Gateway, TokenIds
+from ..core.http_errors import ApiError, unavailable, wrong
+from ..core.sibling_processes import from_sibling, statuses
+from .http import json_response, read_body
+from .schemas import ExplainRequest, WorkerRequest, decode, plain_messages
+
+logger = logging.getLogger("preble.gateway")
+
+_ADDRESS = re.compile(
+    r"(tcp|https?)://([\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})|ipc:///?[\w./@-]{1,100}", re.ASCII
+)
+
+
+class Admin:
+    """The handlers, for one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def health(self, request: Request) -> Response:
+        """GET /health."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready."""
+        gateway = self._gateway
+        states = [worker.state for worker in gateway.router.fleet.workers.values()]
+        body = {"ready": gateway.ready, "draining": gateway.draining, "workers": states.count("ready")}
+        return json_response(body, 200 if gateway.ready else 503)
+
+    async def workers(self, request: Request) -> Response:
+        """GET /workers."""
+        known = self._gateway.router.scheduler.stats()["workers"]
+        return json_response({"workers": [self._card(worker, known) for worker in self._fleet.values()]})
+
+    async def add_worker(self, request: Request) -> Response:
+        """POST /workers."""
+        body = decode(await read_body(request, self._gateway.config.max_body_bytes), WorkerRequest)
+        if not is_address(body.address):
+            raise wrong("address must be like tcp://HOST:PORT or ipc://PATH", "address")
+        if body.address in self._fleet:
+            raise ApiError(409, f"the worker at {body.address} is there already", param="address", code="duplicate")
+        await self._gateway.router.add_worker(body.address)
+        worker = self._fleet[body.address]
+        known = self._gateway.router.scheduler.stats()["workers"]
+        told = msgspec.json.encode({"address": body.address})
+        return await self._in_all(request, self._card(worker, known), 201 if worker.state == "ready" else 202, told)
+
+    async def drain_worker(self, request: Request) -> Response:
+        """POST /workers/{id}/drain."""
+        worker = self._find(request.path_params["worker_id"])
+        if worker.state not in ("ready", "draining"):
+            raise ApiError(409, f"the worker is {worker.state}, it cannot drain", code="not_ready")
+        self._gateway.router.scheduler.drain_worker(worker.worker_id)
+        known = self._gateway.router.scheduler.stats()["workers"]
+        return await self._in_all(request, self._card(worker, known), 202)
+
+    async def remove_worker(self, request: Request) -> Response:
+        """DELETE /workers/{id}."""
+        worker = self._find(request.path_params["worker_id"])
+        await self._gateway.router.remove_worker(worker.address)
+        return await self._in_all(request, {"removed": worker.worker_id or worker.address}, 200)
+
+    async def _in_all(self, request: Request, content: dict[str, Any], status: int, body: bytes = b"") -> Response:
+        """The answer to a change that was made here, when it was asked of the other processes too.
+
+        What one of them refuses is in the answer and in the log: it may have known already, or have just been started.
+        """
+        siblings = self._gateway.siblings
+        if siblings is None or from_sibling(siblings, request.scope):
+            return json_response(content, status)
+        answers = await siblings.ask(request.method, request.scope["raw_path"].decode("ascii"), body)
+        for answer in answers:
+            if answer.status is None or answer.status >= 400:
+                logger.warning("process %d did not follow a change of workers: %s", answer.index, answer.status)
+        return json_response(content | {"processes": statuses(status, siblings.seat.index, answers)}, status)
+
+    async def explain(self, request: Request) -> Response:
+        """POST /v1/preble/explain."""
+        body = decode(await read_body(request, self._gateway.config.max_body_bytes), ExplainRequest)
+        token_ids = await self._tokens(body)
+        if not self._gateway.router.scheduler.workers:
+            raise unavailable("no worker is connected", "no_workers")
+        namespace = None if body.cache_salt is None else ("salt", body.cache_salt)
+        explanation = self._gateway.router.scheduler.explain(
+            token_ids, namespace=namespace, max_new_tokens=body.max_tokens
+        )
+        return json_response(asdict(explanation))
+
+    async def _tokens(self, body: ExplainRequest) -> TokenIds:
+        given = [body.messages is not None, body.prompt is not None, body.token_ids is not None]
+        if sum(given) != 1:
+            raise wrong("exactly one of messages, prompt and token_ids must be given")
+        if body.messages is not None:
+            return await self._gateway.tokens_of_chat(plain_messages(body.messages))
+        if body.prompt is not None:
+            return await self._gateway.tokens_of(body.prompt, "prompt")
+        if not body.token_ids:
+            raise InvalidInput("token_ids is empty")
+        return await self._gateway.tokens_of(body.token_ids, "token_ids")
+
+    @property
+    def _fleet(self) -> dict[str, Worker]:
+        return self._gateway.router.fleet.workers
+
+    def _find(self, name: str) -> Worker:
+        for worker in self._fleet.values():
+            if name in (worker.worker_id, worker.address):
+                return worker
+        raise UnknownWorker("no worker of that id or address")
+
+    def _card(self, worker: Worker, known: dict[str, Any]) -> dict[str, Any]:
+        """One worker, for an operator."""
+        facts, books = worker.welcome, known.get(worker.worker_id)
+        card: dict[str, Any] = {
+            "id": worker.worker_id,
+            "address": worker.address,
+            "state": "draining" if books is not None and books["draining"] else worker.state,
+            "why": worker.why,
+        }
+        if facts is not None:
+            card |= {"engine": facts.engine, "model": facts.model, "epoch": str(worker.epoch)}
+            card |= {"kv_capacity_tokens": facts.kv_capacity_tokens, "block_size": facts.block_size}
+        if books is not None:
+            names = ("live_requests", "waiting_requests", "load_seconds", "cached_tokens", "trust")
+            card |= {name: books[name] for name in names}
+        return card | {"load": None if worker.pong is None else asdict(worker.pong)}
+
+
+def is_address(text: str) -> bool:
+    """Whether it can be a worker's endpoint."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and int(found["port"] or 1) in range(1, 65_536)

@@ -1,0 +1,125 @@
+"""Small things between Starlette and the handlers: bodies with a limit, JSON and SSE answers, clients that go away.
+
+A client that goes away is noticed while a handler works, not only when it writes: its work is cancelled, and with it
+the generation at the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from ...errors import PrebleError
+from ..core.http_errors import ApiError, problem_of
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+BODY_SECONDS = 60.0
+DONE = b"data: [DONE]\n\n"
+
+
+async def read_body(request: Request, bytes_max: int) -> bytes:
+    """The whole body. Raises `ApiError`: 413 as soon as it is known to be too long, 408 if it does not come."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
+        raise _too_large(bytes_max)
+    try:
+        return await asyncio.wait_for(_read(request, bytes_max), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not come in {BODY_SECONDS:.0f} s", code="timeout") from None
+
+
+async def _read(request: Request, bytes_max: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > bytes_max:
+            raise _too_large(bytes_max)
+    return bytes(body)
+
+
+def _too_large(bytes_max: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {bytes_max} bytes", code="request_too_large")
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer in JSON."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def problem_response(error: PrebleError) -> Response:
+    """An error in OpenAI's shape."""
+    problem = problem_of(error)
+    return json_response(problem.body(), problem.status, problem.headers())
+
+
+def sse(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+async def attended(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, unless the client goes away first: then it is cancelled, `ClientDisconnect` is raised.
+
+    The body must have been read: from then on the only news from a client is that it has gone.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events as they come. `events`, and the `source` they are made from, are closed when the last is
+    written or the client has gone.
+
+    An error on the way is sent as an event, since the status has been sent before.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], headers: Mapping[str, str]
+    ) -> None:
+        self._events = events
+        self._source = source
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Write the answer. Raises `ClientDisconnect` if the client goes away."""
+        async with aclosing(self._source), aclosing(self._events):
+            await attended(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        headers = [item for item in self.raw_headers if item[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except PrebleError as error:
+            body = sse(problem_of(error).body()) + DONE
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

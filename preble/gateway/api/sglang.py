@@ -1,0 +1,150 @@
+"""SGLang's native endpoint, /generate. Owns its shape: text and token ids so far in every event, facts in `meta_info`.
+
+With several prompts or `n` > 1 the answer is a list, and the events of a stream carry an `index`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...types import SamplingParams
+from ..core.gateway import Gateway, decision_headers
+from ..core.http_errors import wrong
+from ..core.request_context import Facts, facts_of
+from ..text.generation import Choice, Job, Piece
+from .http import DONE, EventStream, attended, json_response, read_body, sse
+from .openai import first_of
+from .schemas import GenerateRequest, SglangSampling, decode, prompts_of, stop_strings
+
+SGLANG_MAX_NEW_TOKENS = 128  # where a request names no limit
+
+
+@dataclass(slots=True)
+class _Output:
+    """What has come of one choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Sglang:
+    """The handler, for one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def generate(self, request: Request) -> Response:
+        """POST /generate."""
+        gateway, facts = self._gateway, facts_of(request)
+        body = decode(await read_body(request, gateway.config.max_body_bytes), GenerateRequest)
+        given, several = _prompts(body)
+        asked = body.sampling_params or SglangSampling()
+        gateway.check_choices(len(given) * (asked.n or 1))
+        prompts = [await gateway.tokens_of(prompt, "text") for prompt in given]
+        limits = [gateway.output_limit(len(p), asked.max_new_tokens, "max_new_tokens") for p in prompts]
+        limit = min(limits) if asked.max_new_tokens is not None else min(*limits, SGLANG_MAX_NEW_TOKENS)
+        jobs = gateway.plan(
+            facts,
+            prompts,
+            _sampling(asked, limit, gateway.seed(asked.sampling_seed)),
+            choices=asked.n or 1,
+            stops=stop_strings(asked.stop),
+            skip_special_tokens=asked.skip_special_tokens is not False,
+        )
+        facts.stream = bool(body.stream)
+        answer = _Answer(body.rid or facts.request_id, len(jobs), several or len(jobs) > 1)
+        if not facts.stream:
+            return await attended(request.receive, self._whole(answer, jobs, facts))
+        stream = gateway.run(jobs, facts)
+        first = await attended(request.receive, first_of(stream))
+        return EventStream(answer.events(first, stream), stream, decision_headers(facts.progress))
+
+    async def _whole(self, answer: _Answer, jobs: list[Job], facts: Facts) -> Response:
+        async with aclosing(self._gateway.run(jobs, facts)) as stream:
+            async for piece in stream:
+                answer.take(piece)
+        bodies = [answer.body(choice) for choice in facts.progress.choices]
+        return json_response(bodies if answer.several else bodies[0], headers=decision_headers(facts.progress))
+
+
+class _Answer:
+    """Outputs of one request as they grow."""
+
+    def __init__(self, name: str, count: int, several: bool) -> None:
+        self.several = several
+        self._name = name
+        self._outputs = [_Output() for _ in range(count)]
+        self._started = time.monotonic()
+
+    def take(self, piece: Piece) -> None:
+        """Add a piece."""
+        output = self._outputs[piece.choice.job.index]
+        output.text += piece.text
+        output.token_ids += piece.token_ids
+
+    def body(self, choice: Choice) -> dict[str, Any]:
+        """All of a choice so far."""
+        index = choice.job.index
+        output = self._outputs[index]
+        name = f"{self._name}_{index}" if self.several else self._name
+        meta: dict[str, Any] = {
+            "id": name,
+            "finish_reason": _finish_reason(choice),
+            "prompt_tokens": len(choice.job.token_ids),
+            "completion_tokens": choice.output_tokens,
+            "cached_tokens": choice.cached_tokens or 0,
+        }
+        if choice.finish_reason is not None:
+            meta["e2e_latency"] = time.monotonic() - self._started
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    async def events(self, first: Piece, stream: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        """One event for each piece."""
+        piece: Piece | None = first
+        while piece is not None:
+            self.take(piece)
+            body = self.body(piece.choice)
+            yield sse({**body, "index": piece.choice.job.index} if self.several else body)
+            piece = await anext(stream, None)
+        yield DONE
+
+
+def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], bool]:
+    """The prompts, and whether they came as a list."""
+    if (body.text is None) == (body.input_ids is None):
+        raise wrong("exactly one of text and input_ids must be given", "text")
+    if body.input_ids is not None:
+        given = prompts_of(body.input_ids, "input_ids")
+        if any(isinstance(prompt, str) for prompt in given):
+            raise wrong("input_ids must hold token ids", "input_ids")
+        return given, isinstance(body.input_ids[0], list)
+    assert body.text is not None
+    return prompts_of(body.text, "text"), not isinstance(body.text, str)
+
+
+def _sampling(asked: SglangSampling, limit: int, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=limit,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=bool(asked.ignore_eos),
+        seed=seed,
+    )
+
+
+def _finish_reason(choice: Choice) -> dict[str, Any] | None:
+    if choice.finish_reason is None:
+        return None
+    if choice.finish_reason == "stop":
+        return {"type": "stop", "matched": choice.stopped_by}
+    if choice.finish_reason == "length":
+        return {"type": "length", "length": choice.output_tokens}
+    return {"type": choice.finish_reason, "message": "ended by the engine"}

@@ -1,0 +1,246 @@
+"""The gateway's configuration: its fields, where their values come from, and how they are checked. Owns no behaviour.
+
+A value comes from the first of these that has it: a flag (`--drain-seconds 5`), a variable
+(`PREBLE_DRAIN_SECONDS=5`), the file (`drain_seconds: 5`), the default. The scheduler's fields are under `scheduler`:
+`--scheduler-max-bytes`, `PREBLE_SCHEDULER_MAX_BYTES`. Lists are separated by commas in variables.
+
+A name that is none is refused, with the nearest one. Of variables, which other programs share, only those are refused
+that are nearly a name. Keys are secrets: they have no flags, and `preble config` does not show them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from ...config import SchedulerConfig
+from ...errors import InvalidConfig, MissingExtra
+from ...policies.base import resolve
+
+try:
+    import msgspec
+    from msgspec import Meta
+except ImportError as error:
+    raise MissingExtra("preble serve needs msgspec: pip install 'preble[gateway]'") from error
+
+T = TypeVar("T")
+PREFIX = "PREBLE_"
+FILE_BYTES_MAX = 1 << 20
+NEAR = 0.75  # how alike two names are that were meant to be the same
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Key = Annotated[str, Meta(min_length=8, max_length=512)]
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+SECRET = frozenset({"api_keys", "admin_keys"})
+# What a running gateway takes over on SIGHUP; the rest needs a restart.
+RELOADABLE = frozenset(
+    {"workers", "policy", "api_keys", "admin_keys", "rate_limit_per_minute", "rate_limit_burst", "model_names"}
+    | {"default_max_tokens", "choices_max", "max_live_requests", "max_body_bytes", "drain_seconds"}
+)
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every knob of `preble serve`; docs/gateway.md says what each is."""
+
+    workers: list[Name] = []
+    host: Name = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
+    policy: Name = "e2"
+    tokenizer: Name | None = None
+    tokenizer_mismatch: Literal["refuse", "warn"] = "refuse"
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    tokenizer_queue: Count = 1024
+    tokenizer_cache_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20
+    model_names: list[Name] = []
+    default_max_tokens: Count = 1024
+    api_keys: list[Key] = []
+    admin_keys: list[Key] = []
+    insecure: bool = False
+    curve_keys: Name | None = None
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
+    max_live_requests: Count = 4096
+    choices_max: Annotated[int, Meta(ge=1, le=1024)] = 64
+    rate_limit_per_minute: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    rate_limit_burst: Count = 60
+    min_workers: Annotated[int, Meta(ge=0, le=65535)] = 1
+    connect_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
+    drain_seconds: Seconds = 30.0
+    record_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    traces_endpoint: Name | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+FieldPath = tuple[str, ...]
+FIELDS: tuple[FieldPath, ...] = (
+    *((name,) for name in GatewayConfig.__struct_fields__ if name != "scheduler"),
+    *(("scheduler", one.name) for one in dataclasses.fields(SchedulerConfig)),
+)
+LISTS = frozenset({"workers", "model_names", "api_keys", "admin_keys"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where each value came from, by dotted name."""
+
+    config: GatewayConfig
+    origins: Mapping[str, str]
+
+
+def flag_of(path: FieldPath) -> str:
+    """`--scheduler-max-bytes`."""
+    return "--" + "-".join(path).replace("_", "-")
+
+
+def variable_of(path: FieldPath) -> str:
+    """`PREBLE_SCHEDULER_MAX_BYTES`."""
+    return PREFIX + "_".join(path).upper()
+
+
+def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[FieldPath, Any]) -> Loaded:
+    """The configuration of all sources together. Raises `InvalidConfig` naming the source and the field."""
+    values: dict[FieldPath, Any] = {}
+    origins: dict[str, str] = {}
+    sources = [
+        ({} if file is None else _from_file(file), lambda path: str(file)),
+        (_from_environment(environment), variable_of),
+        (dict(flags), flag_of),
+    ]
+    for found, origin in sources:
+        for path, value in found.items():
+            values[path] = value
+            origins[".".join(path)] = origin(path)
+    return Loaded(_checked(values, origins), origins)
+
+
+def load_for(args: argparse.Namespace, environment: Mapping[str, str]) -> Loaded:
+    """The configuration for a command line, whose options are named as `add_arguments` names them. Raises as `load`."""
+    flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
+    return load(args.config, environment, flags)
+
+
+def _from_file(file: Path) -> dict[FieldPath, Any]:
+    content = _parse(file)
+    values: dict[FieldPath, Any] = {}
+    for name, value in content.items():
+        inner = value if name == "scheduler" else None
+        if name == "scheduler" and not isinstance(inner, dict):
+            raise InvalidConfig(f"{file}: scheduler must be a table")
+        for path, one in [((name,), value)] if inner is None else [((name, key), inner[key]) for key in inner]:
+            if path not in FIELDS:
+                raise InvalidConfig(f"{file}: no such key {'.'.join(map(str, path))}{_nearest(path)}")
+            values[path] = one
+    return values
+
+
+def _parse(file: Path) -> dict[Any, Any]:
+    """The file's content, by its suffix. Raises `InvalidConfig`."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InvalidConfig(f"{file} cannot be read: {error.strerror}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidConfig(f"{file} has {len(data)} bytes, the limit is {FILE_BYTES_MAX}")
+    try:
+        if file.suffix == ".toml":
+            content = msgspec.toml.decode(data)
+        elif file.suffix in (".yaml", ".yml"):
+            content = msgspec.yaml.decode(data)
+        else:
+            raise InvalidConfig(f"{file}: the name must end in .yaml, .yml or .toml")
+    except ImportError as error:
+        raise MissingExtra(f"{file.suffix} files need the extra: pip install 'preble[gateway]'") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{file}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"{file} must hold a table of keys and values")
+    return content
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[FieldPath, Any]:
+    names = {variable_of(path): path for path in FIELDS}
+    values: dict[FieldPath, Any] = {}
+    for name, text in environment.items():
+        if name in names:
+            path = names[name]
+            values[path] = _split(text) if path[-1] in LISTS else text
+        elif name.startswith(PREFIX):
+            near = difflib.get_close_matches(name, names, 1, NEAR + 0.1)
+            if near:
+                raise InvalidConfig(f"no such variable {name}; did you mean {near[0]}?")
+    return values
+
+
+def _split(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _nearest(path: Sequence[Any]) -> str:
+    known = [".".join(one) for one in FIELDS]
+    near = difflib.get_close_matches(".".join(map(str, path)), known, 1, NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> GatewayConfig:
+    content: dict[str, Any] = {"scheduler": {}}
+    for path, value in values.items():
+        place = content["scheduler"] if len(path) == 2 else content
+        place[path[-1]] = value
+    try:
+        config = msgspec.convert(content, GatewayConfig, strict=False)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`").partition("[")[0]
+        origin = f" ({origins[name]})" if name in origins else ""
+        raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
+    resolve(config.policy)
+    if not config.insecure and not (config.api_keys or config.admin_keys) and not is_loopback(config.host):
+        raise InvalidConfig(
+            f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "
+            "Set api_keys, or insecure: true where something else keeps strangers out"
+        )
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to it."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def shown(loaded: Loaded) -> str:
+    """The configuration as a YAML file that says where each value is from; secrets are only counted."""
+    lines = []
+    for path in FIELDS:
+        if path[0] == "scheduler" and "scheduler:" not in lines:
+            lines.append("scheduler:")
+        value = value_of(loaded.config, path)
+        text = msgspec.json.encode(value).decode()
+        if path[-1] in SECRET:
+            text = f"[]  # {len(value)} keys, not shown"
+        origin = loaded.origins.get(".".join(path))
+        indent = "  " * (len(path) - 1)
+        lines.append(f"{indent}{path[-1]}: {text}" + (f"  # {origin}" if origin else ""))
+    return "\n".join(lines) + "\n"
+
+
+def value_of(config: GatewayConfig, path: FieldPath) -> Any:
+    """One value by its path."""
+    value: Any = config
+    for name in path:
+        value = getattr(value, name)
+    return value
+
+
+def changes(old: GatewayConfig, new: GatewayConfig) -> tuple[set[str], set[str]]:
+    """Dotted names of what differs: what a running gateway can take over, and what needs a restart."""
+    different = {".".join(path) for path in FIELDS if value_of(old, path) != value_of(new, path)}
+    return different & RELOADABLE, different - RELOADABLE

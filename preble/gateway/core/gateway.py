@@ -1,0 +1,208 @@
+"""What the handlers share: the router, the tokenizer, the bounds, and one request's way from prompt to pieces.
+
+Owns admission (bounds on live requests and choices), the prompt's length against the model's, and the names of the
+served model. Knows no endpoint's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...clock import Clock, monotonic
+from ...router.router import Router
+from ...types import SamplingParams
+from ..dashboard.state import Live
+from ..text.generation import Job, Piece, Progress, jobs_for, pieces
+from ..text.tokenizing import TextCodec
+from .http_errors import ApiError, unavailable, wrong
+from .request_context import Facts
+from .sibling_processes import Siblings
+
+if TYPE_CHECKING:
+    from .config import GatewayConfig
+    from .metrics import Metrics
+    from .tracing import Tracing
+
+TokenIds = npt.NDArray[np.int32]
+
+
+class Gateway:
+    """One gateway. Belongs to one asyncio loop. `rng` draws the seeds of requests that bring none."""
+
+    def __init__(
+        self,
+        router: Router,
+        codec: TextCodec | None,
+        config: GatewayConfig,
+        metrics: Metrics,
+        rng: random.Random | None = None,
+        clock: Clock = monotonic,
+        *,
+        siblings: Siblings | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.router = router
+        self.codec = codec
+        self.config = config
+        self.metrics = metrics
+        self.siblings = siblings
+        self.tracing = tracing
+        self.live = Live(router, clock)
+        self._clock = clock
+        router.on_decision = partial(metrics.phase, "decide")
+        self.draining = False
+        self.live_choices = 0
+        self._rng = rng or random.SystemRandom()
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may use: those of the configuration, else what the workers call it."""
+        if self.config.model_names:
+            return list(self.config.model_names)
+        names = {w.welcome.model for w in self.router.fleet.workers.values() if w.welcome is not None}
+        return sorted(names - {""})
+
+    @property
+    def max_model_tokens(self) -> int:
+        """The longest prompt and output together that every known worker takes."""
+        limits = [w.welcome.max_model_tokens for w in self.router.fleet.workers.values() if w.welcome is not None]
+        return min(limits, default=2**31 - 1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would find a worker now."""
+        return not self.draining and any(w.state == "ready" for w in self.router.fleet.workers.values())
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the answer. Raises `ApiError` 404 for another model."""
+        names = self.model_names
+        if name is None or not names:
+            return name or (names[0] if names else "")
+        if name not in names:
+            served = ", ".join(names)
+            raise ApiError(
+                404, f"the model does not exist; this gateway serves {served}", param="model", code="model_not_found"
+            )
+        return name
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def text_codec(self, param: str) -> TextCodec:
+        """The tokenizer, for a field that holds text. Raises `ApiError` where the gateway has none."""
+        if self.codec is None:
+            raise wrong(f"{param}: this gateway has no tokenizer, send token ids", param, "no_tokenizer")
+        return self.codec
+
+    async def tokens_of(self, prompt: str | list[int], param: str) -> TokenIds:
+        """Token ids of one prompt. Raises `ApiError` or `QueueFull`."""
+        if isinstance(prompt, str):
+            return await self._timed(self.text_codec(param).encode(prompt))
+        return np.asarray(prompt, dtype=np.int32)
+
+    async def tokens_of_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+        """Token ids of a conversation. Raises `ApiError` or `QueueFull`."""
+        return await self._timed(self.text_codec("messages").encode_chat(messages))
+
+    async def _timed(self, tokenizing: Awaitable[TokenIds]) -> TokenIds:
+        began = self._clock()
+        try:
+            return await tokenizing
+        finally:
+            self.metrics.phase("tokenize", self._clock() - began)
+
+    def output_limit(self, prompt_tokens: int, asked: int | None, param: str) -> int:
+        """Output tokens a request may have: what it asks for, else the default, and what the model has room for.
+
+        Raises `ApiError` where the prompt and what is asked for do not fit the model.
+        """
+        room = self.max_model_tokens - prompt_tokens
+        if room <= 0 or (asked is not None and asked > room):
+            raise wrong(
+                f"the model takes {self.max_model_tokens} tokens, the prompt has {prompt_tokens}"
+                + ("" if asked is None else f" and {asked} are asked for"),
+                param,
+                "context_length_exceeded",
+            )
+        return min(room, self.config.default_max_tokens) if asked is None else asked
+
+    def seed(self, asked: int | None) -> int:
+        """The seed of a request: its own, made positive, or a new one."""
+        return self._rng.getrandbits(62) if asked is None else asked % 2**63
+
+    def check_choices(self, count: int) -> None:
+        """Raise `ApiError` where a request asks for more choices (prompts times n) than one may have."""
+        if count > self.config.choices_max:
+            raise wrong(f"{count} choices are asked for, the limit is {self.config.choices_max}", "n")
+
+    # --- generating ---------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        facts: Facts,
+        prompts: Sequence[TokenIds],
+        sampling: SamplingParams,
+        *,
+        choices: int = 1,
+        stops: tuple[str, ...] = (),
+        salt: str | None = None,
+        skip_special_tokens: bool = True,
+    ) -> list[Job]:
+        """The jobs of a request. Raises `ApiError` where they are more than one request may have."""
+        self.check_choices(len(prompts) * choices)
+        if stops and self.codec is None:
+            raise wrong("stop: this gateway has no tokenizer, send stop_token_ids", "stop", "no_tokenizer")
+        namespace: Hashable = None if salt is None else ("salt", salt)
+        request_id = f"{facts.request_id}#{secrets.token_hex(6)}"
+        template = Job(0, request_id, prompts[0], sampling, stops, namespace, skip_special_tokens)
+        return jobs_for(prompts, template, choices)
+
+    async def run(self, jobs: Sequence[Job], facts: Facts) -> AsyncGenerator[Piece, None]:
+        """The pieces of all jobs. Raises `ApiError` when draining or at the bound of live choices."""
+        if self.draining:
+            raise unavailable("this gateway is shutting down", "draining")
+        if self.live_choices + len(jobs) > self.config.max_live_requests:
+            raise unavailable(f"{self.live_choices} requests are live, the bound of this gateway", "queue_full")
+        self.live_choices += len(jobs)
+        watch = self.metrics.watch(self.router.scheduler, jobs, facts.started)
+        try:
+            async with aclosing(pieces(self.router, self.codec, jobs, facts.progress)) as stream:
+                async for piece in stream:
+                    if watch.saw(piece):
+                        self.live.placed(piece.choice)
+                    if facts.first_token_seconds is None and watch.first_token_seconds is not None:
+                        facts.first_token_seconds = watch.first_token_seconds
+                        self.live.first_token(watch.first_token_seconds)
+                    yield piece
+        finally:
+            self.live_choices -= len(jobs)
+
+    def stats(self) -> dict[str, Any]:
+        """What the gateway itself holds now. Changes nothing. On the loop only."""
+        tasks = len(asyncio.all_tasks())
+        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
+
+
+def decision_headers(progress: Progress) -> dict[str, str]:
+    """Where the first choice went and why, for the answer's headers."""
+    first = progress.choices[0] if progress.choices else None
+    if first is None or first.decision is None:
+        return {}
+    decision = first.decision
+    told = f"reason={decision.reason}, matched_tokens={decision.matched_tokens}"
+    told += f", prompt_tokens={decision.prompt_tokens}"
+    return {"x-preble-worker": _header_safe(first.worker or decision.worker), "x-preble-decision": _header_safe(told)}
+
+
+def _header_safe(text: str) -> str:
+    return "".join(c if " " <= c <= "~" else "?" for c in text)[:256]

@@ -1,0 +1,89 @@
+"""What goes wrong, as HTTP: status, OpenAI's error object, Retry-After. Owns the mapping from Preble's errors to it.
+
+    400 the request is wrong            401, 403 key missing or not enough    404 no such model, worker or path
+    413 the body is too large           429 the key's rate is used up         499 (log only) the client went away
+    500 the engine failed               502 no worker could finish it         503 overloaded, draining, no worker
+
+No message quotes a prompt: what comes from a request is named by its place in the body.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...errors import (
+    CapacityExceeded,
+    EngineError,
+    InvalidInput,
+    NoWorkers,
+    PrebleError,
+    TransportError,
+    UnknownWorker,
+    WorkerLost,
+)
+
+RETRY_SECONDS = 1.0  # after which a client may hope that an overloaded fleet has room
+
+
+class ApiError(PrebleError):
+    """An answer that is an error: `status`, and OpenAI's `type`, `param` and `code`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """`Retry-After` in whole seconds, where trying again makes sense."""
+        if self.retry_after_seconds is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_seconds)))}
+
+
+def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that will not do; `param` is the field that is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """Not now; trying again soon makes sense."""
+    return ApiError(503, message, kind="overloaded_error", code=code, retry_after_seconds=RETRY_SECONDS)
+
+
+def problem_of(error: PrebleError) -> ApiError:
+    """The answer for an error that a request met."""
+    if isinstance(error, ApiError):
+        return error
+    text = str(error)
+    if isinstance(error, InvalidInput):
+        return wrong(text)
+    if isinstance(error, UnknownWorker):
+        return ApiError(404, text, code="unknown_worker")
+    if isinstance(error, CapacityExceeded):
+        return unavailable(text, "queue_full")
+    if isinstance(error, NoWorkers):
+        return unavailable(text, "no_workers")
+    if isinstance(error, WorkerLost):
+        return ApiError(502, text, kind="server_error", code="worker_lost", retry_after_seconds=RETRY_SECONDS)
+    if isinstance(error, TransportError):
+        return unavailable(text, "unavailable")
+    code = "engine_error" if isinstance(error, EngineError) else "internal_error"
+    return ApiError(500, text, kind="server_error", code=code)

@@ -1,0 +1,333 @@
+"""Prometheus metrics: what the gateway counts itself, and what it reads from scheduler and router when it is asked.
+
+Owns their names (docs/gateway.md lists them) and the bound on labels: paths are those of the routes, statuses those
+that exist, and beyond `WORKER_LABELS_MAX` workers the rest is summed under the label "other".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...clock import Clock
+from ...errors import MissingExtra
+from ...scheduling.records import DecisionRecord
+from ..text.generation import Job, Piece
+
+try:
+    from prometheus_client import (
+        CONTENT_TYPE_LATEST,
+        CollectorRegistry,
+        Counter,
+        Histogram,
+        ProcessCollector,
+        generate_latest,
+    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+except ImportError as error:
+    raise MissingExtra("metrics need prometheus_client: pip install 'preble[gateway]'") from error
+
+if TYPE_CHECKING:
+    from ...scheduler import GlobalScheduler
+
+WORKER_LABELS_MAX = 1000
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+DECISION_SECONDS = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1, 1.0)
+OTHER = "other"
+
+Family = Any  # a CounterMetricFamily or a GaugeMetricFamily
+
+
+class Metrics:
+    """The metrics of one gateway. What it counts itself may be told from any thread."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Any:
+            return Counter(f"preble_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS) -> Any:
+            return Histogram(f"preble_{name}", text, labels, registry=registry, buckets=buckets)
+
+        self._http = counter("http_requests", "HTTP requests by route and status", ("route", "status"))
+        self._http_seconds = seconds("http_request_duration_seconds", "HTTP requests, whole streams", ("route",))
+        self._first_token = seconds("time_to_first_token_seconds", "From the request's arrival to its first token")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of choices that got a first token")
+        self._output = counter("output_tokens", "Output tokens")
+        self._ended = counter("choices_ended", "Choices by how they ended", ("finish_reason",))
+        self._decision = seconds(
+            "decision_duration_seconds",
+            "From text to a worker, by phase: tokenize, match, decide",
+            ("phase",),
+            DECISION_SECONDS,
+        )
+        self._predicted = counter("predicted_cached_tokens", "Prompt tokens believed cached on the chosen worker")
+        self._actual = counter("actual_cached_tokens", "Prompt tokens cached by the engine's word")
+        self._best = counter("best_eligible_cached_tokens", "Prompt tokens believed cached where most were")
+        self._selected = counter("selected_cached_tokens", "Those on the chosen worker, of the same decisions")
+        self._non_max = counter("non_max_overlap_selections", "Decisions for a worker that had less than the best")
+        self._regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """An HTTP request has ended."""
+        self._http.labels(route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def record(self, record: DecisionRecord) -> None:
+        """A recorded decision's request has ended; a sink for `preble.scheduling.records.Recording`."""
+        if record.regret_seconds is not None:
+            self._regret.observe(record.regret_seconds)
+
+    def phase(self, name: str, seconds: float) -> None:
+        """A part of placing a request took so long."""
+        self._decision.labels(name).observe(seconds)
+
+    def watch(self, scheduler: GlobalScheduler, jobs: Sequence[Job], started: float) -> Watch:
+        """Follow the jobs of one request that arrived at `started`; call it before they are placed."""
+        began = self._clock()
+        best = _best_tokens(scheduler, jobs)
+        self.phase("match", self._clock() - began)
+        return Watch(self, best, started)
+
+    def render(self, scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Mapping[str, Any]) -> bytes:
+        """Everything in Prometheus' text format. `router` and `gateway` are their `stats`. Any thread may call it."""
+        registry = CollectorRegistry()
+        stats = scheduler.stats()
+        registry.register(_Snapshot(_scheduler_families(stats)))
+        registry.register(_Snapshot(_scaling_families(stats["scaling"])))
+        registry.register(_Snapshot(_worker_families(stats["workers"], router["workers"])))
+        registry.register(_Snapshot(_router_families(router, gateway)))
+        text: bytes = generate_latest(self._registry) + generate_latest(registry)
+        return text
+
+
+class Watch:
+    """What one request's pieces mean for the metrics."""
+
+    def __init__(self, metrics: Metrics, best: Mapping[int, int], started: float) -> None:
+        self.first_token_seconds: float | None = None
+        self._metrics = metrics
+        self._best = best
+        self._started = started
+        self._placed: set[int] = set()
+
+    def saw(self, piece: Piece) -> bool:
+        """Count a piece; whether it is the first of its choice."""
+        metrics, choice = self._metrics, piece.choice
+        metrics._output.inc(len(piece.token_ids))
+        if piece.token_ids and self.first_token_seconds is None:
+            self.first_token_seconds = metrics._clock() - self._started
+            metrics._first_token.observe(self.first_token_seconds)
+        is_first = choice.job.index not in self._placed
+        if is_first:
+            self._placed.add(choice.job.index)
+            self._saw_decision(piece)
+        if piece.last:
+            metrics._ended.labels(choice.finish_reason or OTHER).inc()
+        return is_first
+
+    def _saw_decision(self, piece: Piece) -> None:
+        metrics, choice = self._metrics, piece.choice
+        metrics._prompt.inc(len(choice.job.token_ids))
+        metrics._actual.inc(choice.cached_tokens or 0)
+        if choice.decision is None:
+            return
+        matched = choice.decision.matched_tokens
+        best = max(matched, self._best.get(choice.job.index, matched))
+        metrics._predicted.inc(matched)
+        metrics._best.inc(best)
+        metrics._selected.inc(matched)
+        if matched < best:
+            metrics._non_max.inc()
+
+
+def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[Job]) -> dict[int, int]:
+    """The most tokens that any worker is believed to cache, for the first job of each prompt: the others follow it."""
+    best: dict[int, int] = {}
+    seen: set[int] = set()
+    for job in jobs:
+        if id(job.token_ids) not in seen:
+            seen.add(id(job.token_ids))
+            best[job.index] = scheduler.match(job.token_ids, namespace=job.namespace).best_tokens
+    return best
+
+
+# --- read when asked --------------------------------------------------------------------------------------------------
+
+
+class _Snapshot:
+    """A collector of what is there already."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> list[Family]:
+        """What Prometheus' library asks for."""
+        return self._families
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"preble_{name}", text, value)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"preble_{name}", text, value)
+
+
+def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
+    tree, plans = stats["tree"], stats["plans"]
+    requests = CounterMetricFamily("preble_requests", "Decisions by policy and reason", labels=("policy", "reason"))
+    for reason, count in stats["reasons"].items():
+        requests.add_metric((stats["policy"], reason), count)
+    made = CounterMetricFamily("preble_replication_plans", "Plans that move or copy hot prefixes", labels=("kind",))
+    for kind, count in plans.get("made", {}).items():
+        made.add_metric((kind,), count)
+    evicted = CounterMetricFamily("preble_index_evictions", "Nodes that left the index", labels=("why",))
+    evicted.add_metric(("expired",), stats["expired_nodes"])
+    evicted.add_metric(("full",), tree["shed_nodes"])
+    return [
+        requests,
+        made,
+        evicted,
+        _gauge("index_bytes", "Memory of the prefix index", tree["bytes_used"]),
+        _gauge("index_nodes", "Nodes of the prefix index", tree["nodes"]),
+        _gauge("leases_active", "Bookings of requests that have not ended", stats["live_requests"]),
+        _gauge("leases_mirrored", "Of these, bookings of other routers' requests", stats["mirrored_live"]),
+        _counter("lease_expired", "Bookings given back because nobody ended them", stats["expired_leases"]),
+        _counter("scheduler_ticks_failed", "Background rounds that failed", stats["failed_ticks"]),
+    ]
+
+
+_SCALING_GAUGES = {
+    "workers": "Workers that take any request",
+    "prefill_load": "Seconds of prefill that arrive in a second",
+    "decode_load": "Seconds of decoding, at full batches, that arrive in a second",
+    "desired_workers": "The fewest workers that are busy for at most 0.7 of their time",
+    "one_more_saves_seconds": "Mean time to first token that a worker more would save",
+    "one_less_costs_seconds": "And that a worker less would cost; none where there is one worker",
+}
+
+
+def _scaling_families(scaling: Mapping[str, Any]) -> list[Family]:
+    """The advice; what a drain costs is known of some workers only, the least loaded."""
+    told = [
+        _gauge(f"scaling_{name}", text, scaling[name])
+        for name, text in _SCALING_GAUGES.items()
+        if scaling[name] is not None
+    ]
+    text = "Seconds to compute again what only this worker caches"
+    drains = GaugeMetricFamily("preble_scaling_drain_seconds", text, labels=("worker",))
+    for worker, seconds in scaling["drain_seconds"].items():
+        drains.add_metric((worker,), seconds)
+    return [*told, drains]
+
+
+def _heard(router: Mapping[str, Any], own: str, feeds: str) -> float:
+    """What was heard of a worker's cache: on its link, and on the sockets of a server that is attached."""
+    return float(router.get(own, 0) + (router.get("feed") or {}).get(feeds, 0))
+
+
+# name, text, counter or gauge, value of (the scheduler's books, the router's) of one worker
+_WorkerMetric = tuple[str, str, type, Callable[[Mapping[str, Any], Mapping[str, Any]], float]]
+_WORKER_METRICS: tuple[_WorkerMetric, ...] = (
+    ("worker_up", "1 while it may take requests", GaugeMetricFamily, lambda b, r: r.get("state") == "ready"),
+    ("worker_requests", "Live requests booked on it", GaugeMetricFamily, lambda b, r: b.get("live_requests", 0)),
+    (
+        "worker_inflight_tokens",
+        "Output tokens that its live requests are expected to have",
+        GaugeMetricFamily,
+        lambda b, r: b.get("live_output_tokens", 0),
+    ),
+    ("worker_load_seconds", "Its load in the window", GaugeMetricFamily, lambda b, r: b.get("load_seconds", 0.0)),
+    ("worker_cached_tokens", "Tokens believed cached", GaugeMetricFamily, lambda b, r: b.get("cached_tokens", 0)),
+    (
+        "worker_kv_capacity_tokens",
+        "Tokens that fit",
+        GaugeMetricFamily,
+        lambda b, r: b.get("kv_capacity_tokens", 0),
+    ),
+    ("worker_restarts", "Starts after the first", CounterMetricFamily, lambda b, r: r.get("restarts", 0)),
+    ("worker_losses", "Connections lost", CounterMetricFamily, lambda b, r: r.get("losses", 0)),
+    (
+        "kv_event_batches",
+        "Batches of cache events",
+        CounterMetricFamily,
+        lambda b, r: _heard(r, "event_batches", "batches"),
+    ),
+    (
+        "kv_event_gaps",
+        "Holes in the stream of events",
+        CounterMetricFamily,
+        lambda b, r: _heard(r, "event_gaps", "gaps"),
+    ),
+    ("kv_replays", "Replays asked for", CounterMetricFamily, lambda b, r: _heard(r, "replays", "replays")),
+    ("kv_resyncs", "Events lost for good", CounterMetricFamily, lambda b, r: _heard(r, "resyncs", "resyncs")),
+)
+
+
+def _worker_families(books: Mapping[str, Any], routers: Mapping[str, Any]) -> list[Family]:
+    """One family for each metric, one sample for each worker."""
+    rows = [(row.get("worker_id") or address, row) for address, row in sorted(routers.items())]
+    families = []
+    for name, text, kind, value in _WORKER_METRICS:
+        sums: dict[str, float] = {}
+        for i, (worker, row) in enumerate(rows):
+            label = worker if i < WORKER_LABELS_MAX else OTHER
+            sums[label] = sums.get(label, 0.0) + float(value(books.get(worker, {}), row))
+        family = kind(f"preble_{name}", text, labels=("worker",))
+        for label, total in sums.items():
+            family.add_metric((label,), total)
+        families.append(family)
+    return [*families, _events_family(rows), _epoch_family(rows)]
+
+
+_EVENT_TYPES = {
+    "BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared", "PrefixEvicted": "evicted",
+    "RequestPlaced": "placed", "RequestPrefilled": "prefilled", "RequestEnded": "ended",
+}  # fmt: skip
+
+
+def _events_family(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Family:
+    """Cache events by type, summed beyond the bound on workers."""
+    sums: dict[tuple[str, str], float] = {}
+    for i, (worker, row) in enumerate(rows):
+        label = worker if i < WORKER_LABELS_MAX else OTHER
+        for kind, count in row.get("events", {}).items():
+            at = (_EVENT_TYPES.get(kind, OTHER), label)
+            sums[at] = sums.get(at, 0.0) + count
+    family = CounterMetricFamily("preble_kv_events", "Cache events by type", labels=("type", "worker"))
+    for labels, total in sums.items():
+        family.add_metric(labels, total)
+    return family
+
+
+def _epoch_family(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Family:
+    epochs = GaugeMetricFamily("preble_worker_epoch", "When it was started, seconds since 1970", labels=("worker",))
+    for worker, row in rows[:WORKER_LABELS_MAX]:
+        epochs.add_metric((worker,), row["epoch"] / 1e9)
+    return epochs
+
+
+_ROUTER_COUNTERS = {
+    "finished": "Generations that finished",
+    "failed": "Generations that failed",
+    "cancelled": "Generations whose client, or a stop string, ended them",
+    "resumed": "Generations that went on elsewhere after a loss",
+    "queue_full": "Generations refused because every worker was at its bound",
+}
+
+
+def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> list[Family]:
+    ended = [_counter(f"generations_{name}", text, router[name]) for name, text in _ROUTER_COUNTERS.items()]
+    return [
+        *ended,
+        _gauge("generations_live", "Generations that go on", router["live_requests"]),
+        _gauge("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
+        _gauge("tasks", "Tasks of the event loop", gateway["tasks"]),
+        _gauge("ready", "1 while a request would find a worker", gateway["ready"]),
+    ]

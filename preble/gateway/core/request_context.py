@@ -1,0 +1,30 @@
+"""What is known of one HTTP request, from the guard that lets it in to the line in the log. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from ..text.generation import Progress
+
+
+@dataclass(slots=True)
+class Facts:
+    """What one HTTP request turned out to be, for its log line and the metrics. No prompt, no output."""
+
+    request_id: str
+    started: float
+    key_name: str = ""
+    route: str = ""
+    model: str = ""
+    session: str = ""
+    stream: bool = False
+    progress: Progress = field(default_factory=Progress)
+    first_token_seconds: float | None = None
+
+
+def facts_of(request: Request) -> Facts:
+    """The facts of a request, made by the guard."""
+    facts: Facts = request.scope["preble.facts"]
+    return facts

@@ -1,0 +1,1 @@
+"""What the live page shows: its state, its events, its history, and the page itself."""

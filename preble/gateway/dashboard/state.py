@@ -1,0 +1,316 @@
+"""What the live page and `preble top` show, kept for the last minutes: workers, prefixes, events, decisions. Owns the
+history and its bounds; the page is `page_api`'s and that of the files in page/.
+
+Once a tick the loop notes how each worker stands (references only), and a thread makes numbers of it, so that a large
+fleet does not hold the loop. Prompts are told by their lengths and by keyed hashes (`hottest`), never by their tokens.
+
+Bounds: HISTORY_TICKS of each number; WORKERS_MAX workers and EVENTS_MAX events, what is beyond them is counted in the
+answer; DECISIONS_SHOWN decisions and PREFIXES_SHOWN prefixes in one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from ...clock import Clock
+from ...errors import PrebleError
+from ...scheduling.hot_prefixes import HotPrefixes
+from .events import Events
+from .history import UNKNOWN, Ratio, Series, percentile
+
+if TYPE_CHECKING:
+    from ...router.router import Router
+    from ...scheduling.records import DecisionRecord
+    from ...transport import wire
+    from ..text.generation import Choice
+
+logger = logging.getLogger("preble.gateway")
+
+TICK_SECONDS = 1.0
+HISTORY_TICKS = 300
+RECENT_TICKS = 30  # over which rates, hit rates and percentiles are taken
+WORKERS_MAX = 1000
+DECISIONS_SHOWN = 50
+RECORDS_PER_SECOND = 10  # beside `record_share`, so that of a quiet fleet every decision is there
+PREFIXES_SHOWN = 20
+FIRST_TOKENS_MAX = 4096
+ANSWERS_MAX = 4  # kept of one tick; who comes in between ticks gets the same bytes
+OBSERVED_LEAST_SECONDS = 10.0  # a worker that has just come is not said to be busy for its first request
+WORKER_SERIES = ("load", "waiting", "kv", "hit")
+FLEET_SERIES = ("requests_per_second", "hit", "first_token_p50", "first_token_p99", "waiting", "running")
+
+
+class Look(NamedTuple):
+    """One worker at one moment, as the loop saw it; nothing in it changes later."""
+
+    address: str
+    worker_id: str
+    state: str
+    why: str
+    epoch: int
+    welcome: wire.Welcome | None
+    pong: wire.Pong | None
+    restarts: int
+    losses: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class _Tracked:
+    """What is kept of one address from tick to tick."""
+
+    def __init__(self, look: Look, now: float) -> None:
+        self.look = look
+        self.state = look.state
+        self.since = self.known_since = now
+        self.numbers: dict[str, Any] = {}
+        self.series = {name: Series(HISTORY_TICKS) for name in WORKER_SERIES}
+        self.hits = Ratio(RECENT_TICKS)
+
+
+class Live:
+    """The state of one gateway. `placed` and `run` belong to its loop, `state` and `decision` to any thread."""
+
+    def __init__(self, router: Router, clock: Clock) -> None:
+        self._router = router
+        self._clock = clock
+        self._started = clock()
+        self._tallies: dict[str, list[int]] = {}  # worker -> prompt tokens, cached ones
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS_MAX)  # (at, seconds)
+        self._lock = threading.Lock()  # of all below
+        self._tick = 0
+        self._workers: dict[str, _Tracked] = {}
+        self._left_out = 0
+        self._fleet = {name: Series(HISTORY_TICKS) for name in FLEET_SERIES}
+        self._fleet_hits = Ratio(RECENT_TICKS)
+        self._requests: deque[tuple[float, int]] = deque(maxlen=RECENT_TICKS + 1)
+        self._totals: dict[str, Any] = {}
+        self._events = Events()
+        self._hot = HotPrefixes(secrets.token_bytes(16))
+        self._said: dict[tuple[int, bool], dict[str, Any]] = {}
+        self._answers: dict[int, bytes] = {}  # of this tick, by ticks of history
+
+    # --- on the loop --------------------------------------------------------------------------------------------------
+
+    def placed(self, choice: Choice) -> None:
+        """The first news of a choice. What of its prompt was cached is the engine's word, else our belief."""
+        if choice.decision is None:
+            return
+        tally = self._tallies.setdefault(choice.worker, [0, 0])
+        tally[0] += len(choice.job.token_ids)
+        tally[1] += choice.decision.matched_tokens if choice.cached_tokens is None else choice.cached_tokens
+
+    def first_token(self, seconds: float) -> None:
+        """A request has its first token, so long after it came."""
+        self._first_tokens.append((self._clock(), seconds))
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        while True:
+            try:
+                await self.tick()
+            except PrebleError as error:  # the router is being closed, or a policy of somebody's own fails
+                logger.warning("the live page misses a tick: %s", error)
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def tick(self) -> None:
+        """Note how everything stands now."""
+        now, looks = self._clock(), self._looks()
+        recent = [seconds for at, seconds in self._first_tokens if now - at <= RECENT_TICKS * TICK_SECONDS]
+        requests = self._router.counters.requests
+        totals = {name: getattr(self._router.counters, name) for name in _COUNTERS}
+        await asyncio.to_thread(self._digest, now, looks, recent, requests, totals)
+
+    def _looks(self) -> list[Look]:
+        workers = self._router.fleet.workers
+        known = {worker.worker_id for worker in workers.values()}
+        self._tallies = {name: tally for name, tally in self._tallies.items() if name in known}
+        none = (0, 0)
+        return [
+            Look(
+                address, w.worker_id, w.state, w.why, w.epoch, w.welcome, w.pong,
+                w.counters.restarts, w.counters.losses, *self._tallies.get(w.worker_id, none),
+            )
+            for address, w in workers.items()
+        ]  # fmt: skip
+
+    # --- in a thread --------------------------------------------------------------------------------------------------
+
+    def _digest(
+        self, now: float, looks: list[Look], recent: list[float], requests: int, totals: Mapping[str, int]
+    ) -> None:
+        stats = self._router.scheduler.stats()
+        with self._lock:
+            self._tick += 1
+            self._answers = {}
+            shown = looks[:WORKERS_MAX]
+            self._left_out = len(looks) - len(shown)
+            self._take_workers(now, shown, stats["workers"])
+            self._events.plans(stats["plans"], now)
+            self._events.policy(stats["policy"], now)
+            self._take_fleet(now, shown, sorted(recent), requests)
+            records = stats.get("records") or {}
+            self._totals = {**totals, "live_requests": stats["live_requests"], "reasons": stats["reasons"]}
+            self._totals |= {"policy": stats["policy"], "recorded": records.get("made")}
+            self._totals |= {"groups": stats["plans"].get("groups"), "index_bytes": stats["tree"]["bytes_used"]}
+
+    def _take_workers(self, now: float, looks: Iterable[Look], books: Mapping[str, Any]) -> None:
+        before, self._workers = self._workers, {}
+        for look in looks:
+            tracked = before.pop(look.address, None)
+            if tracked is None:
+                tracked = _Tracked(look, now)
+            self._workers[look.address] = tracked
+            book = books.get(look.worker_id)
+            state = "draining" if book is not None and book["draining"] and look.state == "ready" else look.state
+            if state != tracked.state:
+                self._events.worker(look.worker_id or look.address, tracked.state, state, look.why, now)
+                tracked.state, tracked.since = state, now
+            elif look.epoch != tracked.look.epoch and tracked.look.epoch:
+                self._events.worker(look.worker_id, state, state, "it was restarted", now)
+            tracked.look = look
+            self._take_numbers(tracked, book, now)
+        for address, gone in before.items():
+            self._events.worker(gone.look.worker_id or address, gone.state, "removed", "", now)
+
+    def _take_numbers(self, tracked: _Tracked, book: Mapping[str, Any] | None, now: float) -> None:
+        look, history = tracked.look, self._router.scheduler.config.history_seconds
+        up = look.state in ("ready", "quiet", "draining")
+        pong = look.pong if up else None
+        capacity = look.welcome.kv_capacity_tokens if look.welcome is not None else 0
+        observed = max(OBSERVED_LEAST_SECONDS, min(history, now - tracked.known_since))
+        load = book["load_seconds"] / observed if book is not None and up else 0.0
+        cached = book["cached_tokens"] if book is not None else 0
+        used = max(pong.kv_used_tokens, pong.kv_cached_tokens) if pong is not None else cached
+        waiting = pong.waiting if pong is not None else 0
+        hit = tracked.hits.push(look.cached_tokens, look.prompt_tokens)
+        kv = min(used / capacity, 1.0) if capacity and up else 0.0
+        tracked.numbers = {
+            "load": load,
+            "load_seconds": book["load_seconds"] if book is not None else 0.0,
+            "waiting": waiting,
+            "running": pong.running if pong is not None else 0,
+            "live_requests": book["live_requests"] if book is not None else 0,
+            "kv": kv,
+            "kv_capacity_tokens": capacity,
+            "cached_tokens": cached,
+            "hit": hit,
+            "trust": book["trust"] if book is not None else None,
+        }
+        for name in WORKER_SERIES:
+            tracked.series[name].push(tracked.numbers[name])
+
+    def _take_fleet(self, now: float, looks: list[Look], recent: list[float], requests: int) -> None:
+        self._requests.append((now, requests))
+        began, before = self._requests[0]
+        numbers = [tracked.numbers for tracked in self._workers.values()]
+        prompts = sum(look.prompt_tokens for look in looks)
+        cached = sum(look.cached_tokens for look in looks)
+        values = {
+            "requests_per_second": (requests - before) / (now - began) if now > began else 0.0,
+            "hit": self._fleet_hits.push(cached, prompts),
+            "first_token_p50": percentile(recent, 0.5),
+            "first_token_p99": percentile(recent, 0.99),
+            "waiting": sum(one["waiting"] for one in numbers),
+            "running": sum(one["running"] for one in numbers),
+        }
+        for name, value in values.items():
+            self._fleet[name].push(value)
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def state(self, after: int | None, gateway: Mapping[str, Any]) -> bytes:
+        """Everything as JSON, with the history after tick `after`; None for no history. `gateway` is its `facts`."""
+        with self._lock:
+            count = 0 if after is None else max(0, min(self._tick - after, HISTORY_TICKS))
+            if count not in self._answers:
+                if len(self._answers) >= ANSWERS_MAX:
+                    self._answers.clear()
+                self._answers[count] = msgspec.json.encode(self._state(count, gateway))
+            return self._answers[count]
+
+    def decision(self, sequence: int) -> dict[str, Any] | None:
+        """One decision with every worker's terms; None if it is not among those kept."""
+        records = self._router.scheduler.records()
+        record = next((one for one in reversed(records) if one.sequence == sequence), None)
+        if record is None:
+            return None
+        return {**_summary(record), "seconds_ago": self._clock() - record.decided_at, "terms": record.workers}
+
+    def _state(self, count: int, gateway: Mapping[str, Any]) -> dict[str, Any]:
+        scheduler, now = self._router.scheduler, self._clock()
+        records = scheduler.records()
+        return {
+            "tick": self._tick,
+            "tick_seconds": TICK_SECONDS,
+            "history_ticks": HISTORY_TICKS,
+            "uptime_seconds": now - self._started,
+            "window_seconds": scheduler.config.history_seconds,
+            "gateway": {**gateway, "records_per_second": RECORDS_PER_SECOND},
+            "totals": self._totals,
+            "fleet": {name: (series.last(1) or [UNKNOWN])[0] for name, series in self._fleet.items()},
+            "fleet_history": {name: series.last(count) for name, series in self._fleet.items()},
+            "workers": [self._card(tracked, count, now) for tracked in self._workers.values()],
+            "workers_left_out": self._left_out,
+            "prefixes": self._hot.top(scheduler, PREFIXES_SHOWN),
+            "events": self._events.latest(now),
+            "events_total": self._events.total,
+            "decisions": self._decisions(records[-DECISIONS_SHOWN:], now),
+        }
+
+    def _decisions(self, records: Sequence[DecisionRecord], now: float) -> list[dict[str, Any]]:
+        """The latest first. What was said of a record is kept, for on a large fleet it is long to say."""
+        known, self._said = self._said, {}
+        for record in reversed(records):
+            key = (record.sequence, record.outcome is None)
+            self._said[key] = known.get(key) or _summary(record)
+            self._said[key]["seconds_ago"] = now - record.decided_at
+        return list(self._said.values())
+
+    def _card(self, tracked: _Tracked, count: int, now: float) -> dict[str, Any]:
+        look = tracked.look
+        return {
+            "id": look.worker_id or look.address,
+            "address": look.address,
+            "state": tracked.state,
+            "why": look.why,
+            "state_seconds": now - tracked.since,
+            "engine": look.welcome.engine if look.welcome is not None else "",
+            "model": look.welcome.model if look.welcome is not None else "",
+            "restarts": look.restarts,
+            "losses": look.losses,
+            **tracked.numbers,
+            "history": {name: series.last(count) for name, series in tracked.series.items()},
+        }
+
+
+_COUNTERS = ("requests", "finished", "failed", "cancelled", "resumed", "queue_full", "output_tokens")
+
+
+def _summary(record: DecisionRecord) -> dict[str, Any]:
+    """A decision in one row: the chosen worker's terms, and what came of it."""
+    return {
+        "sequence": record.sequence,
+        "request_id": str(record.request_id),
+        "policy": record.policy,
+        "reason": record.reason,
+        "worker": record.worker,
+        "runner_up": record.runner_up,
+        "margin": record.margin,
+        "prompt_tokens": record.prompt_tokens,
+        "candidates": sum(terms.candidate for terms in record.workers),
+        "workers": len(record.workers),
+        "chosen": record.chosen,
+        "outcome": record.outcome,
+        "late_seconds": record.late_seconds,
+        "regret_seconds": record.regret_seconds,
+        "lost_tokens": record.lost_tokens,
+    }

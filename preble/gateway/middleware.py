@@ -1,0 +1,221 @@
+"""The door: request ids, API keys, rate limits, errors as answers, one log line and the metrics of every request.
+
+Owns what holds for every endpoint alike. A log line has ids, times and token counts; it never holds
+a prompt, an output or a key: a key's name is the beginning of its SHA-256.
+
+At its bounds: over a key's rate, 429 with Retry-After; of more than `BUCKETS_MAX` keys or client addresses, the one
+seen longest ago starts afresh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, HTTPConnection
+
+from ..clock import Clock
+from ..errors import PrebleError
+from .api.http import Receive, Send, problem_response
+from .core.gateway import Gateway
+from .core.http_errors import ApiError
+from .core.request_context import Facts
+from .core.sibling_processes import from_sibling
+from .core.tracing import hand_on, trace_of
+
+if TYPE_CHECKING:
+    from .core.config import GatewayConfig
+
+logger = logging.getLogger("preble.gateway")
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BUCKETS_MAX = 10_000
+CLIENT_GONE = 499  # never sent; what the log and the metrics call it
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
+OPEN_FOLDER = "/page/"  # the live page's files, which know nothing
+UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
+OPERATOR_PATHS = ("/workers", "/v1/preble")
+OTHER = "other"
+# What clients of several routers call the conversation that a request is of; the first that is there counts.
+SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-smg-routing-key")
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class RateLimiter:
+    """A token bucket for each name: `per_minute` on average, `burst` at once. Not thread-safe."""
+
+    def __init__(self, per_minute: float, burst: int, clock: Clock) -> None:
+        self._per_second = per_minute / 60.0
+        self._burst = float(burst)
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (tokens, at)
+
+    def wait_seconds(self, name: str) -> float:
+        """Take one; 0.0 if there was one, else how long until there is, and nothing was taken."""
+        now = self._clock()
+        tokens, at = self._buckets.pop(name, (self._burst, now))
+        tokens = min(self._burst, tokens + (now - at) * self._per_second)
+        wait = 0.0 if tokens >= 1.0 else (1.0 - tokens) / self._per_second
+        self._buckets[name] = (tokens - 1.0 if wait == 0.0 else tokens, now)
+        if len(self._buckets) > BUCKETS_MAX:
+            self._buckets.popitem(last=False)
+        return wait
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+
+class Keys:
+    """API keys by their digest, so that no comparison takes longer for a better guess."""
+
+    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str]) -> None:
+        self._admin = {_digest(key) for key in admin_keys}
+        self._known = {_digest(key) for key in keys} | self._admin
+
+    def name_of(self, headers: Any, path: str) -> str:
+        """The name of the key in the headers, "" where none is needed. Raises `ApiError` 401 or 403."""
+        operator = path.startswith(OPERATOR_PATHS)
+        if not self._known or is_open(path):
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key.strip()) if scheme.lower() == "bearer" else ""
+        if digest not in self._known:
+            raise ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
+        if operator and digest not in self._admin:
+            raise ApiError(403, "this needs one of the admin keys", kind="permission_error", code="admin_only")
+        return digest[:8]
+
+
+def _session_of(headers: Any) -> str:
+    """The session that the headers name, "" if none or one that is no name."""
+    given = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
+    return given if _REQUEST_ID.fullmatch(given) else ""
+
+
+def is_open(path: str) -> bool:
+    """Whether nobody needs a key there."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def is_quiet(path: str) -> bool:
+    """Whether it is answered from memory, too often for the log and for rates."""
+    return is_open(path) or path in UNLIMITED_PATHS
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class Guard:
+    """ASGI: everything that comes in passes here. `configure` may be called again at any time, on the loop."""
+
+    def __init__(self, app: App, gateway: Gateway, clock: Clock) -> None:
+        self._app = app
+        self._gateway = gateway
+        self._clock = clock
+        siblings = gateway.siblings
+        self._own = [] if siblings is None else [(b"x-preble-process", str(siblings.seat.index).encode())]
+        self.configure(gateway.config)
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Take over keys and limits; the buckets start afresh."""
+        self._keys = Keys(config.api_keys, config.admin_keys)
+        self._limiter = None
+        if config.rate_limit_per_minute is not None:
+            self._limiter = RateLimiter(config.rate_limit_per_minute, config.rate_limit_burst, self._clock)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request; other kinds of connection are refused."""
+        if scope["type"] != "http":
+            raise NotImplementedError(f"no {scope['type']} here")
+        started = self._clock()
+        headers = HTTPConnection(scope).headers
+        given = headers.get("x-request-id", "")
+        facts = Facts(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
+        facts.session = _session_of(headers)
+        tracing = None if is_quiet(scope["path"]) else self._gateway.tracing
+        span = None if tracing is None else tracing.begin(headers)
+        if tracing is None:
+            hand_on(trace_of(headers))
+        scope["preble.facts"], scope["app"] = facts, self
+        status = 0
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", facts.request_id.encode()), *self._own]
+            await send(message)
+
+        try:
+            await self._pass_on(scope, receive, answer, facts, headers)
+        except ClientDisconnect:
+            status = CLIENT_GONE
+        except PrebleError as error:
+            await self._refuse(error, scope, receive, answer, status)
+        except HTTPException as error:
+            await self._refuse(ApiError(error.status_code, str(error.detail)), scope, receive, answer, status)
+        except Exception:
+            logger.exception("a request failed, which is a defect of the gateway")
+            defect = ApiError(500, "internal error", kind="server_error", code="internal_error")
+            await self._refuse(defect, scope, receive, answer, status)
+        finally:
+            self._note(scope, facts, status, self._clock() - started)
+            if tracing is not None:
+                route = getattr(scope.get("route"), "path", OTHER)
+                tracing.end(span, scope["method"], route, status or CLIENT_GONE, facts)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, facts: Facts, headers: Any) -> None:
+        path = scope["path"]
+        if from_sibling(self._gateway.siblings, scope):
+            await self._app(scope, receive, send)
+            return
+        facts.key_name = self._keys.name_of(headers, path)
+        if self._limiter is not None and not is_quiet(path):
+            client = scope.get("client") or ("unknown",)
+            wait = self._limiter.wait_seconds(facts.key_name or client[0])
+            if wait > 0.0:
+                raise ApiError(
+                    429, "too many requests", kind="rate_limit_error", code="rate_limit", retry_after_seconds=wait
+                )
+        await self._app(scope, receive, send)
+
+    async def _refuse(self, error: PrebleError, scope: Scope, receive: Receive, send: Send, status: int) -> None:
+        """Answer with an error, unless an answer has begun."""
+        if status == 0:
+            await problem_response(error)(scope, receive, send)
+
+    def _note(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", OTHER)
+        self._gateway.metrics.request(route, status, seconds)
+        if is_quiet(route) or not logger.isEnabledFor(logging.INFO):
+            return
+        progress = facts.progress
+        first = progress.choices[0] if progress.choices else None
+        line = {
+            "request_id": facts.request_id,
+            "method": scope["method"],
+            "route": route,
+            "status": status or CLIENT_GONE,
+            "seconds": round(seconds, 6),
+            "key": facts.key_name,
+            "session": facts.session,
+            "stream": facts.stream,
+            "first_token_seconds": facts.first_token_seconds,
+            "choices": len(progress.choices),
+            "prompt_tokens": progress.prompt_tokens,
+            "cached_tokens": progress.cached_tokens,
+            "output_tokens": progress.output_tokens,
+            "worker": "" if first is None else first.worker,
+            "reason": "" if first is None or first.decision is None else first.decision.reason,
+            "finish_reasons": [choice.finish_reason for choice in progress.choices],
+        }
+        logger.info("request", extra={"fields": line})

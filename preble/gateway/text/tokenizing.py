@@ -1,0 +1,299 @@
+"""The tokenizer layer: text to token ids in a bounded pool of threads, with a cache of what was tokenised before.
+
+Owns the tokenizer of one model directory, its pool, and the cache. Text is cut after each special token (the marks
+between the messages of a chat): tokenizers never merge across one, so a prompt's ids are those of its parts, one after
+the other, and the parts of a conversation that came before are looked up, not tokenised again. Whether that holds for a
+tokenizer is tried when it is loaded; for one where it does not, prompts are tokenised whole.
+
+At its bounds: over `queue_max` texts that wait, `QueueFull`; over `cache_bytes`, the parts used longest ago go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import InvalidConfig, InvalidInput, MissingExtra, QueueFull
+from .chat_template import ChatTemplate, load_chat_template
+
+T = TypeVar("T")
+TokenIds = npt.NDArray[np.int32]
+
+# Words, spaces, digits, other scripts, emoji of several code points, code, marks: where tokenizers differ.
+PROBES = (
+    "Hello, world!",
+    " leading and trailing ",
+    "tabs\tand\nnew\r\nlines\n\n\nand   runs of    spaces",
+    "1234567890 3.14159 0x1f 1,000,000",
+    "Grüße aus Zürich, naïve café; ﬁne ligatures",
+    "你好，世界。 日本語 한국어 العربية हिन्दी",
+    "\U0001f469‍\U0001f4bb \U0001f1e8\U0001f1ed é",
+    "def f(x):\n    return x**2  # comment\n",
+    "<|user|>[INST]</s><s>{{json}}",
+)
+SWITCH_SECONDS = 0.0005  # for `sys.setswitchinterval`: so soon a thread that computes lets the event loop go on
+MARKS_TRIED_MAX = 8  # special tokens differ by name only: some speak for all
+ENTRY_BYTES = 200  # what a part costs in the cache beside its text and ids, about
+
+
+@dataclass(slots=True)
+class TokenizerCounters:
+    """What the layer has done."""
+
+    texts: int = 0
+    tokens: int = 0
+    parts_found: int = 0
+    parts_encoded: int = 0
+    parts_evicted: int = 0
+    refused: int = 0
+
+
+class PartCache:
+    """Token ids by text, the most recent in at most `bytes_max` bytes. Any thread may call anything."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes_used = 0
+        self.evicted = 0
+        self._parts: OrderedDict[str, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> array[int] | None:
+        """The ids of a text, which becomes the most recent; None if it is not there."""
+        with self._lock:
+            ids = self._parts.get(text)
+            if ids is not None:
+                self._parts.move_to_end(text)
+            return ids
+
+    def put(self, text: str, ids: array[int]) -> None:
+        """Remember a text, unless it alone would be more than a quarter of the cache."""
+        cost = _cost(text, ids)
+        with self._lock:
+            if cost > self.bytes_max // 4 or text in self._parts:
+                return
+            self._parts[text] = ids
+            self.bytes_used += cost
+            while self.bytes_used > self.bytes_max:
+                old, old_ids = self._parts.popitem(last=False)
+                self.bytes_used -= _cost(old, old_ids)
+                self.evicted += 1
+
+    def check(self) -> None:
+        """Assert that the sum is that of the parts, and within its bound."""
+        with self._lock:
+            assert self.bytes_used == sum(_cost(text, ids) for text, ids in self._parts.items()) <= self.bytes_max
+
+
+def _cost(text: str, ids: array[int]) -> int:
+    return ENTRY_BYTES + 4 * len(text) + 4 * len(ids)  # a str has up to 4 bytes a character
+
+
+class TextCodec:
+    """One model's tokenizer and chat template, from its directory. Raises `InvalidConfig` or `MissingExtra`.
+
+    `encode` and `encode_chat` belong to an asyncio loop; `encode_now` and `decode` may be called from any thread.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, threads: int = 2, queue_max: int = 1024, cache_bytes: int = 64 << 20
+    ) -> None:
+        self.directory = Path(directory)
+        self._tokenizer = load_tokenizer(self.directory)
+        config = _read_config(self.directory)
+        self.chat_template: ChatTemplate | None = load_chat_template(self.directory, config)
+        self.fingerprint = fingerprint(self.directory)
+        self.counters = TokenizerCounters()
+        self.cache = PartCache(cache_bytes)
+        self._before, self._after = _framing(self._tokenizer)
+        marks = _special_texts(self._tokenizer)
+        self._parts_after = _pattern(marks)
+        if not self._parts_are_independent(marks):
+            self._parts_after = None
+        self._queue_max = queue_max
+        self._waiting = 0
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="preble-tokenizer")
+
+    @property
+    def splits_prompts(self) -> bool:
+        """Whether prompts are cut at special tokens; False where this tokenizer does not allow it."""
+        return self._parts_after is not None
+
+    # --- on the loop --------------------------------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, special_tokens: bool = True) -> TokenIds:
+        """The ids of a text; `special_tokens` adds those that the tokenizer puts around a prompt.
+
+        Raises `QueueFull`, and `InvalidInput` for a text without tokens.
+        """
+        return await self._run(self.encode_now, text, special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+        """The ids of a chat, ready for the assistant's answer. Raises `QueueFull` or `InvalidInput`."""
+        return await self._run(self._encode_chat_now, messages)
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        if self._waiting >= self._queue_max + self._threads:
+            self.counters.refused += 1
+            raise QueueFull(f"{self._queue_max} texts wait to be tokenised, the bound of this gateway")
+        self._waiting += 1
+        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        future.add_done_callback(self._count_down)
+        return await future
+
+    def _count_down(self, _: object) -> None:
+        self._waiting -= 1
+
+    # --- in any thread ------------------------------------------------------------------------------------------------
+
+    def encode_now(self, text: str, special_tokens: bool = True) -> TokenIds:
+        """`encode` in this thread."""
+        ids = array("i", self._before if special_tokens else ())
+        for part in self._encode_parts(self._parts(text)):
+            ids.extend(part)
+        if special_tokens:
+            ids.extend(self._after)
+        self.counters.texts += 1
+        self.counters.tokens += len(ids)
+        if not ids:
+            raise InvalidInput("the prompt has no tokens")
+        return np.frombuffer(ids, dtype=np.int32)
+
+    def _encode_chat_now(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+        if self.chat_template is None:
+            raise InvalidInput("messages: this model has no chat template")
+        return self.encode_now(self.chat_template.render(messages), special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens; unknown ids are left out."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def close(self) -> None:
+        """End the threads; texts that wait are not tokenised. Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _parts(self, text: str) -> list[str]:
+        """The text cut after each special token."""
+        if self._parts_after is None:
+            return [text]
+        ends = [match.end() for match in self._parts_after.finditer(text)]
+        cuts = [0, *ends, len(text)]
+        return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
+
+    def _encode_parts(self, parts: Sequence[str]) -> list[array[int]]:
+        """The ids of each part, looked up or tokenised."""
+        found = [self.cache.get(part) for part in parts]
+        missing = [part for part, ids in zip(parts, found, strict=True) if ids is None]
+        # Of the library's calls those for many texts let other threads run meanwhile, not the one for a single text.
+        encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False) if missing else []
+        fresh = [array("i", encoding.ids) for encoding in encodings]
+        for part, ids in zip(missing, fresh, strict=True):
+            self.cache.put(part, ids)
+        self.counters.parts_found += len(parts) - len(missing)
+        self.counters.parts_encoded += len(missing)
+        self.counters.parts_evicted = self.cache.evicted
+        new = iter(fresh)
+        return [next(new) if ids is None else ids for ids in found]
+
+    def _parts_are_independent(self, marks: Sequence[str]) -> bool:
+        """Whether cutting after special tokens leaves the ids as they are, tried on texts that are hard to cut."""
+        for mark in marks[:MARKS_TRIED_MAX]:
+            text = mark.join(PROBES) + mark
+            whole = self._tokenizer.encode(text, add_special_tokens=False).ids
+            parts = [self._tokenizer.encode(part, add_special_tokens=False).ids for part in self._parts(text)]
+            if [token for ids in parts for token in ids] != whole:
+                return False
+        return True
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a model directory. Raises `InvalidConfig` or `MissingExtra`."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingExtra("text prompts need tokenizers: pip install 'preble[gateway]'") from error
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise InvalidConfig(f"tokenizer: {directory} has no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidConfig(f"tokenizer: {file} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def fingerprint(directory: Path) -> str:
+    """sha256 of tokenizer.json in hexadecimal, as workers tell it in the handshake; "" without that file."""
+    file = directory / "tokenizer.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def first_difference(mine: Path, theirs: Path) -> str:
+    """Where two tokenizers part, on `PROBES`, for an operator to read; "" if they never do."""
+    ours, others = load_tokenizer(mine), load_tokenizer(theirs)
+    for number, probe in enumerate(PROBES):
+        here, there = ours.encode(probe).ids, others.encode(probe).ids
+        if here != there:
+            place = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+            place = min(len(here), len(there)) if place is None else place
+            got = [ids[place] if place < len(ids) else "none" for ids in (here, there)]
+            return f"probe {number}, position {place}: the gateway has token {got[0]}, the worker {got[1]}"
+    return ""
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidConfig(f"tokenizer: {file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidConfig(f"tokenizer: {file} must hold an object")
+    return config
+
+
+def _framing(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a prompt."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    framed = tokenizer.encode("a", add_special_tokens=True).ids
+    extra = len(framed) - len(plain)
+    before = next((i for i in range(extra + 1) if framed[i : i + len(plain)] == plain), None)
+    if before is None:
+        raise InvalidConfig("tokenizer: it changes a prompt's tokens where it adds special ones")
+    return framed[:before], framed[before + len(plain) :]
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    """Special tokens that are found wherever they stand, and take nothing of what is around them along."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    plain = (one for one in added if not (one.single_word or one.lstrip or one.rstrip or one.normalized))
+    return sorted(one.content for one in plain if one.special and one.content)
+
+
+def _pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
+    """Matches any of the texts; None where there is none. Longer ones first, as the tokenizer finds them."""
+    if not texts:
+        return None
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))

@@ -1,0 +1,133 @@
+"""The interface of placement rules. Owns `Policy`, what a policy sees, and how a name becomes one; decides, never
+books.
+
+A policy sees one request and the eligible workers as columns, scores each (lower is better) and picks one. It keeps no
+state: what it needs (a running number, chance, what `needs` names) comes with the request, so that explaining and
+making a decision agree. "e2", the default, is compiled (`_placement/e2.pyx`) and appears here by name only; the other built-in
+rules are in `preble/policies/`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InvalidConfig, InvalidInput
+from . import NAMES, build
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """The request as a policy sees it.
+
+    `sequence` counts the decisions booked so far; `draw` is in [0, 1) and depends only on the scheduler's seed and
+    `sequence`. `request_id` is None where the caller named none. `known` has what the policy's `needs` name, each with
+    a value for every worker id; see `preble/policies/known.py`.
+    """
+
+    token_ids: Any
+    namespace: Hashable
+    max_new_tokens: int | None
+    sequence: int
+    draw: float
+    request_id: Hashable = None
+    known: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersView:
+    """The eligible workers, one entry a worker in every column, in a fixed order.
+
+    `load_seconds`, `eviction_seconds`, `prefill_seconds` are the L, M and P of the paper for this request; `waiting_*`
+    is work that was booked and has not produced a first token yet.
+    """
+
+    ids: Sequence[str]
+    matched_tokens: Sequence[int]
+    load_seconds: Sequence[float]
+    eviction_seconds: Sequence[float]
+    prefill_seconds: Sequence[float]
+    live_requests: Sequence[int]
+    waiting_requests: Sequence[int]
+    waiting_prefill_seconds: Sequence[float]
+    live_output_tokens: Sequence[int]
+    cached_tokens: Sequence[int]
+    kv_capacity_tokens: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Policy:
+    """Base of all policies. Override `score`, or `pick` for rules that are not a minimum. Must not keep or change
+    state.
+
+    `reason` is what decisions carry as their reason. `needs` names the books that the scheduler shall keep for this
+    policy ("active_blocks", "placed_requests", "paper_history", "window_costs"); what they say comes with the request.
+    Errors raised here reach the caller of `schedule`; nothing is booked then.
+    """
+
+    name = "custom"
+    reason = "custom"
+    needs: tuple[str, ...] = ()
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        """One number a worker, lower is better. For a policy that only picks: zeros."""
+        return [0.0] * len(workers)
+
+    def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
+        """The position of the chosen worker: the lowest score, then fewer live requests, then order."""
+        return min(range(len(scores)), key=lambda i: (scores[i], workers.live_requests[i], i))
+
+    def decide(self, request: RequestView, workers: WorkersView) -> int:
+        """Score, pick and check. Raises InvalidInput if the policy answers nonsense."""
+        return self._position(self.pick(self.checked_scores(request, workers), request, workers), len(workers))
+
+    def checked_scores(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        """What `score` says, as floats. Raises InvalidInput unless it is one number for each worker."""
+        answer = self.score(request, workers)
+        try:
+            scores = [float(score) for score in answer]
+        except (TypeError, ValueError):
+            raise InvalidInput(f"policy {self.name!r} scored {answer!r}, not one number a worker") from None
+        if len(scores) != len(workers):
+            raise InvalidInput(f"policy {self.name!r} scored {len(scores)} of {len(workers)} workers")
+        if any(math.isnan(score) for score in scores):
+            raise InvalidInput(f"policy {self.name!r} gave a score that is not a number: {scores}")
+        return scores
+
+    def _position(self, choice: Any, workers: int) -> int:
+        """`choice` as an int; any integer type will do (numpy's argmin), a bool will not."""
+        try:
+            position = -1 if isinstance(choice, bool) else operator.index(choice)
+        except TypeError:
+            position = -1
+        if not 0 <= position < workers:
+            raise InvalidInput(f"policy {self.name!r} picked {choice!r}, not a position in 0..{workers - 1}")
+        return position
+
+
+POLICIES = ("e2", *NAMES)
+
+
+def resolve(policy: str | Policy | type[Policy]) -> Policy | None:
+    """The policy object for a name, class or object; None stands for the compiled "e2". Raises InvalidConfig."""
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        policy = policy()
+    if isinstance(policy, Policy):
+        if type(policy).score is Policy.score and type(policy).pick is Policy.pick:
+            raise InvalidConfig(f"policy {policy.name!r} overrides neither score() nor pick()")
+        return policy
+    if policy == "e2":
+        return None
+    if isinstance(policy, str):
+        try:
+            built_in = build(policy)
+        except LookupError as error:
+            raise InvalidConfig(error.args[0]) from None
+        if isinstance(built_in, Policy):
+            return built_in
+    raise InvalidConfig(f"policy must be one of {', '.join(POLICIES)} or a preble.Policy, got {policy!r}")

@@ -1,0 +1,496 @@
+r"""The router's workers: connecting, losing and finding them again, and what the scheduler is told about it.
+
+    connecting -> ready <-> quiet          quiet: silent for a while; its requests went elsewhere, its cache remains
+                    |  \-> draining        draining: it asked for no new requests
+                    v
+                  lost -> (forgotten) -> ready again, or refused when the two sides do not fit
+
+A lost worker stays in the scheduler, unused, for `forget_after_seconds`: after a short break of the network its cache
+is as it was, and its events go on where they stopped. A worker with a new epoch has been restarted: it is removed from
+the scheduler and added afresh, so that nothing is believed about its cache.
+
+Owns membership in the scheduler and the supervisor task of each address. Requests are `router`'s, bytes `transport`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import zmq.asyncio
+
+from ..clock import Clock
+from ..errors import (
+    HandshakeRefused,
+    InvalidConfig,
+    InvalidInput,
+    PrebleError,
+    TransportError,
+    UnknownWorker,
+)
+from ..transport import wire
+from ..transport.client import LinkConfig, LinkCounters, WorkerLink
+from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCounters
+from ..transport.engine_servers.link import ServerLink, is_server, namespace_of
+from ..transport.engine_servers.server_info import ServerOptions
+from ..transport.event_stream import Batch
+from ..transport.security import ClientKeys
+from ..types import AllBlocksCleared, WorkerSpec
+from .peer_requests import PeerRequests
+
+if TYPE_CHECKING:
+    from ..scheduler import GlobalScheduler
+
+logger = logging.getLogger("preble.router")
+
+SOCKETS_MAX = 16_384  # four of each link; ZeroMQ's own bound of 1,023 would end a router's fleet at 255 workers
+CLOSE_SECONDS = 5.0  # for the last frames of all sockets
+_CLOSE_STEP_SECONDS = 0.005
+_CANCEL_SECONDS, _CANCELS_MAX = 2.0, 5
+
+STATES = ("connecting", "ready", "quiet", "draining", "lost", "refused")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """How workers are found and lost, in seconds. Each failed connection doubles the wait before the next."""
+
+    link: LinkConfig = field(default_factory=LinkConfig)
+    feed: FeedConfig = field(default_factory=FeedConfig)
+    reconnect_min_seconds: float = 0.05
+    reconnect_max_seconds: float = 2.0
+    forget_after_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.reconnect_min_seconds <= self.reconnect_max_seconds:
+            raise InvalidConfig(
+                f"FleetConfig.reconnect_min_seconds must be positive and at most reconnect_max_seconds, "
+                f"got {self.reconnect_min_seconds} and {self.reconnect_max_seconds}"
+            )
+        if not self.forget_after_seconds >= 0.0:
+            raise InvalidConfig(
+                f"FleetConfig.forget_after_seconds must not be negative, got {self.forget_after_seconds}"
+            )
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """What happened to one address."""
+
+    connections: int = 0
+    handshakes_refused: int = 0
+    losses: int = 0
+    restarts: int = 0
+    quiet_spells: int = 0
+    forgotten: int = 0
+    events_refused: int = 0
+
+
+class RequestsOwner(Protocol):
+    """What the fleet tells the router about requests."""
+
+    def on_message(self, worker: Worker, message: wire.Chunk | wire.Rejected) -> None:
+        """Something about one request."""
+
+    def on_unavailable(self, worker: Worker, why: str) -> None:
+        """The requests running there must go elsewhere."""
+
+    def on_available(self, worker: Worker) -> None:
+        """A worker may take requests (again)."""
+
+
+class Worker:
+    """One address, and the worker found there. `requests` are the wire ids running on it, kept by the router."""
+
+    def __init__(self, address: str, fleet: Fleet, options: ServerOptions | None = None) -> None:
+        self.address = address
+        self.options = options  # of a server that is attached
+        self.state = "connecting"
+        self.why = ""
+        self.worker_id = ""
+        self.epoch = 0
+        self.welcome: wire.Welcome | None = None
+        self.link: WorkerLink | ServerLink | None = None
+        self.pong: wire.Pong | None = None
+        self.counters = WorkerCounters()
+        self.link_counters = LinkCounters()
+        self.events: Counter[str] = Counter()  # taken, by type; an attached server's are counted in batches only
+        self.peers = PeerRequests(fleet.router_id)
+        self.feed_counters = FeedCounters() if is_server(address) else None
+        self.settled = asyncio.Event()  # the first handshake has been tried
+        self.task: asyncio.Task[None] | None = None
+        self._fleet = fleet
+
+    # --- LinkListener -------------------------------------------------------------------------------------------------
+
+    def on_message(self, message: wire.Chunk | wire.Rejected | wire.Draining) -> None:
+        """A request's message goes to the router; draining takes the worker out of the choice."""
+        if not isinstance(message, wire.Draining):
+            self._fleet.owner.on_message(self, message)
+        elif self.state in ("ready", "quiet"):
+            self.turn("draining", "it asked for no new requests")
+
+    def on_pong(self, pong: wire.Pong) -> None:
+        """Keep the load for `stats`, and let the scheduler compare it with what is booked."""
+        self.pong = pong
+        self._fleet.compare_load(self, pong)
+
+    def on_events(self, batch: Batch, *, past: bool) -> None:
+        """Tell the scheduler what the worker's cache lost or got, and what other routers' requests do there."""
+        self.events.update(type(event).__name__ for event in batch)
+        self._fleet.apply(self, self.peers.take(batch, past=past))
+
+    def on_caught_up(self) -> None:
+        """Book what other routers have running there."""
+        self._fleet.apply(self, self.peers.caught_up())
+
+    def on_payload(self, payload: bytes) -> None:
+        """The same, as the engine wrote it."""
+        self._fleet.apply_raw(self, payload)
+
+    def on_resync(self) -> None:
+        """Events are lost for good: believe nothing."""
+        logger.warning("events of worker %s are lost, forgetting what is believed of it", self.worker_id)
+        self.peers.begin()
+        self._fleet.forget_told(self)
+
+    def on_quiet(self, reason: str) -> None:
+        """Its requests go elsewhere; if it wakes up, late chunks are dropped."""
+        if self.state == "ready":
+            self.counters.quiet_spells += 1
+            self.turn("quiet", reason)
+        self._fleet.owner.on_unavailable(self, reason)
+
+    def on_heard(self) -> None:
+        """It may take requests again."""
+        if self.state == "quiet":
+            self.turn("ready", "")
+            self._fleet.owner.on_available(self)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def turn(self, state: str, why: str) -> None:
+        """Change state, with a line in the log."""
+        if state != self.state:
+            logger.info("worker %s at %s: %s -> %s %s", self.worker_id or "?", self.address, self.state, state, why)
+        self.state = state
+        self.why = why
+        self._fleet.update_unusable()
+
+    def stats(self) -> dict[str, Any]:
+        """Where this worker stands. Changes nothing."""
+        return {
+            "worker_id": self.worker_id,
+            "state": self.state,
+            "why": self.why,
+            "epoch": self.epoch,
+            **asdict(self.counters),
+            **asdict(self.link_counters),
+            **asdict(self.peers.counters),
+            "events": dict(self.events),
+            "feed": None if self.feed_counters is None else asdict(self.feed_counters),
+            "load": None if self.pong is None else asdict(self.pong),
+        }
+
+
+class Fleet:
+    """All workers of one router. Belongs to one asyncio loop. `expect` is what every worker must agree with."""
+
+    def __init__(
+        self,
+        scheduler: GlobalScheduler,
+        owner: RequestsOwner,
+        config: FleetConfig,
+        *,
+        expect: wire.Hello,
+        keys: ClientKeys | None,
+        clock: Clock,
+    ) -> None:
+        self.owner = owner
+        self.workers: dict[str, Worker] = {}  # by address
+        self._by_id: dict[str, Worker] = {}  # those the scheduler knows
+        self.scheduler = scheduler
+        self.router_id = expect.router_id
+        self._config = config
+        self._expect = expect
+        self._keys = keys
+        self._clock = clock
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
+        self._sessions = 0
+        self._background: set[asyncio.Task[None]] = set()  # connections that are being closed
+        self.unusable: frozenset[str] = frozenset()  # ids that the scheduler knows and that cannot take a request now
+        self.eos_token_ids: tuple[int, ...] = ()
+
+    # --- asked by the router ------------------------------------------------------------------------------------------
+
+    def worker(self, worker_id: str) -> Worker:
+        """The worker of that id. Raises `UnknownWorker`."""
+        found = self._by_id.get(worker_id)
+        if found is None:
+            raise UnknownWorker(f"no worker {worker_id!r} is connected to this router")
+        return found
+
+    def send(self, worker_id: str, message: wire.Message) -> None:
+        """Send to a worker. Raises `UnknownWorker`, `TransportError` if disconnected, `QueueFull` if unread."""
+        worker = self.worker(worker_id)
+        if worker.link is None:
+            raise TransportError(f"worker {worker_id} was never connected")
+        worker.link.send(message)
+
+    def add(self, address: str, options: ServerOptions | None = None) -> Worker:
+        """Start to connect to an address. Raises `InvalidInput` if it is there already."""
+        if address in self.workers:
+            raise InvalidInput(f"worker address {address!r} is there already")
+        if options is not None and not is_server(address):
+            raise InvalidInput(f"options are for servers, and {address!r} is not one")
+        worker = Worker(address, self, options)
+        worker.task = asyncio.ensure_future(self._supervise(worker))
+        worker.task.add_done_callback(_log_failure)
+        self.workers[address] = worker
+        return worker
+
+    async def remove(self, address: str) -> None:
+        """Leave a worker, or all ranks of a server. Its requests go elsewhere. Raises `UnknownWorker`."""
+        if address not in self.workers:
+            raise UnknownWorker(f"no worker at {address!r}")
+        ranks = [other for other in self.workers if is_server(address) and other.startswith(f"{address}#")]
+        for one in (address, *ranks):
+            worker = self.workers.pop(one)
+            await self._stop(worker)
+            self._forget(worker)
+
+    async def close(self) -> None:
+        """Leave all workers and free the sockets."""
+        for worker in list(self.workers.values()):
+            await self._stop(worker)
+        await asyncio.gather(*self._background, return_exceptions=True)
+        # Waits for the last frames (Bye, aborts) to leave, so not on the loop; and not for good, if a socket was left.
+        ending = threading.Thread(target=self._context.term, name="preble-router-end", daemon=True)
+        ending.start()
+        for _ in range(round(CLOSE_SECONDS / _CLOSE_STEP_SECONDS)):
+            if not ending.is_alive():
+                return
+            await asyncio.sleep(_CLOSE_STEP_SECONDS)
+        logger.error("a socket of this router is still open after %.0f s; it is left behind", CLOSE_SECONDS)
+
+    async def _stop(self, worker: Worker) -> None:
+        """Cancel, again if that was lost: before Python 3.12 a library's `wait_for` may swallow it."""
+        if worker.task is not None:
+            for _ in range(_CANCELS_MAX):
+                worker.task.cancel()
+                if (await asyncio.wait([worker.task], timeout=_CANCEL_SECONDS))[0]:
+                    return
+            logger.error("the task of worker %s does not end; it is left behind", worker.worker_id or worker.address)
+
+    # --- one address --------------------------------------------------------------------------------------------------
+
+    async def _supervise(self, worker: Worker) -> None:
+        """Connect, serve, and connect again, until cancelled."""
+        pause = self._config.reconnect_min_seconds
+        lost_at = self._clock()
+        while True:
+            link = self._new_link(worker)
+            try:
+                served = await self._serve(worker, link)
+            except HandshakeRefused as error:
+                served = False
+                self._refuse(worker, str(error))
+            except TransportError as error:
+                served = False
+                worker.why = str(error)
+                logger.debug("worker at %s: %s", worker.address, error)
+            except PrebleError as error:
+                served = False
+                logger.exception("worker at %s cannot be used", worker.address)
+                self._refuse(worker, str(error))
+            finally:
+                link.close()
+                worker.settled.set()
+            if served:
+                lost_at, pause = self._clock(), self._config.reconnect_min_seconds
+            if worker.worker_id and self._clock() - lost_at >= self._config.forget_after_seconds:
+                self._forget(worker)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self._config.reconnect_max_seconds)
+
+    def _new_link(self, worker: Worker) -> WorkerLink | ServerLink:
+        self._sessions += 1
+        if is_server(worker.address):
+            return ServerLink(
+                worker.address,
+                self._expect,
+                worker,
+                self._config.link,
+                session=self._sessions,
+                context=self._context,
+                background=self._background,
+                options=worker.options,
+                feed_config=self._config.feed,
+                counters=worker.link_counters,
+                feed_counters=worker.feed_counters,
+                clock=self._clock,
+            )
+        return WorkerLink(
+            worker.address,
+            self._expect,
+            worker,
+            self._config.link,
+            session=self._sessions,
+            context=self._context,
+            keys=self._keys,
+            counters=worker.link_counters,
+            clock=self._clock,
+        )
+
+    async def _serve(self, worker: Worker, link: WorkerLink | ServerLink) -> bool:
+        """One session from handshake to loss."""
+        resume_at = None
+        if worker.link is not None and self._by_id.get(worker.worker_id) is worker:
+            resume_at = (worker.epoch, worker.link.next_event_seq)  # what was believed until then still is
+        welcome = await link.open(resume_events_at=resume_at)
+        self._adopt(worker, link, welcome)
+        self._add_ranks(worker, link)
+        why = "router closes"
+        try:
+            why = await link.run()
+        finally:
+            worker.counters.losses += 1
+            drained = worker.state == "draining"
+            worker.turn("lost", why)
+            self.owner.on_unavailable(worker, why)
+            if drained:
+                self._forget(worker)
+        return True
+
+    def _add_ranks(self, worker: Worker, link: WorkerLink | ServerLink) -> None:
+        """The other ranks of a server are workers of their own."""
+        for address in link.more_addresses if isinstance(link, ServerLink) else ():
+            if address not in self.workers and self.workers.get(worker.address) is worker:
+                self.add(address, worker.options)
+
+    def _adopt(self, worker: Worker, link: WorkerLink | ServerLink, welcome: wire.Welcome) -> None:
+        """A handshake went well: bring the scheduler up to date. Raises `HandshakeRefused` if others disagree."""
+        other = self._by_id.get(welcome.worker_id)
+        if other is not None and other is not worker:
+            raise HandshakeRefused(
+                f"workers at {other.address} and {worker.address} both call themselves {welcome.worker_id!r}"
+            )
+        difference = wire.disagreement(self._expect, welcome)
+        if difference:
+            raise HandshakeRefused(difference)
+        if not self._expect.model:
+            # One router serves one model: what the first worker says is what the others must say.
+            self._expect = replace(
+                self._expect, model=welcome.model, tokenizer_fingerprint=welcome.tokenizer_fingerprint
+            )
+        same = worker.epoch == link.epoch and worker.welcome is not None and worker.worker_id in self._by_id
+        if not same:
+            if worker.epoch and worker.epoch != link.epoch:
+                worker.counters.restarts += 1
+            self._forget(worker)
+            self._introduce(worker, welcome)
+        worker.link, worker.epoch, worker.welcome = link, link.epoch, welcome
+        self.eos_token_ids = welcome.eos_token_ids
+        worker.counters.connections += 1
+        if welcome.draining:
+            worker.turn("draining", "it was draining when we came")
+        else:
+            worker.turn("ready", "")
+            self.owner.on_available(worker)
+        worker.settled.set()
+
+    def _introduce(self, worker: Worker, welcome: wire.Welcome) -> None:
+        spec = WorkerSpec(
+            welcome.worker_id,
+            kv_capacity_tokens=welcome.kv_capacity_tokens,
+            block_size=welcome.block_size,
+            max_running=welcome.max_running,
+        )
+        worker.worker_id = welcome.worker_id
+        worker.peers.begin()
+        # An embedding application may have known it already, but nobody can say whether its marks are of this epoch.
+        self._remove_from_scheduler(welcome.worker_id)
+        self.scheduler.add_worker(spec)
+        self._by_id[welcome.worker_id] = worker
+
+    def update_unusable(self) -> None:
+        """Keep the set that every decision needs, so that a decision need not look at every worker."""
+        self.unusable = frozenset(name for name, worker in self._by_id.items() if worker.state != "ready")
+
+    def _refuse(self, worker: Worker, why: str) -> None:
+        worker.counters.handshakes_refused += 1
+        worker.turn("refused", why)
+        self._forget(worker)
+
+    def _forget(self, worker: Worker) -> None:
+        """Take a worker out of the scheduler, and with it all that is believed of its cache."""
+        if self._by_id.get(worker.worker_id) is worker:
+            worker.counters.forgotten += 1
+            del self._by_id[worker.worker_id]
+            self.update_unusable()
+            self._remove_from_scheduler(worker.worker_id)
+
+    def _remove_from_scheduler(self, worker_id: str) -> None:
+        try:
+            self.scheduler.remove_worker(worker_id)
+        except UnknownWorker:
+            logger.debug("worker %s was not in the scheduler", worker_id)
+
+    def apply(self, worker: Worker, batch: Batch) -> None:
+        """Give events to the scheduler; if it refuses them, it is told to forget what it was told before."""
+        if batch:
+            self._apply(worker, lambda: self.scheduler.apply(worker.worker_id, batch))
+
+    def apply_raw(self, worker: Worker, payload: bytes) -> None:
+        """The same with a batch as an engine wrote it."""
+        self._apply(worker, lambda: self.scheduler.apply_raw(worker.worker_id, payload, namespace_of=namespace_of))
+
+    def _apply(self, worker: Worker, change: Callable[[], object]) -> None:
+        if self._by_id.get(worker.worker_id) is not worker:
+            return
+        try:
+            change()
+        except PrebleError as error:
+            worker.counters.events_refused += 1
+            logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)
+            self.forget_told(worker)
+
+    def forget_told(self, worker: Worker) -> None:
+        """Forget what a worker has told: its cache, and other routers' requests."""
+        if self._by_id.get(worker.worker_id) is worker:
+            self.scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
+            self.scheduler.forget_mirrored(worker.worker_id)
+
+    def compare_load(self, worker: Worker, pong: wire.Pong) -> None:
+        """Tell the scheduler how many requests the worker has; what differs from the bookings of all routers is in the
+        scheduler's `stats`."""
+        if self._by_id.get(worker.worker_id) is not worker:
+            return
+        try:
+            self.scheduler.reconcile_counts(worker.worker_id, running=pong.running, waiting=pong.waiting)
+        except PrebleError as error:
+            logger.debug("the load of worker %s was not compared: %s", worker.worker_id, error)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """By address. Changes nothing."""
+        return {address: worker.stats() for address, worker in self.workers.items()}
+
+    def check(self) -> None:
+        """Assert that states, ids and the set of unusable workers agree."""
+        for worker_id, worker in self._by_id.items():
+            assert worker.worker_id == worker_id and self.workers.get(worker.address) is worker, "ids lead to workers"
+            assert (worker_id in self.unusable) == (worker.state != "ready"), f"unusable is stale for {worker_id}"
+        for worker in self.workers.values():
+            assert worker.state in STATES, f"unknown state {worker.state!r}"
+            assert worker.state != "ready" or worker.worker_id in self._by_id, "a ready worker is in the scheduler"
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the supervisor of a worker failed", exc_info=task.exception())

@@ -1,0 +1,198 @@
+"""One request in the router: which of its tokens have come, and what its consumer may read. No socket, no scheduler.
+
+Exactly once: a request has one list of output tokens, and position k is appended when, and only when, it holds k
+tokens. A chunk that repeats positions is cut, one that skips any is an error, whichever worker sent it and in whichever
+attempt.
+
+A consumer that does not read costs memory for its own tokens only, at most `max_new_tokens`: they merge into one chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import PrebleError, ProtocolError
+from ..transport.wire import Chunk
+from ..types import SamplingParams
+
+if TYPE_CHECKING:
+    from .._placement.decision import Decision
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """New output tokens of a request. `index` is the output position of `token_ids[0]`, counted from the prompt's end.
+
+    `cached_tokens` (prompt tokens whose KV the first worker reused) comes once, with the first chunk or as soon as the
+    worker tells it; `decision` (which sent the request to its first worker) with the first chunk; `finish_reason`
+    ("stop", "length" or "abort") with the last, which may hold no tokens. `worker` computed the newest of the tokens.
+    """
+
+    request_id: Hashable
+    index: int
+    token_ids: tuple[int, ...]
+    worker: str
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    decision: Decision | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try at one worker. `wire_id` is the request's name there, `offset` the output tokens sent as prompt."""
+
+    wire_id: str
+    worker_id: str
+    offset: int
+    first_seen: bool = False
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """An attempt ended before the request did; another may follow. `full`: the worker is at its bound, nothing ran."""
+
+    text: str
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a chunk brought: tokens that were new, tokens that had come before, tokens beyond what was asked for."""
+
+    new: int
+    duplicates: int
+    excess: int
+
+
+class LiveRequest:
+    """A request from `generate` until its end. Belongs to one asyncio loop."""
+
+    def __init__(
+        self, request_id: Hashable, token_ids: TokenIds, sampling: SamplingParams, namespace: Hashable
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = token_ids
+        self.sampling = sampling
+        self.namespace = namespace
+        self.attempt: Attempt | None = None
+        self.decision: Decision | None = None  # the one that placed it first
+        self.failures = 0  # attempts that were lost under it
+        self.full_workers: set[str] = set()  # at their bound when last asked
+        self.failed_workers: set[str] = set()  # lost it; another one is preferred, whatever they have cached
+        self.cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.setback: Setback | None = None
+        self.error: PrebleError | None = None
+        self._output = array("i")
+        self._read = 0
+        self._told_cached = False
+        self._last_worker = ""
+        self._changed = asyncio.Event()
+
+    # --- written by the router ----------------------------------------------------------------------------------------
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens that have come so far."""
+        return len(self._output)
+
+    def tokens_so_far(self) -> TokenIds:
+        """Prompt and output: what another worker needs to go on. Changes nothing."""
+        if not self._output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.frombuffer(self._output, dtype=np.int32)])
+
+    def accept(self, chunk: Chunk, worker_id: str) -> Accepted:
+        """Append what is new in a chunk. Raises `ProtocolError`, changing nothing, if some are missing."""
+        have = len(self._output)
+        if chunk.index > have:
+            raise ProtocolError(f"output position {have} is missing: worker {worker_id} sent position {chunk.index}")
+        fresh = chunk.token_ids[have - chunk.index :]
+        wanted = fresh[: self.sampling.max_new_tokens - have]
+        self._output.extend(wanted)
+        if wanted:
+            self._last_worker = worker_id
+            self._changed.set()
+        return Accepted(len(wanted), len(chunk.token_ids) - len(fresh), len(fresh) - len(wanted))
+
+    def finish(self, reason: str) -> None:
+        """No more tokens will come; the first reason counts."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self._changed.set()
+
+    def fail(self, error: PrebleError) -> None:
+        """The request ends with an error, raised where it is read, after the tokens that have come."""
+        if self.error is None:
+            self.error = error
+            self._changed.set()
+
+    def set_back(self, setback: Setback) -> None:
+        """The attempt is over, the request is not."""
+        self.setback = setback
+        self._changed.set()
+
+    def reason_if_complete(self, eos_token_ids: tuple[int, ...]) -> str | None:
+        """The finish reason if the tokens that came are all there will be, though nobody said so; None if not.
+
+        A worker can die between the last token and saying that it was the last.
+        """
+        if not self._output:
+            return None
+        sampling, last = self.sampling, self._output[-1]
+        if last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos):
+            return "stop"
+        return "length" if len(self._output) >= sampling.max_new_tokens else None
+
+    # --- read by the consumer -----------------------------------------------------------------------------------------
+
+    async def next_chunk(self) -> StreamChunk | None:
+        """Wait for news: a chunk, or None after a setback or when all is read. Raises the request's error."""
+        while True:
+            self._changed.clear()
+            if self._read < len(self._output):
+                return self._read_chunk()
+            if self.error is not None:
+                raise self.error
+            if self.finish_reason is not None or self.setback is not None:
+                return None
+            await self._changed.wait()
+
+    def _read_chunk(self) -> StreamChunk:
+        start, self._read = self._read, len(self._output)
+        return StreamChunk(
+            self.request_id,
+            start,
+            tuple(self._output[start:]),
+            self._last_worker,
+            self._untold_cached(),
+            self.finish_reason,
+            self.decision if start == 0 else None,
+        )
+
+    def last_chunk(self) -> StreamChunk:
+        """The chunk that says how it ended, for a consumer who has read all tokens without learning it."""
+        return StreamChunk(
+            self.request_id,
+            self._read,
+            (),
+            self._last_worker,
+            self._untold_cached(),
+            self.finish_reason,
+            self.decision if self._read == 0 else None,
+        )
+
+    def _untold_cached(self) -> int | None:
+        """What was cached, for the first chunk that can tell it."""
+        told, self._told_cached = self._told_cached, self._told_cached or self.cached_tokens is not None
+        return None if told else self.cached_tokens

@@ -1,0 +1,609 @@
+"""The router: one `GlobalScheduler` in front of worker processes, for asyncio applications. Owns the life of requests.
+
+    async with preble.Router(["tcp://127.0.0.1:5001", "tcp://127.0.0.1:5002"]) as router:
+        async for chunk in router.generate(token_ids, preble.SamplingParams(max_new_tokens=64)):
+            ...                                    # chunk.token_ids, chunk.finish_reason
+
+Life of a request
+  1. `generate` asks the scheduler for a worker and sends the prompt there.
+  2. Chunks come back; the first one reports the prefill, and the engine's truth about the hit, to the scheduler.
+  3. If the worker is lost, hangs, or skips a token, the booking is given back and the request goes on elsewhere: prompt
+     plus the output so far. Positions on every chunk keep each token delivered exactly once (`router_request`).
+     A worker at its queue bound is passed over for this request; when all are, `QueueFull`.
+  4. The last chunk finishes the booking. A consumer that goes away cancels it, and aborts the request at the worker.
+
+Workers come and go in `router_fleet`. The scheduler never blocks, so it is called on the loop; only its background
+`tick` runs in a thread. A Router belongs to one asyncio loop and is not thread-safe; its scheduler is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..clock import Clock
+from ..errors import (
+    DuplicateRequest,
+    EngineError,
+    HandshakeRefused,
+    InvalidConfig,
+    InvalidInput,
+    InvalidTokens,
+    NoWorkers,
+    PrebleError,
+    ProtocolError,
+    QueueFull,
+    TransportError,
+    UnknownWorker,
+    WorkerLost,
+)
+from ..transport import wire
+from ..transport._frames import prompt_words
+from ..transport.engine_servers.server_info import ServerOptions
+from ..transport.fields import MAX_PROMPT_TOKENS, check_namespace
+from ..transport.security import ClientKeys
+from ..types import SamplingParams
+from .fleet import Fleet, FleetConfig, Worker
+from .request import Attempt, LiveRequest, Setback, StreamChunk, TokenIds
+from .warm_ups import WarmUps
+
+if TYPE_CHECKING:
+    from .._placement.decision import Decision
+    from ..scheduler import GlobalScheduler
+
+__all__ = ["Router", "RouterConfig", "StreamChunk"]
+
+logger = logging.getLogger("preble.router")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Times in seconds, and bounds. Raises `InvalidConfig` naming the field.
+
+    `max_live_requests` bounds `generate` calls at a time (then `QueueFull`), `max_attempts` the workers that may fail
+    under one request (then `WorkerLost`). A request that has lost its worker waits up to `resume_seconds` for another
+    one.
+    """
+
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    max_live_requests: int = 65_536
+    max_attempts: int = 4
+    resume_seconds: float = 30.0
+    retry_full_seconds: float = 0.1
+    connect_seconds: float = 30.0
+    tick_seconds: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if name != "fleet" and not getattr(self, name) > 0:
+                raise InvalidConfig(f"RouterConfig.{name} must be positive, got {getattr(self, name)!r}")
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    """What happened to requests in this router."""
+
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    resumed: int = 0
+    queue_full: int = 0
+    output_tokens: int = 0
+    duplicate_tokens: int = 0
+    excess_tokens: int = 0
+    late_chunks: int = 0
+    token_gaps: int = 0
+    wrong_reports: int = 0
+    completed_by_router: int = 0
+    aborts_unsent: int = 0
+    ticks: int = 0
+    ticks_failed: int = 0
+
+
+class Router:
+    """See the module. `workers` are endpoints of `preble worker`, or servers that already run: "http://host:30000", or
+    (that, `ServerOptions`). More may be added while running.
+
+    `scheduler` None makes a `GlobalScheduler` with `policy`; one given may be shared with other code of this process.
+    `tokenizer`, needed for prompts that are text, is a callable or has `encode`, giving token ids (or an object with
+    `ids`). `model` and `tokenizer_fingerprint`, when given, must be those of every worker; else the first worker
+    decides.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[str | tuple[str, ServerOptions]],
+        *,
+        scheduler: GlobalScheduler | None = None,
+        policy: Any = "e2",
+        tokenizer: Any = None,
+        config: RouterConfig | None = None,
+        keys: ClientKeys | None = None,
+        model: str = "",
+        tokenizer_fingerprint: str = "",
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if scheduler is None:
+            from ..scheduler import GlobalScheduler
+
+            scheduler = GlobalScheduler([], policy=policy, clock=clock)
+        self.scheduler = scheduler
+        self.config = config or RouterConfig()
+        self.counters = RouterCounters()
+        self.router_id = f"router-{secrets.token_hex(8)}"  # no other router has it, also after a restart
+        self._addresses = [(one, None) if isinstance(one, str) else one for one in workers]
+        self._tokenizer = tokenizer
+        self._keys = keys
+        self._hello = wire.Hello(self.router_id, "", model, tokenizer_fingerprint)
+        self._clock = clock
+        self._live: dict[Hashable, LiveRequest] = {}
+        self._running: dict[str, LiveRequest] = {}  # by wire id of the attempt
+        self._wire_ids = 0
+        self._numbers = itertools.count(1)  # of requests without a name
+        self._warm_ups = WarmUps(scheduler)
+        self.on_decision: Callable[[float], object] | None = None  # told how many seconds each one took
+        self._available = asyncio.Event()
+        self._fleet: Fleet | None = None
+        self._tick_task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def attach(cls, *urls: str, options: ServerOptions | None = None, **router_options: Any) -> Router:
+        """A router before SGLang or vLLM servers that already run: `Router.attach("http://host:30000", ...)`.
+
+        `options` are those of every URL (API key, and what a server does not tell); where they differ, give pairs to
+        the constructor. `router_options` are the constructor's. Needs the extra `attach`.
+        """
+        return cls([(url, options or ServerOptions()) for url in urls], **router_options)
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self, *, min_workers: int = 1) -> None:
+        """Connect. Returns when every address has been tried and at least `min_workers` are ready.
+
+        Raises `HandshakeRefused` if a worker does not fit, `NoWorkers` if too few are ready after `connect_seconds`;
+        then the router is closed.
+        """
+        if self._fleet is not None:
+            raise InvalidInput("Router.start was called before")
+        self._fleet = Fleet(
+            self.scheduler, self, self.config.fleet, expect=self._hello, keys=self._keys, clock=self._clock
+        )
+        self._tick_task = asyncio.ensure_future(self._tick_loop())
+        try:
+            for address, options in self._addresses:
+                self._fleet.add(address, options)
+            await self._wait_for_workers(min_workers)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _wait_for_workers(self, min_workers: int) -> None:
+        deadline = self._clock() + self.config.connect_seconds
+        while True:
+            workers = list(self.fleet.workers.values())  # a server's other ranks are found when it answers
+            refused = [worker.why for worker in workers if worker.state == "refused"]
+            if refused:
+                raise HandshakeRefused("; ".join(refused))
+            ready = sum(worker.state == "ready" for worker in workers)
+            if ready == len(workers) and ready >= min_workers:
+                return
+            left = deadline - self._clock()
+            if left <= 0:
+                missing = ", ".join(f"{w.address}: {w.why or w.state}" for w in workers if w.state != "ready")
+                if ready >= min_workers:
+                    logger.warning("going on without %s", missing)
+                    return
+                raise NoWorkers(f"{ready} of {len(workers)} workers are ready, {min_workers} are needed ({missing})")
+            await asyncio.sleep(min(left, self.config.fleet.reconnect_min_seconds))
+
+    async def close(self) -> None:
+        """Fail what is running, leave all workers, stop the background work. Idempotent; the scheduler stays usable."""
+        for live in list(self._live.values()):
+            self._end_attempt(live, abort=True)
+            live.fail(TransportError("the router was closed"))
+        self._available.set()
+        if self._tick_task is not None:
+            self._tick_task.cancel()
+            await asyncio.gather(self._tick_task, return_exceptions=True)
+            self._tick_task = None
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            await fleet.close()
+
+    async def __aenter__(self) -> Router:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers. Raises `TransportError` before `start` and after `close`."""
+        if self._fleet is None:
+            raise TransportError("the router is not started, or closed")
+        return self._fleet
+
+    async def add_worker(self, address: str, options: ServerOptions | None = None) -> None:
+        """Connect one more worker or server; returns when its first handshake has been tried. Raises
+        `HandshakeRefused`."""
+        worker = self.fleet.add(address, options)
+        await worker.settled.wait()
+        if worker.state == "refused":
+            why = worker.why
+            await self.fleet.remove(address)
+            raise HandshakeRefused(why)
+
+    async def remove_worker(self, address: str) -> None:
+        """Leave a worker; its requests go elsewhere. Raises `UnknownWorker`."""
+        await self.fleet.remove(address)
+
+    def change_policy(self, policy: Any) -> None:
+        """Decide by another policy from now on; what is booked and what is believed of caches stays.
+
+        `scheduler` becomes another one, without records and shadow; the old one is left as it is. O(everything).
+        Raises as `GlobalScheduler.snapshot` and `restore` do; then nothing has changed.
+        """
+        from ..scheduler import GlobalScheduler
+
+        scheduler = GlobalScheduler.restore(self.scheduler.snapshot(), policy=policy, clock=self._clock)
+        self.fleet.scheduler = self._warm_ups.scheduler = self.scheduler = scheduler
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.tick_seconds)
+            try:
+                await asyncio.to_thread(self.scheduler.tick)
+                self.counters.ticks += 1
+                self._warm_ups.send(self.fleet)
+            except PrebleError:
+                self.counters.ticks_failed += 1
+                logger.exception("the scheduler's tick failed")
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        namespace: Hashable = None,
+        request_id: Hashable = None,
+    ) -> AsyncIterator[StreamChunk]:
+        """Stream the output tokens for a prompt: text (with a tokenizer) or token ids.
+
+        Raises at once `InvalidInput`, `InvalidTokens` or `DuplicateRequest`; while iterated `QueueFull` (this router,
+        or every worker, is at its bound), `NoWorkers`, `WorkerLost` (it could not be resumed) or `EngineError`. Closing
+        the iterator or cancelling its task aborts the request.
+        """
+        token_ids = self._token_ids(prompt)
+        check_namespace(namespace)
+        live = LiveRequest(self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
+        return self._generate(live)
+
+    async def _generate(self, live: LiveRequest) -> AsyncIterator[StreamChunk]:
+        self._admit(live)
+        told = False
+        try:
+            while live.finish_reason is None:
+                await self._place(live)
+                while (chunk := await live.next_chunk()) is not None:
+                    told = chunk.finish_reason is not None
+                    yield chunk
+            if not told:
+                yield live.last_chunk()
+        except PrebleError as error:
+            self.counters.failed += 1
+            live.fail(error)
+            raise
+        finally:
+            self._dismiss(live)
+
+    @contextlib.asynccontextmanager
+    async def route(
+        self, prompt: Any, *, namespace: Hashable = None, max_new_tokens: int | None = None
+    ) -> AsyncIterator[Decision]:
+        """Decide and book only, for applications that send the request themselves.
+
+        The booking is finished when the block ends, cancelled when it raises. Inside, `scheduler.first_token` and
+        `scheduler.finish` may be told more with `decision.request_id`. Raises as `schedule` does.
+        """
+        decision = self._schedule(
+            self._token_ids(prompt), self._new_id(None), namespace, max_new_tokens, self.fleet.unusable
+        )
+        try:
+            yield decision
+        except BaseException:
+            self.scheduler.cancel(decision.request_id)
+            raise
+        # Where the block has finished it, and told more than we could, this does nothing.
+        self.scheduler.finish(decision.request_id)
+
+    def _new_id(self, request_id: Hashable) -> Hashable:
+        if request_id is None:
+            return f"{self.router_id}/{next(self._numbers)}"
+        if request_id in self._live:
+            raise DuplicateRequest(f"request_id {request_id!r} is live")
+        return request_id
+
+    def _token_ids(self, prompt: Any) -> TokenIds:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidInput("prompt is text, but the Router was given no tokenizer")
+            encode = getattr(self._tokenizer, "encode", self._tokenizer)
+            encoded = encode(prompt)
+            prompt = getattr(encoded, "ids", encoded)
+        if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.dtype != np.int32:
+            prompt = np.ascontiguousarray(prompt, np.int64)
+        token_ids = np.frombuffer(prompt_words(prompt), np.int32)
+        if token_ids.size > MAX_PROMPT_TOKENS:
+            raise InvalidTokens(f"prompt has {token_ids.size} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
+        return token_ids
+
+    def _admit(self, live: LiveRequest) -> None:
+        if len(self._live) >= self.config.max_live_requests:
+            self.counters.queue_full += 1
+            raise QueueFull(f"{len(self._live)} requests are live, the bound of this router")
+        if live.request_id in self._live:
+            raise DuplicateRequest(f"request_id {live.request_id!r} is live")
+        self._live[live.request_id] = live
+        self.counters.requests += 1
+
+    def _dismiss(self, live: LiveRequest) -> None:
+        """The consumer is done with the request, however it ended."""
+        if live.finish_reason is None and live.error is None:
+            self.counters.cancelled += 1
+        self._end_attempt(live, abort=True)
+        del self._live[live.request_id]
+
+    # --- attempts -----------------------------------------------------------------------------------------------------
+
+    async def _place(self, live: LiveRequest) -> None:
+        """Start the next attempt, as soon as a worker can be had.
+
+        A request that has not run yet does not wait: nobody has waited for its output so far, and another router may
+        do.
+        """
+        setback, live.setback = live.setback, None
+        if live.failures >= self.config.max_attempts and setback is not None:
+            raise WorkerLost(f"gave up after {live.failures} attempts, the last: {setback.text}")
+        deadline = self._clock() + (self.config.resume_seconds if live.failures else 0.0)
+        while not self._try_place(live):
+            left = deadline - self._clock()
+            if left <= 0.0:
+                raise self._no_room(live, setback)
+            await self._wait_for_change(live, left)
+        if live.failures and setback is not None and not setback.full:
+            self.counters.resumed += 1
+
+    def _try_place(self, live: LiveRequest) -> bool:
+        """Schedule and send. False if no worker can take the request now; then nothing is booked."""
+        if live.error is not None:
+            raise live.error
+        unusable = {*self.fleet.unusable, *live.full_workers}
+        left = live.sampling.max_new_tokens - live.output_tokens
+        while True:
+            exclude = unusable | live.failed_workers
+            try:
+                decision = self._schedule(live.tokens_so_far(), live.request_id, live.namespace, left, exclude)
+            except NoWorkers:
+                if not live.failed_workers:
+                    return False
+                live.failed_workers.clear()  # better a worker that failed it once than none
+                continue
+            if self._send(live, decision.worker):
+                live.decision = live.decision or decision
+                return True
+            self.scheduler.cancel(live.request_id)
+            unusable.add(decision.worker)
+
+    def _schedule(
+        self,
+        token_ids: TokenIds,
+        request_id: Hashable,
+        namespace: Hashable,
+        max_new_tokens: int | None,
+        exclude: Collection[str],
+    ) -> Decision:
+        began = self._clock()
+        try:
+            return self._decide(token_ids, request_id, namespace, max_new_tokens, exclude)
+        finally:
+            if self.on_decision is not None:
+                self.on_decision(self._clock() - began)
+
+    def _decide(
+        self,
+        token_ids: TokenIds,
+        request_id: Hashable,
+        namespace: Hashable,
+        max_new_tokens: int | None,
+        exclude: Collection[str],
+    ) -> Decision:
+        try:
+            return self.scheduler.schedule(
+                token_ids,
+                request_id=request_id,
+                namespace=namespace,
+                max_new_tokens=max_new_tokens,
+                exclude=exclude or (),  # the scheduler's own "nobody" takes its shortest way
+            )
+        except UnknownWorker:
+            # The application has removed a worker from the scheduler behind our back, which is its right.
+            known = [worker_id for worker_id in exclude if worker_id in self.scheduler.workers]
+        return self.scheduler.schedule(
+            token_ids, request_id=request_id, namespace=namespace, max_new_tokens=max_new_tokens, exclude=known
+        )
+
+    def _send(self, live: LiveRequest, worker_id: str) -> bool:
+        """Hand the request to a worker. False if it cannot be reached or takes no more."""
+        self._wire_ids += 1
+        attempt = Attempt(f"{self._wire_ids}", worker_id, live.output_tokens)
+        submit = wire.Submit(
+            attempt.wire_id, live.tokens_so_far(), live.sampling, live.namespace, output_offset=attempt.offset
+        )
+        try:
+            self.fleet.send(worker_id, submit)
+        except QueueFull:
+            live.full_workers.add(worker_id)
+            return False
+        except (TransportError, UnknownWorker):
+            return False
+        except InvalidInput:
+            self.scheduler.cancel(live.request_id)
+            raise
+        live.attempt = attempt
+        self._running[attempt.wire_id] = live
+        return True
+
+    def _no_room(self, live: LiveRequest, setback: Setback | None) -> PrebleError:
+        if live.full_workers:
+            self.counters.queue_full += 1
+            return QueueFull(f"at their bound: workers {', '.join(sorted(live.full_workers))}")
+        if live.failures and setback is not None:
+            return WorkerLost(f"no worker to go on with after: {setback.text}")
+        return NoWorkers("no connected worker may take a request")
+
+    async def _wait_for_change(self, live: LiveRequest, timeout_seconds: float) -> None:
+        """Until a worker becomes available, or one that was full may have room again."""
+        self._available.clear()
+        if live.full_workers:
+            timeout_seconds = min(timeout_seconds, self.config.retry_full_seconds)
+            live.full_workers.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._available.wait(), timeout_seconds)
+
+    def _end_attempt(self, live: LiveRequest, *, abort: bool, finished: bool = False) -> None:
+        """Settle the booking of the running attempt, if any; with `abort`, tell the worker, if it can hear."""
+        attempt, live.attempt = live.attempt, None
+        if attempt is None:
+            return
+        del self._running[attempt.wire_id]
+        if finished:
+            output_tokens = live.output_tokens - attempt.offset
+            self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=attempt.cached_tokens)
+        else:
+            self.scheduler.cancel(live.request_id)
+        if abort:
+            try:
+                self.fleet.send(attempt.worker_id, wire.Abort(attempt.wire_id))
+            except (TransportError, UnknownWorker, QueueFull):
+                self.counters.aborts_unsent += 1
+
+    def _set_back(self, live: LiveRequest, text: str, *, abort: bool, full: bool = False) -> None:
+        """The attempt is over; the request goes on elsewhere, unless all its tokens have come."""
+        attempt = live.attempt
+        assert attempt is not None, "a setback belongs to a running attempt"
+        reason = live.reason_if_complete(self.fleet.eos_token_ids)
+        self._end_attempt(live, abort=abort, finished=reason is not None)
+        if reason is not None:
+            self.counters.completed_by_router += 1
+            self._finish(live, reason)
+            return
+        if full:
+            live.full_workers.add(attempt.worker_id)
+        else:
+            live.failures += 1
+            live.failed_workers.add(attempt.worker_id)
+            live.full_workers.clear()
+        live.set_back(Setback(text, full))
+
+    def _finish(self, live: LiveRequest, reason: str) -> None:
+        self.counters.finished += 1
+        live.finish(reason)
+
+    # --- told by the fleet --------------------------------------------------------------------------------------------
+
+    def on_message(self, worker: Worker, message: wire.Chunk | wire.Rejected) -> None:
+        """A chunk or a refusal of one request; of an earlier attempt, it is counted and dropped."""
+        if self._warm_ups.take(message, worker.worker_id):
+            return
+        live = self._running.get(message.request_id)
+        attempt = live.attempt if live is not None else None
+        if live is None or attempt is None or attempt.worker_id != worker.worker_id:
+            self.counters.late_chunks += 1
+        elif isinstance(message, wire.Rejected):
+            self._take_refusal(live, message)
+        else:
+            self._take_chunk(live, attempt, message)
+
+    def on_unavailable(self, worker: Worker, why: str) -> None:
+        """Move every request that runs there."""
+        self._warm_ups.lose(worker.worker_id)
+        there = [live for live in self._running.values() if live.attempt and live.attempt.worker_id == worker.worker_id]
+        for live in there:
+            # A worker that is not lost may wake up; then it need not go on with what runs elsewhere.
+            self._set_back(live, f"worker {worker.worker_id}: {why}", abort=worker.state != "lost")
+
+    def on_available(self, worker: Worker) -> None:
+        """Let requests that wait for a worker try again."""
+        self._available.set()
+
+    def _take_refusal(self, live: LiveRequest, refusal: wire.Rejected) -> None:
+        if refusal.code in ("queue_full", "draining"):
+            self._set_back(live, refusal.text, abort=False, full=True)
+        elif refusal.code in ("invalid", "engine"):
+            self._end_attempt(live, abort=False)
+            live.fail(InvalidInput(refusal.text) if refusal.code == "invalid" else EngineError(refusal.text))
+        else:
+            self._set_back(live, refusal.text, abort=False)
+
+    def _take_chunk(self, live: LiveRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
+        try:
+            accepted = live.accept(chunk, attempt.worker_id)
+        except ProtocolError as error:
+            self.counters.token_gaps += 1
+            logger.warning("token gap: %s", error)
+            self._set_back(live, str(error), abort=True)
+            return
+        self.counters.output_tokens += accepted.new
+        self.counters.duplicate_tokens += accepted.duplicates
+        self.counters.excess_tokens += accepted.excess
+        self._take_cached(live, attempt, chunk)
+        if not attempt.first_seen:
+            attempt.first_seen = True
+            self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
+        if chunk.finish_reason == "error":
+            self._end_attempt(live, abort=False)
+            live.fail(EngineError(chunk.error or "the engine gave no reason"))
+        elif chunk.finish_reason is not None or accepted.excess:
+            self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
+            self._finish(live, chunk.finish_reason or "length")
+
+    def _take_cached(self, live: LiveRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
+        """What of the prompt was really cached comes with the first chunk or, from vLLM's server, with the last."""
+        if chunk.cached_tokens is None or attempt.cached_tokens is not None:
+            return
+        if chunk.cached_tokens > len(live.prompt) + attempt.offset:
+            self.counters.wrong_reports += 1
+            return
+        attempt.cached_tokens = chunk.cached_tokens
+        if attempt.offset == 0 and live.cached_tokens is None:
+            live.cached_tokens = attempt.cached_tokens
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this router and of each worker address, and the requests alive now. Changes nothing."""
+        workers = {} if self._fleet is None else self._fleet.stats()
+        own = {**asdict(self.counters), **asdict(self._warm_ups.counters), "live_requests": len(self._live)}
+        return {**own, "workers": workers}
+
+    def check(self) -> None:
+        """Assert that requests, attempts and the fleet agree."""
+        for wire_id, live in self._running.items():
+            assert live.attempt is not None and live.attempt.wire_id == wire_id, "a running request has its attempt"
+            assert self._live.get(live.request_id) is live, "a running request is live"
+            assert live.finish_reason is None and live.error is None, "a running request has not ended"
+        if self._fleet is not None:
+            self._fleet.check()

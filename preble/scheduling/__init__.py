@@ -1,0 +1,1 @@
+"""What `GlobalScheduler` conducts beside the decision: leases, membership, rebalancing, records, calibration."""

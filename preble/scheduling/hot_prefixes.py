@@ -1,0 +1,123 @@
+"""The prefixes that most work is for, and which workers have them. Owns how they are ranked and named; what is counted
+of each is `_placement/prefix_groups.pyx`'s, and nothing is counted unless E2 may move or copy prefixes (docs/shifts.md).
+
+A prefix is told by its length and a name, never by its tokens: the name is a keyed hash, so that nobody without the key
+can try whether a prompt they guess is among them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import check_int
+from .rebalance_planner import Group, by_node
+from .rebalancer import SHARES, SLICE
+
+GlobalScheduler = Any  # the class is above this module, which is handed it
+NAMES_MAX = 4096  # prefixes whose name is kept; their tokens need not be hashed again
+HOLDERS_MAX = 16  # workers told of each prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker that serves a prefix, or caches the greater part of it. `requests` and `load` (share of the worker's
+    time) are of the window, `cached_tokens` of the prefix are believed to be there."""
+
+    worker: str
+    requests: int
+    load: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """A prefix that several requests begin with. `holders` are the most loaded workers of `holders_count`."""
+
+    name: str
+    prefix_tokens: int
+    requests: int
+    load: float
+    has_namespace: bool
+    holders: tuple[Holder, ...]
+    holders_count: int
+
+
+class HotPrefixes:
+    """Asks schedulers for their hottest prefixes. `key` makes the names: the same for the same prefix and key.
+
+    Not thread-safe; the scheduler may be in use by any thread meanwhile.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._names: dict[tuple[int, int, int], str] = {}
+        self._names_of: GlobalScheduler = None
+
+    def top(self, scheduler: GlobalScheduler, count: int) -> list[HotPrefix]:
+        """The `count` prefixes with most load, the hottest first; empty where none are counted. Changes nothing but
+        names. The writers' lock is held for slices: 512 counted places, or one prefix and all workers."""
+        check_int("count", count, 1, 1000)
+        if scheduler is not self._names_of:
+            self._names, self._names_of = {}, scheduler
+        shares = by_node(_groups(scheduler))
+        hottest = sorted(shares, key=lambda node: (-sum(share.load for share in shares[node]), node))
+        found = (self._prefix(scheduler, shares[node]) for node in hottest[:count])
+        return [prefix for prefix in found if prefix is not None]
+
+    def _prefix(self, scheduler: GlobalScheduler, shares: Sequence[Group]) -> HotPrefix | None:
+        """One prefix; None if it has been forgotten in the meantime."""
+        core, group = scheduler._core, shares[0]
+        with scheduler._lock:
+            if not core.groups.lives(group.node, group.generation):
+                return None
+            name = self._name(core, group)
+            has_namespace = core.groups.namespace(group.node) is not None
+            held = [(worker, core.groups.held(group.node, i)) for i, worker in enumerate(core.names) if worker]
+            names = {share.worker: core.names[share.worker] for share in shares}
+        asked = {names[share.worker]: share for share in shares}
+        holders = sorted(
+            _holders(asked, held, group.prefix_tokens), key=lambda one: (-one.load, -one.cached_tokens, one.worker)
+        )
+        return HotPrefix(
+            name=name,
+            prefix_tokens=group.prefix_tokens,
+            requests=sum(share.requests for share in shares),
+            load=sum(share.load for share in shares),
+            has_namespace=has_namespace,
+            holders=tuple(holders[:HOLDERS_MAX]),
+            holders_count=len(holders),
+        )
+
+    def _name(self, core: Any, group: Group) -> str:
+        at = (group.node, group.generation, group.prefix_tokens)
+        if at not in self._names:
+            namespace, token_ids = core.groups.prefix(group.node)
+            hashed = hashlib.blake2b(repr(namespace).encode(), digest_size=4, key=self._key)
+            hashed.update(array("i", token_ids).tobytes())
+            if len(self._names) >= NAMES_MAX:
+                self._names.clear()
+            self._names[at] = hashed.hexdigest()
+        return self._names[at]
+
+
+def _groups(scheduler: GlobalScheduler) -> list[Group]:
+    groups: list[Group] = []
+    core = scheduler._core
+    for start in range(0, SHARES, SLICE):
+        with scheduler._lock:
+            groups += map(Group._make, core.groups.rows(start, SLICE, scheduler._now(), 0.0))
+    return groups
+
+
+def _holders(asked: dict[str | None, Group], held: Iterable[tuple[str, int]], prefix_tokens: int) -> Iterable[Holder]:
+    """Who was asked for the prefix, and who has the greater part of it; the first words of it many may have."""
+    for worker, cached_tokens in held:
+        share = asked.get(worker)
+        if share is not None:
+            yield Holder(worker, share.requests, share.load, cached_tokens)
+        elif 2 * cached_tokens > prefix_tokens:
+            yield Holder(worker, 0, 0.0, cached_tokens)

@@ -1,0 +1,252 @@
+"""Leases that cannot leak: a booking for the length of a block, and the ways in which a lost one comes back.
+
+Owns what ends a booking whose own call never comes: leaving the block (`Lease`), its time to live (`give_back`), and
+the word of the engine that does not have the request (`reconcile`). Where an engine tells only how many it has, the
+difference is shown and nothing is ended (`Drift`). What a booking is, and how it ends, is in `_placement/bookings.pyx` and
+`_placement/request_api.pyx`.
+
+A booking is told from a later one under the same request id by its key, which is never used again. Whoever acts on one
+holds the writers' lock, compares, and then calls: the id cannot be booked anew in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .._placement.bookings import DecisionCore
+from .._placement.decision import Decision
+from .._placement.request_api import RequestCalls, hashable
+from ..errors import InvalidInput, UnknownWorker
+
+
+class Lease:
+    """One request's booking, for the length of a `with` or `async with` block. Made by `GlobalScheduler.lease`.
+
+    Entering it schedules the request, and raises what `schedule` raises; then nothing is booked. Leaving the block ends
+    the booking in every case: after `finish` there is nothing left to do, else it is cancelled, whether by an error,
+    by a cancelled task or for want of a `finish`. It can be entered once. Neither entering nor leaving suspends a
+    coroutine, so no cancellation can come between the booking and the block.
+
+    A call about a booking that has ended returns False and is counted (`late_calls`), as with the scheduler's own
+    calls; one that has expired, or whose id another request has taken since, is left alone. Calls before the block
+    raise InvalidInput. Thread-safe.
+    """
+
+    __slots__ = ("_asked", "_calls", "_decision", "_entered", "_excluded", "_key", "_over", "_token_ids")
+
+    def __init__(self, calls: RequestCalls, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]) -> None:
+        self._calls = calls
+        self._token_ids = token_ids  # read again by `reroute`
+        self._excluded = names_in("exclude", exclude)
+        self._asked = asked
+        self._decision: Decision | None = None
+        self._key: int | None = None
+        self._entered = self._over = False
+
+    # --- the block ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Lease:
+        with self._calls._core.tree:
+            if self._entered:
+                raise InvalidInput("a lease can be entered once; ask the scheduler for another one")
+            self._entered = True
+        self._book(self._excluded or ())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._calls._core.tree:
+            self._over = True
+            if self.live:
+                self._calls.cancel(self.request_id)
+
+    async def __aenter__(self) -> Lease:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    # --- inside it ----------------------------------------------------------------------------------------------------
+
+    @property
+    def decision(self) -> Decision:
+        """Where the request went, by its last booking."""
+        if self._decision is None:
+            raise InvalidInput("nothing is booked: use a lease as `with scheduler.lease(...) as lease`")
+        return self._decision
+
+    @property
+    def request_id(self) -> Hashable:
+        """The request's id, the same after `reroute`."""
+        return self.decision.request_id
+
+    @property
+    def worker(self) -> str:
+        """The worker of the last booking."""
+        return self.decision.worker
+
+    @property
+    def live(self) -> bool:
+        """Whether the booking has not ended: finished, cancelled, expired, or given back by `reconcile`."""
+        return self._key is not None and self._calls._core.leases.get(self.request_id) == self._key
+
+    def first_token(self, *, cached_tokens: int | None = None) -> bool:
+        """As `GlobalScheduler.first_token`."""
+        return self._tell(self._calls.first_token, cached_tokens=cached_tokens)
+
+    def renew(self) -> bool:
+        """As `GlobalScheduler.renew`: the time to live begins anew."""
+        return self._tell(self._calls.renew)
+
+    def finish(self, *, output_tokens: int | None = None, cached_tokens: int | None = None) -> bool:
+        """As `GlobalScheduler.finish`. The lease is over; leaving the block does nothing more."""
+        return self._end(self._calls.finish, output_tokens=output_tokens, cached_tokens=cached_tokens)
+
+    def cancel(self) -> bool:
+        """As `GlobalScheduler.cancel`. The lease is over before the block is."""
+        return self._end(self._calls.cancel)
+
+    def reroute(self, *, exclude: Iterable[str] = ()) -> Decision:
+        """Give the booking back and book the same prompt anew, on none of the workers it has been on or was told to
+        avoid, nor on those in `exclude`; of the former, workers that have left are forgotten.
+
+        A booking that has expired meanwhile is simply made anew. Raises InvalidInput once the lease is over and
+        UnknownWorker for a name in `exclude`, and then nothing has changed; else what `schedule` raises (NoWorkers when
+        none is left), and then nothing is booked and `reroute` may be tried again.
+        """
+        chosen, calls = names_in("exclude", exclude), self._calls
+        with calls._core.tree:
+            decision, names = self.decision, [name for name in calls._core.names if name is not None]
+            if self._over:
+                raise InvalidInput(f"the lease of request {decision.request_id!r} is over")
+            strange = [name for name in chosen if name not in names]
+            if strange:
+                raise UnknownWorker(f"no worker {strange[0]!r}, which exclude names")
+            if self.live:
+                calls.cancel(decision.request_id)
+            tried = dict.fromkeys([*self._excluded, decision.worker, *chosen])
+            self._excluded = [name for name in tried if name in names]
+            self._asked["request_id"] = decision.request_id
+            return self._book(self._excluded)
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _book(self, exclude: Iterable[str]) -> Decision:
+        decision = self._calls.schedule(self._token_ids, exclude=exclude, **self._asked)
+        self._decision = decision
+        self._key = self._calls._core.leases.get(decision.request_id)
+        return decision
+
+    def _tell(self, call: Callable[..., bool], **told: int | None) -> bool:
+        with self._calls._core.tree:
+            request_id = self.request_id
+            return call(request_id, **told) if self.live else self._calls._late()
+
+    def _end(self, call: Callable[..., bool], **told: int | None) -> bool:
+        with self._calls._core.tree:
+            ended = self._tell(call, **told)
+            self._over = True
+            return ended
+
+
+# --- bookings that nobody ends ----------------------------------------------------------------------------------------
+
+
+def give_back(calls: RequestCalls, request_ids: Iterable[Hashable], before: float, now: float) -> int:
+    """Cancel those of the requests that were neither booked nor renewed since `before`; returns how many."""
+    ended = 0
+    for request_id in request_ids:
+        ended += _give_back_unseen(calls, request_id, before, now)
+    return ended
+
+
+def _give_back_unseen(calls: RequestCalls, request_id: Hashable, before: float, now: float) -> bool:
+    """Cancel a request, unless it has ended, was renewed, or its id was booked anew since it was listed. The lock is
+    held for this one only, so that no decision waits for a long list."""
+    with calls._core.tree:
+        return calls._core.seen_at(request_id) < before and calls._give_back(request_id, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """What `GlobalScheduler.reconcile` found. `given_back`: ids of the requests whose booking it ended, because the
+    engine does not have them. `unknown`: ids of requests the engine has, and that are booked on another worker or not
+    at all; nobody waits for them there, so the caller should abort them at the engine."""
+
+    given_back: tuple[Hashable, ...]
+    unknown: tuple[Hashable, ...]
+
+
+def reconcile(
+    calls: RequestCalls, worker_id: str, live_request_ids: Iterable[Hashable], before: float, now: float
+) -> Reconciliation:
+    """Bring the bookings of a worker in line with what its engine has: those it has are renewed, the others cancelled
+    unless they were seen since `before`. O(live requests + ids), the lock held for one cancellation at a time."""
+    core, told = calls._core, dict.fromkeys(live_request_ids)
+    with core.tree:
+        if worker_id not in core.names:
+            raise UnknownWorker(f"worker {worker_id!r} was removed")
+        missing = [one for one in core.live_on(core.names.index(worker_id)) if one not in told]
+        unknown = tuple(one for one in told if _is_unknown(core, worker_id, one))
+        for one in told.keys() - unknown:
+            core.renew(one, now)
+    given_back = tuple(one for one in missing if _give_back_unseen(calls, one, before, now))
+    return Reconciliation(given_back, unknown)
+
+
+def _is_unknown(core: DecisionCore, worker_id: str, request_id: Hashable) -> bool:
+    """Whether a request an engine has is not live, or booked on another worker. One that is just being placed, or whose
+    worker was removed, may well be this engine's."""
+    try:
+        return core.lease(request_id)["worker"] not in (None, worker_id)
+    except KeyError:
+        return True
+
+
+@dataclass(slots=True)
+class Drift:
+    """What an engine's own count of its requests says against the books. `requests`: the engine's, less those booked,
+    by the last report; `since`: from when on every report has disagreed in the same direction."""
+
+    reports: int = 0
+    requests: int = 0
+    since: float = 0.0
+    told_at: float = 0.0
+
+    def told(self, engine_requests: int, booked_requests: int, now: float) -> int:
+        """A report came; returns the difference."""
+        difference = engine_requests - booked_requests
+        if difference * self.requests <= 0:
+            self.since = now
+        self.reports, self.requests, self.told_at = self.reports + 1, difference, now
+        return difference
+
+    def stats(self) -> dict[str, float]:
+        """For the worker's part of `GlobalScheduler.stats`."""
+        seconds = max(0.0, self.told_at - self.since) if self.requests else 0.0
+        return {"load_reports": self.reports, "drift_requests": self.requests, "drift_seconds": seconds}
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def names_in(name: str, values: Any) -> list[Any]:
+    """The values as a list. Raises InvalidInput for what is no collection; a lone string is taken for the mistake it
+    is."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidInput(f"{name} must be an iterable, such as a list, got {values!r}")
+    return list(values)
+
+
+def request_ids_in(name: str, values: Any) -> list[Hashable]:
+    """The same for request ids. Raises InvalidInput for one that cannot be an id."""
+    found = names_in(name, values)
+    for one in found:
+        hashable(f"each of {name}", one)
+    return found

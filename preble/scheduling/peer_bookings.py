@@ -1,0 +1,122 @@
+"""What workers tell of requests and prompts that this scheduler did not place, because other routers did. Owns how they
+are booked; the books themselves are the scheduler's.
+
+    router A -- request --> worker -- RequestPlaced, RequestPrefilled, RequestEnded --> router B
+                                                                                         books it as if placed there
+
+So the books of each router are of the whole fleet, as late as the network: queues, load, hits and predicted caches. A
+mirrored booking is a booking like any other, under an id that no request of this scheduler has; it expires with its
+lease, and leaves with its worker. Its events may come twice, or late, or for a booking that is gone: that is counted,
+and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from itertools import groupby
+from typing import Any
+
+from .._placement.request_api import RequestCalls, hashable, output_limit
+from ..errors import InvalidInput, QueueFull
+from ..policies.base import RequestView
+from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
+
+TOLD = (PrefixStored, RequestPlaced, RequestPrefilled, RequestEnded)
+COUNTED = ("mirrored_requests", "mirrored_ignored")
+_TYPES = frozenset(TOLD)
+_MARK = "mirrored"
+
+
+def mirrored_id(worker_id: str, router: str, request_id: str) -> tuple[str, str, str, str]:
+    """What another router's request is booked under."""
+    return (_MARK, worker_id, router, request_id)
+
+
+def is_mirrored(request_id: Hashable) -> bool:
+    """Whether a live request was booked for another router."""
+    return type(request_id) is tuple and len(request_id) == 4 and request_id[0] == _MARK
+
+
+def runs_of(events: Iterable[Any]) -> Iterable[tuple[bool, Iterable[Any]]]:
+    """Cut events into those of an engine's blocks and those told by a worker (True); the usual lot stays whole."""
+    if type(events) in (list, tuple) and _TYPES.isdisjoint(map(type, events)):
+        return ((False, events),)
+    return groupby(events, _is_told)
+
+
+def _is_told(event: Any) -> bool:
+    return isinstance(event, TOLD)
+
+
+class Mirror:
+    """Books what workers tell, always under the writers' lock. `asked` and `count` are its scheduler's. Made anew for
+    each lot of events: one that was kept would keep its scheduler alive."""
+
+    def __init__(
+        self, calls: RequestCalls, asked: Callable[..., RequestView | None], count: Callable[[str, int], None]
+    ) -> None:
+        self._calls = calls
+        self._asked = asked
+        self._count = count
+
+    def take(self, worker_id: str, index: int, event: Any, now: float) -> bool:
+        """Book an event; whether it was news. Raises InvalidInput; then nothing has changed."""
+        if isinstance(event, PrefixStored):
+            news = self._store(index, event, now)
+            self._count("events", 1)
+            return news
+        request_id = mirrored_id(worker_id, _name("router", event.router), _name("request_id", event.request_id))
+        if isinstance(event, RequestPlaced):
+            news = self._place(request_id, index, event, now)
+        else:
+            news = request_id in self._calls._core.leases and self._go_on(request_id, event, now)
+        self._count("events" if news else "mirrored_ignored", 1)
+        return news
+
+    def _store(self, index: int, event: PrefixStored, now: float) -> bool:
+        """Mark what a worker says it caches."""
+        tree, space = self._calls._core.tree, event.namespace
+        known = tree.matched(event.token_ids, index, namespace=space)
+        tree.insert(event.token_ids, now, worker=index, namespace=space, is_hit=False)
+        return known < len(event.token_ids)
+
+    def _place(self, request_id: Hashable, index: int, event: RequestPlaced, now: float) -> bool:
+        """Book a request where it is. One that is booked already, or finds no room, is not."""
+        hashable("namespace of an event", event.namespace)
+        core, books, limit = self._calls._core, self._calls._books, output_limit(event.max_new_tokens)
+        if request_id in core.leases:
+            return False
+        asked = self._asked(event.token_ids, event.namespace, event.max_new_tokens, request_id, now)
+        try:
+            decision = core.book_on(index, event.token_ids, request_id, event.namespace, limit, now)
+        except QueueFull:
+            return False
+        self._count("mirrored_requests", 1)
+        if books is not None and asked is not None:
+            books.booked(decision, asked, now)
+        return True
+
+    def _go_on(self, request_id: Hashable, event: RequestPrefilled | RequestEnded, now: float) -> bool:
+        """A live request has its first token or is over. Records, which are of own requests, are passed by."""
+        if isinstance(event, RequestPrefilled):
+            return RequestCalls.first_token(self._calls, request_id, cached_tokens=event.cached_tokens)
+        if event.output_tokens is None:
+            return RequestCalls._give_back(self._calls, request_id, now)
+        return RequestCalls._end(self._calls, request_id, event.output_tokens)
+
+
+def forget(calls: RequestCalls, request_ids: Iterable[Hashable], now: float) -> list[Hashable]:
+    """Give the mirrored ones of these live bookings back; returns the others, in order. Under the writers' lock."""
+    kept = []
+    for request_id in request_ids:
+        if is_mirrored(request_id):
+            RequestCalls._give_back(calls, request_id, now)
+        else:
+            kept.append(request_id)
+    return kept
+
+
+def _name(what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(f"{what} of an event must be a str, got {value!r}")
+    return value

@@ -1,0 +1,465 @@
+"""The plans that are being carried out. Owns which prefixes are steered where and until when, the history of plans, and
+their counts; what to plan is computed by `scheduling/rebalance_planner.py`, what decisions make of a steer is in `_placement/e2.pyx`.
+
+`tick` looks, proposes, and books what was proposed, each in short holds of the scheduler's lock. Decisions read one
+table (`_placement/redirects.pyx`), which is empty while nothing is planned. docs/shifts.md tells it to operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from .._placement.bookings import DecisionCore
+from .rebalance_planner import (
+    GROW_LOAD,
+    HANDOVER,
+    REBALANCE,
+    REPLICA,
+    Group,
+    Load,
+    Move,
+    Plan,
+    Proposal,
+    by_node,
+    homes_of,
+    is_satisfied,
+    propose_copy,
+    propose_move,
+    wants_fewer,
+    why_grow,
+)
+
+REASONS = {REBALANCE: 3, REPLICA: 4, HANDOVER: 5}  # as `_placement/e2.pxd` numbers them
+PLANS_MAX = 128  # active at once
+HISTORY_MAX = 128  # ended ones that `stats` still lists
+PLANS_A_TICK = 2  # of each kind
+COPIES_MAX = 8  # workers that a prefix is steered to, `TARGETS_MAX` of `_placement/redirects.pxd`
+CHILDREN_MAX = 64  # of a copied prefix, that have a home
+CHILDREN_LOOKED = 1024
+STEERS_MAX = 1024
+SHARES, SLICE = 4096, 512  # places of the book of groups, and how many are read in one hold of the lock
+LEAST_LOAD = 0.02  # of a worker; lighter prefixes are not looked at
+TICK_SECONDS = 0.5  # ticks that follow sooner plan nothing
+LEAVE_SECONDS = 2.0  # a home that keeps requests waiting so much longer than another copy is not insisted on
+SMOOTH_SECONDS = 5.0  # waits are averaged over about so long, to copy a prefix
+LASTING_SECONDS = 30.0  # and so long, to move one: a queue that one long prompt made is gone by then
+
+# Parts of the window: how long a prefix rests after it was copied once more, and after anything else was done about it.
+GROW_REST, REST = 1 / 36, 1 / 6
+
+
+class WarmUp(NamedTuple):
+    """A prefix that a plan asks a worker to prefill: an ordinary request for one token."""
+
+    plan: int
+    worker: str
+    token_ids: list[int]
+    namespace: Hashable
+
+
+@dataclass(slots=True)
+class Work:
+    """An active plan: where it leads, as indices of the core."""
+
+    plan: Plan
+    group: Group
+    target: int
+    asked: bool = False  # its warm-up was handed out
+
+
+@dataclass(slots=True)
+class Steered:
+    """A prefix that is served by several workers on purpose."""
+
+    group: Group
+    targets: list[int]
+    homes: dict[int, int] = field(default_factory=dict)  # child -> worker
+    children: dict[int, tuple[int, int]] = field(default_factory=dict)  # child -> generation, prefix tokens
+
+
+def smoothed(known: dict[int, float], loads: Sequence[Load], passed: float, seconds: float) -> dict[int, float]:
+    """Waits by worker, averaged over about `seconds`, when `passed` seconds have passed since `known`. A worker that is
+    new begins with nothing that waits."""
+    weight = 1.0 if passed < 0.0 else 1.0 - math.exp(-passed / seconds)
+    before = {load.worker: known.get(load.worker, 0.0) for load in loads}
+    return {load.worker: before[load.worker] + (load.waiting_seconds - before[load.worker]) * weight for load in loads}
+
+
+class Shifts:
+    """Rebalancing and prefix copies of one scheduler. Every method but `tick` comes under the writers' lock."""
+
+    def __init__(
+        self,
+        core: DecisionCore,
+        *,
+        history_seconds: float,
+        rebalance_ratio: float,
+        rebalance_floor_seconds: float,
+        replicas_max: int,
+        warm_up_seconds: float,
+    ) -> None:
+        self._core = core
+        self._history_seconds = history_seconds
+        self._ratio = rebalance_ratio
+        self._floor_seconds = rebalance_floor_seconds
+        self._copies_max = min(replicas_max, COPIES_MAX)
+        self._warm_up_seconds = warm_up_seconds
+        self._works: dict[int, Work] = {}  # plan id -> active plan
+        self._copied: dict[int, Steered] = {}  # node -> the workers that serve it
+        self._resting: dict[int, tuple[float, float]] = {}  # node -> until when it may not grow, nor be moved or shrunk
+        self._looked_at: list[str | None] = []  # who had which index when this tick's loads were read
+        self._waits: dict[int, float] = {}  # worker -> smoothed seconds of prefill that wait
+        self._lasting: dict[int, float] = {}
+        self._ended: deque[Plan] = deque(maxlen=HISTORY_MAX)
+        self._made: Counter[str] = Counter()
+        self._why_ended: Counter[str] = Counter()
+        self._left_out = 0  # plans and steers that a bound left out
+        self._numbers = 0
+        self._ticked_at = -math.inf
+        self._ticking = False
+        core.groups.start()
+
+    # --- once a second ------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Look, end what is over, propose and begin. The lock is held for slices only."""
+        lock = self._core.tree
+        with lock:
+            if self._ticking or 0.0 <= now - self._ticked_at < TICK_SECONDS:
+                return
+            self._ticking = True
+        try:
+            with lock:
+                loads, lasting = self._loads(now)
+            groups: list[Group] = []
+            for start in range(0, SHARES, SLICE):
+                with lock:
+                    groups += map(Group._make, self._core.groups.rows(start, SLICE, now, LEAST_LOAD))
+            with lock:
+                changed = self._end_finished(groups, loads, now)
+            changed |= self._grow(groups, loads, now)
+            changed |= self._move(groups, lasting, now)
+            if changed or self._copied:
+                self._settle_children(groups, {load.worker for load in loads if load.eligible}, now)
+                with lock:
+                    self.publish()
+        finally:
+            self._ticking = False
+
+    def _loads(self, now: float) -> tuple[list[Load], list[Load]]:
+        """The workers with what waits on them now and has waited for a while, or for longer."""
+        self._looked_at = list(self._core.names)
+        rows = [Load._make(row) for row in self._core.groups.workers(now)]
+        passed, self._ticked_at = now - self._ticked_at, now
+        self._waits = smoothed(self._waits, rows, passed, SMOOTH_SECONDS)
+        self._lasting = smoothed(self._lasting, rows, passed, LASTING_SECONDS)
+        quick, lasting = (
+            [row._replace(waiting_seconds=min(row.waiting_seconds, waits[row.worker])) for row in rows]
+            for waits in (self._waits, self._lasting)
+        )
+        return quick, lasting
+
+    def _recompute(self, group: Group, worker: int) -> float:
+        with self._core.tree:
+            if self._core.names[worker] is None or not self._core.groups.lives(group.node, group.generation):
+                return math.inf
+            return self._core.groups.recompute_seconds(group.node, worker)
+
+    # --- beginning ----------------------------------------------------------------------------------------------------
+
+    def _grow(self, groups: Sequence[Group], loads: Sequence[Load], now: float) -> bool:
+        """Copy the hottest prefixes that want it once more."""
+        if self._copies_max < 2:
+            return False
+        eligible = {load.worker for load in loads if load.eligible}
+        begun = 0
+        shares_of = by_node(groups)
+        for node in sorted(shares_of, key=lambda n: (-sum(g.load for g in shares_of[n]), n)):
+            shares = shares_of[node]
+            holders = self._holders(node, shares) & eligible
+            reason = why_grow(shares, max(len(holders), 1))
+            if reason is None or len(holders) >= self._copies_max or self._rests(node, now)[0]:
+                continue
+            proposal = propose_copy(shares, holders, loads, self._recompute, reason)
+            if proposal is not None and self._begin(proposal, now, holders):
+                begun += 1
+                if begun >= PLANS_A_TICK:
+                    break
+        return begun > 0
+
+    def _holders(self, node: int, shares: Sequence[Group]) -> set[int]:
+        """The workers that serve a prefix: on purpose, or because they came to hold it."""
+        found = {share.worker for share in shares}
+        return found | set(self._copied[node].targets) if node in self._copied else found
+
+    def _move(self, groups: Sequence[Group], loads: Sequence[Load], now: float) -> bool:
+        """Send prefixes of heavy workers to light ones."""
+        begun = 0
+        while self._ratio and begun < PLANS_A_TICK:
+            resting = {node for node in {g.node for g in groups} if self._rests(node, now)[1]} | self._busy()
+            proposal = propose_move(
+                groups, loads, self._moves(now), resting, self._recompute,
+                ratio=self._ratio, floor_seconds=self._floor_seconds,
+            )  # fmt: skip
+            if proposal is None or not self._begin(proposal, now, ()):
+                break
+            begun += 1
+        return begun > 0
+
+    def _busy(self) -> set[int]:
+        return {work.group.node for work in self._works.values()} | set(self._copied)
+
+    def _moves(self, now: float) -> list[Move]:
+        """What the redirects have not moved yet: all of it when they begin, nothing when a window has passed."""
+        return [
+            Move(work.group.worker, work.target, work.group.window_seconds * left)
+            for work in self._works.values()
+            if work.plan.kind == REBALANCE and (left := 1.0 - (now - work.plan.made_at) / self._history_seconds) > 0.0
+        ]
+
+    def _rests(self, node: int, now: float) -> tuple[bool, bool]:
+        """Whether a prefix may not grow yet, and may not be moved or shrunk yet."""
+        grow, other = self._resting.get(node, (-math.inf, -math.inf))
+        return now < grow, now < other
+
+    def _begin(self, proposal: Proposal, now: float, holders: Any) -> bool:
+        """Carry out what a tick proposes, unless an index it means is another worker's by now."""
+        with self._core.tree:
+            names, meant = self._core.names, self._looked_at
+            for worker in (proposal.group.worker, proposal.target):
+                if worker >= len(meant) or names[worker] != meant[worker]:
+                    return False
+            return self.begin(proposal, now, holders) is not None
+
+    def begin(self, proposal: Proposal, now: float, holders: Any = ()) -> Plan | None:
+        """Carry out a proposal, unless its prefix has gone, a worker of it has, or a bound leaves it out (counted).
+        `holders`: of a copy, the workers that serve the prefix so far."""
+        group, core = proposal.group, self._core
+        names = (core.names[group.worker], core.names[proposal.target])
+        if not core.groups.lives(group.node, group.generation) or None in names:
+            return None
+        if len(self._works) >= PLANS_MAX:
+            self._left_out += 1
+            return None
+        self._numbers += 1
+        plan = Plan(
+            id=self._numbers,
+            kind=proposal.kind,
+            namespace=core.groups.namespace(group.node),
+            prefix_tokens=group.prefix_tokens,
+            from_worker=str(names[0]),
+            to_worker=str(names[1]),
+            reason=proposal.reason,
+            saved_seconds=proposal.saved_seconds,
+            made_at=now,
+            expires_at=None if proposal.kind == REPLICA else now + self._history_seconds,
+            state="warming" if self._warm_up_seconds else "active",
+        )
+        self._works[plan.id] = Work(plan, group, proposal.target)
+        self._made[plan.kind] += 1
+        if plan.kind == REPLICA:
+            copied = self._copied.setdefault(group.node, Steered(group, sorted(holders)))
+            if not self._warm_up_seconds:
+                copied.targets.append(proposal.target)
+        self._rest(group.node, now)
+        return plan
+
+    def _rest(self, node: int, now: float) -> None:
+        self._resting[node] = (now + GROW_REST * self._history_seconds, now + REST * self._history_seconds)
+
+    def groups_on(self, worker: int, now: float) -> list[Group]:
+        """The prefixes that a worker serves, the most loaded first."""
+        rows = map(Group._make, self._core.groups.rows(0, SHARES, now, 0.0))
+        return sorted((g for g in rows if g.worker == worker), key=lambda g: (-g.load, g.node))
+
+    def hand_over(self, proposals: Iterable[Proposal], now: float) -> list[Plan]:
+        """Let other workers serve prefixes of one that is about to leave: HANDOVER proposals. What each is asked for
+        next goes to its target, whether the prefix is cached there or not, for a window at most. Returns the plans that
+        were begun."""
+        plans = [self.begin(proposal, now) for proposal in proposals]
+        self.publish()
+        return [plan for plan in plans if plan is not None]
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def _end_finished(self, groups: Sequence[Group], loads: Sequence[Load], now: float) -> bool:
+        """End what is over, and let what has waited long enough for its warm-up go on without."""
+        before = len(self._works)
+        level = {load.worker: load.load_seconds for load in loads}
+        eligible = {load.worker for load in loads if load.eligible}
+        changed = False
+        for work in list(self._works.values()):
+            why = self._why_over(work, level, eligible, now)
+            if why is not None:
+                self._end(work, why, now)
+            elif work.plan.state == "warming" and now >= work.plan.made_at + self._warm_up_seconds:
+                self.warmed(work.plan.id)
+                changed = True
+        changed |= self._shrink(by_node(groups), now)
+        self._resting = {node: until for node, until in self._resting.items() if now < max(until)}
+        return changed or len(self._works) != before
+
+    def _why_over(self, work: Work, level: dict[int, float], eligible: set[int], now: float) -> str | None:
+        plan, group = work.plan, work.group
+        if not self._core.groups.lives(group.node, group.generation):
+            return "the prefix was forgotten"
+        if work.target not in eligible:
+            return "the target takes no requests"
+        if plan.expires_at is not None and (now >= plan.expires_at or now < plan.made_at):
+            return "expired"
+        if plan.kind == REBALANCE:
+            if group.worker not in eligible:
+                return "the source takes no requests"
+            if is_satisfied(level.get(group.worker, 0.0), level.get(work.target, 0.0)):
+                return "the loads have met"
+        return None
+
+    def _shrink(self, shares_of: dict[int, list[Group]], now: float) -> bool:
+        """Take the copy back that was made last, where one fewer would do."""
+        shrunk = False
+        for node in list(self._copied):
+            shares = shares_of.get(node, ())
+            if wants_fewer(sum(g.load for g in shares), len(self._holders(node, shares))):
+                works = [w for w in self._works.values() if w.group.node == node and w.plan.kind == REPLICA]
+                if works and not self._rests(node, now)[1]:
+                    self._end(works[-1], "the load fell", now)
+                    self._rest(node, now)
+                    shrunk = True
+        return shrunk
+
+    def _end(self, work: Work, why: str, now: float) -> None:
+        del self._works[work.plan.id]
+        self._ended.append(replace(work.plan, state="ended", ended_at=now, why=why))
+        self._why_ended[why] += 1
+        copied = self._copied.get(work.group.node)
+        if work.plan.kind != REPLICA or copied is None:
+            return
+        if work.target in copied.targets:
+            copied.targets.remove(work.target)
+        if not any(w.group.node == work.group.node and w.plan.kind == REPLICA for w in self._works.values()):
+            del self._copied[work.group.node]
+
+    def worker_left(self, index: int, now: float) -> None:
+        """A worker is removed: nothing leads to it or from it any more, for its index may be given to another."""
+        for work in list(self._works.values()):
+            if index in (work.target, work.group.worker):
+                self._end(work, "a worker was removed", now)
+        for copied in self._copied.values():
+            copied.targets = [target for target in copied.targets if target != index]
+            copied.homes = {child: home for child, home in copied.homes.items() if home != index}
+        self._waits.pop(index, None)
+        self._lasting.pop(index, None)
+        self.publish()
+
+    # --- warming up ---------------------------------------------------------------------------------------------------
+
+    def warm_ups(self) -> list[WarmUp]:
+        """Of plans that wait for it, what their workers should prefill; each is handed out once."""
+        found = []
+        for work in self._works.values():
+            if work.plan.state == "warming" and not work.asked:
+                work.asked = True
+                if self._core.groups.lives(work.group.node, work.group.generation):
+                    namespace, token_ids = self._core.groups.prefix(work.group.node)
+                    found.append(WarmUp(work.plan.id, work.plan.to_worker, token_ids, namespace))
+        return found
+
+    def warmed(self, plan_id: int) -> bool:
+        """Let the traffic of a plan move. False if it does not wait for that."""
+        work = self._works.get(plan_id)
+        if work is None or work.plan.state != "warming":
+            return False
+        work.plan = replace(work.plan, state="active")
+        if work.plan.kind == REPLICA and work.group.node in self._copied:
+            self._copied[work.group.node].targets.append(work.target)
+        self.publish()
+        return True
+
+    # --- the table ----------------------------------------------------------------------------------------------------
+
+    def _settle_children(self, groups: Sequence[Group], eligible: set[int], now: float) -> None:
+        """Give the children of copied prefixes a home."""
+        loads: defaultdict[int, float] = defaultdict(float)
+        requests: Counter[int] = Counter()
+        holders: defaultdict[int, set[int]] = defaultdict(set)
+        for group in groups:
+            if group.worker in eligible:
+                holders[group.node].add(group.worker)
+            loads[group.node] += group.load
+            requests[group.node] += group.requests
+        for node in list(self._copied):
+            with self._core.tree:
+                copied = self._copied.get(node)
+                if copied is None or not self._core.groups.lives(node, copied.group.generation) or not requests[node]:
+                    continue
+                rows = self._core.groups.children(node, now, CHILDREN_LOOKED)
+                rows = sorted(rows, key=lambda row: (-row[3], row[0]))[:CHILDREN_MAX]
+                each = loads[node] / requests[node]
+                copied.children = {child: (generation, tokens) for child, generation, tokens, _ in rows}
+                shares = {row[0]: row[3] * each for row in rows}
+                workers = sorted(w for w in holders[node] | set(copied.targets) if self._core.names[w] is not None)
+                copied.homes = homes_of(shares, workers, copied.homes, GROW_LOAD / 2)
+
+    def _steers(self) -> Iterator[tuple[int, int, int, int | None, int, tuple[int, ...]]]:
+        """All steers, the most important of a node first."""
+        for work in sorted(self._works.values(), key=lambda work: work.plan.kind != HANDOVER):
+            if work.plan.kind != REPLICA and work.plan.state == "active":
+                source = work.group.worker if work.plan.kind == REBALANCE else None
+                yield (*work.group[:2], work.group.prefix_tokens, source, REASONS[work.plan.kind], (work.target,))
+        for copied in self._copied.values():
+            if len(copied.targets) > 1:
+                yield (*copied.group[:2], copied.group.prefix_tokens, None, REASONS[REPLICA], tuple(copied.targets))
+        for copied in self._copied.values():
+            if len(copied.targets) > 1:
+                behind = LEAVE_SECONDS + min(self._waits.get(target, 0.0) for target in copied.targets)
+                for child, home in copied.homes.items():
+                    if self._waits.get(home, 0.0) <= behind:
+                        yield (child, *copied.children[child], None, REASONS[REPLICA], (home,))
+
+    def publish(self) -> None:
+        """Let decisions see what is steered now."""
+        steers: dict[int, Any] = {}
+        for steer in self._steers():
+            if len(steers) < STEERS_MAX:
+                steers.setdefault(steer[0], steer)
+            else:
+                self._left_out += 1
+        wanted = sorted(steers.values())
+        if wanted != self._core.steers.show():
+            self._core.steers.put(wanted)
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Plans, as plain dicts: those that are active, and the latest that have ended."""
+        return {
+            "active": [asdict(work.plan) for work in self._works.values()],
+            "ended": [asdict(plan) for plan in self._ended],
+            "made": dict(self._made),
+            "why_ended": dict(self._why_ended),
+            "left_out": self._left_out,
+            "groups": self._core.groups.live,
+            "crowded_out": self._core.groups.crowded_out,
+            "steers": self._core.steers.count,
+        }
+
+    def check(self) -> None:
+        """Assert that what is steered is what the plans say, and that every bound holds."""
+        core = self._core
+        core.groups.check()
+        core.steers.check()
+        assert len(self._works) <= PLANS_MAX
+        assert len(self._ended) <= HISTORY_MAX
+        assert sum(self._made.values()) == len(self._works) + sum(self._why_ended.values()), "plans were lost"
+        for work in self._works.values():
+            assert core.names[work.target] == work.plan.to_worker, f"plan {work.plan.id} leads to another worker"
+        for node, copied in self._copied.items():
+            assert 0 < len(copied.targets) <= COPIES_MAX, f"copies of {node}"
+            assert len(set(copied.targets)) == len(copied.targets), f"copies of {node}: one worker twice"
+            assert len(copied.homes) <= CHILDREN_MAX and copied.homes.keys() <= copied.children.keys()
+        for *_, targets in core.steers.show():
+            assert all(core.names[target] is not None for target in targets), "a steer leads to a worker that left"

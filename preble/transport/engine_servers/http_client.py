@@ -1,0 +1,544 @@
+"""One running SGLang or vLLM server over HTTP. Owns the client: what is asked, how streams are read, and the bounds on
+what is believed; which facts the answers hold is `server_facts`', cache events are `kv_feed`'s.
+
+    server = EngineServer("http://host:30000")
+    facts = await server.facts()
+    async for piece in server.generate(token_ids, sampling, request_id="r"):
+        ...                                     # piece.token_ids, piece.cached_tokens, piece.finish_reason
+
+|          | SGLang (0.5.23 read and run)          | vLLM (0.32 read and run)                                     |
+|----------|---------------------------------------|--------------------------------------------------------------|
+| generate | POST /generate, input_ids             | POST /v1/completions, prompt = ids, return_token_ids         |
+| abort    | POST /abort_request, connection closed| connection closed                                            |
+| rank     | routed_dp_rank in the body            | header X-data-parallel-rank                                  |
+| load     | GET /v1/loads                         | GET /metrics                                                 |
+| hit      | meta_info.cached_tokens, at once      | usage, at the end, with --enable-prompt-tokens-details       |
+
+Needs aiohttp (the extra `attach`). Bodies and lines have a largest size; an answer that does not fit its form raises
+`ProtocolError` and is never quoted, as it may hold parts of prompts. Belongs to one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import (
+    EngineError,
+    HandshakeRefused,
+    InvalidInput,
+    MissingExtra,
+    ProtocolError,
+    QueueFull,
+    TransportError,
+)
+from ...types import SamplingParams
+from .kv_event_codec import LoadReport
+from .server_info import ServerFacts, ServerOptions, sglang_facts, vllm_facts
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
+
+# Headers that name the trace of what a task does; sent along with its requests.
+TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
+
+_INT31 = 2**31 - 1
+_LOAD = re.compile(
+    r'^vllm:(num_requests_running|num_requests_waiting)\{[^}]*engine="(\d+)"[^}]*\} (\S+)$', re.MULTILINE
+)
+_LOADS: tuple[str, ...] = (  # in the order of LoadReport's fields
+    *("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "dp_rank"),
+    "num_waiting_uncached_tokens",
+)
+_TEXT_SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New output tokens of a stream. `cached_tokens` comes once: with the first piece (SGLang) or the last (vLLM), or
+    never. `finish_reason`, with the last: "stop", "length" or "abort"."""
+
+    token_ids: tuple[int, ...]
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+class EngineServer:
+    """The server at `url`. Open from the first call until `close`."""
+
+    def __init__(self, url: str, options: ServerOptions | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidInput(f"url must be http://host:port, got {url!r}")
+        self.url = url.rstrip("/")
+        self.options = options or ServerOptions()
+        self._known: ServerFacts | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Close every connection; streams still read end with `TransportError`. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def __aenter__(self) -> EngineServer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            client = _aiohttp()
+            headers = {"Authorization": f"Bearer {self.options.api_key}"} if self.options.api_key else {}
+            # Requests are bounded by their owner, and a health question must never wait behind streams.
+            timeout = client.ClientTimeout(total=None, sock_connect=self.options.answer_seconds)
+            self._session = client.ClientSession(
+                connector=client.TCPConnector(limit=0), headers=headers, timeout=timeout
+            )
+        return self._session
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    async def facts(self) -> ServerFacts:
+        """Ask the server what it is; every call asks anew.
+
+        Raises `TransportError` if it does not answer, `ProtocolError` if with something else, `HandshakeRefused` if it
+        is no server we know or does not let us in, naming the flag or option that would.
+        """
+        status, body = await self._get("/server_info")
+        if status == 200 and isinstance(told := _json(body), Mapping) and "max_total_num_tokens" in told:
+            self._known = sglang_facts(self.url, told, self.options)
+            return self._known
+        self._check_usable(status)
+        status, body = await self._get("/v1/models")
+        self._check_usable(status)
+        models = _json(body) if status == 200 else None
+        version = await self._get_json("/version")
+        if not isinstance(models, Mapping) or not isinstance(version, Mapping) or "version" not in version:
+            raise HandshakeRefused(f"{self.url} is neither SGLang (/server_info) nor vLLM (/v1/models and /version)")
+        status, metrics = await self._get("/metrics")
+        text = metrics.decode("utf-8", "replace") if status == 200 else ""
+        sources = await self._get_json("/kv_event_sources")
+        self._known = vllm_facts(
+            self.url,
+            models,
+            text,
+            sources if isinstance(sources, Mapping) else {},
+            str(version["version"]),
+            self.options,
+        )
+        return self._known
+
+    def _check_usable(self, status: int) -> None:
+        if status >= 500:
+            raise TransportError(f"{self.url} answers {status}: it fails, or is not ready yet")
+        if status in (401, 403):
+            raise HandshakeRefused(f"{self.url} answers {status}: give ServerOptions.api_key as its --api-key is")
+
+    async def _engine(self) -> ServerFacts:
+        return self._known or await self.facts()
+
+    async def health(self) -> None:
+        """Return when the server answers that it is well. Raises `TransportError` if it does not, or not in time.
+
+        SGLang's own health question computes a token, so its load is asked instead.
+        """
+        await self.load()
+
+    async def load(self) -> tuple[LoadReport, ...]:
+        """Requests running and waiting for each rank; () if the server is alive and does not tell. Raises
+        `TransportError`."""
+        facts = await self._engine()
+        if facts.engine == "sglang":
+            status, body = await self._get("/v1/loads?include=core")
+            if status == 404:
+                status, _ = await self._get("/health")
+                self._check_well(status)
+                return ()
+            self._check_well(status)
+            return _sglang_loads(_json(body))
+        status, _ = await self._get("/health")
+        self._check_well(status)
+        status, body = await self._get("/metrics")
+        return _vllm_loads(body.decode("utf-8", "replace"), facts) if status == 200 else ()
+
+    def _check_well(self, status: int) -> None:
+        if status != 200:
+            raise TransportError(f"{self.url} answers {status} when asked how it is")
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str,
+        rank: int | None = None,
+        salt: str = "",
+        lora: str = "",
+        priority: int | None = None,
+    ) -> AsyncIterator[Piece]:
+        """Stream the output for 1-D prompt token ids; `sampling.max_new_tokens` tokens at most, from here on.
+
+        `request_id` must be unused at the server. `rank`: the data-parallel rank to run on. `salt` and `lora` keep
+        caches apart. Closing the iterator, or cancelling who reads it, closes the connection, at which the engine
+        aborts; call `abort` as well where it must stop at once.
+
+        Raises `InvalidInput` (the server refuses the request as such), `QueueFull`, `EngineError` (404, 501),
+        `TransportError` (broken off, or the server failed: another may do), `ProtocolError` (an answer that is none).
+        """
+        facts = await self._engine()
+        sampling = sampling or SamplingParams()
+        ask = _sglang_request if facts.engine == "sglang" else _vllm_request
+        path, headers, body = ask(facts, token_ids, sampling, request_id, rank, salt, lora, priority)
+        stream = _SglangStream(facts.cumulative) if facts.engine == "sglang" else _VllmStream()
+        client = _aiohttp()
+        try:
+            async with self._http().post(
+                self.url + path, json=body, headers={**TRACE_HEADERS.get(), **headers}, allow_redirects=False
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal(response.status, await self._read(response))
+                async for line in self._lines(response):
+                    piece = stream.take(line)
+                    if piece is not None:
+                        yield piece
+                    if stream.ended:
+                        return
+                if (last := stream.close()) is not None:
+                    yield last
+                    return
+        except (client.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise TransportError(f"{self.url} broke off: {type(error).__name__}") from error
+        raise TransportError(f"{self.url} ended the stream before the request's end")
+
+    async def abort(self, request_id: str) -> None:
+        """Ask the engine to stop a request; unknown ids do nothing. Raises `TransportError`. vLLM has no such question:
+        there closing the stream is all."""
+        facts = await self._engine()
+        if facts.engine == "sglang":
+            await self._ask("POST", "/abort_request", {"rid": request_id})
+
+    async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The data lines of a stream of server-sent events, without `data:`; the one that says done ends them."""
+        waiting = bytearray()
+        async for received in response.content.iter_any():
+            waiting += received
+            *lines, rest = waiting.split(b"\n")
+            if len(rest) > self.options.max_line_bytes or any(len(x) > self.options.max_line_bytes for x in lines):
+                raise ProtocolError(f"{self.url} sent a line of more than {self.options.max_line_bytes} bytes")
+            waiting = rest
+            for line in lines:
+                data = bytes(line[5:]).strip() if line.startswith(b"data:") else b""
+                if data == b"[DONE]":
+                    return
+                if data:
+                    yield data
+
+    def _refusal(self, status: int, body: bytes) -> Exception:
+        """The error for an answer that is no stream. Its text may quote the prompt, so it is not shown."""
+        if status in (400, 413, 422):
+            return InvalidInput(f"{self.url} refuses the request ({status}): {_complaint(body)}")
+        if status in (429, 503):
+            return QueueFull(f"{self.url} takes no more requests ({status})")
+        if status in (401, 403, 404, 405, 501):
+            return EngineError(f"{self.url} answers {status}: its API key, or this request, is not for it")
+        return TransportError(f"{self.url} failed ({status})")
+
+    # --- small questions ----------------------------------------------------------------------------------------------
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        return await self._ask("GET", path, None)
+
+    async def _get_json(self, path: str) -> Any:
+        """The answer, None if there is none at this path."""
+        status, body = await self._get(path)
+        return _json(body) if status == 200 else None
+
+    async def _ask(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        client = _aiohttp()
+        limit = client.ClientTimeout(total=self.options.answer_seconds)
+        for attempt in (1, 2):
+            try:
+                async with self._http().request(
+                    method, self.url + path, json=body, timeout=limit, allow_redirects=False
+                ) as response:
+                    return response.status, await self._read(response)
+            except asyncio.TimeoutError as error:
+                raise TransportError(f"no answer from {self.url} in {self.options.answer_seconds} s") from error
+            except client.ClientConnectionError as error:
+                # A kept connection that the server has just closed says nothing about the server.
+                if attempt == 2 or isinstance(error, client.ClientConnectorError):
+                    raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__}") from error
+            except client.ClientError as error:
+                raise ProtocolError(f"{self.url} does not speak HTTP: {type(error).__name__}") from error
+        raise AssertionError("the second attempt returns or raises")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        """A body of bounded size."""
+        body = bytearray()
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > self.options.max_body_bytes:
+                    raise ProtocolError(f"{self.url} sent a body of more than {self.options.max_body_bytes} bytes")
+        return bytes(body)
+
+
+class Unreachable(TransportError):
+    """Nobody listens there, or the connection is cut: the server is gone, not slow."""
+
+
+# --- the two request forms --------------------------------------------------------------------------------------------
+
+
+def _sglang_request(
+    facts: ServerFacts,
+    token_ids: TokenIds,
+    sampling: SamplingParams,
+    request_id: str,
+    rank: int | None,
+    salt: str,
+    lora: str,
+    priority: int | None,
+) -> tuple[str, dict[str, str], dict[str, Any]]:
+    choose: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "skip_special_tokens": False,
+    }
+    if sampling.temperature > 0.0:
+        choose["sampling_seed"] = sampling.seed % 2**31
+    body: dict[str, Any] = {
+        "rid": request_id,
+        "input_ids": _plain(token_ids),
+        "sampling_params": choose,
+        "stream": True,
+    }
+    extra = {"routed_dp_rank": rank, "cache_salt": salt or None, "lora_path": lora or None, "priority": priority}
+    body.update({name: value for name, value in extra.items() if value is not None})
+    return "/generate", {}, body
+
+
+def _vllm_request(
+    facts: ServerFacts,
+    token_ids: TokenIds,
+    sampling: SamplingParams,
+    request_id: str,
+    rank: int | None,
+    salt: str,
+    lora: str,
+    priority: int | None,
+) -> tuple[str, dict[str, str], dict[str, Any]]:
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "model": lora or facts.model,
+        "prompt": _plain(token_ids),
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "skip_special_tokens": False,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    if sampling.temperature > 0.0:
+        body["seed"] = sampling.seed % 2**31
+    extra = {"cache_salt": salt or None, "priority": priority}
+    body.update({name: value for name, value in extra.items() if value is not None})
+    return "/v1/completions", {} if rank is None else {"X-data-parallel-rank": str(rank)}, body
+
+
+def _plain(token_ids: TokenIds) -> list[int]:
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+
+
+# --- the two stream forms ---------------------------------------------------------------------------------------------
+
+
+class _SglangStream:
+    """`{"output_ids": [...], "meta_info": {...}}` a line; the ids so far, or with a flag of the server only the new."""
+
+    def __init__(self, cumulative: bool) -> None:
+        self.ended = False
+        self._cumulative = cumulative
+        self._have = 0
+        self._told_cached = False
+
+    def take(self, line: bytes) -> Piece | None:
+        told = _object(line)
+        if "error" in told:
+            raise _stream_error(told["error"])
+        meta = told.get("meta_info")
+        if not isinstance(meta, Mapping):
+            raise ProtocolError("stream: meta_info must be an object")
+        ids = _token_ids(told.get("output_ids"), "output_ids")
+        fresh = ids[self._have :] if self._cumulative else ids
+        if self._cumulative and len(ids) < self._have:
+            raise ProtocolError(f"stream: output_ids shrank from {self._have} to {len(ids)}")
+        self._have += len(fresh)
+        reason = _sglang_reason(meta.get("finish_reason"))
+        self.ended = reason is not None
+        if not fresh and reason is None:
+            return None
+        cached, self._told_cached = None if self._told_cached else _count(meta.get("cached_tokens")), True
+        return Piece(fresh, cached, reason)
+
+    def close(self) -> Piece | None:
+        return None
+
+
+class _VllmStream:
+    """OpenAI completions with token ids; the hit comes with the usage, after the last token, so that one is kept back
+    until then."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._last: Piece | None = None
+
+    def take(self, line: bytes) -> Piece | None:
+        told = _object(line)
+        if "error" in told:
+            raise _stream_error(told["error"])
+        choices, usage = told.get("choices"), told.get("usage")
+        if not isinstance(choices, list) or len(choices) > 1:
+            raise ProtocolError("stream: choices must be a list of at most one")
+        if not choices:
+            if self._last is None:
+                return None
+            self.ended = True
+            return Piece(self._last.token_ids, _usage_cached(usage), self._last.finish_reason)
+        choice = choices[0]
+        if not isinstance(choice, Mapping):
+            raise ProtocolError("stream: a choice must be an object")
+        reason = choice.get("finish_reason")
+        if reason is not None and reason not in ("stop", "length", "abort"):
+            raise TransportError("the engine ended the request for no reason that we know")
+        if reason == "abort":
+            raise TransportError("the engine aborted the request")
+        ids = choice.get("token_ids")
+        if ids is None and (choice.get("text") or reason == "length"):
+            raise HandshakeRefused("the server does not return token ids (return_token_ids, vLLM 0.10.2 on)")
+        piece = Piece(_token_ids(ids or [], "token_ids"), None, reason)
+        if reason is not None:
+            self._last = piece
+            return None
+        return piece if piece.token_ids else None
+
+    def close(self) -> Piece | None:
+        """The stream is over; the last piece, if it came and no usage did."""
+        return self._last
+
+
+def _sglang_reason(told: Any) -> str | None:
+    if told is None:
+        return None
+    kind = told.get("type") if isinstance(told, Mapping) else None
+    if kind == "abort":
+        raise _stream_error({"message": "aborted", "code": told.get("status_code")})
+    if kind not in ("stop", "length"):
+        raise ProtocolError("stream: finish_reason.type must be stop, length or abort")
+    return str(kind)
+
+
+def _stream_error(told: Any) -> Exception:
+    code = told.get("code") if isinstance(told, Mapping) else None
+    if code in (400, 413, 422):
+        return InvalidInput(f"the engine refuses the request ({code})")
+    if code in (429, 503):
+        return QueueFull(f"the engine takes no more requests ({code})")
+    return TransportError(f"the engine gave the request up ({code if type(code) is int else 'no code'})")
+
+
+def _usage_cached(usage: Any) -> int | None:
+    details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
+    return _count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+
+
+# --- reading what was sent --------------------------------------------------------------------------------------------
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ProtocolError(f"an answer of {len(body)} bytes is no JSON") from None
+
+
+def _object(line: bytes) -> Mapping[str, Any]:
+    told = _json(line)
+    if not isinstance(told, Mapping):
+        raise ProtocolError("stream: a line must be a JSON object")
+    return told
+
+
+def _token_ids(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= _INT31 for token in value):
+        raise ProtocolError(f"stream: {name} must be a list of ints in [0, {_INT31}]")
+    return tuple(value)
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens; None where the server tells none, or nonsense."""
+    return value if type(value) is int and 0 <= value <= _INT31 else None
+
+
+def _complaint(body: bytes) -> str:
+    """The kind of error a server names, never its text."""
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError):
+        return "no reason given"
+    error = told.get("error", told) if isinstance(told, Mapping) else None
+    kind = error.get("type") if isinstance(error, Mapping) else None
+    return kind[:_TEXT_SHOWN_CHARS] if isinstance(kind, str) else "no reason given"
+
+
+def _sglang_loads(told: Any) -> tuple[LoadReport, ...]:
+    loads = told.get("loads") if isinstance(told, Mapping) else None
+    if not isinstance(loads, list) or not all(isinstance(load, Mapping) for load in loads):
+        raise ProtocolError("/v1/loads: loads must be a list of objects")
+    return tuple(LoadReport(*(_count(load.get(name)) or 0 for name in _LOADS)) for load in loads)
+
+
+def _vllm_loads(metrics: str, facts: ServerFacts) -> tuple[LoadReport, ...]:
+    seen: dict[tuple[str, int], int] = {}
+    for name, rank, value in _LOAD.findall(metrics):
+        with contextlib.suppress(ValueError, OverflowError):
+            seen[name, int(rank)] = int(float(value))
+    ranks = sorted({rank for _, rank in seen})
+    running, waiting = "num_requests_running", "num_requests_waiting"
+    capacity = facts.kv_capacity_tokens
+    return tuple(
+        LoadReport(max(seen.get((running, r), 0), 0), max(seen.get((waiting, r), 0), 0), 0, capacity, r) for r in ranks
+    )
+
+
+def _aiohttp() -> Any:
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise MissingExtra("servers over HTTP need aiohttp: pip install 'preble[attach]'") from error
+    return aiohttp

@@ -1,0 +1,382 @@
+"""Following the event sockets of one rank of a running engine. Owns the SUB and replay sockets, gaps, restarts and the
+bounds on what waits; what the events mean is `kv_events`' and the scheduler's.
+
+    SUB     [topic, number, payload]           numbers count from 0 in each life of the publisher
+    DEALER  ["", number] -> ["", topic, number, payload] ... ["", "", -1, ""]       (older engines leave the topic out)
+
+Every payload reaches the listener once and in order, or the listener is told to forget:
+
+    a gap                     what is missing is asked for again; if that is not to be had, or there is no replay
+                              socket: `on_resync`, and on with the oldest that is
+    a replay cut short        asked again from where it broke off
+    lost, and nothing after   found by the next audit: a replay of the newest batch and what follows, every
+                              `audit_seconds` and after a broken connection
+    the publisher restarted   a number falls back at a later time, or the newest batch we know is another one in a
+                              replay: `on_resync`, and everything from its first batch on
+    a batch twice, or late    dropped
+
+All of it is counted. To follow an engine that has run for a while, everything it still keeps is asked for at the start.
+Without a replay socket that is not possible, and the start is what comes next.
+Everything here runs on one asyncio loop; nothing is thread-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from ...errors import InvalidConfig, ProtocolError, TransportError
+from ..event_stream import EventCursor
+from .kv_event_codec import LoadReport, decode_load
+from .server_info import EventSource
+
+logger = logging.getLogger("preble.transport")
+
+T = TypeVar("T")
+
+_END = b"\xff" * 8
+_IN_VAIN_MAX = 4  # replays in a row that break off, or stay out, and bring nothing, before we give up
+_FRAMES_PER_TURN = 128  # frames taken before other tasks of the loop get a turn
+_PAYLOAD_MAX_BYTES = 1 << 24  # what the decoder takes
+_TWO_OR_MORE_AND_DOUBLE = struct.Struct(">BBd")
+
+
+@dataclass(frozen=True, slots=True)
+class FeedConfig:
+    """Times in seconds, and bounds. Raises `InvalidConfig` naming the field.
+
+    `replay_seconds`: how long a replay may say nothing. `max_held_batches` wait behind a gap, `queue_batches` in the
+    socket; at either bound they are dropped, which is a gap and asked for again. A replay is left after
+    `max_replay_batches` and gone on with in the next one.
+    """
+
+    replay_seconds: float = 5.0
+    audit_seconds: float = 10.0
+    max_held_batches: int = 1024
+    queue_batches: int = 10_000
+    max_replay_batches: int = 100_000
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"FeedConfig.{name} must be positive, got {getattr(self, name)!r}")
+
+
+@dataclass(slots=True)
+class FeedCounters:
+    """What one rank's sockets have brought."""
+
+    batches: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    replays: int = 0
+    replays_cut: int = 0
+    replays_unanswered: int = 0
+    resyncs: int = 0
+    restarts: int = 0
+    malformed_frames: int = 0
+    load_frames: int = 0
+
+
+class FeedListener(Protocol):
+    """What a feed tells its owner. Called on the loop; must not block."""
+
+    def on_payload(self, payload: bytes) -> None:
+        """The next batch as the engine wrote it, in order and exactly once."""
+
+    def on_resync(self) -> None:
+        """Events are lost for good, or the engine was restarted: forget what is believed of its cache."""
+
+    def on_load(self, report: LoadReport) -> None:
+        """SGLang's load, as often as it changes."""
+
+
+class EventFeed:
+    """The event sockets of one rank. `next_seq` 0 begins with all that the publisher keeps; a later session of the same
+    life of the engine goes on with the `next_seq` of the one before."""
+
+    def __init__(
+        self,
+        source: EventSource,
+        listener: FeedListener,
+        config: FeedConfig | None = None,
+        *,
+        context: zmq.asyncio.Context,
+        next_seq: int = 0,
+        counters: FeedCounters | None = None,
+    ) -> None:
+        self.source = source
+        self.counters = counters or FeedCounters()
+        self._listener = listener
+        self._config = config or FeedConfig()
+        self._context = context
+        self._cursor: EventCursor[bytes] = EventCursor(next_seq, self._config.max_held_batches)
+        self._believing = next_seq > 0  # somebody holds beliefs that came from this stream
+        self._newest: bytes | None = None  # the batch before `next_seq`: the anchor of every replay
+        self._newest_time = float("-inf")
+        self._wanted = asyncio.Event()
+        self._caught_up = asyncio.Event()
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the batch to come next."""
+        return self._cursor.next_seq
+
+    async def caught_up(self) -> None:
+        """Wait until what the publisher kept has come, or cannot be had."""
+        await self._caught_up.wait()
+
+    async def run(self) -> None:
+        """Follow the sockets until cancelled. Call once."""
+        loops = [self._live_loop()]
+        if self.source.replay_endpoint:
+            loops.append(self._replay_loop())
+        else:
+            self._caught_up.set()
+        if self.source.load_endpoint:
+            loops.append(self._load_loop())
+        tasks = [asyncio.ensure_future(loop) for loop in loops]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.tcp_keepalive = 1
+        socket.ipv6 = "[" in endpoint
+        socket.rcvhwm = self._config.queue_batches
+        socket.maxmsgsize = 2 * _PAYLOAD_MAX_BYTES
+        return socket
+
+    def _connect(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise TransportError(f"{endpoint!r} is no endpoint to connect to: {error}") from error
+
+    # --- live events --------------------------------------------------------------------------------------------------
+
+    async def _live_loop(self) -> None:
+        socket = self._socket(zmq.SUB, self.source.endpoint)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
+        watch = asyncio.ensure_future(self._monitor_loop(monitor))
+        try:
+            socket.subscribe(self.source.topic.encode())
+            self._connect(socket, self.source.endpoint)
+            async for parts in _frames(socket):
+                self._take_live(parts)
+        finally:
+            # Nothing is waited for here: who is cancelled twice would leave the sockets open.
+            watch.cancel()
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+
+    async def _monitor_loop(self, monitor: Any) -> None:
+        """A connection that was broken may lead to another life of the publisher, or have lost what it published."""
+        broken = False
+        while True:
+            event = int((await recv_monitor_message(monitor))["event"])
+            if event == zmq.EVENT_DISCONNECTED:
+                broken = True
+            elif broken:
+                broken = False
+                self._wanted.set()
+                if not self.source.replay_endpoint:
+                    self._forget()
+                    self._cursor.skip_to(0)
+                    self._newest = None
+
+    def _take_live(self, parts: list[bytes]) -> None:
+        if len(parts) != 3 or len(parts[1]) != 8 or len(parts[2]) > _PAYLOAD_MAX_BYTES or parts[1] == _END:
+            self.counters.malformed_frames += 1
+            return
+        seq, payload = int.from_bytes(parts[1], "big"), parts[2]
+        if seq < self.next_seq and _time_of(payload) > self._newest_time:
+            self._restarted()
+        if self._newest is None and not self.source.replay_endpoint and not self._believing:
+            self._cursor.skip_to(seq)  # nothing came before, for us
+        had_gap = self._cursor.has_gap
+        self._offer(seq, payload)
+        if self._cursor.has_gap and not had_gap:
+            self.counters.gaps += self._believing
+            self._close_gap()
+
+    def _offer(self, seq: int, payload: bytes) -> None:
+        duplicates = self._cursor.counters.duplicates
+        self._apply(self._cursor.offer(seq, payload))
+        self.counters.duplicates += self._cursor.counters.duplicates - duplicates
+
+    def _apply(self, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            self.counters.batches += 1
+            self._believing = True
+            self._listener.on_payload(payload)
+        if payloads:
+            self._newest = payloads[-1]
+            self._newest_time = _time_of(self._newest)
+
+    def _close_gap(self) -> None:
+        if self.source.replay_endpoint:
+            self._wanted.set()
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """What is missing cannot be had: forget, and go on after it."""
+        self._forget()
+        self._apply(self._cursor.skip_gap())
+
+    def _forget(self) -> None:
+        if self._believing:
+            self.counters.resyncs += 1
+            self._listener.on_resync()
+        self._believing = False
+
+    def _restarted(self) -> None:
+        """Another life of the publisher: nothing of the earlier one is true, and its numbers begin again."""
+        logger.info("the publisher at %s was restarted", self.source.endpoint)
+        self.counters.restarts += 1
+        self._forget()
+        self._cursor.skip_to(0)
+        self._newest, self._newest_time = None, float("-inf")
+        self._wanted.set()
+
+    # --- replay -------------------------------------------------------------------------------------------------------
+
+    async def _replay_loop(self) -> None:
+        in_vain = 0  # replays in a row that brought nothing new
+        while True:
+            self._wanted.clear()
+            before, had_gap = self.next_seq, self._cursor.has_gap
+            ended = await self._replay()
+            if self._cursor.has_gap:
+                in_vain = in_vain + 1 if self.next_seq == before else 0
+                if had_gap and in_vain and (ended or in_vain >= _IN_VAIN_MAX):
+                    self._give_up()
+                    in_vain = 0
+                self._wanted.set()  # a gap that came up meanwhile may be behind what was asked for
+            else:
+                self._caught_up.set()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(self._config.audit_seconds, self._wanted.wait())
+
+    async def _replay(self) -> bool:
+        """Ask for the newest batch we have and all after it, and take what comes. True if that is all there is."""
+        self.counters.replays += 1
+        anchor, life = self._newest, self.counters.restarts
+        start = self.next_seq - (anchor is not None)
+        # A socket of its own, so that the rest of an earlier replay is never taken for this one.
+        socket = self._socket(zmq.DEALER, self.source.replay_endpoint)
+        taken = 0
+        try:
+            self._connect(socket, self.source.replay_endpoint)
+            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while taken < self._config.max_replay_batches:
+                reply = await within(self._config.replay_seconds, self._reply(socket))
+                if self.counters.restarts != life:
+                    break  # what was asked for is of an earlier life
+                if reply is None:
+                    if taken == 0 and anchor is not None and anchor is self._newest:
+                        self._restarted()  # who has published less than we have heard is another one
+                    elif taken and self._cursor.has_gap:
+                        self.counters.replays_cut += 1  # some of its middle was dropped
+                    return True
+                if not self._take_replayed(*reply, start, anchor, first=taken == 0):
+                    break
+                taken += 1
+        except asyncio.TimeoutError:
+            self.counters.replays_cut += taken > 0
+            self.counters.replays_unanswered += taken == 0
+            self._caught_up.set()
+            logger.warning("the replay at %s stopped after %d batches", self.source.replay_endpoint, taken)
+        finally:
+            socket.close(linger=0)
+        return False
+
+    def _take_replayed(self, seq: int, payload: bytes, start: int, anchor: bytes | None, *, first: bool) -> bool:
+        """Take one batch of a replay; False if it shows that the publisher is another one."""
+        if seq == start and anchor is not None:
+            if payload != anchor:
+                self._restarted()
+                return False
+            return True
+        if first and seq > self.next_seq:
+            # The first that comes is the oldest that is kept, and what we need is older. A later jump is a cut.
+            self.counters.gaps += self._believing
+            self._forget()
+            self._apply(self._cursor.skip_gap(seq))
+        self._offer(seq, payload)
+        return True
+
+    async def _reply(self, socket: zmq.asyncio.Socket) -> tuple[int, bytes] | None:
+        """The next batch of a replay, None at its end; what is neither is counted and passed over."""
+        while True:
+            parts = await socket.recv_multipart()
+            if len(parts) in (3, 4) and not parts[0] and len(parts[-2]) == 8 and len(parts[-1]) <= _PAYLOAD_MAX_BYTES:
+                return None if parts[-2] == _END else (int.from_bytes(parts[-2], "big"), parts[-1])
+            self.counters.malformed_frames += 1
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    async def _load_loop(self) -> None:
+        socket = self._socket(zmq.SUB, self.source.load_endpoint)
+        try:
+            socket.subscribe(self.source.load_topic.encode())
+            self._connect(socket, self.source.load_endpoint)
+            async for parts in _frames(socket):
+                try:
+                    report = decode_load(parts[-1])
+                except ProtocolError as error:
+                    self.counters.malformed_frames += 1
+                    logger.debug("load of %s: %s", self.source.load_endpoint, error)
+                    continue
+                self.counters.load_frames += 1
+                self._listener.on_load(report)
+        finally:
+            socket.close(linger=0)
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, or `asyncio.TimeoutError`. Before Python 3.12 `asyncio.wait_for` loses a cancellation
+    that comes together with the result, and a loop around it then never ends."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    raise asyncio.TimeoutError
+
+
+async def _frames(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
+    """Messages as they come, with a turn for others now and then."""
+    taken = 0
+    while True:
+        yield await socket.recv_multipart()
+        taken += 1
+        if taken % _FRAMES_PER_TURN == 0:
+            await asyncio.sleep(0)
+
+
+def _time_of(payload: bytes) -> float:
+    """When the engine made a batch; long ago if it does not say."""
+    if len(payload) < _TWO_OR_MORE_AND_DOUBLE.size:
+        return float("-inf")
+    head, kind, seconds = _TWO_OR_MORE_AND_DOUBLE.unpack_from(payload)
+    told = 0x92 <= head <= 0x9F and kind == 0xCB and seconds == seconds
+    return float(seconds) if told else float("-inf")

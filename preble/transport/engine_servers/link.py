@@ -1,0 +1,392 @@
+"""The router's end of a server that already runs: SGLang or vLLM over HTTP and their own event sockets. Owns the
+session with one data-parallel rank: its requests, its heartbeat, its name, and which namespace is which salt.
+
+    http://host:30000          the server, rank 0; its other ranks are addresses of their own: http://host:30000#rank=1
+
+To `router_fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
+is lost, and says why. A server that does not answer is quiet after `quiet_after_seconds` and lost after
+`give_up_seconds`; one whose port is closed is lost at once; one that has had requests for `stalled_after_seconds` and
+sent nothing is quiet, too. A stream that breaks off is a request to be gone on with elsewhere.
+
+The epoch is that of the server's start where it tells one, else every session is an epoch of its own: then nothing is
+believed after a break. Everything here runs on one asyncio loop; nothing is thread-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Hashable
+from dataclasses import replace
+from typing import Any, Protocol
+from urllib.parse import urldefrag, urlsplit
+
+import msgpack
+import zmq.asyncio
+
+from ...clock import Clock
+from ...errors import (
+    EngineError,
+    HandshakeRefused,
+    InvalidInput,
+    PrebleError,
+    ProtocolError,
+    QueueFull,
+    TransportError,
+)
+from ...types import BlockKeys
+from .. import wire
+from ..client import LinkConfig, LinkCounters, LinkListener
+from ..fields import pack_namespace, unpack_namespace
+from .http_client import EngineServer, Unreachable
+from .kv_event_codec import LoadReport
+from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters, within
+from .server_info import ServerFacts, ServerOptions
+
+logger = logging.getLogger("preble.transport")
+
+_SALT_MARK = "preble:"
+_RANK = "rank="
+
+
+def is_server(address: str) -> bool:
+    """True for an address that a `ServerLink` is for."""
+    return address.startswith(("http://", "https://"))
+
+
+class ServerListener(LinkListener, Protocol):
+    """What a link to a server tells its owner beside what every link tells."""
+
+    def on_payload(self, payload: bytes) -> None:
+        """The next batch of cache events as the engine wrote it, in order and exactly once."""
+
+
+class ServerLink:
+    """One session with one rank of the server at `address`. `session` is a number that is never used twice there.
+
+    `background` holds what must be waited for before the loop ends: connections that are being closed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: wire.Hello,
+        listener: ServerListener,
+        config: LinkConfig,
+        *,
+        session: int,
+        context: zmq.asyncio.Context,
+        background: set[asyncio.Task[None]],
+        options: ServerOptions | None = None,
+        feed_config: FeedConfig | None = None,
+        counters: LinkCounters | None = None,
+        feed_counters: FeedCounters | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        url, rank = urldefrag(address)
+        if rank and not (rank.startswith(_RANK) and rank[len(_RANK) :].isdigit()):
+            raise InvalidInput(f"a server's address is http://host:port or http://host:port#rank=1, got {address!r}")
+        self.address = address
+        self.rank = int(rank[len(_RANK) :]) if rank else 0
+        self.counters = counters or LinkCounters()
+        self.feed_counters = feed_counters or FeedCounters()
+        self.quiet = False
+        self.epoch = 0
+        self.welcome: wire.Welcome
+        self.facts: ServerFacts
+        self.more_addresses: tuple[str, ...] = ()
+        self._server = EngineServer(url, options)
+        self._hello = hello
+        self._listener = listener
+        self._config = config
+        self._feed_config = feed_config
+        self._context = context
+        self._clock = clock
+        self._background = background
+        self._feed: EventFeed | None = None
+        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._prefix = f"{hello.router_id}-{session}-{secrets.token_hex(3)}"
+        self._nonce = 0
+        self._silent_seconds = 0.0
+        self._still_seconds = 0.0  # with requests there, and nothing from any of them
+        self._ask_now = asyncio.Event()
+        self._closed = False
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def open(self, *, resume_events_at: tuple[int, int] | None = None) -> wire.Welcome:
+        """Ask the server what it is. `resume_events_at` is (epoch, next event number) of an earlier session.
+
+        Raises `HandshakeRefused` when the two do not fit, `TransportError` when it does not answer.
+        """
+        self.facts = facts = await self._server.facts()
+        if self.rank >= facts.ranks:
+            raise HandshakeRefused(f"{self.address}: the server has {facts.ranks} data-parallel ranks")
+        for advice in facts.advice:
+            logger.warning("%s: %s", self.address, advice)
+        self.epoch = int(facts.start, 16) % 2**62 + 1 if facts.start else secrets.randbelow(2**62) + 1
+        if facts.events:
+            resumed = resume_events_at is not None and resume_events_at[0] == self.epoch
+            self._feed = EventFeed(
+                facts.events[self.rank],
+                self,
+                self._feed_config,
+                context=self._context,
+                next_seq=resume_events_at[1] if resume_events_at is not None and resumed else 0,
+                counters=self.feed_counters,
+            )
+        self.welcome = self._welcome(facts)
+        difference = wire.disagreement(self._hello, self.welcome)
+        if difference:
+            raise HandshakeRefused(difference)
+        if self.rank == 0:
+            url, _ = urldefrag(self.address)
+            self.more_addresses = tuple(f"{url}#{_RANK}{rank}" for rank in range(1, facts.ranks))
+        return self.welcome
+
+    def _welcome(self, facts: ServerFacts) -> wire.Welcome:
+        place = urlsplit(self.address).netloc.rpartition("@")[2]
+        return wire.Welcome(
+            worker_id=place if facts.ranks == 1 else f"{place}/{self.rank}",
+            engine=facts.engine,
+            model=facts.model,
+            tokenizer_fingerprint="",
+            block_size=facts.block_size,
+            kv_capacity_tokens=facts.kv_capacity_tokens,
+            max_running=facts.max_running,
+            max_model_tokens=facts.max_model_tokens,
+            eos_token_ids=(),
+            events_endpoint=facts.events[self.rank].endpoint if facts.events else "",
+            next_event_seq=self.next_event_seq,
+            max_frame_bytes=wire.MAX_FRAME_BYTES,
+        )
+
+    async def run(self) -> str:
+        """Serve the session until the server is lost; return why. Call once, after `open`."""
+        loops: list[Coroutine[Any, Any, str]] = [self._ask_loop(), self._judge_loop()]
+        if self._feed is not None:
+            loops.append(self._follow(self._feed))
+        tasks = [asyncio.ensure_future(loop) for loop in loops]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def next_event_seq(self) -> int:
+        """The event batch to come next; with `epoch`, what a later session needs to go on."""
+        return self._feed.next_seq if self._feed is not None else 0
+
+    def close(self) -> None:
+        """Give up every request and close the connections. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._requests.values():
+            task.cancel()
+        self._spawn(self._close())
+
+    async def _close(self) -> None:
+        await asyncio.gather(*self._requests.values(), return_exceptions=True)
+        await self._server.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def send(self, message: wire.Message) -> None:
+        """Start or abort a request; other messages mean nothing to a server. Raises `QueueFull` when as many requests
+        as the options allow are there, `TransportError` after `close`."""
+        if self._closed:
+            raise TransportError(f"link to {self.address} is closed")
+        if isinstance(message, wire.Abort):
+            self._abort(message.request_id)
+        elif isinstance(message, wire.Submit):
+            if len(self._requests) >= self._server.options.max_requests:
+                raise QueueFull(f"{len(self._requests)} requests are at {self.address}, the bound of this link")
+            if not self._requests:
+                self._still_seconds = 0.0
+            task = self._requests[message.request_id] = asyncio.ensure_future(self._request(message))
+            # Not the task itself: one that is cancelled before its first step runs none of its lines.
+            task.add_done_callback(lambda _: self._requests.pop(message.request_id, None))
+
+    def _abort(self, request_id: str) -> None:
+        task = self._requests.get(request_id)
+        if task is not None:
+            task.cancel()
+            self._spawn(self._tell_abort(request_id))
+
+    async def _tell_abort(self, request_id: str) -> None:
+        """The closed connection aborts, too, but SGLang notices that late."""
+        try:
+            await self._server.abort(self._name(request_id))
+        except TransportError as error:
+            self.counters.unsent += 1
+            logger.debug("abort at %s: %s", self.address, error)
+
+    def _name(self, request_id: str) -> str:
+        """What the request is called at the server: unlike any other router's, session's or attempt's."""
+        return f"{self._prefix}-{request_id}"
+
+    async def _request(self, submit: wire.Submit) -> None:
+        refusal = await self._stream(submit)
+        if refusal is not None and not self._closed:
+            self._listener.on_message(refusal)
+
+    async def _stream(self, submit: wire.Submit) -> wire.Rejected | None:
+        """Pass the answer on; the refusal to report if it did not come to its end."""
+        index = submit.output_offset
+        sampling = replace(submit.sampling, max_new_tokens=max(submit.sampling.max_new_tokens - index, 1))
+        salt, lora = keys_of(submit.namespace)
+        pieces = self._server.generate(
+            submit.token_ids,
+            sampling,
+            request_id=self._name(submit.request_id),
+            rank=self.rank if self.facts.ranks > 1 else None,
+            salt=salt,
+            lora=lora,
+        )
+        try:
+            async for piece in pieces:
+                self._heard()
+                self._still_seconds = 0.0
+                self._listener.on_message(
+                    wire.Chunk(submit.request_id, index, piece.token_ids, piece.cached_tokens, piece.finish_reason)
+                )
+                index += len(piece.token_ids)
+        except PrebleError as error:
+            return self._refusal(submit.request_id, error)
+        return None
+
+    def _refusal(self, request_id: str, error: PrebleError) -> wire.Rejected:
+        self.counters.malformed_frames += isinstance(error, ProtocolError)
+        code = "engine_failed"  # for no fault of the request: another worker may do better
+        if isinstance(error, InvalidInput):
+            code = "invalid"
+        elif isinstance(error, QueueFull):
+            code = "queue_full"
+        elif isinstance(error, EngineError | HandshakeRefused):
+            code = "engine"
+        else:
+            self._ask_now.set()  # if the server is gone, that should be known at once
+        return wire.Rejected(request_id, code, str(error))
+
+    # --- heartbeat ----------------------------------------------------------------------------------------------------
+
+    async def _ask_loop(self) -> str:
+        """Ask for the load, again and again; return when nobody is there any more."""
+        while True:
+            self._ask_now.clear()
+            try:
+                loads = await self._server.load()
+            except Unreachable as error:
+                return str(error)
+            except TransportError as error:
+                logger.debug("%s: %s", self.address, error)
+            else:
+                self._heard()
+                self._report(next((load for load in loads if load.rank == self.rank), None))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(self._config.heartbeat_seconds, self._ask_now.wait())
+
+    async def _judge_loop(self) -> str:
+        before = self._clock()
+        while True:
+            await asyncio.sleep(self._config.heartbeat_seconds)
+            now = self._clock()
+            # If this process itself was asleep, the server is not to blame for all of the time that has passed.
+            passed = min(max(now - before, 0.0), 2 * self._config.heartbeat_seconds)
+            before = now
+            self._silent_seconds += passed
+            self._still_seconds = self._still_seconds + passed if self._requests else 0.0
+            if self._silent_seconds >= self._config.give_up_seconds:
+                return f"silent for {self._silent_seconds:.1f} s"
+            self._judge()
+
+    def _heard(self) -> None:
+        self._silent_seconds = 0.0
+        if self.quiet:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Report the server quiet, or heard again, when that has changed."""
+        silent = self._silent_seconds >= self._config.quiet_after_seconds
+        stalled = self._still_seconds >= self._config.stalled_after_seconds
+        if (silent or stalled) and not self.quiet:
+            self.quiet = True
+            self._listener.on_quiet("silent for too long" if silent else "no output for too long")
+        elif self.quiet and not silent and not stalled:
+            self.quiet = False
+            self._listener.on_heard()
+
+    def _report(self, load: LoadReport | None) -> None:
+        self._nonce += 1
+        self.counters.frames_received += 1
+        running, waiting, uncached, used = 0, 0, 0, 0
+        if load is not None:
+            running, waiting = load.running, load.waiting
+            uncached, used = load.waiting_uncached_tokens, load.used_tokens
+        self._listener.on_pong(
+            wire.Pong(self._nonce, self.next_event_seq, running, waiting, used, 0, waiting_uncached_tokens=uncached)
+        )
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    async def _follow(self, feed: EventFeed) -> str:
+        try:
+            await feed.run()
+        except TransportError as error:
+            return str(error)
+        return "its events ended"
+
+    def on_payload(self, payload: bytes) -> None:
+        """From the feed: the next batch."""
+        self.counters.event_batches += 1
+        self._listener.on_payload(payload)
+
+    def on_resync(self) -> None:
+        """From the feed: what came so far is worth nothing."""
+        self.counters.resyncs += 1
+        self._listener.on_resync()
+
+    def on_load(self, report: LoadReport) -> None:
+        """From the feed: the load, sooner than we would have asked."""
+        self._report(report)
+
+
+# --- namespaces: what keeps caches apart at the engine ----------------------------------------------------------------
+
+
+def keys_of(namespace: Hashable) -> tuple[str, str]:
+    """(cache salt, LoRA name) for a request of this namespace; "" for none.
+
+    ("lora", name), ("salt", text) and both in this order are themselves; any other namespace is a salt made of it.
+    """
+    parts = namespace if isinstance(namespace, tuple) and all(isinstance(part, str) for part in namespace) else ()
+    if namespace is None:
+        return "", ""
+    if len(parts) in (2, 4) and parts[::2] in (("lora",), ("salt",), ("lora", "salt")) and all(parts[1::2]):
+        told = dict(zip(parts[::2], parts[1::2], strict=True))
+        return told.get("salt", ""), told.get("lora", "")
+    return _SALT_MARK + base64.urlsafe_b64encode(msgpack.packb(pack_namespace(namespace))).decode(), ""
+
+
+def namespace_of(keys: BlockKeys) -> Hashable:
+    """The namespace of blocks that an engine tells apart by more than tokens: the other way round."""
+    salt, extra = keys.cache_salt, keys.extra_keys
+    if salt is None and len(extra) == 1 and isinstance(extra[0], str):
+        salt, extra = extra[0], ()  # where vLLM tells it
+    if salt is not None and salt.startswith(_SALT_MARK) and keys.lora_name is None and not extra:
+        with contextlib.suppress(ValueError, TypeError, ProtocolError):  # somebody else's may begin like ours
+            return unpack_namespace("salt", msgpack.unpackb(base64.urlsafe_b64decode(salt[len(_SALT_MARK) :])))
+    return BlockKeys(keys.lora_name, keys.lora_id, salt, extra).namespace()

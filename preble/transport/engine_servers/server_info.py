@@ -1,0 +1,305 @@
+"""What a running SGLang or vLLM server is: engine, model, cache, ranks, event sockets. Owns how its answers are read
+and which flag to name when something is missing; asks nothing itself (`http_server` does).
+
+| fact            | SGLang: GET /server_info                    | vLLM                                                 |
+|-----------------|---------------------------------------------|------------------------------------------------------|
+| model, length   | served_model_name, context_length           | /v1/models: id, max_model_len                        |
+| block size      | page_size                                   | /metrics: vllm:cache_config_info block_size          |
+| capacity        | max_total_num_tokens                        | there: kv_cache_size_tokens, else num_gpu_blocks     |
+| ranks           | dp_size                                     | there: one line for each engine                      |
+| event sockets   | kv_events, else kv_events_config            | /kv_event_sources (0.32), else `ServerOptions`       |
+| start           | startup_time: how long each step took       | /metrics: when the counters were made                |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...errors import HandshakeRefused, InvalidConfig, ProtocolError
+from ...types import check_int
+
+ENGINES = ("sglang", "vllm")
+RANKS_MAX = 1024
+_INT31 = 2**31 - 1
+_WILDCARDS = ("*", "0.0.0.0", "::", "[::]", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What the operator knows of a server and the server does not tell; "" and None mean: take what it tells.
+
+    `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
+    `require_events`: refuse a server that publishes no cache events, rather than guess what it caches. Times in
+    seconds, bodies in bytes. Raises `InvalidConfig` naming the field.
+    """
+
+    api_key: str = ""
+    model: str = ""
+    block_size: int | None = None
+    kv_capacity_tokens: int | None = None
+    events_endpoint: str = ""
+    replay_endpoint: str = ""
+    events_topic: str = ""
+    require_events: bool = False
+    answer_seconds: float = 5.0
+    max_body_bytes: int = 8 << 20
+    max_line_bytes: int = 8 << 20
+    max_requests: int = 4096
+
+    def __post_init__(self) -> None:
+        for name, high in (("block_size", 65_536), ("kv_capacity_tokens", _INT31)):
+            if getattr(self, name) is not None:
+                check_int(f"ServerOptions.{name}", getattr(self, name), 1, high)
+        for name in ("max_body_bytes", "max_line_bytes", "max_requests"):
+            check_int(f"ServerOptions.{name}", getattr(self, name), 1, _INT31)
+        if not self.answer_seconds > 0:
+            raise InvalidConfig(f"ServerOptions.answer_seconds must be positive, got {self.answer_seconds!r}")
+        for name in ("events_endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if value and not re.fullmatch(r"tcp://.+:\d+|ipc://.+|inproc://.+", value):
+                raise InvalidConfig(f"ServerOptions.{name} must be a ZeroMQ endpoint, got {value!r}")
+        if self.replay_endpoint and not self.events_endpoint:
+            raise InvalidConfig("ServerOptions.replay_endpoint is of no use without events_endpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """The sockets of one data-parallel rank, as endpoints to connect to; "" where there is none."""
+
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+    load_endpoint: str = ""
+    load_topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server told. `events` has a source for each rank, or none at all.
+
+    `start` is a text that differs from one start of the server to the next, "" if it gives nothing of the kind.
+    `cumulative`: each line of a stream repeats all output tokens so far. `advice`: what is missing, and the flag.
+    """
+
+    engine: str
+    version: str
+    model: str
+    block_size: int
+    kv_capacity_tokens: int
+    max_model_tokens: int
+    max_running: int | None = None
+    ranks: int = 1
+    start: str = ""
+    events: tuple[EventSource, ...] = ()
+    cumulative: bool = True
+    advice: tuple[str, ...] = ()
+
+
+# --- SGLang -----------------------------------------------------------------------------------------------------------
+
+
+def sglang_facts(url: str, told: Mapping[str, Any], options: ServerOptions) -> ServerFacts:
+    """Facts from the body of /server_info. Raises `ProtocolError` naming a field that is not what it should be."""
+    name = f"{url}/server_info"
+    ranks = _int(told, "dp_size", name, 1, RANKS_MAX, 1)
+    events = _given_sources(options, ranks) or _sglang_sources(url, told, ranks)
+    max_length = _int(told, "context_length", name, 1, _INT31, None)
+    if max_length is None:
+        max_length = _int(told, "max_req_input_len", name, 1, _INT31, _INT31)
+    advice = _sglang_advice(events)
+    if options.require_events and not events:
+        raise HandshakeRefused(f"{url} publishes no cache events: {advice[0]}")
+    return ServerFacts(
+        "sglang",
+        str(told.get("version") or ""),
+        options.model or str(told.get("served_model_name") or told.get("model_path") or ""),
+        options.block_size or _int(told, "page_size", name, 1, 65_536, 1),
+        options.kv_capacity_tokens or _int(told, "max_total_num_tokens", name, 1, _INT31),
+        max_length,
+        _int(told, "max_running_requests", name, 1, _INT31, None),
+        ranks,
+        _digest(told.get("startup_time")),
+        events,
+        not (told.get("incremental_streaming_output") or told.get("stream_output")),
+        advice,
+    )
+
+
+def _sglang_sources(url: str, told: Mapping[str, Any], ranks: int) -> tuple[EventSource, ...]:
+    described = told.get("kv_events")
+    if isinstance(described, Mapping):
+        name = f"{url}/server_info kv_events"
+        if described.get("publisher") != "zmq":
+            return ()
+        host = _reachable(url, str(described.get("endpoint_host") or ""))
+        events, replay, load = (
+            _int(described, f"{what}endpoint_port_base", name, 1, 65_536 - ranks, None if what else 0)
+            for what in ("", "replay_", "load_")
+        )
+        topic, load_topic = str(described.get("topic") or ""), str(described.get("load_topic") or "")
+        return tuple(
+            EventSource(_port(host, events, r), _port(host, replay, r), topic, _port(host, load, r), load_topic)
+            for r in range(ranks)
+        )
+    try:
+        config = json.loads(told.get("kv_events_config") or "{}")
+    except (ValueError, TypeError):
+        return ()
+    return tuple(_configured(url, config, r) for r in range(ranks)) if _publishes(config) else ()
+
+
+def _port(host: str, base: int | None, rank: int) -> str:
+    return f"tcp://{host}:{base + rank}" if base else ""
+
+
+def _sglang_advice(events: tuple[EventSource, ...]) -> tuple[str, ...]:
+    if not events:
+        flag = """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": """
+        return (f'{flag}"tcp://*:5657"}}\' turns cache events on; without them what it caches is guessed',)
+    missing = []
+    if not events[0].replay_endpoint:
+        missing.append('"replay_endpoint" in --kv-events-config lets lost events be asked for again')
+    if not events[0].load_endpoint:
+        missing.append("--load-publish-endpoint auto (0.5.23 on) tells the load at once")
+    return tuple(missing)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+_METRIC = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_CREATED = re.compile(r"^(?:process_start_time_seconds|vllm:request_success_created\{[^}]*\}) (\S+)$", re.MULTILINE)
+
+
+def vllm_facts(
+    url: str, models: Mapping[str, Any], metrics: str, sources: Mapping[str, Any], version: str, options: ServerOptions
+) -> ServerFacts:
+    """Facts from /v1/models, the text of /metrics ("" if it has none), /kv_event_sources ({} if it has none) and
+    /version. Raises `ProtocolError` naming what is not as it should be, `HandshakeRefused` naming the option that says
+    what the server does not."""
+    cards = [card for card in models.get("data") or () if isinstance(card, Mapping)]
+    card = next((card for card in cards if options.model in ("", card.get("id"))), None)
+    if card is None or not card.get("id"):
+        raise HandshakeRefused(f"{url}/v1/models has no model {options.model or 'at all'}")
+    engines = [dict(_LABEL.findall(labels)) for labels in _METRIC.findall(metrics)]
+    cache = engines[0] if engines else {}
+    block_size = options.block_size or _label(cache, "block_size")
+    capacity = options.kv_capacity_tokens or _label(cache, "kv_cache_size_tokens")
+    if not capacity and block_size and _label(cache, "num_gpu_blocks"):
+        capacity = block_size * _label(cache, "num_gpu_blocks")
+    for name, value in (("block_size", block_size), ("kv_capacity_tokens", capacity)):
+        if not value:
+            raise HandshakeRefused(f"{url}/metrics does not tell {name}: give ServerOptions.{name}")
+    ranks = max(len(engines), 1)
+    events = _given_sources(options, ranks) or _vllm_sources(url, sources, ranks)
+    advice = _vllm_advice(events)
+    if options.require_events and not events:
+        raise HandshakeRefused(f"{url} publishes no cache events: {advice[0]}")
+    return ServerFacts(
+        "vllm",
+        version,
+        str(card["id"]),
+        block_size,
+        min(capacity, _INT31),
+        _int(card, "max_model_len", f"{url}/v1/models", 1, _INT31, _INT31),
+        None,
+        ranks,
+        _digest(sorted(_CREATED.findall(metrics))),
+        events,
+        False,
+        advice,
+    )
+
+
+def _label(labels: Mapping[str, str], name: str) -> int:
+    """A positive number among a metric's labels, 0 if there is none."""
+    value = labels.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else 0
+
+
+def _vllm_sources(url: str, sources: Mapping[str, Any], ranks: int) -> tuple[EventSource, ...]:
+    """/kv_event_sources: rank -> config with the endpoints that this rank has bound."""
+    configs = [sources.get(str(rank)) for rank in range(ranks)]
+    if not all(isinstance(config, Mapping) and _publishes(config) for config in configs):
+        return ()
+    return tuple(_configured(url, config, 0) for config in configs if config is not None)
+
+
+def _vllm_advice(events: tuple[EventSource, ...]) -> tuple[str, ...]:
+    if not events:
+        config = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+        config += '"replay_endpoint": "tcp://*:5657"}'
+        tells = "a server older than 0.32 may not tell them, give ServerOptions.events_endpoint"
+        return (f"--kv-events-config '{config}' turns cache events on; {tells}",)
+    if not events[0].replay_endpoint:
+        return ('"replay_endpoint" in --kv-events-config lets lost events be asked for again',)
+    return ()
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _publishes(config: Any) -> bool:
+    return isinstance(config, Mapping) and config.get("publisher") == "zmq" and bool(config.get("endpoint"))
+
+
+def _configured(url: str, config: Mapping[str, Any], rank: int) -> EventSource:
+    """The sockets of a rank where the server tells the configuration that it was started with."""
+    endpoint, replay = (_dialled(url, str(config.get(name) or "")) for name in ("endpoint", "replay_endpoint"))
+    return EventSource(_of_rank(endpoint, rank), _of_rank(replay, rank), str(config.get("topic") or ""))
+
+
+def _given_sources(options: ServerOptions, ranks: int) -> tuple[EventSource, ...]:
+    if not options.events_endpoint:
+        return ()
+    return tuple(
+        EventSource(_of_rank(options.events_endpoint, r), _of_rank(options.replay_endpoint, r), options.events_topic)
+        for r in range(ranks)
+    )
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Rank r uses the r-th port from the base, or a suffix where there are no ports."""
+    if not endpoint or rank == 0:
+        return endpoint
+    head, colon, port = endpoint.rpartition(":")
+    return f"{head}{colon}{int(port) + rank}" if port.isdigit() else f"{endpoint}_dp{rank}"
+
+
+def _dialled(url: str, endpoint: str) -> str:
+    """An endpoint that was bound, as one to connect to: a wildcard is the host of the URL."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    host, _, port = endpoint[len("tcp://") :].rpartition(":")
+    return f"tcp://{_reachable(url, host)}:{port}" if port.isdigit() else ""
+
+
+def _reachable(url: str, host: str) -> str:
+    if host not in _WILDCARDS:
+        return host
+    name = urlsplit(url).hostname or "127.0.0.1"
+    return f"[{name}]" if ":" in name else name
+
+
+def _int(told: Mapping[str, Any], key: str, where: str, low: int, high: int, default: Any = 0) -> Any:
+    """An int of an answer; `default` where it is absent or null, 0 meaning that it must be there."""
+    value = told.get(key)
+    if value is None and default != 0:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        shown = value if type(value) in (int, float) else type(value).__name__
+        raise ProtocolError(f"{where}: {key} must be an int in [{low}, {high}], got {shown}")
+    return value
+
+
+def _digest(values: Any) -> str:
+    """A short text for what differs from start to start; "" if there is nothing."""
+    if not values:
+        return ""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

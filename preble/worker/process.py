@@ -1,0 +1,431 @@
+"""The worker process: one engine served to many routers. Owns the loop between transport and engine, and `preble
+worker`.
+
+    routers <-> transport.server.Server <-> Worker (this loop) <-> EngineThread <-> engine
+
+At its bounds: over `max_requests` live requests, a new one is answered "queue_full"; a router that does not read loses
+its session (`transport.outbox`), never anybody's time. A router that goes away takes its requests along: they are
+aborted. What becomes of each request is told to all routers, so that their books are of the whole fleet. SIGTERM
+drains: no new requests, the running ones finish (at most `drain_seconds`), routers are told, exit code 0.
+
+`preble worker` prints one line `READY <endpoint> id=... epoch=... events=...` when routers may connect.
+Exit codes: 0 drained, 1 the engine or the transport failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..clock import Clock
+from ..engines.base import Engine, EngineInfo, GenerationRequest, OutputChunk
+from ..errors import EngineError, InvalidConfig
+from ..launch.processes import end_with_stdin
+from ..transport import wire
+from ..transport.security import ServerKeys, check_bind, load_server_keys
+from ..transport.server import Request, Server, ServerConfig, Session, SessionEnded
+from ..types import RequestEnded, RequestPlaced, RequestPrefilled
+from . import engine_options
+from .engine_thread import EngineThread, Refusal
+
+logger = logging.getLogger("preble.worker")
+
+_WILDCARDS = ("0.0.0.0", "*", "[::]")
+_LAST_SECONDS = 15.0  # for the engine's last step and the sockets, after a drain
+_POLL_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
+_RESULTS = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """A worker's name and bounds. `worker_id` "" takes host:port of the endpoint. `drain_seconds` bounds a drain."""
+
+    server: ServerConfig
+    worker_id: str = ""
+    max_requests: int = 4096
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.max_requests < 1:
+            raise InvalidConfig(f"WorkerConfig.max_requests must be positive, got {self.max_requests}")
+        if not self.drain_seconds >= 0.0:
+            raise InvalidConfig(f"WorkerConfig.drain_seconds must not be negative, got {self.drain_seconds}")
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """What happened to requests in this worker, since its start."""
+
+    submitted: int = 0
+    finished: int = 0
+    refused_queue_full: int = 0
+    refused_draining: int = 0
+    refused_duplicate: int = 0
+    refused_by_engine: int = 0
+    aborts: int = 0
+    aborted_with_session: int = 0
+    orphan_chunks: int = 0
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """Whose a live request is, and what all routers are told of it: `told_at` is the first event batch that may say so.
+    `tokens_end`: the output position where its tokens end so far, `offset` where they began."""
+
+    session: Session
+    placed: RequestPlaced
+    told_at: int
+    offset: int
+    tokens_end: int
+    prefilled: RequestPrefilled | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Its name in the session."""
+        return self.placed.request_id
+
+
+class Worker:
+    """One engine behind one server; `run` serves until `drain`. `epoch` must differ at every start.
+
+    Raises `InsecureBind` or `TransportError` when the endpoint cannot be had. All but `drain` belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: WorkerConfig,
+        *,
+        epoch: int,
+        keys: ServerKeys | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        worker_id = config.worker_id or _default_id(config.server.bind)
+        self.config = config
+        self.counters = WorkerCounters()
+        self.server = Server(config.server, _facts(worker_id, engine.info), epoch=epoch, keys=keys, clock=clock)
+        if not config.worker_id:
+            self.server.facts = replace(self.server.facts, worker_id=_default_id(self.server.endpoint))
+        self.engine = EngineThread(engine, self.server.waker.wake, clock=clock)
+        self._clock = clock
+        self._live: dict[str, _Ticket] = {}  # engine's request id -> whose it is
+        self._sessions_opened = 0
+        self._drain_asked = False
+        self._draining_since: float | None = None
+
+    @property
+    def worker_id(self) -> str:
+        """The name that routers see."""
+        return self.server.facts.worker_id
+
+    @property
+    def live_requests(self) -> int:
+        """Requests taken and not yet ended."""
+        return len(self._live)
+
+    def drain(self) -> None:
+        """Ask `run` to end when the running requests have; twice: at once. Any thread or signal handler may call it."""
+        if self._drain_asked:
+            self._draining_since = -float("inf")
+        self._drain_asked = True
+
+    def run(self) -> None:
+        """Serve until drained. Raises `EngineError` when the engine fails, after telling the routers."""
+        self.engine.start()
+        try:
+            while not self._done():
+                for session, request in self.server.poll(_POLL_SECONDS):
+                    self._take(session, request)
+                self._tell_again()
+                self._pass_on()
+                if not self.engine.alive:
+                    self._fail()
+        finally:
+            stopped = self.engine.stop()
+            if not stopped:
+                logger.error("the engine's step does not end; leaving it behind")
+            self.server.close()
+
+    # --- from routers -------------------------------------------------------------------------------------------------
+
+    def _take(self, session: Session, request: Request) -> None:
+        if isinstance(request, wire.Submit):
+            self._submit(session, request)
+        elif isinstance(request, wire.Abort):
+            self._abort(session, request.request_id)
+        elif isinstance(request, wire.Ping):
+            self.server.send(session, self._pong(request.nonce))
+        elif isinstance(request, SessionEnded):
+            self._abort_all(session)
+
+    def _submit(self, session: Session, submit: wire.Submit) -> None:
+        if not session.open:
+            return
+        engine_id = _engine_id(session, submit.request_id)
+        refusal = self._refusal(engine_id)
+        if refusal is not None:
+            self.server.send(session, wire.Rejected(submit.request_id, *refusal))
+            return
+        self.counters.submitted += 1
+        placed, offset = _placed(session.router_id, submit), submit.output_offset
+        self._live[engine_id] = _Ticket(session, placed, self.server.replay.next_seq, offset, offset)
+        self.server.tell(placed)
+        self.engine.submit(
+            GenerationRequest(
+                engine_id, submit.token_ids, submit.sampling, submit.namespace, output_offset=submit.output_offset
+            )
+        )
+
+    def _refusal(self, engine_id: str) -> tuple[str, str] | None:
+        """(code, reason) why a request cannot be taken now, or None."""
+        if self._draining_since is not None:
+            self.counters.refused_draining += 1
+            return "draining", f"worker {self.worker_id} is draining"
+        if engine_id in self._live:
+            self.counters.refused_duplicate += 1
+            return "duplicate", "a request of that id is live in this session"
+        if len(self._live) >= self.config.max_requests:
+            self.counters.refused_queue_full += 1
+            return "queue_full", f"worker {self.worker_id} has {len(self._live)} live requests, its bound"
+        return None
+
+    def _abort(self, session: Session, request_id: str) -> None:
+        engine_id = _engine_id(session, request_id)
+        if engine_id in self._live:
+            self.counters.aborts += 1
+            self.engine.abort(engine_id)
+
+    def _abort_all(self, session: Session) -> None:
+        """The router is gone. The requests stay live, and count against the bound, until the engine has ended them."""
+        for engine_id, ticket in self._live.items():
+            if ticket.session is session:
+                self.counters.aborted_with_session += 1
+                self.engine.abort(engine_id)
+
+    def _pong(self, nonce: int) -> wire.Pong:
+        load = self.engine.load
+        return wire.Pong(
+            nonce,
+            self.server.replay.next_seq,
+            load.running,
+            load.waiting,
+            load.kv_used_tokens,
+            load.kv_cached_tokens,
+            load.waiting_uncached_tokens,
+            int(self.engine.step_seconds(self._clock()) * 1000),
+            self._draining_since is not None,
+        )
+
+    # --- from the engine ----------------------------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        for output in self.engine.take():
+            if output.events:
+                self.server.publish(output.events)
+            for refusal in output.refusals:
+                self._pass_refusal(refusal)
+            for chunk in output.chunks:
+                self._pass_chunk(chunk)
+        self.server.publish_told()
+
+    def _pass_refusal(self, refusal: Refusal) -> None:
+        ticket = self._live.pop(refusal.request_id, None)
+        self.counters.refused_by_engine += 1
+        if ticket is not None:
+            self.server.tell(RequestEnded(ticket.session.router_id, ticket.request_id))
+            self.server.send(ticket.session, wire.Rejected(ticket.request_id, refusal.code, refusal.text))
+
+    def _pass_chunk(self, chunk: OutputChunk) -> None:
+        ticket = self._live.get(chunk.request_id)
+        if ticket is not None:
+            self._tell_progress(ticket, chunk)
+        if ticket is not None and chunk.finish_reason is not None:
+            # Before the router can know: it may send the next request at once, and there is room for it.
+            del self._live[chunk.request_id]
+            self.counters.finished += 1
+        if ticket is None or not ticket.session.open:
+            self.counters.orphan_chunks += 1
+        else:
+            self.server.send(ticket.session, _wire_chunk(ticket.request_id, chunk, self.server.replay.next_seq))
+
+    # --- to the other routers -----------------------------------------------------------------------------------------
+
+    def _tell_again(self) -> None:
+        """To routers that have come, of requests that are older than what a replay has kept. The others know them."""
+        opened, self._sessions_opened = self._sessions_opened, self.server.counters.sessions_opened
+        if opened == self._sessions_opened or not self.server.replay.first_seq:
+            return
+        for ticket in self._live.values():
+            if ticket.told_at < self.server.replay.first_seq:
+                ticket.told_at = self.server.replay.next_seq
+                self.server.tell(ticket.placed)
+                if ticket.prefilled is not None:
+                    self.server.tell(ticket.prefilled)
+
+    def _tell_progress(self, ticket: _Ticket, chunk: OutputChunk) -> None:
+        """Of each request, its first token and its end. One that was aborted or failed ends without a result."""
+        router_id = ticket.session.router_id
+        if chunk.token_ids:
+            ticket.tokens_end = chunk.index + len(chunk.token_ids)
+            if ticket.prefilled is None:
+                ticket.prefilled = RequestPrefilled(router_id, ticket.request_id, _cached_of(ticket, chunk))
+                self.server.tell(ticket.prefilled)
+        if chunk.finish_reason is not None:
+            output_tokens = ticket.tokens_end - ticket.offset if chunk.finish_reason in _RESULTS else None
+            self.server.tell(RequestEnded(router_id, ticket.request_id, output_tokens))
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def _done(self) -> bool:
+        if not self._drain_asked:
+            return False
+        if self._draining_since is None:
+            logger.info("draining %d requests", len(self._live))
+            self._draining_since = self._clock()
+            self.server.facts = replace(self.server.facts, draining=True)
+            self.server.broadcast(wire.Draining())
+        overdue = self._clock() - self._draining_since > self.config.drain_seconds
+        if overdue and self._live:
+            logger.warning("%d requests did not finish in time; routers take them elsewhere", len(self._live))
+        waiting = any(session.outbox for session in self.server.sessions)
+        return overdue or not (self._live or waiting)
+
+    def _fail(self) -> None:
+        """The engine is gone: hand every request back to its router, then give up."""
+        text = f"engine of worker {self.worker_id} failed: {type(self.engine.failure).__name__}"
+        for session in list(self.server.sessions):
+            self.server.end(session, "engine_failed", text)
+        raise EngineError(text) from self.engine.failure
+
+    def stats(self) -> dict[str, int]:
+        """Counters of requests and transport. Changes nothing."""
+        return {**asdict(self.counters), **asdict(self.server.counters), "live_requests": len(self._live)}
+
+
+def _default_id(endpoint: str) -> str:
+    """host:port, or the path of a local socket. A wildcard is no name, so it becomes the name of this machine."""
+    name = endpoint.partition("://")[2]
+    host, _, port = name.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in _WILDCARDS else name
+
+
+def _cached_of(ticket: _Ticket, chunk: OutputChunk) -> int | None:
+    """How much of a prompt was cached; None if the engine does not say, or what cannot be."""
+    cached = chunk.cached_tokens
+    return cached if cached is not None and 0 <= cached <= len(ticket.placed.token_ids) else None
+
+
+def _placed(router_id: str, submit: wire.Submit) -> RequestPlaced:
+    """What is told of a request that comes; of one that is resumed, the output that it may still have."""
+    left = max(1, submit.sampling.max_new_tokens - submit.output_offset)
+    token_ids: Any = submit.token_ids
+    return RequestPlaced(router_id, submit.request_id, token_ids, submit.namespace, left)
+
+
+def _engine_id(session: Session, request_id: str) -> str:
+    """Routers choose their ids alone, so the engine's say whose they are."""
+    return f"{session.serial}/{request_id}"
+
+
+def _wire_chunk(request_id: str, chunk: OutputChunk, next_event_seq: int) -> wire.Chunk:
+    token_ids = tuple(map(int, chunk.token_ids))
+    return wire.Chunk(
+        request_id, chunk.index, token_ids, chunk.cached_tokens, chunk.finish_reason, chunk.error, next_event_seq
+    )
+
+
+def _facts(worker_id: str, info: EngineInfo) -> wire.Welcome:
+    """What the handshake tells; the server fills in its own part."""
+    return wire.Welcome(
+        worker_id=worker_id,
+        engine=info.engine,
+        model=info.model,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        block_size=info.block_size,
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        max_running=info.max_running,
+        max_model_tokens=info.max_model_tokens,
+        eos_token_ids=info.eos_token_ids,
+        events_endpoint="",
+        next_event_seq=0,
+        max_frame_bytes=wire.MAX_FRAME_BYTES,
+    )
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `preble worker`."""
+    engine_options.add_arguments(parser)
+    parser.add_argument("--bind", default="tcp://127.0.0.1:*", help="endpoint for routers; port * takes a free one")
+    parser.add_argument("--events-bind", default="", metavar="ENDPOINT", help="for cache events; default: a free port")
+    parser.add_argument("--id", default="", metavar="NAME", help="name of this worker; default host:port")
+    parser.add_argument("--max-requests", type=int, default=4096, help="live requests, then 'queue full' (%(default)s)")
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="time to finish after SIGTERM (%(default)s)")
+    parser.add_argument(
+        "--session-timeout",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="silence after which a router counts as gone (%(default)s)",
+    )
+    parser.add_argument("--curve-keys", metavar="DIR", help="CURVE keys: server.key_secret and clients/")
+    parser.add_argument("--insecure", action="store_true", help="allow a non-loopback endpoint without keys")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="drain and end when standard input closes: for launchers"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`preble worker`: serve until SIGTERM or SIGINT; returns the exit code. Raises typed errors for wrong options."""
+    logging.basicConfig(
+        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # What can be refused at once is refused before a model is loaded.
+    keys = load_server_keys(args.curve_keys) if args.curve_keys else None
+    check_bind(args.bind, has_keys=keys is not None, insecure=args.insecure)
+    if args.cpu is not None:
+        _pin(args.cpu)
+    if args.until_stdin_closes:
+        end_with_stdin(args.drain_seconds + _LAST_SECONDS)
+    server = ServerConfig(
+        bind=args.bind,
+        events_bind=args.events_bind,
+        insecure=args.insecure,
+        session_timeout_seconds=args.session_timeout,
+    )
+    config = WorkerConfig(server, args.id, args.max_requests, args.drain_seconds)
+    worker = Worker(engine_options.make_engine(args), config, epoch=time.time_ns(), keys=keys)
+    return serve(worker)
+
+
+def serve(worker: Worker) -> int:
+    """Run a worker as this process's main job: signals drain it, READY goes to stdout. Main thread only."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.drain())
+    server = worker.server
+    sys.stdout.write(
+        f"READY {server.endpoint} id={worker.worker_id} epoch={server.epoch} events={server.events_endpoint}\n"
+    )
+    sys.stdout.flush()
+    worker.run()
+    logger.info("drained; %s", worker.stats())
+    return 0
+
+
+def _pin(cpu: int) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        raise InvalidConfig("--cpu: this system cannot pin a process to a core")
+    try:
+        os.sched_setaffinity(0, {cpu})
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidConfig(f"--cpu {cpu}: {error}; available: {sorted(os.sched_getaffinity(0))}") from error

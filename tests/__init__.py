@@ -1,0 +1,1 @@
+"""The tests of Preble; folders are those of `preble/`, faces are beside this file."""

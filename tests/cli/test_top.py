@@ -1,0 +1,275 @@
+"""`preble top`: frames of states made up here, and the command before a real gateway."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preble.cli import top
+from preble.errors import InvalidInput, TransportError
+from tests.support.gateway import Client, GatewayProcess
+from tests.support.paths import ROOT
+from tests.support.transport import HANG_SECONDS, WorkerProcess
+
+frames = pytest.importorskip("preble.cli.top_screen", reason="needs rich: pip install 'preble[top]'")
+
+NASTY = "[red]x[/red]\x1b[2J"
+
+
+def worker(name: str, state: str = "ready") -> dict[str, Any]:
+    """A worker as the gateway tells it."""
+    numbers = {"load": 0.5, "waiting": 3, "running": 2, "kv": 0.25, "hit": None}
+    return {"id": name, "state": state, **numbers, "history": {"load": [0.0, 0.5, 1.0], "hit": [None, 0.5]}}
+
+
+def state(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """All of it."""
+    fleet = {"requests_per_second": 7.25, "hit": 0.5, "first_token_p50": 0.012, "first_token_p99": 2.5, "waiting": 3.0}
+    chosen = {"load_seconds": 1.5, "eviction_seconds": 0.0, "prefill_seconds": 0.02, "total_seconds": 1.6}
+    decision = {"seconds_ago": 3.4, "worker": "a", "reason": "exploit", "prompt_tokens": 1234, "outcome": None}
+    prefix = {"name": "c0ffee00", "prefix_tokens": 4096, "requests": 9, "load": 0.3, "holders_count": 9}
+    return {
+        "tick": 5,
+        "tick_seconds": 0.01,
+        "uptime_seconds": 3725.0,
+        "gateway": {"ready": True, "draining": False},
+        "totals": {"policy": "e2", "live_requests": 4},
+        "fleet": fleet,
+        "workers": list(workers),
+        "workers_left_out": 0,
+        "decisions": [{**decision, "chosen": {**chosen, "matched_tokens": 1000}}],
+        "prefixes": [{**prefix, "holders": [{"worker": "a"}, {"worker": "b"}]}],
+        "events": [
+            {"seconds_ago": 65.0, "kind": "worker", "worker": "b", "before": "ready", "after": "lost", "why": "x"}
+        ],
+        **more,
+    }
+
+
+def printed(told: dict[str, Any]) -> str:
+    """One frame as text."""
+    stream = io.StringIO()
+    frames.Screen(stream).print(told)
+    return stream.getvalue()
+
+
+def test_a_frame_has_the_fleet_the_workers_and_what_happened() -> None:
+    text = printed(state(worker("a"), worker("b", "lost")))
+    assert "ready  1 of 2 workers  policy e2  up 1 h 2 min" in text
+    assert "7.2 requests/s  4 live  cached 50%  first token 12 ms (p99 2.5 s)  3 waiting" in text
+    lines = text.splitlines()
+    first, second = (next(i for i, line in enumerate(lines) if line.startswith(name)) for name in ("b  ", "a  "))
+    assert first < second, "trouble comes first"
+    assert re.search(r"^a +ready +50% +▁▅█ +3 +2 +25% +- ", lines[second])
+    assert re.search(r"3 s ago +a +exploit +1,000/1,234 .*running", text)
+    assert re.search(r"c0ffee00 +4,096 +9 +30% +a, b and 7 more", text)
+    assert re.search(r"1 min ago +lost +b \(was ready\) x", text)
+
+
+def test_names_are_neither_markup_nor_orders_to_the_terminal() -> None:
+    text = printed(state(worker(NASTY)))
+    assert "\x1b" not in text and "[red]x[/red]\\x1b" in text
+
+
+def test_a_frame_fits_the_terminal_and_counts_what_it_leaves_out() -> None:
+    told = state(*(worker(f"w{i:03}") for i in range(100)))
+    told |= {name: told[name] * 40 for name in ("decisions", "prefixes", "events")}
+    for height in (24, 50):
+        stream = io.StringIO()
+        frames.Console(file=stream, width=200).print(frames.frame(told, height))
+        lines = stream.getvalue().splitlines()
+        assert len(lines) <= height + 2
+        assert (
+            sum(line.startswith("w") and line[1].isdigit() for line in lines)
+            + int(re.search(r"and (\d+) more", stream.getvalue()).group(1))
+            == 100
+        )
+
+
+def test_frames_take_the_terminal_over_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("LINES", "40")):
+        monkeypatch.setenv(name, value)
+    master, terminal = pty.openpty()
+    parts: list[bytes] = []
+    reader = threading.Thread(target=read_to_the_end, args=(master, parts))
+    reader.start()
+    with open(terminal, "w", encoding="utf-8") as stream, frames.Screen(stream) as screen:
+        screen.show(state(worker("a")), "it does not answer")
+    reader.join()
+    os.close(master)
+    written = b"".join(parts).decode()
+    assert written.index("\x1b[?1049h") < written.index("it does not answer") < written.index("\x1b[?1049l")
+
+
+def read_to_the_end(master: int, parts: list[bytes]) -> None:
+    """What is written to a terminal until it is closed, which Linux tells by an error."""
+    with contextlib.suppress(OSError):
+        while part := os.read(master, 1 << 16):
+            parts.append(part)
+
+
+def test_every_kind_of_event_has_words() -> None:
+    plan = {"kind": "replica", "phase": "began", "prefix_tokens": 512, "from_worker": "a", "to_worker": "b"}
+    plan |= {"reason": "hot", "why": None}
+    assert frames.event_words(plan) == ("replica began", "512 tokens, a -> b: hot")
+    ended = {**plan, "phase": "ended", "why": "expired"}
+    assert frames.event_words(ended) == ("replica ended", "512 tokens, a -> b: expired")
+    assert frames.event_words({"kind": "policy", "before": "e2", "after": "random"}) == (
+        "policy",
+        "random instead of e2",
+    )
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`preble top ARGS...`."""
+    return subprocess.run(
+        [sys.executable, "-m", "preble.cli", "top", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        env={**(environment or {}), "PYTHONPATH": str(ROOT), "COLUMNS": "160", "PATH": "/usr/bin"},
+    )
+
+
+def test_once_prints_the_fleet_of_a_real_gateway_and_asks_for_a_key_where_one_is_needed(tmp_path: Path) -> None:
+    process = WorkerProcess("--id", "the-worker", time_scale=0.01)
+    config, key = tmp_path / "gateway.toml", tmp_path / "key"
+    config.write_text('admin_keys = ["operators-only"]\n')
+    key.write_text("operators-only\n")
+    gateway = GatewayProcess("--workers", process.endpoint, "--config", str(config), log=tmp_path / "log")
+    try:
+        client = Client(gateway.address, "operators-only")
+        client.call("POST", "/v1/completions", {"model": "simulated", "prompt": [1, 2, 3], "max_tokens": 2})
+        client.close()
+        refused = command("--url", gateway.url, "--once")
+        assert refused.returncode == 1 and "wants an admin key" in refused.stderr
+        for arguments, environment in (
+            (["--key-file", str(key)], {}),
+            ([], {top.KEY_VARIABLE: "operators-only"}),
+        ):
+            shown = command("--url", gateway.url, "--once", *arguments, environment=environment)
+            assert shown.returncode == 0, shown.stderr
+            assert re.search(r"^the-worker +ready", shown.stdout, re.MULTILINE)
+            assert "explore" in shown.stdout
+    finally:
+        gateway.stop()
+        process.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--url", "nonsense"], 2, "--url must be like"),
+        (["--url", "ftp://x"], 2, "--url must be like"),
+        (["--url", "http://127.0.0.1:9"], 1, "does not answer"),
+        (["--key-file", "/nowhere"], 2, "--key-file: /nowhere cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments: list[str], code: int, said: str) -> None:
+    done = command(*arguments, "--once")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scripted() -> Iterator[Any]:
+    """A server that answers what `answers` has next, and keeps what it was asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            server.asked.append(self.path)
+            status, body = server.answers.pop(0)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    server: Any = HTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.answers = [], []
+    server.url = f"http://127.0.0.1:{server.server_port}/"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_short_history_is_asked_for(scripted: Any) -> None:
+    asking = top.Asking(scripted.url, "")
+    scripted.answers += [(200, json.dumps({"tick": tick}).encode()) for tick in (100, 100, 101)]
+    assert [asking.state()["tick"] for _ in range(2)] == [100, 101]
+    path = "/v1/preble/state"
+    assert scripted.asked == [path, *(f"{path}?after={100 - top.HISTORY_TICKS}" for _ in range(2))]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (404, b"", "is it a gateway"),
+        (500, b"", "see its log"),
+        (200, b"<html>", "does not answer"),
+        (200, b"[]", "no gateway"),
+    ],
+)
+def test_what_is_no_answer_is_said(scripted: Any, status: int, body: bytes, said: str) -> None:
+    scripted.answers.append((status, body))
+    with pytest.raises(TransportError, match=said):
+        top.Asking(scripted.url, "").state()
+
+
+def test_a_gateway_that_stops_answering_is_shown_with_its_age(scripted: Any) -> None:
+    told = json.dumps(state(worker("a"))).encode()
+    scripted.answers += [(200, told)] * 2
+    seen: list[str] = []
+
+    class Screen:
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing to give back."""
+
+        def show(self, told: dict[str, Any], trouble: str) -> None:
+            seen.append(trouble)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+
+    asking = top.Asking(scripted.url, "")
+    first = asking.state()
+    times = iter([10.0, 11.0, 14.0, 15.0])
+    scripted.answers[:] = [(503, b""), (200, told)]
+    with pytest.raises(KeyboardInterrupt):
+        top._show_for_good(asking, first, Screen(), lambda: next(times))
+    assert seen[0].endswith("(what is shown is 1 s old)") and seen[1] == ""
+
+
+def test_a_key_comes_from_the_file_else_from_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(top.KEY_VARIABLE, "from-the-variable")
+    file = tmp_path / "key"
+    file.write_text("  from-the-file \nmore\n")
+    assert (top._key(None), top._key(file)) == ("from-the-variable", "from-the-file")
+    file.write_bytes(b"\xff")
+    with pytest.raises(InvalidInput, match="--key-file"):
+        top._key(file)

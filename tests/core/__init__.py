@@ -1,0 +1,1 @@
+"""The compiled core: trees, token ids, comparing, readers' slots."""

@@ -1,0 +1,1 @@
+"""Cost models: numbers, fits, files."""

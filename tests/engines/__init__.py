@@ -1,0 +1,1 @@
+"""Engines inside a worker: torch, simulated, those that run by themselves."""

@@ -1,0 +1,1 @@
+"""`preble serve`: API, text, page, metrics, processes."""

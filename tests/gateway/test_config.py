@@ -1,0 +1,115 @@
+"""The gateway's configuration: where values come from, what is refused and what is said then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preble import cli
+from preble.errors import InvalidConfig
+from preble.gateway.core.config import FIELDS, SECRET, GatewayConfig, changes, flag_of, load, shown, variable_of
+
+
+def written(path: Path, text: str) -> Path:
+    """A file with that text."""
+    path.write_text(text)
+    return path
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+    file = written(tmp_path / "c.yaml", "port: 1\nhost: 127.0.0.1\ndrain_seconds: 1\nscheduler: {max_bytes: 2097152}\n")
+    environment = {"PREBLE_PORT": "2", "PREBLE_DRAIN_SECONDS": "2.5", "PREBLE_SCHEDULER_MAX_BYTES": "4194304"}
+    loaded = load(file, environment, {("port",): "3"})
+    config = loaded.config
+    assert (config.port, config.drain_seconds, config.host) == (3, 2.5, "127.0.0.1")
+    assert config.scheduler.max_bytes == 4194304 and config.max_live_requests == 4096
+    assert loaded.origins["port"] == "--port" and loaded.origins["drain_seconds"] == "PREBLE_DRAIN_SECONDS"
+    assert loaded.origins["host"] == str(file) and "policy" not in loaded.origins
+
+
+def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
+    yaml = written(tmp_path / "c.yaml", "workers: [tcp://a:1]\ninsecure: true\nscheduler:\n  calibrate: true\n")
+    toml = written(tmp_path / "c.toml", 'workers = ["tcp://a:1"]\ninsecure = true\n[scheduler]\ncalibrate = true\n')
+    assert load(yaml, {}, {}).config == load(toml, {}, {}).config
+    assert load(yaml, {}, {}).config.scheduler.calibrate is True
+
+
+def test_lists_in_variables_are_separated_by_commas() -> None:
+    config = load(None, {"PREBLE_WORKERS": "tcp://a:1, tcp://b:2,", "PREBLE_INSECURE": "true"}, {}).config
+    assert config.workers == ["tcp://a:1", "tcp://b:2"] and config.insecure is True
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("polici: e2", r"no such key polici; did you mean policy\?"),
+        ("scheduler: {max_byte: 1}", r"no such key scheduler\.max_byte; did you mean scheduler\.max_bytes\?"),
+        ("zzzzz: 1", r"no such key zzzzz$"),
+        ("port: many", "port: Expected `int`, got `str` "),
+        ("port: 70000", "port: Expected `int` <= 65535"),
+        ("policy: best", "policy must be one of"),
+        ("scheduler: {max_bytes: 1}", "SchedulerConfig.max_bytes must be"),
+        ("scheduler: 7", "scheduler must be a table"),
+        ("- a", "must hold a table"),
+        ("a: [", "c.yaml"),
+        ("api_keys: [short]", "api_keys: Expected `str` of length >= 8"),
+        ("host: 0.0.0.0", "anyone could use the workers"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(InvalidConfig, match=complaint):
+        load(written(tmp_path / "c.yaml", text), {}, {})
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    for path, complaint in (
+        (tmp_path / "none.yaml", "cannot be read"),
+        (written(tmp_path / "c.ini", ""), "must end in"),
+        (written(tmp_path / "big.yaml", " " * ((1 << 20) + 1)), "the limit is 1048576"),
+    ):
+        with pytest.raises(InvalidConfig, match=complaint):
+            load(path, {}, {})
+    assert load(written(tmp_path / "empty.yaml", ""), {}, {}).config == GatewayConfig()
+
+
+def test_of_variables_only_near_misses_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match="did you mean PREBLE_WORKERS"):
+        load(None, {"PREBLE_WORKRS": "tcp://a:1"}, {})
+    assert load(None, {"PREBLE_HYPOTHESIS": "long", "OTHER_PORT": "1"}, {}).config == GatewayConfig()
+
+
+def test_beyond_loopback_something_must_keep_strangers_out() -> None:
+    assert load(None, {"PREBLE_HOST": "0.0.0.0", "PREBLE_API_KEYS": "long-enough"}, {}).config.host == "0.0.0.0"
+    assert load(None, {"PREBLE_HOST": "0.0.0.0", "PREBLE_INSECURE": "1"}, {}).config.insecure is True
+
+
+def test_what_is_shown_can_be_loaded_and_holds_no_secret(tmp_path: Path) -> None:
+    given = {"PREBLE_API_KEYS": "very-secret-1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_JOIN_SHARE": "0.5"}
+    text = shown(load(None, given, {}))
+    assert "very-secret" not in text and "1 keys, not shown" in text
+    assert 'policy: "random"  # PREBLE_POLICY' in text
+    again = load(written(tmp_path / "c.yaml", text), {}, {}).config
+    assert (again.policy, again.scheduler.join_share, again.api_keys) == ("random", 0.5, [])
+
+
+def test_every_field_has_a_flag_and_a_variable_of_its_own() -> None:
+    assert len({flag_of(path) for path in FIELDS}) == len({variable_of(path) for path in FIELDS}) == len(FIELDS)
+    assert {path[-1] for path in FIELDS} > SECRET
+
+
+def test_the_config_command_prints_what_serve_would_use(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREBLE_DRAIN_SECONDS", "7")
+    assert cli.main(["config", "--workers", "tcp://a:1", "tcp://b:2", "--insecure"]) == 0
+    out = capsys.readouterr().out
+    assert 'workers: ["tcp://a:1","tcp://b:2"]  # --workers' in out
+    assert "drain_seconds: 7.0  # PREBLE_DRAIN_SECONDS" in out and "insecure: true  # --insecure" in out
+    assert cli.main(["serve", "--policy", "best"]) == 2
+    assert "policy must be one of" in capsys.readouterr().err
+
+
+def test_what_needs_a_restart_is_told_apart() -> None:
+    old = GatewayConfig()
+    new = load(None, {"PREBLE_PORT": "1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_JOIN_SHARE": "0.5"}, {}).config
+    assert changes(old, new) == ({"policy"}, {"port", "scheduler.join_share"})

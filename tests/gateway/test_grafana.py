@@ -1,0 +1,126 @@
+"""The Grafana dashboard against the metrics that are exported: names, labels, and that Grafana can read it. Runs no
+Grafana."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from typing import Any
+
+import pytest
+
+from preble import GlobalScheduler, ManualClock
+from preble.gateway.core.metrics import Metrics
+from tests.support.paths import ROOT
+
+parser = pytest.importorskip(
+    "prometheus_client.parser", reason="needs prometheus_client: pip install 'preble[gateway]'"
+)
+
+FOLDER = ROOT / "examples" / "grafana"
+SCRAPED = {"job", "instance", "le"}  # what Prometheus adds
+# A word that an expression has outside of quotes, and that is no name of a metric or of a label.
+PROMQL = {"sum", "min", "max", "by", "rate", "histogram_quantile", "label_values"}
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> dict[str, Any]:
+    """The file."""
+    return dict(json.loads((FOLDER / "preble.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """Labels by metric, of a gateway where everything has happened once."""
+    metrics = Metrics(ManualClock())
+    metrics.request("/v1/completions", 200, 0.1)
+    metrics.phase("decide", 1e-5)
+    metrics._ended.labels("stop").inc()
+    scheduler = GlobalScheduler(["a"])
+    scheduler.finish(scheduler.schedule([1, 2, 3]).request_id)
+    names = ("finished", "failed", "cancelled", "resumed", "queue_full", "live_requests")
+    worker = {"worker_id": "a", "state": "ready", "epoch": 1, "events": {"BlockStored": 2}}
+    stats = scheduler.stats()
+    stats["plans"]["made"] = {"replica": 1}
+    scheduler.stats = lambda: stats
+    text = metrics.render(scheduler, {**dict.fromkeys(names, 0), "workers": {"tcp://a": worker}}, GATEWAY).decode()
+    found: dict[str, set[str]] = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+GATEWAY = {"live_choices": 0, "tasks": 1, "ready": True}
+
+
+def expressions(dashboard: dict[str, Any]) -> list[str]:
+    """Everything that Prometheus is asked."""
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries = [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    return [target["expr"] for target in targets] + queries
+
+
+def words(expression: str) -> set[str]:
+    """Names in an expression, without what is quoted."""
+    plain = re.sub(r'"[^"]*"|\[[^]]*\]', "", expression)
+    return set(re.findall(r"[a-z_][a-z0-9_]*", plain)) - PROMQL
+
+
+def test_every_metric_and_label_of_the_dashboard_is_exported(
+    dashboard: dict[str, Any], exported: dict[str, set[str]]
+) -> None:
+    asked = expressions(dashboard)
+    assert len(asked) > 30
+    for expression in asked:
+        names = {word for word in words(expression) if word.startswith("preble_")}
+        assert names and names <= exported.keys(), f"{names - exported.keys()} in {expression}"
+        labels = words(expression) - names
+        for name in names:
+            assert labels <= exported[name] | SCRAPED, f"{labels - exported[name]} in {expression}"
+
+
+def test_what_peers_export_is_exported(exported: dict[str, set[str]]) -> None:
+    wanted = {
+        "preble_requests_total": {"policy", "reason"},
+        "preble_decision_duration_seconds_count": {"phase"},
+        "preble_kv_events_total": {"type", "worker"},
+        "preble_kv_event_gaps_total": {"worker"},
+        "preble_worker_epoch": {"worker"},
+        "preble_replication_plans_total": {"kind"},
+        "preble_index_evictions_total": {"why"},
+        "preble_regret_seconds_count": set(),
+        "preble_leases_active": set(),
+        "preble_scaling_desired_workers": set(),
+    }
+    assert {name: exported.get(name) for name in wanted} == wanted
+
+
+def test_grafana_can_read_it(dashboard: dict[str, Any]) -> None:
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert dashboard["schemaVersion"] >= 36 and dashboard["title"] and dashboard["uid"]
+    names = {variable["name"] for variable in dashboard["templating"]["list"]}
+    for expression in expressions(dashboard):
+        assert set(re.findall(r"\$(?!__)(\w+)", expression)) <= names
+        assert all(expression.count(a) == expression.count(b) for a, b in ("()", "{}", "[]")), expression
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells)), "no panel lies on another"
+    assert max(x for x, _ in cells) < 24
+
+
+def test_the_file_is_what_its_program_writes() -> None:
+    made = runpy.run_path(str(FOLDER / "make_dashboard.py"))["text"]()
+    assert made == (FOLDER / "preble.json").read_text(), "run python examples/grafana/make_dashboard.py"
+
+
+def test_the_metrics_are_documented(exported: dict[str, set[str]]) -> None:
+    text = (ROOT / "docs" / "gateway.md").read_text()
+    for name in ("preble_decision_duration_seconds", "preble_kv_events_total"):
+        assert f"`{name}`" in text

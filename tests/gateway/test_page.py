@@ -1,0 +1,354 @@
+"""The live page in a real browser, before a real gateway and real worker processes: what an operator sees and clicks.
+
+Needs playwright (of the extra `test`) and a chromium; without them these tests are skipped. Every wait is for something
+to be seen, never for a time to pass. The numbers behind the page are tested in test_page_state.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gateway import Client, GatewayProcess
+from tests.support.transport import HANG_SECONDS, WorkerProcess
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'preble[test]'")
+expect = playwright.expect
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+
+MARKUP = '"><img src=x onerror="document.title=1">&amp;'
+NAMES = ("plain", MARKUP)
+SECRET_TOKEN = 31_337
+PREFIX = [SECRET_TOKEN] * 900
+WAIT_MS = 1000 * HANG_SECONDS
+KEY, ADMIN = "a-key-for-requests", "a-key-for-operators"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One chromium for all tests."""
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        expect.set_options(timeout=WAIT_MS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[WorkerProcess]]:
+    """Two simulated workers; one has a name that is markup."""
+    processes = [WorkerProcess("--id", name, time_scale=0.01) for name in NAMES]
+    yield processes
+    for process in processes:
+        process.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(workers: list[WorkerProcess], tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """A gateway in front of both, that has answered some requests with a prefix in common."""
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    process = GatewayProcess("--workers", *(worker.endpoint for worker in workers), "--min-workers", "2", log=log)
+    client = Client(process.address)
+    for number in range(6):
+        complete(client, [*PREFIX, *range(number, number + 40)])
+    client.close()
+    yield process
+    process.stop()
+
+
+def complete(client: Client, prompt: list[int], request_id: str = "") -> None:
+    """One request."""
+    body = {"model": "simulated", "prompt": prompt, "max_tokens": 4}
+    headers = {"x-request-id": request_id} if request_id else {}
+    status, _, _ = client.call("POST", "/v1/completions", body, headers)
+    assert status == 200
+
+
+@contextlib.contextmanager
+def opened(browser: Any, url: str) -> Iterator[Any]:
+    """A new tab that shows a gateway's page."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(url)
+    yield page
+    context.close()
+
+
+@pytest.fixture
+def page(browser: Any, gateway: GatewayProcess) -> Iterator[Any]:
+    """The page, open and showing the fleet; it must have no errors and ask nobody but the gateway."""
+    asked: list[str] = []
+    errors: list[str] = []
+    with opened(browser, "about:blank") as page:
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(gateway.url)
+        expect(page.locator(".worker")).to_have_count(2)
+        yield page
+    assert not errors
+    assert len(asked) >= 5 and all(url.startswith(f"{gateway.url}/") for url in asked), "nothing foreign may load"
+
+
+def state_of(gateway: GatewayProcess) -> dict[str, Any]:
+    """What the page is told."""
+    client = Client(gateway.address)
+    status, _, state = client.call("GET", "/v1/preble/state?after=0")
+    client.close()
+    assert status == 200
+    return dict(state)
+
+
+# --- what is seen -----------------------------------------------------------------------------------------------------
+
+
+def test_workers_are_listed_with_their_state_and_numbers(page: Any) -> None:
+    expect(page.locator("#gateway-state")).to_have_text("ready")
+    expect(page.locator("#workers-count")).to_have_text("2 ready")
+    expect(page.locator(".worker.is-ready")).to_have_count(2)
+    expect(page.locator("#tile-hit strong")).to_have_text(re.compile(r"^\d+ %$|^–$"))
+    expect(page.locator("#tile-requests_per_second .note")).to_have_text(re.compile(r"live, \d+ so far"))
+    lines = page.locator(".worker.is-ready .meter.blue path.line")
+    expect(lines).to_have_count(2)
+    expect(lines.first).to_have_attribute("d", re.compile(r"^M.*L"))
+
+
+def test_charts_grow_while_one_looks(page: Any) -> None:
+    line = page.locator("#tile-waiting path.line")
+    points = line.get_attribute("d").count("L")
+    expect(line).to_have_attribute("d", re.compile(rf"^M[^L]*(L[^L]*){{{points + 2},}}$"))
+
+
+def test_a_name_that_is_markup_stays_text(page: Any) -> None:
+    names = page.locator(".worker .name")
+    assert sorted(names.all_text_contents()) == sorted(NAMES)
+    assert page.locator("img[src=x]").count() == 0
+    assert page.title() == "Preble"
+
+
+def test_hot_prefixes_show_where_they_live_and_never_what_they_say(page: Any, gateway: GatewayProcess) -> None:
+    hottest = page.locator(".prefix").first
+    expect(hottest).to_contain_text("900 tokens")
+    expect(hottest.locator(".chip").first).to_have_text(re.compile("|".join(map(re.escape, NAMES))))
+    assert str(SECRET_TOKEN) not in json.dumps(state_of(gateway)), "a prompt's tokens are never told"
+    assert str(SECRET_TOKEN) not in page.content()
+
+
+def test_a_click_on_a_decision_shows_every_workers_terms(page: Any, gateway: GatewayProcess) -> None:
+    client = Client(gateway.address)
+    complete(client, [*PREFIX, 9001, 9002, 9003], "the-one-to-explain")
+    row = page.locator('.decision[title*="the-one-to-explain"]')
+    sequence = row.get_attribute("data-sequence")
+    _, _, told = client.call("GET", f"/v1/preble/decisions/{sequence}")
+    client.close()
+    row.click()
+    dialog = page.locator("#decision")
+    expect(dialog.locator("tbody tr")).to_have_count(2)
+    expect(dialog.locator("#decision-title")).to_have_text(f"{told['worker']}: exploit")
+    expect(dialog.locator("tr.is-chosen .name")).to_have_text(told["worker"])
+    expect(dialog.locator("tr.is-chosen td").nth(1)).to_have_text(str(told["chosen"]["matched_tokens"]))
+    expect(dialog).to_contain_text(f"{told['chosen']['matched_tokens']} of 903 prompt tokens believed cached")
+    expect(dialog).to_contain_text("request the-one-to-explain")
+    assert told["chosen"]["matched_tokens"] == 900
+    assert {terms["worker"] for terms in told["terms"]} == set(NAMES)
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+
+
+def test_a_decision_can_be_opened_from_the_keyboard(page: Any) -> None:
+    row = page.locator(".decision").first
+    row.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#decision tr.is-chosen")).to_have_count(1)
+    page.get_by_role("button", name="Close").click()
+    expect(page.locator("#decision")).to_be_hidden()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_nothing_is_wider_than_the_screen(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.locator(".decision").first.click()
+    expect(page.locator("#decision tr.is-chosen")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_it_is_dark_where_the_reader_likes_it_dark(page: Any) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(ground)
+    page.emulate_media(color_scheme="dark")
+    assert brightness(page.evaluate(ground)) < 60 < 200 < brightness(light)
+
+
+def brightness(colour: str) -> float:
+    """Mean of the channels of rgb(...)."""
+    return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
+
+
+def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any, gateway: GatewayProcess) -> None:
+    state = state_of(gateway)
+    state["workers"] = [
+        {**state["workers"][0], "id": f"w{i}", "address": f"tcp://{i}", "state": "quiet" if i == 499 else "ready"}
+        for i in range(500)
+    ]
+    state["workers_left_out"] = 7
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/preble/state*", lambda route: route.fulfill(json=state))
+        page.goto(gateway.url)
+        expect(page.locator(".worker")).to_have_count(24)
+        expect(page.locator(".worker .name").first).to_have_text("w499")  # the one in trouble
+        expect(page.locator("#workers-count")).to_have_text("1 quiet499 ready")
+        page.get_by_role("button", name="Show all 500 (7 more are not listed)").click()
+        expect(page.locator(".worker")).to_have_count(500)
+        page.get_by_role("button", name="Show fewer").click()
+        expect(page.locator(".worker")).to_have_count(24)
+
+
+def test_plans_are_told_with_where_they_lead(browser: Any, gateway: GatewayProcess) -> None:
+    plan = {"kind": "replica", "phase": "began", "plan": 1, "prefix_tokens": 512, "from_worker": "here"}
+    plan |= {"to_worker": MARKUP, "reason": "its load is above 0.8", "saved_seconds": 2.0, "why": None}
+    ended = {**plan, "phase": "ended", "why": "the load fell"}
+    policy = {"kind": "policy", "before": "e2", "after": "random"}
+    told = [{**event, "number": 9 - i, "seconds_ago": 61.0 * i} for i, event in enumerate((ended, plan, policy))]
+    state = {**state_of(gateway), "events": told, "events_total": 40}
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/preble/state*", lambda route: route.fulfill(json=state))
+        page.goto(gateway.url)
+        events = page.locator(".event")
+        expect(events.nth(0)).to_have_text(f"copy ended512 tokens here → {MARKUP}the load fellnow")
+        expect(events.nth(1)).to_have_text(f"copy512 tokens here → {MARKUP}its load is above 0.81 min ago")
+        expect(events.nth(2)).to_have_text("policyrandom instead of e22 min ago")
+        expect(page.locator("#events-note")).to_have_text("40 so far")
+        assert page.locator("img[src=x]").count() == 0
+
+
+def test_another_process_behind_the_same_address_starts_the_charts_afresh(
+    browser: Any, gateway: GatewayProcess
+) -> None:
+    fresh, restarted = state_of(gateway), []
+
+    def answer(route: Any) -> None:
+        after = int(route.request.url.rpartition("=")[2])
+        tick, count = (3, 3) if restarted else (10_000, 200)
+        history = {name: [1.0] * (0 if after >= tick else count) for name in fresh["fleet_history"]}
+        route.fulfill(json={**fresh, "tick": tick, "tick_seconds": 0.05, "fleet_history": history})
+
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/preble/state*", answer)
+        page.goto(gateway.url)
+        line = page.locator("#tile-waiting path.line")
+        expect(line).to_have_attribute("d", re.compile(r"^M[^L]*(L[^L]*){199}$"))
+        restarted.append(True)
+        expect(line).to_have_attribute("d", re.compile(r"^M[^L]*(L[^L]*){2}$"))
+
+
+# --- what must not load -----------------------------------------------------------------------------------------------
+
+
+def test_the_browser_refuses_scripts_in_the_page_and_whatever_is_foreign(browser: Any, gateway: GatewayProcess) -> None:
+    with opened(browser, gateway.url) as page:
+        refused = page.evaluate(
+            """() => new Promise((resolve) => {
+                const seen = [];
+                document.addEventListener("securitypolicyviolation", (event) => {
+                    seen.push(event.effectiveDirective);
+                    if (seen.length === 3) resolve(seen.sort());
+                });
+                const script = document.createElement("script");
+                script.textContent = "window.ran = true";
+                document.body.append(script);
+                const image = document.createElement("img");
+                image.src = "http://127.0.0.1:9/x.png";
+                document.body.append(image);
+                fetch("http://127.0.0.1:9/").catch(() => null);
+            })"""
+        )
+        assert refused == ["connect-src", "img-src", "script-src-elem"]
+        assert page.evaluate("window.ran") is None
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def until_the_end() -> Iterator[contextlib.ExitStack]:
+    """What is to be stopped at the end of the test, whatever becomes of it."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def test_where_admin_keys_are_configured_the_page_asks_for_one(
+    browser: Any, workers: list[WorkerProcess], tmp_path: Path, until_the_end: contextlib.ExitStack
+) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(
+        f'api_keys = ["{KEY}"]\nadmin_keys = ["{ADMIN}"]\nrate_limit_per_minute = 1\nrate_limit_burst = 1\n'
+    )
+    process = GatewayProcess("--config", str(config), "--workers", workers[0].endpoint, log=tmp_path / "log")
+    until_the_end.callback(process.stop)
+    page = until_the_end.enter_context(opened(browser, process.url))
+    asked = ((None, "Enter one of its admin keys"), ("not-a-key", "was refused"), (KEY, "is a key for requests"))
+    for key, why in asked:
+        if key is not None:
+            page.get_by_label("Admin key").fill(key)
+            page.get_by_role("button", name="Show the fleet").click()
+        expect(page.locator("#key")).to_contain_text(why)
+        expect(page.locator("#main")).to_be_hidden()
+    page.get_by_label("Admin key").fill(ADMIN)
+    page.keyboard.press("Enter")
+    expect(page.locator(".worker")).to_have_count(1)
+    page.reload()
+    expect(page.locator(".worker")).to_have_count(1)  # the tab remembers the key, and no rate stops the page
+    lines = process.log_lines()
+    assert not [line for line in lines if line.get("route") == "/v1/preble/state"], "what the page asks is not logged"
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_turns_red_and_a_gateway_that_ends_is_missed(
+    browser: Any, tmp_path: Path, until_the_end: contextlib.ExitStack
+) -> None:
+    workers = [WorkerProcess("--id", name, time_scale=0.01) for name in ("stays", "dies")]
+    for worker in workers:
+        until_the_end.callback(worker.stop)
+    endpoints = [worker.endpoint for worker in workers]
+    process = GatewayProcess("--workers", *endpoints, "--min-workers", "2", log=tmp_path / "log")
+    until_the_end.callback(process.stop)
+    page = until_the_end.enter_context(opened(browser, process.url))
+    expect(page.locator(".worker.is-ready")).to_have_count(2)
+    row = page.locator('[data-worker="dies"]')
+    assert not is_red(row)
+    workers[1].signal(signal.SIGKILL)
+    expect(row).to_have_class(re.compile("is-lost"))
+    expect(row.locator(".state")).to_have_text("lost")
+    assert is_red(row)
+    expect(page.locator("#gateway-state")).to_have_text("ready, degraded")
+    expect(page.locator(".event").first).to_contain_text("dies")
+    assert not is_red(page.locator('[data-worker="stays"]'))
+    assert page.locator(".worker").first.get_attribute("data-worker") == "dies", "trouble comes first"
+    process.stop()
+    expect(page.locator("#trouble")).to_contain_text("does not answer")
+    expect(page.locator("#gateway-state")).to_have_text("no answer")
+
+
+def is_red(row: Any) -> bool:
+    """Whether a row's edge and its state are mostly red."""
+    colours = row.evaluate(
+        "row => [getComputedStyle(row).borderLeftColor, getComputedStyle(row.querySelector('.state')).color]"
+    )
+    channels = [[float(part) for part in re.findall(r"[\d.]+", colour)] for colour in colours]
+    return all(len(one) == 3 and one[0] > 180 and max(one[1:]) < 120 for one in channels)

@@ -1,0 +1,169 @@
+"""Parts of the gateway that need no process: the check of tokenizers at the start, rates, errors, merging of choices,
+bounded labels. Workers are scripted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preble import GlobalScheduler, ManualClock, SamplingParams
+from preble.errors import EngineError, HandshakeRefused, NoWorkers, QueueFull, TransportError, WorkerLost
+from preble.gateway import middleware, program
+from preble.gateway.core import metrics
+from preble.gateway.core.config import GatewayConfig
+from preble.gateway.core.http_errors import problem_of
+from preble.gateway.middleware import RateLimiter
+from preble.gateway.text.generation import Choice, Job, Piece, _merged
+from preble.gateway.text.tokenizing import TextCodec
+from preble.router import Router
+from tests.support.gateway import make_tokenizer, swap_letters
+from tests.support.transport import FAST, ScriptedWorker, asynchronous
+
+
+async def no_script(worker: Any, submit: Any) -> None:
+    """A worker that never answers."""
+
+
+@asynchronous
+async def test_workers_with_another_tokenizer_are_refused_and_named(tmp_path: Path) -> None:
+    codec = TextCodec(make_tokenizer(tmp_path), threads=1)
+    worker = ScriptedWorker(no_script, tokenizer_fingerprint="of-another-model")
+    router = Router([worker.endpoint], config=FAST, tokenizer_fingerprint=codec.fingerprint)
+    with pytest.raises(HandshakeRefused, match="of-another-model.*tokenised wrongly"):
+        await program._start(router, GatewayConfig(), codec)
+    codec.close()
+    await worker.close()
+
+
+@asynchronous
+async def test_with_warn_the_first_difference_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    codec = TextCodec(make_tokenizer(tmp_path / "mine"), threads=1)
+    other = swap_letters(make_tokenizer(tmp_path / "other"), "H", "I")
+    for fingerprint, model, said in (
+        ("another", str(other), "first difference: probe 0, position 1: the gateway has token 72, the worker 73"),
+        ("another", "a-name", "first difference: not known"),
+        ("", "a-name", "does not say which tokenizer it has"),
+    ):
+        caplog.clear()
+        worker = ScriptedWorker(no_script, tokenizer_fingerprint=fingerprint, model=model)
+        router = Router([worker.endpoint], config=FAST)
+        with caplog.at_level(logging.WARNING, "preble.gateway"):
+            await program._start(router, GatewayConfig(), codec)
+        assert said in caplog.text
+        await router.close()
+        await worker.close()
+    codec.close()
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_lets_bursts_pass_and_says_how_long_to_wait() -> None:
+    clock = ManualClock()
+    limiter = RateLimiter(60.0, 3, clock)
+    assert [limiter.wait_seconds("a") for _ in range(4)] == [0.0, 0.0, 0.0, 1.0]
+    assert limiter.wait_seconds("b") == 0.0, "names do not share"
+    clock.advance(0.5)
+    assert limiter.wait_seconds("a") == pytest.approx(0.5), "refused requests cost nothing"
+    clock.advance(0.5)
+    assert limiter.wait_seconds("a") == 0.0
+    clock.advance(3600.0)
+    assert [limiter.wait_seconds("a") > 0 for _ in range(4)] == [False, False, False, True], "no more than a burst"
+
+
+def test_of_too_many_names_the_oldest_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BUCKETS_MAX", 2)
+    limiter = RateLimiter(1.0, 1, ManualClock())
+    assert [limiter.wait_seconds(name) > 0 for name in "aabbc"] == [False, True, False, True, False]
+    assert len(limiter) == 2
+    assert [limiter.wait_seconds(name) > 0 for name in "ba"] == [True, False], "b is remembered, a is not"
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry"),
+    [
+        (QueueFull("full"), 503, "queue_full", "1"),
+        (NoWorkers("none"), 503, "no_workers", "1"),
+        (TransportError("closed"), 503, "unavailable", "1"),
+        (WorkerLost("lost"), 502, "worker_lost", "1"),
+        (EngineError("broken"), 500, "engine_error", None),
+    ],
+)
+def test_errors_say_whether_trying_again_makes_sense(error: Any, status: int, code: str, retry: str | None) -> None:
+    problem = problem_of(error)
+    assert (problem.status, problem.code, problem.headers().get("retry-after")) == (status, code, retry)
+    assert problem_of(problem) is problem
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def choice(index: int) -> Choice:
+    """A choice of nothing in particular."""
+    return Choice(Job(index, f"r{index}", np.array([1], np.int32), SamplingParams()))
+
+
+async def ticking(one: Choice, count: int, closed: list[int], error: Exception | None = None) -> Any:
+    """`count` pieces, then an error or the end; says when it is closed."""
+    try:
+        for i in range(count):
+            yield Piece(one, str(i))
+            await asyncio.sleep(0)
+        if error is not None:
+            raise error
+    finally:
+        closed.append(one.job.index)
+
+
+@asynchronous
+async def test_choices_are_merged_each_in_its_own_order() -> None:
+    closed: list[int] = []
+    texts = ["", "", ""]
+    async for piece in _merged([ticking(choice(i), 5 + i, closed) for i in range(3)]):
+        texts[piece.choice.job.index] += piece.text
+    assert texts == ["01234", "012345", "0123456"]
+    assert sorted(closed) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [EngineError("broken"), ZeroDivisionError("a defect")])
+@asynchronous
+async def test_an_error_of_one_choice_ends_all(error: Exception) -> None:
+    closed: list[int] = []
+    streams = [
+        ticking(choice(0), 1000, closed),
+        ticking(choice(1), 2, closed, error),
+    ]
+    with pytest.raises(type(error)):
+        async for _ in _merged(streams):
+            pass
+    assert sorted(closed) == [0, 1]
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+GATEWAY = {"live_choices": 0, "ready": True, "tasks": 0}
+
+
+def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "WORKER_LABELS_MAX", 2)
+    scheduler = GlobalScheduler([f"w{i}" for i in range(5)])
+    workers = {f"tcp://{i}": {"worker_id": f"w{i}", "state": "ready", "epoch": 1, "losses": i} for i in range(5)}
+    names = ("finished", "failed", "cancelled", "resumed", "queue_full", "live_requests")
+    router = {**dict.fromkeys(names, 0), "workers": workers}
+    text = metrics.Metrics(ManualClock()).render(scheduler, router, GATEWAY).decode()
+    losses = [line for line in text.splitlines() if line.startswith("preble_worker_losses_total")]
+    assert losses == [
+        'preble_worker_losses_total{worker="w0"} 0.0',
+        'preble_worker_losses_total{worker="w1"} 1.0',
+        'preble_worker_losses_total{worker="other"} 9.0',
+    ]

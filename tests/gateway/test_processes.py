@@ -1,0 +1,200 @@
+"""`preble serve --processes 2` with real processes: what one learns the other knows, crashes, and the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preble.gateway.core.sibling_processes import Answer, merged, statuses
+from tests.support.gateway import Client, GatewayProcess
+from tests.support.transport import HANG_SECONDS, WorkerProcess
+
+CONNECTIONS_MAX = 200  # the kernel chooses the process of each; so many are never all with one
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """One simulated worker."""
+    process = WorkerProcess("--id", "a", time_scale=0.0)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def gateway(worker: WorkerProcess, tmp_path: Path) -> Iterator[GatewayProcess]:
+    """Two processes in front of it."""
+    process = GatewayProcess("--workers", worker.endpoint, "--processes", "2", log=tmp_path / "log")
+    yield process
+    assert process.stop() == 0
+
+
+def connections(gateway: GatewayProcess) -> list[Client]:
+    """A connection to each of the processes, in their order."""
+    found: dict[str, Client] = {}
+    for _ in range(CONNECTIONS_MAX):
+        client = Client(gateway.address)
+        _, headers, _ = client.call("GET", "/health")
+        if headers["x-preble-process"] in found:
+            client.close()
+        found.setdefault(headers["x-preble-process"], client)
+        if len(found) == 2:
+            return [found["0"], found["1"]]
+    raise AssertionError(f"{CONNECTIONS_MAX} connections went to {sorted(found)}")
+
+
+def until(condition: Any, what: str) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+def complete(client: Client, prompt: list[int]) -> tuple[int, dict[str, str], Any]:
+    """Two tokens for a prompt."""
+    return client.call("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 2})
+
+
+def pid_of(gateway: GatewayProcess, index: int) -> int:
+    """The process at that place, by its command line; 0 if there is none now."""
+    children = Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text().split()
+    for pid in map(int, children):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        if "preble.gateway.processes" in words and json.loads(words[3])["seat"]["index"] == index:
+            return pid
+    return 0
+
+
+def test_what_one_process_served_the_other_knows_is_cached(gateway: GatewayProcess) -> None:
+    """Told only by the worker's events: the two share nothing else."""
+    first, second = connections(gateway)
+    prompt = list(range(1000, 1640))
+
+    before = second.call("POST", "/v1/preble/explain", {"token_ids": prompt})[2]
+    assert complete(first, prompt)[0] == 200
+    until(lambda: second.call("POST", "/v1/preble/explain", {"token_ids": prompt})[2] != before, "the other has heard")
+    status, headers, answer = complete(second, prompt)
+    assert (status, headers["x-preble-process"]) == (200, "1")
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 600
+    assert "reason=exploit" in headers["x-preble-decision"]
+
+
+def test_each_process_books_what_the_other_has_running(tmp_path: Path) -> None:
+    slow = WorkerProcess("--id", "slow", time_scale=1.0)
+    gateway = GatewayProcess("--workers", slow.endpoint, "--processes", "2", log=tmp_path / "log")
+    try:
+        first, second = connections(gateway)
+        body = json.dumps({"prompt": [7, 8, 9], "max_tokens": 10_000, "stream": True})
+        first.connection.request("POST", "/v1/completions", body)
+        first.connection.getresponse()
+
+        def booked(client: Client) -> int:
+            return int(client.call("GET", "/workers")[2]["workers"][0]["live_requests"])
+
+        until(lambda: booked(second) == 1, "the other process has booked it, too")
+        assert 'preble_leases_mirrored{process="1"} 1.0' in second.call("GET", "/metrics")[2]
+        os.kill(pid_of(gateway, 0), signal.SIGKILL)
+        until(lambda: booked(second) == 0, "it has heard that the request is over")
+    finally:
+        gateway.stop()
+        slow.stop()
+
+
+def test_metrics_of_any_process_tell_all(gateway: GatewayProcess) -> None:
+    first, second = connections(gateway)
+    assert complete(first, [1, 2, 3])[0] == 200
+    text = second.call("GET", "/metrics")[2]
+    assert text.count("# TYPE preble_requests_total counter") == 1
+    for sample in (
+        'preble_process_up{process="0"} 1.0',
+        'preble_prompt_tokens_total{process="0"} 3.0',
+        'preble_prompt_tokens_total{process="1"} 0.0',
+        'preble_worker_up{process="1",worker="a"} 1.0',
+    ):
+        assert sample in text, sample
+
+
+def test_a_change_of_workers_is_made_in_all_processes_and_outlives_a_crash(gateway: GatewayProcess) -> None:
+    more = WorkerProcess("--id", "b", time_scale=0.0)
+    try:
+        first, second = connections(gateway)
+        status, _, told = first.call("POST", "/workers", {"address": more.endpoint})
+        assert (status, told["processes"]) == (201, [{"process": 0, "status": 201}, {"process": 1, "status": 201}])
+        assert [card["id"] for card in second.call("GET", "/workers")[2]["workers"]] == ["a", "b"]
+        assert second.call("POST", "/workers/b/drain")[0] == 202
+        states = {card["id"]: card["state"] for card in first.call("GET", "/workers")[2]["workers"]}
+        assert states == {"a": "ready", "b": "draining"}
+
+        killed = pid_of(gateway, 1)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: pid_of(gateway, 1) not in (0, killed), "it was started again")
+        until(lambda: 'preble_process_up{process="1"} 1.0' in first.call("GET", "/metrics")[2], "it serves")
+        assert complete(first, [4, 5])[0] == 200
+        again = connections(gateway)[1]
+        states = {card["id"]: card["state"] for card in again.call("GET", "/workers")[2]["workers"]}
+        assert states == {"a": "ready", "b": "draining"}
+
+        assert again.call("DELETE", "/workers/b")[0] == 200
+        assert [card["id"] for card in first.call("GET", "/workers")[2]["workers"]] == ["a"]
+        assert any(line["message"].startswith("process exited") for line in gateway.log_lines())
+    finally:
+        more.stop()
+
+
+def test_sigterm_lets_the_answers_of_all_processes_end(tmp_path: Path) -> None:
+    slow = WorkerProcess("--id", "slow", time_scale=1.0)
+    gateway = GatewayProcess("--workers", slow.endpoint, "--processes", "2", log=tmp_path / "log")
+    try:
+        body = json.dumps({"prompt": [7, 8, 9], "max_tokens": 20, "stream": True})
+        clients = connections(gateway)
+        for client in clients:
+            client.connection.request("POST", "/v1/completions", body)
+        answers = [client.connection.getresponse() for client in clients]  # both stream now
+        gateway.signal(signal.SIGTERM)
+        assert all(answer.read().endswith(b"data: [DONE]\n\n") for answer in answers)
+        assert gateway.process.wait(HANG_SECONDS) == 0
+    finally:
+        gateway.stop()
+        slow.stop()
+
+
+def test_the_processes_end_when_their_parent_is_killed(gateway: GatewayProcess) -> None:
+    pids = [pid_of(gateway, 0), pid_of(gateway, 1)]
+    gateway.process.kill()
+    until(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in pids), "both have ended")
+    gateway.process.returncode = 0  # the fixture asks how it ended
+
+
+def test_a_configuration_that_cannot_work_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code 1"):
+        GatewayProcess(
+            *("--workers", "tcp://127.0.0.1:9", "--connect-seconds", "0.2", "--processes", "2"), log=tmp_path / "log"
+        )
+    assert "0 of 1 workers are ready" in (tmp_path / "log").read_text()
+
+
+def test_metrics_are_merged_by_family_and_say_who_is_silent() -> None:
+    text = b'# HELP a A\n# TYPE a counter\na 1.0\n# HELP b B\n# TYPE b gauge\nb{x="{ }"} 2.0\n'
+    lines = merged({0: text, 1: None, 2: text}).decode().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        *('preble_process_up{process="0"} 1.0', 'preble_process_up{process="1"} 0.0'),
+        'preble_process_up{process="2"} 1.0',
+        *('a{process="0"} 1.0', 'a{process="2"} 1.0'),
+        *('b{process="0",x="{ }"} 2.0', 'b{process="2",x="{ }"} 2.0'),
+    ]
+    assert lines.index("# TYPE b gauge") == lines.index('b{process="0",x="{ }"} 2.0') - 1
+
+
+def test_what_each_process_said_is_told_in_order() -> None:
+    said = statuses(201, 1, [Answer(0, None), Answer(2, 409)])
+    assert said == [{"process": 0, "status": None}, {"process": 1, "status": 201}, {"process": 2, "status": 409}]

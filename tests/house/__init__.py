@@ -1,0 +1,1 @@
+"""What holds for the repository: layers, style, pages, deployment files, packages, examples."""

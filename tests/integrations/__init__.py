@@ -1,0 +1,1 @@
+"""Ray and other hosts."""

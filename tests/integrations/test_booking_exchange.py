@@ -1,0 +1,258 @@
+"""What routers of one deployment tell each other: the board and its bounds, the way there and back, and that prompts
+which share a prefix meet although they come to different routers. Needs no ray; the actor is `test_ray_serve`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import preble
+from preble.config import SchedulerConfig
+from preble.integrations import board as module
+from preble.integrations.booking_exchange import NOTE_BYTES, QUEUE_MAX, Board, BoardClient, Heard, Note
+from preble.integrations.prompt_extractors import Tokens
+from preble.integrations.replica_scheduler import PEER_SECONDS, ReplicaFacts, ReplicaScheduler, Ticket
+
+REPLICAS = {name: ReplicaFacts() for name in "abcd"}
+
+
+def tokens(start: int, own: int = 0, count: int = 300) -> Tokens:
+    """A prompt: a prefix that `start` names, and one token of its own."""
+    return Tokens(np.array([*range(start, start + count), 90_000 + own], dtype=np.int32))
+
+
+# --- the board --------------------------------------------------------------------------------------------------------
+
+
+def test_a_router_hears_the_others_and_not_itself() -> None:
+    async def talk() -> None:
+        board = Board()
+        await board.tell("one", [Note(1, "a"), Note(2, "b")])
+        await board.tell("two", [Note(1, "c")])
+        heard = await board.hear("one", "", 0, 0.0)
+        assert heard.notes == [("two", Note(1, "c"))]
+        assert not heard.missed
+        assert (await board.hear("one", heard.epoch, heard.after, 0.0)).notes == []
+        await board.tell("two", [Note(1, "c", given_back=True)])
+        assert (await board.hear("one", heard.epoch, heard.after, 0.0)).notes == [("two", Note(1, "c", None, True))]
+
+    asyncio.run(talk())
+
+
+def test_hearing_waits_for_news_of_others() -> None:
+    async def talk() -> list[tuple[str, Note]]:
+        board = Board()
+        waiting = asyncio.ensure_future(board.hear("one", "", 0, 60.0))
+        await asyncio.sleep(0)
+        await board.tell("one", [Note(7, "a")])
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await board.tell("two", [Note(8, "a")])
+        return (await waiting).notes
+
+    assert asyncio.run(talk()) == [("two", Note(8, "a"))]
+
+
+def test_the_board_keeps_so_many_bytes_and_says_what_was_missed() -> None:
+    async def talk() -> None:
+        board = Board(bytes_max=10 * NOTE_BYTES)
+        await board.tell("one", [Note(0, "a")])
+        first = await board.hear("two", "", 0, 0.0)
+        await board.tell("one", [Note(number, "a") for number in range(1, 31)])
+        heard = await board.hear("two", first.epoch, first.after, 0.0)
+        assert heard.missed
+        assert [note.booking for _, note in heard.notes] == list(range(21, 31))
+        late = await board.hear("three", "", 0, 0.0)
+        assert not late.missed, "one that comes late has missed nothing that it was waiting for"
+        assert len(late.notes) == 10
+        again = await board.hear("two", "another board's", 5, 0.0)
+        assert len(again.notes) == 10
+
+    asyncio.run(talk())
+
+
+def test_many_notes_come_in_several_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_MAX", 4)
+
+    async def talk() -> list[int]:
+        board, found, heard = Board(), [], Heard("", 0, False, [])
+        await board.tell("one", [Note(number, "a") for number in range(10)])
+        for _ in range(3):
+            heard = await board.hear("two", heard.epoch, heard.after, 0.0)
+            found += [note.booking for _, note in heard.notes]
+        return found
+
+    assert asyncio.run(talk()) == list(range(10))
+
+
+# --- the way there ----------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A board that fails, or is not there."""
+
+    async def tell(self, router: str, notes: Sequence[Note]) -> None:
+        raise ConnectionError
+
+    async def hear(self, router: str, epoch: str, after: int, wait_seconds: float) -> Heard:
+        raise ConnectionError
+
+
+async def until(condition: Any) -> None:
+    """Wait for something that other tasks bring about."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it does not come about")
+
+
+def test_notes_arrive_although_boards_fail() -> None:
+    async def talk() -> None:
+        boards: list[Any] = [Broken(), Broken()]
+        real, taken = Board(), []
+        counters: Counter[str] = Counter()
+
+        async def connect() -> Any:
+            return boards.pop() if boards else real
+
+        one = BoardClient(connect, lambda *_: None, counters, retry_seconds=0.001)
+        two = BoardClient(connect, lambda *note: taken.append(note), Counter(), retry_seconds=0.001)
+        one.tell(Note(1, "a"))
+        one.start()
+        await until(lambda: counters["board_failed"] == 2)
+        two.start()
+        one.tell(Note(2, "b"))
+        await until(lambda: len(taken) == 2)
+        assert taken == [(one.router, Note(1, "a")), (one.router, Note(2, "b"))]
+        assert counters["notes_told"] == 2
+        one.close()
+        two.close()
+
+    asyncio.run(talk())
+
+
+def test_a_note_that_fails_takes_no_other_along() -> None:
+    async def talk() -> None:
+        board, taken = Board(), []
+        counters: Counter[str] = Counter()
+
+        async def connect() -> Any:
+            return board
+
+        def take(router: str, note: Note) -> None:
+            if note.booking == 2:
+                raise KeyError
+            taken.append(note.booking)
+
+        client = BoardClient(connect, take, counters)
+        await board.tell("other", [Note(1, "a"), Note(2, "a"), Note(3, "a")])
+        client.start()
+        await until(lambda: taken == [1, 3])
+        assert (counters["notes_failed"], counters["board_failed"]) == (1, 0)
+        client.close()
+
+    asyncio.run(talk())
+
+
+def test_notes_that_wait_are_bounded() -> None:
+    async def nowhere() -> Any:
+        raise ConnectionError
+
+    counters: Counter[str] = Counter()
+    client = BoardClient(nowhere, lambda *_: None, counters)
+    for number in range(QUEUE_MAX + 5):
+        client.tell(Note(number, "a"))
+    assert counters["notes_dropped"] == 5
+    client.close()
+
+
+# --- books that hear of each other ------------------------------------------------------------------------------------
+
+
+class Routers:
+    """Two routers of one deployment; what one tells, the other hears at once."""
+
+    def __init__(self) -> None:
+        self.clock = preble.ManualClock()
+        self.one, self.two = (self._router(name) for name in ("one", "two"))
+
+    def _router(self, name: str) -> ReplicaScheduler:
+        config = SchedulerConfig(lease_seconds=3600.0)
+        books = ReplicaScheduler(clock=self.clock, config=config, tell=lambda note: self._hear(name, note))
+        books.update(REPLICAS)
+        return books
+
+    def _hear(self, name: str, note: Note) -> None:
+        (self.two if name == "one" else self.one).peer(name, note)
+
+    def check(self) -> None:
+        self.one.check()
+        self.two.check()
+
+
+@pytest.fixture
+def routers() -> Routers:
+    return Routers()
+
+
+def test_siblings_meet_although_they_come_to_different_routers(routers: Routers) -> None:
+    for group in range(6):
+        homes = set()
+        for call in range(4):
+            books = (routers.one, routers.two)[call % 2]
+            homes.add(books.place(Ticket(f"{group}-{call}", tokens(1000 * group, call)), REPLICAS))
+        assert len(homes) == 1
+    routers.check()
+
+
+def test_a_booking_ends_everywhere(routers: Routers) -> None:
+    done, left = Ticket("done", tokens(0)), Ticket("left", tokens(5000))
+    home = routers.one.place(done, REPLICAS)
+    routers.one.routed(done, home)
+    routers.one.place(left, REPLICAS)
+    assert routers.two.stats()["open_bookings"] == 2
+    routers.one.completed(home, "done")
+    routers.one.cancel(left)
+    assert routers.two.stats()["open_bookings"] == 0
+    match = routers.two.scheduler.match(tokens(0).token_ids)
+    assert match.known_tokens > 0, "what was computed stays known"
+    routers.check()
+
+
+def test_a_call_that_moves_moves_everywhere(routers: Routers) -> None:
+    call = Ticket("call", tokens(0))
+    home = routers.one.place(call, REPLICAS)
+    other = next(name for name in REPLICAS if name != home)
+    routers.one.routed(call, other)
+    assert routers.two.stats()["open_bookings"] == 1
+    assert routers.two.scheduler.stats()["live_requests"] == 1
+    routers.check()
+
+
+def test_of_a_router_that_is_gone_nothing_stays_booked(routers: Routers) -> None:
+    routers.one.place(Ticket("call", tokens(0)), REPLICAS)
+    routers.clock.advance(PEER_SECONDS + 1.0)
+    routers.two.tick()
+    stats = routers.two.stats()
+    assert (stats["open_bookings"], stats["bookings_ended_unheard"]) == (0, 1)
+    assert routers.one.stats()["open_bookings"] == 1, "its own call has the lease's time"
+    routers.check()
+
+
+def test_notes_of_unknown_replicas_and_twice_the_same_change_nothing(routers: Routers) -> None:
+    note = Note(1, "a", tokens(0))
+    for _ in range(2):
+        routers.two.peer("gone", note)
+    routers.two.peer("gone", Note(2, "unheard of", tokens(0)))
+    routers.two.peer("gone", Note(3, "a"))
+    assert routers.two.stats()["peer_bookings"] == 1
+    routers.two.remove("a")
+    assert routers.two.stats()["open_bookings"] == 0
+    routers.check()

@@ -1,0 +1,1 @@
+"""KV events into the index of blocks."""

@@ -1,0 +1,1 @@
+"""Real engines; see `make test-live`."""

@@ -1,0 +1,1 @@
+"""Naive models to hold the real thing against; they share no code with it."""

@@ -1,0 +1,786 @@
+"""A naive model of the global scheduler, to hold the real one against. Owns nothing of the product.
+
+It keeps every request it has seen and every node of the tree as a whole prefix, and recomputes each sum and each term
+of a decision from these lists at every question. The rules are those of the docstrings of `_placement/e2.pyx`, `_cost.pyx` and
+`_core/tree/layout.pxd`; what it does not say is which dead nodes a tick forgets first (`NaiveTree.may_go` says which may go).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from zlib import crc32
+
+import preble
+from preble import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, SchedulerConfig, WorkerSpec
+from preble.scheduling.peer_bookings import is_mirrored
+from tests.models.cache_accuracy import NaiveTrust
+
+Tokens = tuple[int, ...]
+Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's start)
+SLICES = 36
+HOLDS, SLOW_SECONDS, STAY = 0.9, 0.03, 0.2  # the rule's constants
+UNSEEN_SECONDS, QUEUE_AGAIN, HEAD_TOKENS, PLACED_LATELY, OTHERS_LEAST = 1.0, 3.0, 16, 256, 0.001  # of several routers
+WEIGHT_LEAST = 1e-9
+
+
+def common(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens agree."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def mixed(x: int) -> int:
+    """The finalizer of splitmix64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+class NaiveCost:
+    """The documented formula, from the coefficients a `CostModel` shows."""
+
+    def __init__(self, model: preble.CostModel) -> None:
+        shown = model.coefficients()
+        self.knots, self.context, self.pair = shown["knots"], shown["context"], shown["pair"]
+
+    def linear(self, n: float) -> float:
+        """Between knots a straight line; the last line goes on; before the first it is flat."""
+        if n <= self.knots[0][0] or len(self.knots) == 1:
+            return self.knots[0][1]
+        lines = list(pairwise(self.knots))
+        (x0, y0), (x1, y1) = next((line for line in lines if n <= line[1][0]), lines[-1])
+        return y0 + (n - x0) * ((y1 - y0) / (x1 - x0))
+
+    def over_context(self, tokens: float) -> float:
+        start, flat, base, slope = self.context
+        return flat if tokens <= start else base + slope * tokens
+
+    def over_pairs(self, chunk: float, tokens: float) -> float:
+        start, base, q, s, qs = self.pair
+        return base + q * chunk + s * tokens + qs * chunk * tokens if chunk * tokens > start else 0.0
+
+    def prefill(self, missed: float, context: float) -> float:
+        if missed <= 0:
+            return 0.0
+        return self.linear(missed) + self.over_context(context) + self.over_pairs(missed, context)
+
+    def decode_step(self, context: float, batch: float) -> float:
+        return self.linear(batch) + self.over_context(context * batch) + batch * self.over_pairs(1, context)
+
+
+@dataclass
+class Hits:
+    """Hits by the number of the window they fell into; those of the newest window and the one before it are known.
+
+    A clock that jumped back counts into the newest window, unless there is nothing in it.
+    """
+
+    span: float
+    windows: list[int] = field(default_factory=list)
+    newest: int = 0
+
+    def window(self, now: float) -> int:
+        own = int(now / self.span) if now > 0 else 0
+        return max(own, self.newest) if self.windows else own
+
+    def roll(self, now: float) -> None:
+        self.newest = self.window(now)
+        self.windows = [window for window in self.windows if window >= self.newest - 1]
+
+    def add(self, now: float) -> None:
+        self.roll(now)
+        self.windows.append(self.newest)
+
+    def take(self, now: float) -> None:
+        """Take one back: of this window, else of the one before."""
+        self.roll(now)
+        if self.windows:
+            self.windows.remove(max(self.windows))
+
+    def recent(self, now: float) -> int:
+        """Hits of this window and the one before."""
+        return sum(self.windows.count(self.window(now) - ago) for ago in (0, 1))
+
+    def estimate(self, now: float) -> float:
+        """Hits within one span: the window before counts by the share of it that is still within."""
+        window = self.window(now)
+        is_own = now > 0 and window == int(now / self.span)
+        gone = now / self.span - int(now / self.span) if is_own else 0.0
+        return self.windows.count(window) + self.windows.count(window - 1) * (1.0 - gone)
+
+
+@dataclass(eq=False)
+class Mark:
+    """One worker at one node: how many of the node's own tokens, counted from its start, it is believed to cache."""
+
+    tokens: int
+    hits: Hits
+    confirmed: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    """One node: who caches how much of it, and how often it was hit by anybody."""
+
+    hits: Hits
+    marks: dict[str, Mark] = field(default_factory=dict)
+
+
+class NaiveTree:
+    """Nodes by whole prefix, and for each worker the nodes it caches from the least to the most recently used."""
+
+    def __init__(self, span: float) -> None:
+        self.span = span
+        self.nodes: dict[Path, Node] = {}
+        self.recency: dict[str, list[Path]] = {}
+        self.capacity: dict[str, int] = {}
+        self.told: set[str] = set()
+
+    # --- reads ---
+
+    def start(self, path: Path) -> int:
+        """Where the node's own tokens start: at the end of the longest other node on its way."""
+        space, tokens = path
+        return max((n for n in range(1, len(tokens)) if (space, tokens[:n]) in self.nodes), default=0)
+
+    def walk(self, path: Path) -> tuple[list[Path], int]:
+        """(nodes that a prompt passes or ends in, from the top; tokens of it that are known)."""
+        space, tokens = path
+        shared = {node: common(node[1], tokens) for node in self.nodes if node[0] == space}
+        passed = [node for node, matched in shared.items() if matched > self.start(node)]
+        return sorted(passed, key=lambda node: len(node[1])), max(shared.values(), default=0)
+
+    def above(self, path: Path) -> list[Path]:
+        """The nodes that `path` contains as a whole, from the top; itself is the last."""
+        space, tokens = path
+        return [(space, tokens[:n]) for n in range(1, len(tokens) + 1) if (space, tokens[:n]) in self.nodes]
+
+    def held(self, path: Path, worker: str) -> int:
+        """Tokens of a prompt that the worker's marks cover without a gap."""
+        nodes, known = self.walk(path)
+        held = 0
+        for node in nodes:
+            mark = self.nodes[node].marks.get(worker)
+            if mark is None:
+                break
+            held = min(self.start(node) + mark.tokens, known)
+            if mark.tokens < len(node[1]) - self.start(node):
+                break
+        return held
+
+    def confirmed(self, path: Path, worker: str) -> int:
+        """Tokens of a prompt up to the deepest mark that the engine has confirmed."""
+        nodes, known = self.walk(path)
+        for node in reversed(nodes):
+            mark = self.nodes[node].marks.get(worker)
+            if mark is not None and mark.confirmed:
+                return min(self.start(node) + mark.tokens, known)
+        return 0
+
+    def cached(self, worker: str) -> int:
+        return sum(self.nodes[node].marks[worker].tokens for node in self.recency[worker])
+
+    def limit(self, worker: str) -> int:
+        """What a worker may be believed to hold: a quarter more than it can where its engine tells what it drops."""
+        return self.capacity[worker] + (self.capacity[worker] // 4 if worker in self.told else 0)
+
+    def key_end(self, path: Path, limit: int) -> int:
+        """End of the deepest node of the first `limit` tokens that is longer than all before it."""
+        spans = [(self.start(node), min(len(node[1]), limit)) for node in self.walk(path)[0]]
+        return next((end for start, end in reversed(spans) if end > start and end - start > start), 0)
+
+    # --- writes ---
+
+    def insert(self, path: Path, worker: str, now: float, is_hit: bool) -> None:
+        nodes, known = self.walk(path)
+        if nodes and known < len(nodes[-1][1]):
+            self.split(nodes[-1], known)
+        if known < len(path[1]):
+            self.nodes[path] = Node(Hits(self.span))
+        for node in reversed(self.above(path)):
+            self.mark(node, worker, now, is_hit)
+        self.evict(worker, self.cached(worker) - self.limit(worker))
+
+    def split(self, path: Path, end: int) -> None:
+        """Give the tokens up to `end` a node of their own. Who cached past the border now caches two nodes."""
+        node, start, top = self.nodes[path], self.start(path), (path[0], path[1][:end])
+        upper = Node(copy.deepcopy(node.hits))
+        for worker, mark in list(node.marks.items()):
+            order = self.recency[worker]
+            if mark.tokens <= end - start:
+                upper.marks[worker] = node.marks.pop(worker)
+                order[order.index(path)] = top
+            else:
+                upper.marks[worker] = Mark(end - start, copy.deepcopy(mark.hits), mark.confirmed)
+                mark.tokens -= end - start
+                order.insert(order.index(path) + 1, top)
+        self.nodes[top] = upper
+
+    def mark(self, path: Path, worker: str, now: float, is_hit: bool) -> None:
+        """The worker caches the whole node and has just used it."""
+        node = self.nodes[path]
+        mark = node.marks.setdefault(worker, Mark(0, Hits(self.span)))
+        mark.tokens = len(path[1]) - self.start(path)
+        if path in self.recency[worker]:
+            self.recency[worker].remove(path)
+        self.recency[worker].append(path)
+        if is_hit:
+            node.hits.add(now)
+            mark.hits.add(now)
+
+    def keep(self, path: Path, worker: str, tokens: int) -> None:
+        """The worker keeps at most `tokens` of the node's own tokens."""
+        mark = self.nodes[path].marks[worker]
+        mark.tokens = min(mark.tokens, tokens)
+        if mark.tokens <= 0:
+            del self.nodes[path].marks[worker]
+            self.recency[worker].remove(path)
+
+    def evict(self, worker: str, need: int) -> None:
+        while need > 0 and self.recency[worker]:
+            oldest = self.recency[worker][0]
+            tokens = self.nodes[oldest].marks[worker].tokens
+            self.keep(oldest, worker, tokens - need)
+            need -= tokens
+
+    def settle(self, worker: str, told: bool) -> None:
+        """Whether a worker's engine tells what it drops has just become clear."""
+        (self.told.add if told else self.told.discard)(worker)
+        self.evict(worker, self.cached(worker) - self.limit(worker))
+
+    def unmark(self, path: Path, worker: str, kept: int) -> None:
+        """The worker lost every prefix through position `kept` of the path."""
+        space, tokens = path
+        through = [p for p in self.recency[worker] if p[0] == space and common(p[1], tokens) > kept]
+        for node in through:
+            self.keep(node, worker, kept - self.start(node))
+
+    def lose_block(self, path: Path, worker: str, start: int) -> None:
+        """The worker lost the block that ends the path and begins at `start`. Of its tokens those stay with which
+        another cached prefix leaves the path, because a block of that one begins alike."""
+        ends = {node: self.start(node) + self.nodes[node].marks[worker].tokens for node in self.recency[worker]}
+        cached = [node[1][:end] for node, end in ends.items() if node[0] == path[0]]
+        shared = [common(other, path[1]) for other in cached]
+        leaving = [n for other, n in zip(cached, shared, strict=True) if n < len(other) and n < len(path[1])]
+        self.unmark(path, worker, max([start, *leaving]))
+
+    def drop_beside(self, path: Path, worker: str, kept: int) -> None:
+        """The worker lost what hangs off the path beyond its first `kept` tokens; the path itself stays."""
+        own = self.above(path)
+        for node in list(self.recency[worker]):
+            if node not in own and node[0] == path[0] and common(node[1], path[1]) > kept:
+                self.keep(node, worker, 0)
+
+    def take_back(self, path: Path, worker: str, kept: int, now: float) -> None:
+        """A request was not computed: its hits go, and its marks beyond `kept` tokens that nobody else has used."""
+        undo = True
+        for node in reversed(self.above(path)):
+            self.nodes[node].hits.take(now)
+            mark = self.nodes[node].marks.get(worker)
+            if mark is None:
+                continue
+            mark.hits.take(now)
+            start = self.start(node)
+            below = [p for p in self.recency[worker] if p[0] == node[0] and p != node and self.above(p).count(node)]
+            undo = undo and start + mark.tokens > kept and mark.hits.recent(now) == 0 and not below
+            if undo:
+                self.keep(node, worker, kept - start)
+
+    def evict_all(self, worker: str) -> bool:
+        """A cache is empty; whether it was not."""
+        cached = self.cached(worker)
+        self.evict(worker, cached)
+        return cached > 0
+
+    def may_go(self, path: Path, now: float) -> bool:
+        """Whether a tick may forget this node: cached nowhere and unhit in this window and the one before."""
+        return not self.nodes[path].marks and self.nodes[path].hits.recent(now) == 0
+
+
+@dataclass(eq=False)
+class Booking:
+    """One request on one worker, live or not. `requests`, `prompt`, `output` are what it counts for in the window."""
+
+    account: Account
+    slice: int
+    booked_at: float
+    path: Path
+    node: Node
+    prompt_tokens: int
+    matched: int
+    confirmed: int
+    expected_output: int
+    prefill_ns: int
+    prefilled: bool = False
+    told: bool = False
+    counts: bool = True
+    output: int = 0
+    observed: int | None = None
+    renewed_at: float = -1e99
+
+
+@dataclass(eq=False)
+class Account:
+    """One worker: its spec, since when it is here, and every request it was ever given."""
+
+    spec: WorkerSpec
+    cost: NaiveCost
+    joined_at: float
+    bookings: list[Booking] = field(default_factory=list)
+    live: list[Booking] = field(default_factory=list)
+    eligible: bool = True
+    output_token_seconds: float = 0.0
+    blocks: dict[Hashable, StoredBlock] = field(default_factory=dict)
+    trust: NaiveTrust = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trust = NaiveTrust(self.spec.block_size)
+
+
+@dataclass(eq=False)
+class StoredBlock:
+    """One block an engine has named: the whole prefix it ends, where its own tokens start, where its copies are."""
+
+    path: Path
+    start: int
+    parent: Hashable
+    media: set[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One worker's terms."""
+
+    worker: str
+    matched: int
+    load: float
+    eviction: float
+    prefill: float
+    queue: float
+    own: float
+    total: float
+    decoding: float
+    candidate: bool
+    tie: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the model would do."""
+
+    worker: str
+    reason: str
+    rows: list[Row]
+
+    def total(self, worker: str) -> float:
+        return next(row.total for row in self.rows if row.worker == worker)
+
+
+class NaiveScheduler:
+    """The scheduler's books and its E2 rule. Times are arguments."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.tree = NaiveTree(config.history_seconds)
+        self.places: list[str | None] = []  # worker by index: ties go to the lowest
+        self.placed: set[Hashable] = set()  # blocks of unknown parents whose place the core still has
+        self.accounts: dict[str, Account] = {}
+        self.live: dict[Hashable, Booking] = {}
+        self.slice = -1
+        self.faded_at = 0.0
+        self.others = 0.0  # share of the bookings that other routers placed, lately
+
+    # --- time and sums ---
+
+    def advance(self, now: float) -> None:
+        """Time moves in slices, forwards only; what one output token costs is looked at once a slice."""
+        at = int(now / (self.config.history_seconds / SLICES)) if now > 0 else 0
+        if at > self.slice:
+            self.slice = at
+            self.retune()
+
+    def retune(self) -> None:
+        live = sum(len(account.live) for account in self.accounts.values())
+        batch = min(64.0, max(8.0, live / max(1, len(self.accounts))))
+        for account in self.accounts.values():
+            seen = [booking for booking in self.window(account) if booking.counts]
+            context = sum(booking.prompt_tokens for booking in seen) / max(1, len(seen))
+            account.output_token_seconds = account.cost.decode_step(context, batch) / batch
+
+    @property
+    def output_seconds(self) -> float:
+        """Of an output token, mean of the workers."""
+        each = [account.output_token_seconds for account in self.accounts.values()]
+        return sum(each) / max(1, len(each))
+
+    def window(self, account: Account) -> list[Booking]:
+        return [booking for booking in account.bookings if self.slice - booking.slice < SLICES]
+
+    def sums(self, account: Account) -> dict[str, float]:
+        """The account as `stats` shows it."""
+        seen, waiting = self.window(account), [b for b in account.live if not b.prefilled]
+        observed = [b.observed for b in seen if b.observed is not None]
+        prefill_ns, output = sum(b.prefill_ns for b in seen), sum(b.output for b in seen)
+        return {
+            "live_requests": len(account.live),
+            "waiting_requests": len(waiting),
+            "waiting_prefill_seconds": sum(b.prefill_ns for b in waiting) * 1e-9,
+            "live_output_tokens": sum(b.expected_output for b in account.live),
+            "window_requests": sum(b.counts for b in seen),
+            "window_prefill_seconds": prefill_ns * 1e-9,
+            "window_output_tokens": output,
+            "load_seconds": prefill_ns * 1e-9 + output * account.output_token_seconds,
+            "mean_output_tokens": sum(observed) / max(1, len(observed)),
+            "cached_tokens": self.tree.cached(account.spec.id),
+        }
+
+    def expected_output(self, account: Account, limit: int | None) -> int:
+        """Rounded mean of the worker, else of all workers, else 128; at most what the client allows."""
+        own = [b.observed for b in self.window(account) if b.observed is not None]
+        everyone = [b.observed for a in self.accounts.values() for b in self.window(a) if b.observed is not None]
+        seen = own or everyone
+        expected = (sum(seen) + len(seen) // 2) // len(seen) if seen else 128
+        return expected if limit is None else min(expected, limit)
+
+    # --- the decision ---
+
+    def decide(self, path: Path, limit: int | None, now: float, excluded: Iterable[str] = ()) -> Choice:
+        """E2: who would take this prompt, and what everybody's terms are."""
+        self.advance(now)
+        names = [name for name in self.places if name and self.accounts[name].eligible and name not in excluded]
+        length = len(path[1])
+        held = {name: self.believed(path, name) for name in names}
+        whole = {name: held[name] - held[name] % self.accounts[name].spec.block_size for name in names}
+        longest = max(whole.values())
+        exploits = longest > self.config.exploit_ratio * length
+        least_held = max(1, int(HOLDS * longest)) if exploits else 0
+        prices = self.prices(now)
+        rows = [self.row(name, path, held[name], limit, now, prices, whole[name] >= least_held) for name in names]
+        best = min((row for row in rows if row.candidate), key=lambda row: (row.total, row.tie))
+        if exploits:
+            free = min(rows, key=lambda row: row.own)
+            if best.own > self.config.escape_seconds and free.own < best.own - self.config.escape_seconds:
+                rows = [replace(row, total=row.own, candidate=True) for row in rows]
+                free = next(row for row in rows if row.worker == free.worker)
+                agreed = self.agreed(rows, free, path[1], longest, best.own - self.config.escape_seconds, now)
+                return Choice(agreed.worker, "escape", rows)
+            return Choice(best.worker, "exploit", rows)
+        agreed = self.agreed(rows, best, path[1], longest, math.inf, now)
+        reason = "explore" if agreed is best else "rendezvous"
+        return Choice(self.decodes_most(rows, agreed, best.total), reason, rows)
+
+    def agreed(self, rows: list[Row], best: Row, tokens: Tokens, held: int, bound: float, now: float) -> Row:
+        """Where other routers place requests, too: a draw, the same for prompts that go on alike, with weights that
+        bring all they touch to one level."""
+        if self.others == 0.0:
+            return best
+        every = [booking for other in self.accounts.values() for booking in self.window(other)]
+        assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
+        waited, _, longest = self.prices(now)
+        unseen = UNSEEN_SECONDS * self.others * assigned / longest + best.prefill * waited
+        heights = {row.worker: row.total + QUEUE_AGAIN * row.queue for row in rows}
+        lowest = sorted(heights.values())
+        levels = [(sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1)]
+        level = min(bound, *levels)
+        start = head = min(held, len(tokens) - 1)
+        for token in tokens[start : start + HEAD_TOKENS]:
+            head = mixed((head + token) % 2**64)
+        best_score = 0.0
+        for row in rows:
+            drawn = mixed(head ^ mixed(crc32(row.worker.encode())))
+            weight = level - heights[row.worker]
+            score = weight / -math.log(((drawn >> 12) + 0.5) / 2**52)
+            if weight > WEIGHT_LEAST and score > best_score:
+                best, best_score = row, score
+        return best
+
+    def decodes_most(self, rows: list[Row], best: Row, least: float) -> str:
+        """Who of those within `decode_ratio` of the least decodes to the largest part; `best` itself among equals."""
+        if self.config.decode_ratio <= 1.0:
+            return best.worker
+        bound = least * self.config.decode_ratio
+        within = [best, *(row for row in rows if row is not best and row.total <= bound)]
+        return max(within, key=lambda row: row.decoding).worker
+
+    def row(
+        self,
+        name: str,
+        path: Path,
+        held: int,
+        limit: int | None,
+        now: float,
+        prices: tuple[float, float, float],
+        candidate: bool,
+    ) -> Row:
+        account, length = self.accounts[name], len(path[1])
+        usable = min(held, length - 1)
+        usable -= usable % account.spec.block_size
+        load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
+        queue, (waited, reuse, longest) = self.queue(account), prices
+        stays = reuse * load / (1.0 - min(load / longest, 0.9))
+        price = waited + STAY * len(account.live) + STAY * stays
+        promised = sum(booking.expected_output for booking in account.live)
+        free = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
+        need = length - usable + self.expected_output(account, limit) - free
+        eviction = self.eviction(account, path, need, now)
+        prefill = account.cost.prefill(length - usable, length)
+        tie = (-usable, len(account.live), self.tree.cached(name), self.places.index(name))
+        own = queue + (eviction + prefill) * waited
+        total = queue + eviction * waited + prefill * price
+        return Row(name, usable, load, eviction, prefill, queue, own, total, self.decoding(account), candidate, tie)
+
+    def queue(self, account: Account) -> float:
+        """Q: prefill that is booked and not seen done, and a little for each live request."""
+        waiting = sum(booking.prefill_ns for booking in account.live if not booking.prefilled)
+        return waiting * 1e-9 + SLOW_SECONDS * len(account.live)
+
+    def prices(self, now: float) -> tuple[float, float, float]:
+        """(what a second of work costs with what it makes others wait, reuse, how long the oldest worker was seen)."""
+        least, most = min(self.config.join_seconds, self.config.history_seconds), self.config.history_seconds
+        accounts = list(self.accounts.values())
+        longest = min(most, max([least, *(now - other.joined_at for other in accounts)]))
+        every = [booking for other in accounts for booking in self.window(other)]
+        assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
+        rho = assigned / (longest * len(accounts))
+        waited = 1.0 + min(4.0, rho / (1.0 - min(rho, 0.9)))
+        recent = [booking for booking in every if booking.counts]
+        matched = sum(booking.matched for booking in recent)
+        reuse = matched / max(sum(booking.prompt_tokens for booking in recent) - matched, 1)
+        return waited, reuse, longest
+
+    def decoding(self, account: Account) -> float:
+        """How much of a worker's outstanding seconds is decoding."""
+        decode = sum(booking.expected_output for booking in account.live) * self.output_seconds
+        prefill = sum(booking.prefill_ns for booking in account.live if not booking.prefilled) * 1e-9
+        return decode / (decode + prefill) if decode > 0.0 else 0.0
+
+    def newcomer_factor(self, account: Account, now: float) -> float:
+        """A worker seen for less time than the oldest one is scaled up to it, from at least `join_seconds`."""
+        least, most = min(self.config.join_seconds, self.config.history_seconds), self.config.history_seconds
+        longest = min(most, max([least, *(now - other.joined_at for other in self.accounts.values())]))
+        observed = max(least, now - account.joined_at)
+        return longest / observed if observed < longest else 1.0
+
+    def eviction(self, account: Account, path: Path, need: int, now: float) -> float:
+        """Seconds to recompute the least recently used `need` tokens, each times its uses; few nodes are looked at."""
+        order = self.tree.recency[account.spec.id]
+        own, seconds, covered, looked = self.tree.walk(path)[0], 0.0, 0, 0
+        for node in order[: self.config.victims_max]:
+            if covered >= need:
+                break
+            looked += 1
+            if node in own:
+                continue
+            mark = self.tree.nodes[node].marks[account.spec.id]
+            taken = min(need - covered, mark.tokens)
+            again = account.cost.prefill(taken, self.tree.start(node) + mark.tokens)
+            seconds += mark.hits.estimate(now) * again
+            covered += taken
+        return seconds * (need / covered) if 0 < covered < need and looked < len(order) else seconds
+
+    # --- a request's life ---
+
+    def book(
+        self, request_id: Hashable, path: Path, worker: str, limit: int | None, now: float, mirrored: bool = False
+    ) -> None:
+        self.advance(now)
+        account, length = self.accounts[worker], len(path[1])
+        others = self.others + (mirrored - self.others) / PLACED_LATELY
+        self.others = others if others > OTHERS_LEAST else 0.0
+        held = self.believed(path, worker)
+        usable = min(held, length - 1)
+        usable -= usable % account.spec.block_size
+        confirmed = self.tree.confirmed(path, worker)
+        expected = self.expected_output(account, limit)
+        prefill_ns = int(account.cost.prefill(length - usable, length) * 1e9)
+        self.tree.insert(path, worker, now, is_hit=True)
+        node = self.tree.nodes[path]
+        booking = Booking(
+            *(account, self.slice, now, path, node, length, usable, confirmed, expected, prefill_ns),
+            output=expected,
+        )
+        account.bookings.append(booking)
+        account.live.append(booking)
+        self.live[request_id] = booking
+
+    def is_current(self, booking: Booking) -> bool:
+        return self.accounts.get(booking.account.spec.id) is booking.account
+
+    def is_remembered(self, booking: Booking) -> bool:
+        return self.tree.nodes.get(booking.path) is booking.node
+
+    def first_token(self, request_id: Hashable, cached: int | None, now: float) -> bool:
+        booking = self.live.get(request_id)
+        if booking is None:
+            return False
+        self.advance(now)
+        if self.is_current(booking):
+            self.correct(booking, cached, now)
+            booking.prefilled = True
+        return True
+
+    def believed(self, path: Path, worker: str) -> int:
+        """What a decision makes of a worker's marks."""
+        return self.accounts[worker].trust.believed(self.tree.held(path, worker))
+
+    def fade(self, now: float) -> None:
+        """What reports have taught loses weight; with a third of the window as its half-life."""
+        for account in self.accounts.values():
+            account.trust.fade(max(0.0, now - self.faded_at), self.config.history_seconds / 3)
+        self.faded_at = now
+
+    def learn(self, booking: Booking, cached: int | None) -> None:
+        trust, length = booking.account.trust, booking.prompt_tokens
+        if not booking.prefilled:
+            trust.prompt_done(length, booking.matched, cached)
+        if cached is not None and not booking.told:
+            booking.told = True
+            marked = self.is_remembered(booking) and self.tree.held(booking.path, booking.account.spec.id) == length
+            trust.reported(length, booking.matched, booking.confirmed, cached, marked)
+        self.tree.settle(booking.account.spec.id, trust.on_events)
+
+    def correct(self, booking: Booking, cached: int | None, now: float) -> None:
+        worker = booking.account.spec.id
+        self.learn(booking, cached)
+        if cached is not None:
+            missed = booking.prompt_tokens - cached
+            booking.prefill_ns = int(booking.account.cost.prefill(missed, booking.prompt_tokens) * 1e9)
+            lies = cached < min(booking.matched, booking.confirmed) and not booking.account.trust.on_events
+            if self.is_remembered(booking) and lies:
+                self.tree.drop_beside(booking.path, worker, cached)
+            booking.confirmed = min(booking.confirmed, cached)
+        if self.is_remembered(booking) and not booking.prefilled:
+            if self.tree.held(booking.path, worker) < booking.prompt_tokens:
+                self.tree.insert(booking.path, worker, now, is_hit=False)
+            for node in self.tree.above(booking.path):
+                if worker in self.tree.nodes[node].marks:
+                    self.tree.nodes[node].marks[worker].confirmed = True
+
+    def finish(self, request_id: Hashable, output: int | None, cached: int | None, now: float) -> bool:
+        booking = self.live.get(request_id)
+        if booking is None:
+            return False
+        if cached is not None or not booking.prefilled:
+            self.first_token(request_id, cached, now)
+        self.advance(now)
+        del self.live[request_id]
+        booking.account.live.remove(booking)
+        if output is not None:
+            booking.output = booking.observed = output
+        return True
+
+    def cancel(self, request_id: Hashable, now: float) -> bool:
+        booking = self.live.pop(request_id, None)
+        if booking is None:
+            return False
+        self.advance(now)
+        worker = booking.account.spec.id
+        if self.is_current(booking) and not booking.prefilled and self.is_remembered(booking):
+            self.tree.take_back(booking.path, worker, self.tree.confirmed(booking.path, worker), now)
+        booking.account.live.remove(booking)
+        booking.counts, booking.output = False, 0
+        if not booking.prefilled:
+            booking.account.bookings.remove(booking)
+        return True
+
+    def renew(self, request_id: Hashable, now: float) -> None:
+        self.live[request_id].renewed_at = max(self.live[request_id].renewed_at, now)
+
+    def expire_leases(self, now: float) -> int:
+        """Cancel from the oldest on, up to the first that is young enough, what was not renewed; returns how many."""
+        old = []
+        for request_id, booking in self.live.items():
+            if now - booking.booked_at <= self.config.lease_seconds:
+                break
+            if now - booking.renewed_at > self.config.lease_seconds:
+                old.append(request_id)
+        return sum(self.cancel(request_id, now) for request_id in old)
+
+    def reconcile(self, worker: str, told: list[Hashable], grace: float, now: float) -> list[Hashable]:
+        """The worker has these requests and no others of its own, but for what was seen within the grace."""
+        own = [rid for rid, booking in self.live.items() if booking.account is self.accounts[worker]]
+        for request_id in told:
+            if request_id in own or not self.is_current(self.live[request_id]):
+                self.renew(request_id, now)
+        seen = {rid: max(self.live[rid].booked_at, self.live[rid].renewed_at) for rid in own}
+        gone = [rid for rid in own if rid not in told and seen[rid] < now - grace]
+        for request_id in gone:
+            self.cancel(request_id, now)
+        return gone
+
+    # --- workers and their caches ---
+
+    def add_worker(self, spec: WorkerSpec, now: float) -> None:
+        self.tree.recency[spec.id], self.tree.capacity[spec.id] = [], spec.kv_capacity_tokens
+        self.tree.settle(spec.id, False)
+        if None not in self.places:
+            self.places.append(None)
+        self.places[self.places.index(None)] = spec.id
+        self.advance(now)
+        self.accounts[spec.id] = Account(spec, NaiveCost(spec.cost_model), now)
+        self.retune()
+
+    def remove_worker(self, worker: str, now: float) -> list[Hashable]:
+        self.tree.evict(worker, self.tree.cached(worker))
+        orphans = [rid for rid, booking in self.live.items() if booking.account is self.accounts[worker]]
+        self.places[self.places.index(worker)] = None
+        del self.accounts[worker]
+        for request_id in filter(is_mirrored, orphans):
+            self.cancel(request_id, now)
+        return [request_id for request_id in orphans if not is_mirrored(request_id)]
+
+    def apply(self, worker: str, event: object, now: float) -> None:
+        account = self.accounts[worker]
+        if isinstance(event, BlockStored):
+            self.store(account, event, now)
+        elif isinstance(event, BlockRemoved):
+            self.remove_blocks(account, event)
+        elif isinstance(event, AllBlocksCleared):
+            account.blocks.clear()
+            if self.tree.evict_all(worker):
+                account.trust.cleared()
+        elif isinstance(event, PrefixEvicted):
+            self.tree.unmark((event.namespace, tuple(event.token_ids)), worker, event.kept_tokens)
+        self.tree.settle(worker, account.trust.on_events)
+
+    def store(self, account: Account, event: BlockStored, now: float) -> None:
+        parent = event.parent_block_hash
+        if parent is not None and not self.is_whole(account, parent):
+            return
+        tokens = account.blocks[parent].path[1] if parent is not None else ()
+        for i, block_hash in enumerate(event.block_hashes):
+            start = len(tokens)
+            tokens += tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
+            block = StoredBlock((event.namespace, tokens), start, parent, set())
+            account.blocks.setdefault(block_hash, block).media.add(event.medium or "GPU")
+            parent = block_hash
+        if event.block_hashes or event.parent_block_hash is not None:
+            account.trust.stored()
+        if tokens:
+            self.tree.insert((event.namespace, tokens), account.spec.id, now, is_hit=False)
+            for node in self.tree.above((event.namespace, tokens)):
+                if account.spec.id in self.tree.nodes[node].marks:
+                    self.tree.nodes[node].marks[account.spec.id].confirmed = True
+
+    def is_whole(self, account: Account, block_hash: Hashable) -> bool:
+        """Whether a block and every block before it are known."""
+        while block_hash in account.blocks and account.blocks[block_hash].parent is not None:
+            block_hash = account.blocks[block_hash].parent
+        return block_hash in account.blocks
+
+    def remove_blocks(self, account: Account, event: BlockRemoved) -> None:
+        """Where the last copy goes, the tokens from the block's start on are lost. Of a block whose parents are unknown
+        nobody can say where it stands, unless its place has been kept (`placed`)."""
+        gone = [key for key in event.block_hashes if key in account.blocks]
+        gone = [key for key in gone if account.blocks[key].media == {event.medium or "GPU"}]
+        lost = [account.blocks[key] for key in gone if self.is_whole(account, key) or key in self.placed]
+        for key in event.block_hashes:
+            if key in account.blocks:
+                account.blocks[key].media.discard(event.medium or "GPU")
+        for key in set(gone):
+            del account.blocks[key]
+        for block in lost:
+            self.tree.lose_block(block.path, account.spec.id, block.start)

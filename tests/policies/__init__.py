@@ -1,0 +1,1 @@
+"""Placement rules and what all policies share."""

@@ -1,0 +1,1 @@
+"""The async router, alone and among others."""

@@ -1,0 +1,547 @@
+"""What workers really cost: samples, fit, publishing, and what it does to a fleet in simulation. Owns the tests of
+`_placement/timing_samples.pyx` and `calibration.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preble import CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec, sim, workloads
+from preble._placement.timing_samples import Gauges, swap_cost
+from preble._snapshot.accounts import cost_at
+from preble.errors import InvalidConfig
+from preble.scheduling.calibration import (
+    FACTOR_MOST,
+    NEUTRAL,
+    PRIOR,
+    Calibrator,
+    Estimate,
+    Logs,
+    Parts,
+    decode_expected,
+    estimated,
+    logs_between,
+    prefill_expected,
+    rows_of,
+    scaled,
+)
+
+MODELS = [*CostModel.presets(), "neutral", "flat", "full"]
+LENGTHS = [1, 7, 63, 64, 65, 100, 192, 300, 511, 1000, 1025, 2000, 8192, 30_000]
+
+ON = SchedulerConfig(calibrate=True)
+
+
+def model_of(name: str) -> CostModel:
+    """A preset, or one at the edge of what there may be."""
+    if name == "neutral":
+        return NEUTRAL
+    if name == "flat":
+        return CostModel([(10, 0.01)])
+    if name == "full":
+        return CostModel([(10.0 * i, 0.01 * (i + 1)) for i in range(16)])
+    return CostModel.preset(name)
+
+
+def measured(scheduler: GlobalScheduler, worker: int = 0) -> tuple[Any, Any]:
+    """Rows of prefill and of decode samples, the oldest first."""
+    prefills, decodes = scheduler._core.gauges.samples(worker)
+    return rows_of(prefills), rows_of(decodes)
+
+
+def one_worker() -> tuple[GlobalScheduler, ManualClock]:
+    clock = ManualClock(100.0)
+    return GlobalScheduler(["a"], clock=clock, config=ON), clock
+
+
+def sampled(model: CostModel, logs: Logs, count: int, seed: int, noise: float = 0.1) -> tuple[Any, Any]:
+    """Samples of a worker that is `logs` times a model, with noise."""
+    rng = np.random.default_rng(seed)
+    rows = np.zeros((2, count, 8))
+    rows[:, :, 0] = np.sort(rng.uniform(0.0, 50.0, (2, count)), axis=1)
+    tokens = rng.integers(50, 4000, count)
+    rows[0, :, 2:] = np.stack([tokens, tokens + 500, rng.integers(0, 9, count), np.ones(count), np.zeros(count),
+                               np.ones(count)], axis=1)  # fmt: skip
+    rows[1, :, 2] = rng.integers(50, 300, count)
+    rows[1, :, 3:5] = np.stack([rng.integers(500, 4000, count), rng.integers(1, 30, count)], axis=1)
+    parts = Parts(model)
+    for kind, terms in ((0, prefill_expected(parts, rows[0])), (1, decode_expected(parts, rows[1])[0])):
+        rows[kind, :, 1] = terms @ np.exp(logs) * np.exp(rng.normal(0.0, noise, count))
+    return rows[0], rows[1]
+
+
+def factors(found: Estimate | None) -> tuple[float, float]:
+    assert found is not None
+    prefill, decode = found.factors(found.logs)
+    return math.exp(prefill), math.exp(decode)
+
+
+# --- what is noted ----------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_is_timed_from_the_later_of_its_booking_and_the_first_token_before_it() -> None:
+    scheduler, clock = one_worker()
+    scheduler.schedule(list(range(100)), request_id="x")
+    clock.advance(1.0)
+    scheduler.schedule(list(range(1000, 1300)), request_id="y")
+    clock.advance(1.0)
+    scheduler.first_token("x", cached_tokens=40)
+    clock.advance(3.0)
+    scheduler.first_token("y")
+    clock.advance(1.0)
+    scheduler.schedule(list(range(2000, 2010)), request_id="z")  # nothing waits: the stretch before it is over
+    clock.advance(0.5)
+    scheduler.first_token("z")
+    prefills, decodes = measured(scheduler)
+    assert len(decodes) == 0
+    assert prefills.tolist() == [
+        [102.0, 2.0, 60.0, 100.0, 0.0, 1.0, 1.0, 1.0],
+        [105.0, 3.0, 300.0, 300.0, 1.0, 1.0, 0.0, 1.0],
+    ]
+
+
+def test_first_tokens_of_one_iteration_are_one_moment() -> None:
+    scheduler, clock = one_worker()
+    for name in "xyz":
+        scheduler.schedule([ord(name)] * 50, request_id=name)
+    clock.advance(2.0)
+    for name in "xyz":
+        scheduler.first_token(name)
+    clock.advance(1.0)
+    scheduler.schedule([5] * 10, request_id="next")
+    clock.advance(1.0)
+    scheduler.first_token("next")
+    prefills, _ = measured(scheduler)
+    assert prefills[0, 1:3].tolist() == [2.0, 150.0]
+    assert prefills[0, 5] == 1.0
+    assert prefills[0, 7] == 3.0
+
+
+def test_a_decode_is_noted_with_what_was_prefilled_beside_it() -> None:
+    scheduler, clock = one_worker()
+    scheduler.schedule([1] * 100, request_id="x")
+    clock.advance(1.0)
+    scheduler.first_token("x")
+    scheduler.schedule([2] * 60, request_id="y")
+    clock.advance(1.0)
+    scheduler.first_token("y")
+    clock.advance(3.0)
+    scheduler.schedule([3] * 5000, request_id="z")
+    scheduler.finish("x", output_tokens=41)
+    _, decodes = measured(scheduler)
+    waiting = scheduler.stats()["workers"]["a"]["waiting_prefill_seconds"]
+    assert decodes[0].tolist() == pytest.approx([105.0, 4.0, 40.0, 120.5, 1.5, 1.0, 60.0, waiting])
+
+
+def test_what_cannot_be_is_ignored_and_counted_and_what_was_not_told_is_no_sample() -> None:
+    scheduler, clock = one_worker()
+    for name in "abcdef":
+        scheduler.schedule([ord(name)] * 20, request_id=name)
+    scheduler.first_token("a")  # at once
+    clock.advance(1.0)
+    scheduler.first_token("b")
+    clock.advance(-5.0)  # the clock goes back
+    scheduler.first_token("c")
+    scheduler.finish("b", output_tokens=9)
+    scheduler.finish("c", output_tokens=1)
+    scheduler.finish("d", output_tokens=7)  # its first token was not told
+    scheduler.cancel("e")
+    clock.advance(1e6)
+    scheduler.first_token("f")
+    scheduler.finish("a")
+    prefills, decodes = measured(scheduler)
+    assert len(decodes) == 0
+    assert scheduler._core.gauges.counts(0)[2] == 3
+    assert len(prefills) <= 1
+    scheduler.tick()
+    scheduler.check()
+
+
+def test_rings_are_bounded_and_a_worker_that_comes_back_starts_anew() -> None:
+    scheduler, clock = one_worker()
+    for number in range(200):
+        scheduler.schedule([number] * 30, request_id=number)
+        clock.advance(0.1)
+        scheduler.first_token(number)
+        clock.advance(0.1)
+        scheduler.finish(number, output_tokens=5)
+    prefills, decodes = measured(scheduler)
+    assert prefills.shape == decodes.shape == (64, 8)
+    assert decodes[-1, 0] == pytest.approx(clock())
+    assert scheduler._core.gauges.counts(0)[:2] == (199, 200), "the last stretch is still open"
+    scheduler.schedule([1] * 30, request_id="lost")
+    scheduler.first_token("lost")
+    scheduler.remove_worker("a")
+    scheduler.add_worker("a")
+    scheduler.finish("lost", output_tokens=50)
+    assert scheduler._core.gauges.counts(0) == (0, 0, 0)
+    scheduler.tick()
+    assert scheduler.stats()["workers"]["a"]["cost"]["measured_prefill_factor"] is None
+
+
+def test_gauges_of_workers_nobody_measures() -> None:
+    gauges = Gauges()
+    gauges.close(7)
+    assert gauges.counts(7) == (0, 0, 0)
+    assert gauges.samples(7) == (b"", b"")
+    gauges.open(40)
+    assert gauges.counts(39) == (0, 0, 0)
+    assert gauges.samples(40) == (b"", b"")
+
+
+# --- the fit ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mistral-7b/a6000", "llama-3-70b/h100-tp4", "neutral"])
+@pytest.mark.parametrize("logs", [PRIOR, (1.1, 1.1, 1.1, 1.1), (0.5, -0.7, 0.9, 0.0), (-1.5, -1.0, -1.2, -1.0)])
+def test_factors_are_found_again(name: str, logs: Logs) -> None:
+    prefills, decodes = sampled(model_of(name), logs, 60, seed=3)
+    found = estimated(model_of(name), prefills, decodes, 0.0)
+    assert found is not None
+    prefill, decode = found.factors(logs)
+    assert factors(found) == pytest.approx((math.exp(prefill), math.exp(decode)), rel=0.1)
+    assert max(found.prefill_error, found.decode_error) < 0.1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_sample_in_twenty_a_hundred_times_too_long_moves_nothing(seed: int) -> None:
+    model = CostModel.preset("mistral-7b/a6000")
+    prefills, decodes = sampled(model, PRIOR, 60, seed)
+    clean = factors(estimated(model, prefills, decodes, 0.0))
+    rng = np.random.default_rng(seed)
+    for rows in (prefills, decodes):
+        rows[rng.choice(60, 3, replace=False), 1] *= 100.0
+    assert factors(estimated(model, prefills, decodes, 0.0)) == pytest.approx(clean, rel=0.06)
+
+
+def test_one_kind_of_samples_speaks_for_the_other() -> None:
+    model = CostModel.preset("mistral-7b/a6000")
+    slow = (math.log(3.0),) * 4
+    prefills, decodes = sampled(model, slow, 60, seed=0)
+    for some in ((prefills, decodes[:0]), (prefills[:0], decodes)):
+        found = estimated(model, *some, since=0.0)
+        assert found is not None
+        assert math.exp(found.logs[0]) == pytest.approx(3.0, rel=0.35)
+        assert math.exp(found.logs[1]) == pytest.approx(3.0, rel=0.35)
+
+
+def test_too_few_samples_or_too_old_ones_say_nothing() -> None:
+    model = CostModel.preset("mistral-7b/a6000")
+    prefills, decodes = sampled(model, PRIOR, 60, seed=0)
+    assert estimated(model, prefills[:3], decodes[:4], 0.0) is None
+    assert estimated(model, prefills, decodes, 60.0) is None
+
+
+NUMBER = st.one_of(st.floats(0.0, 1e12), st.sampled_from([0.0, 1e-300, 1e300, math.inf]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(MODELS),
+    rows=st.lists(st.tuples(*[NUMBER] * 2, *[st.floats(0.0, 1e7)] * 6), max_size=40),
+    split=st.integers(0, 40),
+)
+def test_whatever_was_observed_the_model_is_one(name: str, rows: list[tuple[float, ...]], split: int) -> None:
+    prior = model_of(name)
+    table = np.array(rows, float).reshape(-1, 8)
+    found = estimated(prior, table[:split], table[split:], 0.0)
+    if found is not None:
+        assert all(abs(log) <= math.log(FACTOR_MOST) for log in found.logs)
+        assert math.isfinite(found.prefill_error + found.decode_error)
+        assert_sound(scaled(prior, found.logs))
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(MODELS), logs=st.tuples(*[st.floats(-6.9, 6.9)] * 4))
+def test_scaled_models_are_monotone_positive_and_finite(name: str, logs: Logs) -> None:
+    assert_sound(scaled(model_of(name), logs))
+
+
+def assert_sound(model: CostModel) -> None:
+    """More tokens never cost less, and everything is positive and finite."""
+    model.assert_monotone()
+    alone = [model.prefill_time(tokens) for tokens in LENGTHS]
+    batches = [model.decode_time(1, 1000, batch) for batch in (1, 2, 8, 32, 64)]
+    for seconds in (alone, batches, [model.prefill_time(100, 100 + more) for more in LENGTHS]):
+        assert all(0.0 < a <= b * (1 + 1e-12) < math.inf for a, b in zip(seconds, seconds[1:], strict=False)), seconds
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_factor_for_all_scales_everything_and_is_read_off_again(name: str) -> None:
+    prior = model_of(name)
+    slower = scaled(prior, (0.7,) * 4)
+    for tokens in LENGTHS:
+        if name != "full" or tokens <= 64:  # one of its 16 knots made room for that of the decodes
+            assert slower.prefill_time(tokens) == pytest.approx(prior.prefill_time(tokens) * math.exp(0.7))
+    assert logs_between(prior, slower) == pytest.approx((0.7,) * 4)
+    assert scaled(prior, PRIOR) is prior
+    assert logs_between(prior, prior) == PRIOR
+
+
+def test_several_factors_are_read_off_again() -> None:
+    prior, logs = CostModel.preset("mistral-7b/a6000"), (0.2, 0.9, -0.35, 0.1)
+    assert logs_between(prior, scaled(prior, logs)) == pytest.approx(logs)
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(swaps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=25))
+def test_a_fleet_with_swapped_models_decides_as_one_that_was_made_with_them(swaps: list[tuple[int, int]]) -> None:
+    models = [scaled(CostModel.preset("mistral-7b/a6000"), (0.3 * i,) * 4) for i in range(4)]
+    now = [0] * 6
+    swapped = GlobalScheduler(
+        [WorkerSpec(f"w{i}", cost_model=models[0]) for i in range(6)], clock=ManualClock(1.0), config=ON
+    )
+    for worker, model in swaps:
+        with swapped._lock:
+            swap_cost(swapped._core.tree, swapped._core.book, worker, models[model])
+        now[worker] = model
+    specs = [WorkerSpec(f"w{i}", cost_model=models[at]) for i, at in enumerate(now)]
+    made = GlobalScheduler(specs, clock=ManualClock(1.0), config=ON)
+    rng = np.random.default_rng(len(swaps))
+    for _ in range(30):
+        prompt = rng.integers(0, 3, int(rng.integers(1, 900)))
+        one, other = swapped.schedule(prompt, explain=True), made.schedule(prompt, explain=True)
+        assert (one.worker, one.matched_tokens, one.costs) == (other.worker, other.matched_tokens, other.costs)
+    swapped.check()
+
+
+def test_what_is_evicted_next_is_weighed_anew() -> None:
+    specs = [
+        WorkerSpec("a", kv_capacity_tokens=600, block_size=1),
+        WorkerSpec("b", kv_capacity_tokens=600, block_size=1),
+    ]
+    scheduler = GlobalScheduler(specs, clock=ManualClock(1.0), config=ON)
+    for number in range(8):
+        scheduler.finish(scheduler.schedule([number] * 150, max_new_tokens=1).request_id, output_tokens=1)
+    before = {cost.worker: cost.eviction_seconds for cost in scheduler.explain([99] * 500).workers}
+    scheduler.schedule([98] * 500, max_new_tokens=1)  # the writer has looked at the next victims
+    with scheduler._lock:
+        for index in range(2):
+            swap_cost(scheduler._core.tree, scheduler._core.book, index, scaled(NEUTRAL, (2.0,) * 4))
+    prompt = [97] * 500
+    told = {cost.worker: cost.total_seconds for cost in scheduler.explain(prompt, max_new_tokens=1).workers}
+    assert min(before.values()) > 0.0
+    assert scheduler.schedule(prompt, max_new_tokens=1, explain=True).costs == told, "kept victims and fresh ones agree"
+    scheduler.check()
+
+
+def serve(scheduler: GlobalScheduler, clock: ManualClock, slowness: dict[str, float], requests: int) -> None:
+    """One request after the other, each as long as the cost model says, times its worker's slowness."""
+    model, rng = CostModel.preset("mistral-7b/a6000"), np.random.default_rng(0)
+    for number in range(requests):
+        prompt = rng.integers(0, 1 << 20, int(rng.integers(300, 3000)))
+        decision = scheduler.schedule(prompt, exclude=[name for name in slowness if hash_free(name, number, slowness)])
+        factor = slowness[decision.worker]
+        clock.advance(factor * model.prefill_time(len(prompt)))
+        scheduler.first_token(decision.request_id, cached_tokens=0)
+        clock.advance(factor * model.decode_time(20, len(prompt)))
+        scheduler.finish(decision.request_id, output_tokens=21)
+        scheduler.tick()
+
+
+def hash_free(name: str, number: int, slowness: dict[str, float]) -> bool:
+    """Whether it is another worker's turn."""
+    return list(slowness)[number % len(slowness)] != name
+
+
+def test_a_worker_alone_is_slow_and_the_others_stay_exactly_alike() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
+    serve(scheduler, clock, {"a": 3.0, "b": 1.0, "c": 1.05}, 90)
+    told = {name: worker["cost"] for name, worker in scheduler.stats()["workers"].items()}
+    assert told["a"]["prefill_factor"] == pytest.approx(3.0, rel=0.12)
+    assert told["a"]["decode_factor"] == pytest.approx(3.0, rel=0.12)
+    assert told["a"]["measured_prefill_factor"] == pytest.approx(3.0, rel=0.1)
+    assert 1 <= told["a"]["cost_changes"] <= 3
+    assert told["a"]["prefill_confidence"] > 0.5
+    assert told["a"]["knots"] != told["b"]["knots"] == told["c"]["knots"]
+    assert told["b"]["cost_changes"] == told["c"]["cost_changes"] == 0
+    assert {told[name]["prefill_factor"] for name in "bc"} == {1.0}
+
+
+def test_a_fleet_whose_prior_is_wrong_changes_together_and_newcomers_with_it() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
+    serve(scheduler, clock, dict.fromkeys("abc", 2.0), 90)
+    scheduler.add_worker("new")
+    scheduler.tick()
+    models = [cost_at(scheduler._core, index).coefficients() for index in range(4)]
+    assert models[0] == models[1] == models[2] == models[3]
+    truth = CostModel.preset("mistral-7b/a6000")
+    assert cost_at(scheduler._core, 3).prefill_time(1500) == pytest.approx(2.0 * truth.prefill_time(1500), rel=0.15)
+
+
+def test_a_worker_that_recovers_gets_its_group_s_model_back() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
+    for factor, requests in ((1.0, 60), (3.0, 90), (1.0, 150)):
+        serve(scheduler, clock, {"a": factor, "b": 1.0, "c": 1.0}, requests)
+        told = scheduler.stats()["workers"]["a"]["cost"]
+        assert told["prefill_factor"] == pytest.approx(factor, rel=0.12)
+    assert cost_at(scheduler._core, 0).coefficients() == cost_at(scheduler._core, 1).coefficients()
+
+
+def test_more_workers_than_one_tick_looks_at_take_turns() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler([f"w{i}" for i in range(70)], clock=clock, config=ON)
+    for number in range(70 * 14):
+        decision = scheduler.schedule([number] * 400, exclude=[f"w{i}" for i in range(70) if i != number % 70])
+        clock.advance(0.2)
+        scheduler.first_token(decision.request_id, cached_tokens=0)
+        scheduler.finish(decision.request_id)
+    looked = []
+    for _ in range(3):
+        scheduler.tick()
+        told = scheduler.stats()["workers"].values()
+        looked.append(sum(worker["cost"]["prefill_samples"] > 0 for worker in told))
+    assert looked == [32, 64, 70]
+
+
+def test_without_calibration_nothing_is_measured_and_nothing_changes() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(["a", "b"], clock=clock, config=SchedulerConfig(calibrate=False))
+    serve(scheduler, clock, {"a": 5.0, "b": 1.0}, 60)
+    assert scheduler.stats()["workers"]["a"]["cost"] == {}
+    assert cost_at(scheduler._core, 0).coefficients() == cost_at(scheduler._core, 1).coefficients()
+    with pytest.raises(InvalidConfig, match="calibrate"):
+        SchedulerConfig(calibrate=1)  # type: ignore[arg-type]
+
+
+def test_a_snapshot_keeps_what_was_published_and_leaves_out_what_was_measured() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
+    serve(scheduler, clock, {"a": 3.0, "b": 1.0, "c": 1.0}, 90)
+    scheduler.schedule([1] * 50, request_id="live")
+    scheduler.first_token("live")
+    restored = GlobalScheduler.restore(scheduler.snapshot(), clock=clock)
+    before, after = (one.stats()["workers"]["a"]["cost"] for one in (scheduler, restored))
+    assert np.array(after["knots"]) == pytest.approx(np.array(before["knots"]))
+    assert after["measured_prefill_factor"] is None
+    clock.advance(1.0)
+    restored.finish("live", output_tokens=20)
+    restored.tick()
+    assert restored._core.gauges.counts(0)[1] == 0, "its decode began where nobody measures any more"
+    knots = restored.stats()["workers"]["a"]["cost"]["knots"]
+    assert np.array(knots) == pytest.approx(np.array(before["knots"])), "and nothing is undone"
+    serve(restored, clock, {"a": 3.0, "b": 1.0, "c": 1.0}, 90)
+    assert restored.stats()["workers"]["a"]["cost"]["prefill_factor"] == pytest.approx(3.0, rel=0.12)
+    restored.check()
+
+
+def test_a_worker_that_leaves_while_it_is_looked_at() -> None:
+    scheduler, _ = one_worker()
+    calibrator = scheduler._calibrator
+    assert isinstance(calibrator, Calibrator)
+    calibrator._measure("gone", 0.0)
+    calibrator._publish("gone")
+    scheduler.remove_worker("a")
+    calibrator.tick(0.0)
+
+
+# --- in simulation ----------------------------------------------------------------------------------------------------
+
+
+def questions(requests: int, rps: float, groups: int | None = None) -> Any:
+    tools = workloads.generate("toolbench", requests=requests, groups=groups or requests, seed=0)
+    return workloads.poisson(tools, rps, seed=1)
+
+
+def fleet(workers: int, calibrate: bool = True, **more: Any) -> sim.SimConfig:
+    return sim.SimConfig(workers=workers, scheduler=SchedulerConfig(calibrate=calibrate), **more)
+
+
+@pytest.mark.parametrize(("rps", "groups"), [(8.0, 40), (24.0, 40), (6.0, None)])
+def test_a_fleet_that_is_what_it_was_said_to_be_decides_as_without(rps: float, groups: int | None) -> None:
+    requests = questions(400, rps, groups)
+    hashes = {sim.simulate(requests, fleet(3, calibrate)).trace_hash for calibrate in (True, False)}
+    assert len(hashes) == 1
+
+
+def test_a_worker_three_times_slower_gets_about_a_third() -> None:
+    slow = {"w0": scaled(CostModel.preset("mistral-7b/a6000"), (math.log(3.0),) * 4)}
+    requests = questions(900, 8.0)
+    learned, blind = (
+        sim.simulate(requests, fleet(4, calibrate, engine_cost_models=slow)) for calibrate in (True, False)
+    )
+
+    def share(result: sim.Result) -> float:
+        counts = np.bincount(result.worker[result.arrival_seconds > 30.0], minlength=4)
+        return float(counts[0] / counts[1:].mean())
+
+    assert 0.2 < share(learned) < 0.45
+    assert learned.summary().mean_ttft_seconds < blind.summary().mean_ttft_seconds
+
+
+def test_a_worker_slow_for_a_while_gets_less_and_then_its_share_and_model_again() -> None:
+    faults = (sim.WorkerSlowdown(30.0, "w0", 3.0), sim.WorkerSlowdown(110.0, "w0", 1.0))
+    result = sim.simulate(questions(1500, 7.0), fleet(4, faults=faults))
+
+    def share(begin: float, end: float) -> float:
+        during = (result.arrival_seconds >= begin) & (result.arrival_seconds < end)
+        counts = np.bincount(result.worker[during], minlength=4)
+        return float(counts[0] / counts[1:].mean())
+
+    assert share(0.0, 30.0) == pytest.approx(1.0, abs=0.25)
+    assert share(80.0, 110.0) < 0.6
+    assert share(170.0, 210.0) > 0.75, "more than its share, even: its load of the window is lower than the others'"
+    told = result.scheduler_stats["workers"]
+    assert told["w0"]["cost"]["knots"] == told["w1"]["cost"]["knots"]
+
+
+@pytest.mark.parametrize("truth", ["mistral-7b/a6000", "mistral-7b/a100"])
+def test_a_neutral_prior_gives_way_to_what_is_there(truth: str) -> None:
+    workers = {f"w{i}": truth for i in range(3)}
+    specs = tuple(WorkerSpec(name, cost_model=NEUTRAL) for name in workers)
+    config = fleet(specs, engine_cost_models=workers)  # type: ignore[arg-type]
+    simulation = sim.Simulation(questions(500, 4.0), config, None)
+    simulation.run()
+    found, right = cost_at(simulation.scheduler._core, 0), CostModel.preset(truth)
+    for chunks in (2, 4, 6):  # what the engine takes, which computes a prompt in chunks
+        seconds = sum(right.iteration_time([(512, 512 * (i + 1))]) for i in range(chunks))
+        assert found.prefill_time(512 * chunks) == pytest.approx(seconds, rel=0.15)
+    assert found.decode_time(100, 1500, 4) == pytest.approx(right.decode_time(100, 1500, 4), rel=0.15)
+
+
+def test_neutral_is_a_name_for_a_fleet_of_which_nothing_is_known() -> None:
+    scheduler = GlobalScheduler(["a"], cost_model="neutral", config=ON)
+    assert scheduler.stats()["workers"]["a"]["cost"]["name"] == "neutral"
+    restored = GlobalScheduler.restore(scheduler.snapshot())
+    assert restored.stats()["workers"]["a"]["cost"]["name"] == "neutral"
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf])
+def test_a_slowdown_must_be_a_factor(factor: float) -> None:
+    with pytest.raises(InvalidConfig, match="factor"):
+        fleet(2, faults=(sim.WorkerSlowdown(1.0, "w0", factor),))
+
+
+def test_engine_cost_models_must_be_models_by_name() -> None:
+    with pytest.raises(InvalidConfig, match="engine_cost_models"):
+        fleet(2, engine_cost_models=[("w0", NEUTRAL)])
+    with pytest.raises(InvalidConfig, match="w1"):
+        fleet(2, engine_cost_models={"w1": 3})
+
+
+@pytest.mark.parametrize(
+    ("given", "knob", "on"),
+    [
+        (None, "auto", True),
+        ("mistral-7b/a6000", "auto", False),
+        (None, False, False),
+        ("mistral-7b/a6000", True, True),
+    ],
+)
+def test_costs_are_learned_where_none_was_given(given: Any, knob: Any, on: bool) -> None:
+    scheduler = GlobalScheduler(["a"], cost_model=given, config=SchedulerConfig(calibrate=knob))
+    assert scheduler.config.calibrate is on
+    assert bool(scheduler.stats()["workers"]["a"]["cost"]) is on
+    again = GlobalScheduler.restore(scheduler.snapshot())
+    assert again.config.calibrate is on and bool(again.stats()["workers"]["a"]["cost"]) is on

@@ -1,0 +1,1 @@
+"""A scheduler as bytes."""

@@ -1,0 +1,1 @@
+"""Programs that press on Preble for as long as one likes, and tests that run them small."""

@@ -1,0 +1,1 @@
+"""What tests share: places, processes, networks, small workloads. No test is in here."""

@@ -1,0 +1,1 @@
+"""Our wire, and plain sockets on an event loop."""

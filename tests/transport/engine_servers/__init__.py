@@ -1,0 +1,1 @@
+"""Running SGLang and vLLM servers: their HTTP and their KV events."""

@@ -1,0 +1,466 @@
+"""The router before servers that already run: SGLang's and vLLM's HTTP servers and event sockets, faked as far as
+Preble speaks with them. What is answered, which hits are predicted, and what happens when servers die, hang, lie or
+restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from preble import Router, SamplingParams
+from preble.errors import EngineError, HandshakeRefused, InvalidConfig, InvalidInput, QueueFull, WorkerLost
+from preble.transport.engine_servers.http_client import EngineServer
+from preble.transport.engine_servers.kv_event_subscriber import FeedConfig
+from preble.transport.engine_servers.link import keys_of, namespace_of
+from preble.transport.engine_servers.server_info import EventSource, ServerOptions
+from preble.types import BlockKeys
+from tests.support.attach import BLOCK, FakePublisher, FakeServer
+from tests.support.transport import (
+    FirstByName,
+    assert_books_are_even,
+    asynchronous,
+    collect,
+    expected_tokens,
+    fast,
+    until,
+)
+
+PROMPT = list(range(100, 141))  # ten blocks and a token
+SHORT = SamplingParams(max_new_tokens=12)
+LONG = SamplingParams(max_new_tokens=60)
+FEED = FeedConfig(audit_seconds=0.2, replay_seconds=1.0)
+both_servers = pytest.mark.parametrize("kind", ["sglang", "vllm"])
+
+
+@contextlib.asynccontextmanager
+async def attached(
+    *servers: FakeServer,
+    options: ServerOptions | None = None,
+    router_options: dict[str, Any] | None = None,
+    **times: Any,
+) -> AsyncIterator[Router]:
+    """A started router before these servers; the books are even at the end."""
+    more: dict[str, Any] = {"policy": FirstByName(), **(router_options or {})}
+    for server in servers:
+        await server.start()
+    router = Router.attach(
+        *(server.url for server in servers), options=options, config=fast(feed=FEED, **times), **more
+    )
+    try:
+        await router.start()
+        yield router
+        await until(lambda: not router.stats()["live_requests"], "requests ended")
+        assert_books_are_even(router)
+    finally:
+        await router.close()
+        for server in servers:
+            server.awake.set()
+            await server.kill()
+
+
+def worker_at(router: Router, server: FakeServer, rank: int = 0) -> Any:
+    return router.fleet.workers[f"{server.url}#rank={rank}" if rank else server.url]
+
+
+def by_name(*servers: FakeServer) -> list[FakeServer]:
+    """The order in which `FirstByName` takes them."""
+    return sorted(servers, key=lambda server: f"127.0.0.1:{server.port}")
+
+
+# --- what is answered -------------------------------------------------------------------------------------------------
+
+
+@both_servers
+@asynchronous
+async def test_tokens_come_as_the_engine_makes_them_and_predicted_hits_are_the_reported_ones(kind: str) -> None:
+    server, rng = FakeServer(kind), random.Random(3)
+    async with attached(server) as router:
+        for n in range(12):
+            prompt = PROMPT[: rng.randrange(5, 41)] + [rng.randrange(1000) for _ in range(rng.randrange(9))]
+            feed = worker_at(router, server).link.feed_counters
+            await until(lambda: feed.batches == server.publishers[0].next_seq, "events arrived")  # noqa: B023
+            predicted = router.scheduler.match(prompt).matched_tokens.get(f"127.0.0.1:{server.port}", 0)
+            tokens, chunks = await collect(router.generate(prompt, SHORT))
+            assert tokens == expected_tokens(prompt, 12)
+            cached = [chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None]
+            assert cached == [predicted], n
+        stats = router.stats()["workers"][server.url]
+        assert stats["resyncs"] == stats["malformed_frames"] == stats["events_refused"] == 0
+        assert max(server.hit(PROMPT), 0) > 0
+
+
+@both_servers
+@asynchronous
+async def test_what_the_server_is_told_of_a_request(kind: str) -> None:
+    server = FakeServer(kind)
+    sampling = SamplingParams(
+        max_new_tokens=5, temperature=0.5, top_p=0.9, stop_token_ids=(7,), ignore_eos=True, seed=11
+    )
+    async with attached(server, options=ServerOptions(api_key="secret")) as router:
+        await collect(router.generate(PROMPT, sampling, namespace=("lora", "a", "salt", "s")))
+    body = server.bodies[0]
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    assert body["cache_salt"] == "s" and body["stream"] is True
+    if kind == "sglang":
+        told = body["sampling_params"]
+        assert body["input_ids"] == PROMPT and body["lora_path"] == "a" and told["sampling_seed"] == 11
+        assert (told["max_new_tokens"], told["stop_token_ids"], told["ignore_eos"]) == (5, [7], True)
+    else:
+        assert body["prompt"] == PROMPT and body["model"] == "a" and body["seed"] == 11
+        assert (body["max_tokens"], body["stop_token_ids"], body["ignore_eos"]) == (5, [7], True)
+        told = body
+    assert (told["temperature"], told["top_p"]) == (0.5, 0.9)
+
+
+@both_servers
+@asynchronous
+async def test_each_data_parallel_rank_is_a_worker_with_its_own_cache_and_requests(kind: str) -> None:
+    server = FakeServer(kind, ranks=3)
+    async with attached(server, router_options={"policy": "round_robin"}) as router:
+        await until(lambda: len(router.scheduler.workers) == 3, "all ranks were found")
+        assert sorted(router.scheduler.workers) == [f"127.0.0.1:{server.port}/{rank}" for rank in range(3)]
+        for n in range(6):
+            await collect(router.generate([n] * 9, SHORT))
+        counts = [len(cache) for cache in server.cached]
+        assert counts == [4, 4, 4], "two prompts of two blocks on every rank"
+        for rank in range(3):
+            feed = worker_at(router, server, rank).feed_counters
+            await until(lambda: feed.batches == server.publishers[rank].next_seq, "its events came")  # noqa: B023
+        await router.remove_worker(server.url)
+        assert not router.fleet.workers and not router.scheduler.workers
+
+
+@both_servers
+@asynchronous
+async def test_a_consumer_that_goes_away_aborts_at_the_engine(kind: str) -> None:
+    server = FakeServer(kind)
+    server.pause_seconds = 0.01
+    async with attached(server) as router:
+        stream = router.generate(PROMPT, SamplingParams(max_new_tokens=4000))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        await until(lambda: server.cut_off == 1 and not server.running, "the stream was closed")
+        if kind == "sglang":
+            await until(lambda: server.aborted == [server.bodies[0]["rid"]], "the abort was said, by its name")
+
+
+@asynchronous
+async def test_two_routers_never_call_two_requests_by_one_name() -> None:
+    server = FakeServer("sglang")
+    async with attached(server) as router:
+        other = Router([server.url], config=fast())
+        async with other:
+            for one in (router, other, router):
+                await collect(one.generate(PROMPT, SHORT))
+    assert len({body["rid"] for body in server.bodies}) == 3
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@both_servers
+@asynchronous
+async def test_a_server_that_dies_is_lost_and_its_streams_go_on_elsewhere(kind: str) -> None:
+    servers = FakeServer(kind), FakeServer(kind)
+    async with attached(*servers) as router:
+        first, second = by_name(*servers)
+        first.pause_seconds = 0.005
+        streams = [asyncio.ensure_future(collect(router.generate([n, *PROMPT], LONG))) for n in range(5)]
+        await until(lambda: first.running == 5, "all run on the first")
+        await until(lambda: router.counters.output_tokens >= 10, "some tokens came")
+        await first.kill()
+        for n, (tokens, chunks) in enumerate(await asyncio.gather(*streams)):
+            assert tokens == expected_tokens([n, *PROMPT], 60)
+            assert {chunk.worker for chunk in chunks} == {f"127.0.0.1:{one.port}" for one in servers}
+        assert router.counters.resumed == 5 and len(second.bodies) == 5
+        await until(lambda: worker_at(router, first).state == "lost", "it is lost")
+        assert "cannot be reached" in worker_at(router, first).why, "at once, not after a silence"
+
+
+@both_servers
+@asynchronous
+async def test_a_server_that_hangs_is_quiet_and_ready_again_when_it_answers(kind: str) -> None:
+    servers = FakeServer(kind), FakeServer(kind)
+    async with attached(*servers, quiet_after_seconds=0.5, give_up_seconds=60.0) as router:
+        first, _ = by_name(*servers)
+        first.pause_seconds = 0.01
+        stream = asyncio.ensure_future(collect(router.generate(PROMPT, LONG)))
+        await until(lambda: router.counters.output_tokens >= 3, "some tokens came")
+        first.awake.clear()
+        tokens, chunks = await stream
+        assert tokens == expected_tokens(PROMPT, 60) and len({chunk.worker for chunk in chunks}) == 2
+        assert worker_at(router, first).state == "quiet"
+        first.awake.set()
+        await until(lambda: worker_at(router, first).state == "ready", "it is ready again")
+        assert worker_at(router, first).counters.restarts == 0
+
+
+@asynchronous
+async def test_a_server_that_stays_silent_is_given_up() -> None:
+    server = FakeServer("sglang")
+    async with attached(server, quiet_after_seconds=0.1, give_up_seconds=0.3) as router:
+        server.awake.clear()
+        await until(lambda: worker_at(router, server).counters.losses, "it was lost")
+        assert "silent" in worker_at(router, server).why or worker_at(router, server).state == "lost"
+
+
+@asynchronous
+async def test_an_engine_that_hangs_behind_a_server_that_answers_is_quiet() -> None:
+    servers = FakeServer("sglang"), FakeServer("sglang")
+    async with attached(*servers, stalled_after_seconds=0.3) as router:
+        first, _ = by_name(*servers)
+
+        stuck = asyncio.Event()
+
+        def never(_: int) -> bytes | None:
+            first.pause_seconds = 1000.0
+            stuck.set()
+            return None
+
+        first.on_token = never
+        tokens, _ = await collect(router.generate(PROMPT, SHORT))
+        assert stuck.is_set() and tokens == expected_tokens(PROMPT, 12)
+        assert worker_at(router, first).counters.quiet_spells == 1
+
+
+@both_servers
+@asynchronous
+async def test_a_restarted_server_is_another_epoch_and_its_cache_is_empty(kind: str) -> None:
+    first = FakeServer(kind)
+    async with attached(first) as router:
+        name = f"127.0.0.1:{first.port}"
+        await collect(router.generate(PROMPT, SHORT))
+        await until(lambda: router.scheduler.match(PROMPT).matched_tokens.get(name) == 40, "its cache is known")
+        ports = first.publishers[0].ports
+        await first.kill()
+        await until(lambda: worker_at(router, first).state == "lost", "it is lost")
+        again = FakeServer(kind, life=2, port=first.port, publishers=[FakePublisher(ports=(ports[0], ports[1]))])
+        await again.start()
+        try:
+            await until(lambda: worker_at(router, first).state == "ready", "it is found again")
+            assert worker_at(router, first).counters.restarts == 1
+            assert router.scheduler.match(PROMPT).matched_tokens.get(name, 0) == 0
+            _, chunks = await collect(router.generate(PROMPT, SHORT))
+            assert [chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None] == [0]
+            await until(lambda: router.scheduler.match(PROMPT).matched_tokens.get(name) == 40, "its new cache is known")
+        finally:
+            await again.kill()
+
+
+@asynchronous
+async def test_a_break_of_the_network_costs_nothing_that_is_known() -> None:
+    """The HTTP port closes and opens again, the engine behind it lives: what it cached is still believed."""
+    server = FakeServer("sglang")
+    async with attached(server) as router:
+        name = f"127.0.0.1:{server.port}"
+        await collect(router.generate(PROMPT, SHORT))
+        await until(lambda: router.scheduler.match(PROMPT).matched_tokens.get(name) == 40, "its cache is known")
+        publishers, server.publishers = server.publishers, ()
+        await server.kill()
+        await until(lambda: worker_at(router, server).state == "lost", "it is lost")
+        server.publishers = publishers
+        await server.start()
+        await until(lambda: worker_at(router, server).state == "ready", "it is found again")
+        assert worker_at(router, server).counters.restarts == 0
+        assert router.scheduler.match(PROMPT).matched_tokens.get(name) == 40
+
+
+@asynchronous
+async def test_events_that_are_lost_for_good_are_forgotten_and_learned_anew() -> None:
+    server = FakeServer("sglang")
+    other = [7] * 12
+    async with attached(server) as router:
+        name, publisher = f"127.0.0.1:{server.port}", server.publishers[0]
+        await collect(router.generate(PROMPT, SHORT))
+        await until(lambda: router.scheduler.match(PROMPT).matched_tokens.get(name) == 40, "its cache is known")
+        publisher.next_seq += 3  # what these said, nobody has
+        publisher.buffer.clear()
+        await server._store(other, 0)
+        await until(lambda: router.scheduler.match([*other, 1]).matched_tokens.get(name) == 12, "what is new is known")
+        assert not router.scheduler.match(PROMPT).matched_tokens.get(name), "what may be gone is not believed"
+        assert worker_at(router, server).stats()["resyncs"] == 1
+
+
+LIES: dict[str, bytes] = {
+    "no JSON": b"data: {nonsense\n\n",
+    "no object": b"data: [1, 2]\n\n",
+    "no tokens": b'data: {"output_ids": ["a"], "choices": [{"token_ids": ["a"]}], "meta_info": {}}\n\n',
+    "no numbers": b'data: {"output_ids": [-1], "choices": [{"token_ids": [-1]}], "meta_info": {}}\n\n',
+    "error": b'data: {"error": {"message": "out of memory", "code": 500}}\n\n',
+    "end": b"data: [DONE]\n\n",
+    "long line": b'data: {"output_ids": [], "choices": [{"token_ids": []}], "meta_info": {}' + b" " * 9000 + b"}\n\n",
+    "deep": b"data: " + b"[" * 5000 + b"\n\n",
+}
+
+
+@both_servers
+@pytest.mark.parametrize("lie", LIES)
+@asynchronous
+async def test_an_answer_that_is_none_costs_the_attempt_and_not_the_request(kind: str, lie: str) -> None:
+    servers = FakeServer(kind), FakeServer(kind)
+    async with attached(*servers, options=ServerOptions(max_line_bytes=8000)) as router:
+        first, _ = by_name(*servers)
+        first.on_token = lambda have: LIES[lie] if have == 4 else None
+        tokens, _ = await collect(router.generate(PROMPT, SHORT))
+        assert tokens == expected_tokens(PROMPT, 12)
+        assert router.counters.resumed == 1
+        told = lie not in ("error", "end")
+        assert router.stats()["workers"][first.url]["malformed_frames"] == told
+
+
+@both_servers
+@asynchronous
+async def test_more_cached_tokens_than_the_prompt_has_are_not_believed_and_counted(kind: str) -> None:
+    server = FakeServer(kind)
+    server.lie_tokens = 10_000
+    async with attached(server) as router:
+        tokens, chunks = await collect(router.generate(PROMPT, SHORT))
+        assert tokens == expected_tokens(PROMPT, 12)
+        assert all(chunk.cached_tokens is None for chunk in chunks) and router.counters.wrong_reports == 1
+
+
+PATHS = {"sglang": "/generate", "vllm": "/v1/completions"}
+
+
+@both_servers
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(400, InvalidInput), (503, QueueFull), (429, QueueFull), (404, EngineError), (500, WorkerLost)],
+)
+@asynchronous
+async def test_a_refused_request_is_a_typed_error_that_quotes_nothing(kind: str, status: int, error: type) -> None:
+    server = FakeServer(kind)
+    server.answers[PATHS[kind]] = (status, json.dumps({"error": {"message": "prompt was secret", "type": "Bad"}}))
+    times = {"resume_seconds": 0.2, "max_attempts": 2}
+    async with attached(server, **times) as router:
+        with pytest.raises(error) as caught:
+            await collect(router.generate(PROMPT, SHORT))
+        assert "secret" not in str(caught.value)
+
+
+@both_servers
+@asynchronous
+async def test_more_requests_than_the_bound_are_refused(kind: str) -> None:
+    server = FakeServer(kind)
+    server.pause_seconds = 0.01
+    async with attached(server, options=ServerOptions(max_requests=1)) as router:
+        running = asyncio.ensure_future(collect(router.generate(PROMPT, SHORT)))
+        await until(lambda: server.running == 1, "one runs")
+        with pytest.raises(QueueFull):
+            await collect(router.generate(PROMPT, SHORT))
+        await running
+
+
+# --- what servers tell ------------------------------------------------------------------------------------------------
+
+
+@both_servers
+@asynchronous
+async def test_facts_are_what_the_server_tells(kind: str) -> None:
+    server = await FakeServer(kind, ranks=2).start()
+    async with EngineServer(server.url) as client:
+        facts = await client.facts()
+        loads = await client.load()
+    first, second = server.publishers
+    await server.kill()
+    assert (facts.engine, facts.model, facts.block_size, facts.kv_capacity_tokens) == (kind, "tiny", BLOCK, 50_000)
+    assert (facts.ranks, facts.max_model_tokens) == (2, 4096)
+    assert facts.events[0] == EventSource(first.endpoint, first.replay_endpoint, "kv")
+    assert facts.events[1] == EventSource(second.endpoint, second.replay_endpoint, "kv")
+    assert [load.rank for load in loads] == [0, 1]
+    assert facts.start and all("--load-publish-endpoint" in advice for advice in facts.advice)
+
+
+@both_servers
+@asynchronous
+async def test_what_keeps_a_server_from_being_attached_is_named_with_its_flag(kind: str) -> None:
+    server = await FakeServer(kind, events=False, api_key="right").start()
+    stories = [
+        (ServerOptions(), "api_key"),
+        (ServerOptions(api_key="wrong"), "api_key"),
+        (ServerOptions(api_key="right", require_events=True), "--kv-events-config"),
+    ]
+    for options, complaint in stories:
+        with pytest.raises(HandshakeRefused, match=complaint):
+            await EngineServer(server.url, options).facts()
+    async with EngineServer(server.url, ServerOptions(api_key="right")) as client:
+        facts = await client.facts()
+        assert facts.events == () and "--kv-events-config" in facts.advice[0]
+    await server.kill()
+
+
+@asynchronous
+async def test_what_vllm_does_not_tell_is_asked_of_the_operator() -> None:
+    server = await FakeServer("vllm").start()
+    server.answers = {"/metrics": (404, b""), "/kv_event_sources": (404, b"")}
+    with pytest.raises(HandshakeRefused, match="ServerOptions.block_size"):
+        await EngineServer(server.url).facts()
+    options = ServerOptions(block_size=32, kv_capacity_tokens=4096, events_endpoint="tcp://127.0.0.1:5557")
+    async with EngineServer(server.url, options) as client:
+        facts = await client.facts()
+        assert (facts.block_size, facts.kv_capacity_tokens, facts.start) == (32, 4096, "")
+        assert facts.events == (EventSource("tcp://127.0.0.1:5557"),)
+    await server.kill()
+
+
+NONSENSE: list[tuple[str, int, bytes]] = [
+    ("/server_info", 200, b'{"max_total_num_tokens": "many", "page_size": 1}'),
+    ("/server_info", 200, b"\xff\xfe nonsense"),
+    ("/server_info", 200, b'{"max_total_num_tokens": 10, "dp_size": 1000000}'),
+    ("/server_info", 503, b""),
+    ("/server_info", 307, b""),
+    ("/server_info", 200, b'{"max_total_num_tokens": 10, "page_size": 1' + b" " * 3000 + b"}"),
+]
+
+
+@pytest.mark.parametrize(("path", "status", "body"), NONSENSE)
+@asynchronous
+async def test_facts_that_are_none_are_typed_errors(path: str, status: int, body: bytes) -> None:
+    server = await FakeServer("sglang").start()
+    server.answers = {path: (status, body)}
+    router = Router([(server.url, ServerOptions(max_body_bytes=2000))], config=fast(connect_seconds=0.3))
+    with pytest.raises(Exception, match=r"127\.0\.0\.1|JSON") as caught:
+        await router.start()
+    assert type(caught.value).__module__ == "preble.errors"
+    await server.kill()
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "127.0.0.1:30000", "http://", "http:///x"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidInput, match="url must be"):
+        EngineServer(url)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"block_size": 0}, {"kv_capacity_tokens": -1}, {"answer_seconds": 0}, {"events_endpoint": "5557"}]
+    + [{"replay_endpoint": "tcp://a:1"}, {"max_line_bytes": 0}, {"max_requests": 0}],
+)
+def test_options_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig, match=f"ServerOptions.{next(iter(wrong))}"):
+        ServerOptions(**wrong)
+
+
+NAMESPACES: list[Any] = [None, "tenant", 7, ("lora", "a"), ("salt", "s"), ("lora", "a", "salt", "s"), ("x", (1, b"y"))]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("as_extra", [False, True])
+def test_a_namespace_comes_back_from_the_keys_that_the_engine_tells(namespace: Any, as_extra: bool) -> None:
+    salt, lora = keys_of(namespace)
+    told = BlockKeys(lora or None, None, None if as_extra else salt or None, (salt,) if as_extra and salt else ())
+    if namespace is not None:
+        assert namespace_of(told) == namespace
+
+
+def test_salts_of_others_are_themselves_and_never_an_error() -> None:
+    for salt in ("preble:", "preble:!!", "preble:AAAA", "other", "preble:" + "é"):
+        assert namespace_of(BlockKeys(None, None, salt, ())) in (("salt", salt), 0)
+    assert len({keys_of(namespace) for namespace in NAMESPACES}) == len(NAMESPACES)
