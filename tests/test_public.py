@@ -15,7 +15,7 @@ import preble
 
 PREBLE = Path(preble.__file__).parent
 PUBLIC_NAMES_MAX = 16
-COMPILED = sorted(path.stem for path in PREBLE.glob("*.pyx"))
+COMPILED = sorted(".".join(path.relative_to(PREBLE).with_suffix("").parts) for path in PREBLE.rglob("*.pyx"))
 HEAVY = {"numpy", "torch", "transformers", "zmq", "asyncio", "msgpack", "matplotlib", "rich", "dataclasses", "typing"}
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -68,6 +68,11 @@ def test_the_scheduler_needs_no_network_and_no_model_library(run_python: RunPyth
     assert loaded.isdisjoint({"torch", "transformers", "zmq", "asyncio", "msgpack"})
 
 
+def source_of(module: str, suffix: str) -> Path:
+    """The file of a compiled module, by its dotted name under preble."""
+    return PREBLE.joinpath(*module.split(".")).with_suffix(suffix)
+
+
 def public_members(cls: type) -> set[str]:
     """Public names that a compiled class itself defines, Cython's own machinery left out."""
     return {name for name in vars(cls) if not name.startswith("_")}
@@ -76,7 +81,7 @@ def public_members(cls: type) -> set[str]:
 def stub_of(module: str) -> dict[str, set[str]]:
     """Public top-level names of a stub, each with its public members (empty for functions and constants)."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse((PREBLE / f"{module}.pyi").read_text()).body:
+    for node in ast.parse(source_of(module, ".pyi").read_text()).body:
         if isinstance(node, ast.ClassDef):
             members = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
             members |= {
@@ -92,7 +97,7 @@ def stub_of(module: str) -> dict[str, set[str]]:
 
 def compiled_names(module: str) -> dict[str, set[str]]:
     """The same for the compiled module: what it defines, not what it imports."""
-    text = (PREBLE / f"{module}.pyx").read_text()
+    text = source_of(module, ".pyx").read_text()
     defined = set(re.findall(r"^(?:cdef class|class|def|cpdef\s+\w+)\s+(\w+)", text, re.M))
     loaded = importlib.import_module(f"preble.{module}")
     names = {name for name in defined if not name.startswith("_") and hasattr(loaded, name)}
@@ -106,7 +111,7 @@ def compiled_names(module: str) -> dict[str, set[str]]:
 def test_stubs_say_what_the_compiled_module_has(module: str) -> None:
     real = compiled_names(module)
     if not real:
-        assert not (PREBLE / f"{module}.pyi").exists(), f"{module} shows nothing to Python and needs no stub"
+        assert not source_of(module, ".pyi").exists(), f"{module} shows nothing to Python and needs no stub"
         return
     stub = stub_of(module)
     assert set(real) <= set(stub), f"{module}.pyi lacks {sorted(set(real) - set(stub))}"

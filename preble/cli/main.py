@@ -72,7 +72,3 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name == named:
             import_module(module).add_arguments(command)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
