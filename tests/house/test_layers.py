@@ -39,7 +39,6 @@ FLOORS = [
         "mirror",
         "shifting",
         "shifts",
-        "shifts_state",
         "membership",
         "scaling",
         "hottest",
@@ -57,6 +56,7 @@ FLOORS = [
         "worker",
         "gateway",
         "cli",
+        "console",
         "demo",
         "study",
         "simulate",
@@ -77,7 +77,7 @@ EDGES = 4
 EDGE_EXCEPTIONS = {("engines", "transport.wire"), ("sim", "workloads"), ("sim", "engines.simulated")}
 # What SGLang and vLLM say on their own sockets is read in one place, for embedded engines and for running servers.
 EDGE_EXCEPTIONS |= {
-    ("engines", "transport." + name) for name in ("kv_events", "kv_feed", "server_facts", "http_server")
+    ("engines", "transport." + name) for name in ("kv_events", "kv_feed", "namespaces", "server_facts", "http_server")
 }
 # Below floor 4: nothing that waits, talks or differs from run to run. `clock` alone may ask the machine for the time.
 WORLDLY = {"asyncio", "datetime", "http", "multiprocessing", "secrets", "select", "selectors", "socket", "subprocess"}

@@ -14,7 +14,7 @@ import pytest
 
 import preble
 from preble.config import SchedulerConfig
-from preble.integrations import board as module
+from preble.integrations import booking_exchange as module
 from preble.integrations.booking_exchange import NOTE_BYTES, QUEUE_MAX, Board, BoardClient, Heard, Note
 from preble.integrations.prompt_extractors import Tokens
 from preble.integrations.replica_scheduler import PEER_SECONDS, ReplicaFacts, ReplicaScheduler, Ticket
