@@ -210,6 +210,18 @@ cdef class RadixTree:
                 self._root_queue.append(i)
         return 0
 
+    cdef tuple path_to(self, uint32_t i, uint32_t end):
+        """(namespace, token ids up to position `end`) of the path to a live node. As the writer."""
+        cdef TokenRun* run
+        cdef uint32_t at
+        parts = []
+        while node_at(&self.t, i).parent != NONE:
+            run = node_at(&self.t, i).run
+            if run.start < end:
+                parts.append([run.tokens[at] for at in range(min(run.length, end - run.start))])
+            i = node_at(&self.t, i).parent
+        return self._names[i], [token for part in reversed(parts) for token in part]
+
     cdef int need_worker(self, uint32_t worker) except -1:
         if worker >= self.t.worker_end or self.t.workers[worker].capacity == 0:
             raise UnknownWorker(f"no worker with index {worker}")

@@ -1,19 +1,18 @@
 """The global scheduler. Owns the tree, the books, the workers and their caches' events; the only place where they are
 changed.
 
-The four calls of a request's life are compiled and inherited (`_placement/request_api.pyx`). Every other method that changes something is
-one step, or a few short ones, under the same writers' lock (`with self._lock`); questions take none. Policies compute,
-only a scheduler books. Nothing here opens a socket or blocks on I/O, so all of it may be called from any thread and
-from asyncio. Paper sections 4.1 and 4.2.
+The calls of a request's life are compiled, complete in themselves, and extended here (`_placement/request_api.pyx`). Every other method
+that changes something is one step, or a few short ones, under the same writers' lock (`with self._lock`). Policies
+compute, only a scheduler books. Nothing here opens a socket or blocks on I/O, so all of it may be called from any
+thread and from asyncio. Paper sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,7 @@ from ._cost import CostModel, LoadBook
 from ._kv_index.block_index import BlockIndex
 from ._kv_index.event_batch import EventBatch
 from ._placement.bookings import DecisionCore
-from ._placement.decision import Decision, Match, unit_draw
-from ._placement.request_api import RequestCalls, finite_time, hashable, output_limit
+from ._placement.request_api import RequestApi, finite_time, iterable, policy_name
 from ._radix import RadixTree
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
@@ -32,21 +30,18 @@ from .errors import (
     InvalidConfig,
     InvalidInput,
     InvalidTime,
-    NoWorkers,
     UnknownWorker,
 )
-from .policies.base import Policy, RequestView, resolve
+from .policies.base import Policy, resolve
 from .scheduling import peer_bookings
 from .scheduling.cache_mismatch import Truth, look, warn
 from .scheduling.calibration import NEUTRAL, Calibrator
 from .scheduling.leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
-from .scheduling.membership import ANY_REQUEST, Handover, Membership
+from .scheduling.membership import Handover, Membership
 from .types import (
     AllBlocksCleared,
     BlockKeys,
     CacheEvent,
-    Explanation,
-    WorkerCost,
     WorkerSpec,
     check_int,
 )
@@ -54,8 +49,9 @@ from .types import (
 if TYPE_CHECKING:
     from .scheduling.policy_state import PolicyBooks
     from .scheduling.rebalancer import Shifts, WarmUp
+    from .scheduling.recording import Recorder
     from .scheduling.records import DecisionRecord, Recording
-    from .scheduling.shadow import Shadow
+    from .scheduling.snapshot import Parts, Snapshot
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
@@ -63,7 +59,6 @@ COUNTED = (
     *("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests"),
     *peer_bookings.COUNTED,
 )
-REASONS_MAX = 64  # reasons counted apart; a policy that makes up more has the rest counted as "other"
 
 
 @dataclass(slots=True)
@@ -78,7 +73,7 @@ class _Worker:
     truth: Truth = field(default_factory=Truth)
 
 
-class GlobalScheduler(RequestCalls):
+class GlobalScheduler(RequestApi):
     """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
@@ -87,9 +82,7 @@ class GlobalScheduler(RequestCalls):
     `shadow`: a policy, as `policy`, that is asked what it would do, without effect.
     """
 
-    def __new__(cls, *_: Any, record: Any = None, shadow: Any = None, **__: Any) -> GlobalScheduler:
-        """Whoever keeps records or has a shadow is of a subclass with longer calls; nobody else pays for it."""
-        return super().__new__(cls if record is None and shadow is None else _watched(cls))
+    _policy_state: PolicyBooks | None
 
     def __init__(
         self,
@@ -106,15 +99,14 @@ class GlobalScheduler(RequestCalls):
         self.config = config if config is not None else SchedulerConfig()
         if not isinstance(self.config, SchedulerConfig):
             raise InvalidConfig(f"config must be a SchedulerConfig, got {config!r}")
-        self._clock = clock if clock is not None else monotonic
-        if not callable(self._clock):
+        if clock is not None and not callable(clock):
             raise InvalidConfig(f"clock must be callable, got {clock!r}")
-        self._seed = check_int("seed", seed, 0, 2**63 - 1)
+        check_int("seed", seed, 0, 2**63 - 1)
         self._cost_model = _cost_model(cost_model, "cost_model") or CostModel.preset(DEFAULT_COST_MODEL)
-        self._policy = resolve(policy)
+        rule = resolve(policy)
         if self.config.calibrate == "auto":
             self.config = replace(self.config, calibrate=cost_model is None)
-        self._core = DecisionCore(
+        core = DecisionCore(
             RadixTree(max_bytes=self.config.max_bytes, window_seconds=self.config.history_seconds),
             LoadBook(self.config.history_seconds, self.config.join_seconds),
             exploit_ratio=self.config.exploit_ratio,
@@ -124,65 +116,28 @@ class GlobalScheduler(RequestCalls):
             live_max=self.config.live_requests_max,
             calibrate=bool(self.config.calibrate),
         )
-        self._calibrator = Calibrator(self._core, self.config.history_seconds) if self.config.calibrate else None
-        self._open_records(record, shadow)
-        self._asks = self._policy is not None or (self._shadow is not None and self._shadow.policy is not None)
-        self._books = _open_books(self._policy, self._shadow, self._core.tree)
-        self._shifts = _open_shifts(self._core, self.config) if self._policy is None else None
+        self._recorder = _open_recorder(record, shadow, seed)
+        super().__init__(
+            core,
+            monotonic if clock is None else clock,
+            seed,
+            policy=rule,
+            policy_state=_open_books(rule, self._recorder, core.tree),
+            observer=self._recorder,
+        )
+        self._calibrator = Calibrator(core, self.config.history_seconds) if self.config.calibrate else None
+        self._shifts = _open_shifts(core, self.config) if rule is None else None
         self._workers: dict[str, _Worker] = {}
-        self._membership = Membership(self._core, self.config, gives=self._policy is None)
-        self._lock = self._core.tree  # the writers' lock: recursive, and let go of Python's while it waits
+        self._membership = Membership(core, self.config, gives=rule is None)
+        self._lock = core.tree  # the writers' lock: recursive, and let go of Python's while it waits
         self._counts_here = dict.fromkeys(COUNTED, 0)
-        self._reasons: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._ahead_seconds = 0.0  # of the caller's clock; not 0 once restored where another clock counts
-        for worker in _all_of("workers", workers, InvalidConfig):
+        for worker in iterable("workers", workers, InvalidConfig):
             self.add_worker(worker)
 
     # --- a request's life ---------------------------------------------------------------------------------------------
-
-    def _schedule_weighed(
-        self,
-        token_ids: TokenIds,
-        request_id: Hashable,
-        namespace: Hashable,
-        max_new_tokens: int | None,
-        exclude: Iterable[str],
-        explain: bool,
-    ) -> Decision:
-        """`schedule` where every worker is weighed, or some are left out: under both locks."""
-        with self._lock:
-            now = self._now()
-            if request_id is None:
-                request_id = self._new_id()
-            asked = self._asked(token_ids, namespace, max_new_tokens, request_id, now)
-            with _Excluding(self, exclude):
-                limit = output_limit(max_new_tokens)
-                decision = self._place(token_ids, request_id, namespace, limit, now, asked, explain)
-            self._booked()
-            self._count_reason(decision.reason)
-            if self._books is not None and asked is not None:
-                self._books.booked(decision, asked, now)
-            return decision
-
-    def _place(
-        self,
-        token_ids: TokenIds,
-        request_id: Hashable,
-        namespace: Hashable,
-        limit: int,
-        now: float,
-        asked: RequestView | None,
-        explain: bool,
-    ) -> Decision:
-        return self._core.schedule(token_ids, request_id, namespace, limit, now, self._policy, asked, explain)
-
-    def _tell_books(self, request_id: Hashable, ended: bool, output_tokens: int) -> None:
-        """A live request has its first token or is over; called by the calls of its life."""
-        with self._lock:
-            if self._books is not None:
-                self._books.told(request_id, ended, output_tokens)
 
     def lease(
         self,
@@ -197,7 +152,7 @@ class GlobalScheduler(RequestCalls):
         """A booking for the length of a block, which cannot leak: `with scheduler.lease(token_ids) as lease`, or
         `async with`. Arguments are those of `schedule`, which runs when the block is entered."""
         asked = {"namespace": namespace, "max_new_tokens": max_new_tokens, "explain": explain}
-        return Lease(self, token_ids, exclude, {"request_id": request_id, **asked})
+        return Lease(self, self.core, token_ids, exclude, {"request_id": request_id, **asked})
 
     def reconcile(
         self, worker_id: str, live_request_ids: Iterable[Hashable], *, grace_seconds: float = 5.0
@@ -209,11 +164,11 @@ class GlobalScheduler(RequestCalls):
         engine has is renewed. What it has and nobody booked there is returned and counted (`unknown_requests`).
         Raises UnknownWorker, InvalidInput, InvalidTime; then nothing has changed. O(live requests + ids).
         """
-        told, now = request_ids_in("live_request_ids", live_request_ids), self._now()
+        told, now = request_ids_in("live_request_ids", live_request_ids), self.now()
         grace = finite_time("grace_seconds", grace_seconds)
         if grace < 0.0:
             raise InvalidInput(f"grace_seconds must not be negative, got {grace_seconds!r}")
-        found = reconcile(self, self._worker(worker_id).spec.id, told, now - grace, now)
+        found = reconcile(self.core, self._give_back, self._worker(worker_id).spec.id, told, now - grace, now)
         self._count("reconciled_leases", len(found.given_back))
         self._count("unknown_requests", len(found.unknown))
         return found
@@ -232,55 +187,10 @@ class GlobalScheduler(RequestCalls):
         )
         with self._lock:
             worker = self._worker(worker_id)
-            booked = int(self._core.book.account(worker.index)["live_requests"])
-            return worker.drift.told(engine_requests, booked, self._now())
+            booked = int(self.core.book.account(worker.index)["live_requests"])
+            return worker.drift.told(engine_requests, booked, self.now())
 
     # --- questions ----------------------------------------------------------------------------------------------------
-
-    def match(self, token_ids: TokenIds, *, namespace: Hashable = None) -> Match:
-        """How much of a prompt each worker is believed to cache. Changes nothing, takes no lock."""
-        hashable("namespace", namespace)
-        return self._core.match(token_ids, namespace)
-
-    def explain(
-        self,
-        token_ids: TokenIds,
-        *,
-        request_id: Hashable = None,
-        namespace: Hashable = None,
-        max_new_tokens: int | None = None,
-    ) -> Explanation:
-        """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
-        lock. `request_id` is for policies that look at it; it need not be free."""
-        limit = output_limit(max_new_tokens)
-        hashable("namespace", namespace)
-        hashable("request_id", request_id)
-        with self._lock if self._asks else nullcontext():  # a Python policy's scores are of these very books
-            now = self._now()
-            asked = self._asked(token_ids, namespace, max_new_tokens, request_id, now)
-            return self._explained(token_ids, namespace, limit, now, asked)
-
-    def _explained(
-        self, token_ids: TokenIds, namespace: Hashable, limit: int, now: float, asked: RequestView | None
-    ) -> Explanation:
-        chosen, reason, prompt, rows, names = self._core.explain(token_ids, namespace, limit, now, self._policy, asked)
-        scores = self._scores(asked, rows)
-        costs = tuple(
-            WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, queue, total, score, candidate)
-            for (i, usable, load, eviction, prefill, queue, total, candidate), score in zip(rows, scores, strict=True)
-        )
-        winner = next(cost for cost in costs if cost.worker == names[chosen])
-        others = sorted((c.score, c.worker) for c in costs if c.candidate and c.worker != winner.worker)
-        return Explanation(
-            worker=winner.worker,
-            runner_up=others[0][1] if others else None,
-            margin=others[0][0] - winner.score if others else 0.0,
-            reason=reason,
-            policy=self.policy,
-            prompt_tokens=prompt,
-            matched_tokens=winner.matched_tokens,
-            workers=costs,
-        )
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, sizes now, and per worker its books and cache. A plain dict, safe to keep."""
@@ -289,41 +199,42 @@ class GlobalScheduler(RequestCalls):
                 "policy": self.policy,
                 **self._counts(),
                 **self._counts_here,
-                "live_requests": len(self._core.leases),
-                "mirrored_live": sum(
-                    map(peer_bookings.is_mirrored, list(self._core.leases))
-                ),  # which changes meanwhile
-                "reasons": dict(Counter(self._e2_reasons()) + Counter(self._reasons)),
-                "tree": self._core.tree.stats(),
-                "policy_books": {} if self._books is None else self._books.stats(),
+                "live_requests": len(self.core.leases),
+                "mirrored_live": sum(map(peer_bookings.is_mirrored, list(self.core.leases))),  # which changes meanwhile
+                "reasons": self._reason_counts(),
+                "tree": self.core.tree.stats(),
+                "policy_books": {} if self._policy_state is None else self._policy_state.stats(),
                 "plans": {} if self._shifts is None else self._shifts.stats(),
                 "membership": self._membership.stats(),
                 "scaling": self._membership.advice(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
+                **({} if self._recorder is None else self._recorder.stats()),
             }
 
     def check(self) -> None:
         """Assert every invariant of tree, books and workers. O(everything); for tests and doubt."""
         with self._lock:
-            self._core.check()
+            self.core.check()
             known = {name: worker.index for name, worker in self._workers.items()}
-            rows = {name: i for i, name in enumerate(self._core.names) if name is not None}
+            rows = {name: i for i, name in enumerate(self.core.names) if name is not None}
             assert known == rows, f"workers {known} and core rows {rows} differ"
             for worker in self._workers.values():
                 worker.blocks.check()
-            if self._books is not None:
-                self._books.check(self._core.leases)
+            for one in (self._policy_state, self._recorder):
+                if one is not None:
+                    one.check(self.core.leases)
             if self._shifts is not None:
                 self._shifts.check()
 
     def records(self) -> tuple[DecisionRecord, ...]:
         """The decision records that are kept, oldest first; empty without `record`."""
-        return ()
+        with self._lock:
+            return () if self._recorder is None else self._recorder.records()
 
     @property
     def policy(self) -> str:
         """The policy's name."""
-        return "e2" if self._policy is None else self._policy.name
+        return policy_name(self._policy)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -343,62 +254,62 @@ class GlobalScheduler(RequestCalls):
         with self._lock:
             if spec.id in self._workers:
                 raise DuplicateWorker(f"worker {spec.id!r} exists already")
-            index = self._core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self._now())
+            index = self.core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now())
             self._adopt(spec, index, False, cost)
         return spec
 
     def _adopt(self, spec: WorkerSpec, index: int, draining: bool, cost: CostModel) -> _Worker:
         """Keep what belongs to a worker that the core knows."""
         blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
-        worker = _Worker(spec, index, BlockIndex(self._core.tree, index, blocks_max), draining)
-        worker.blocks.watch(self._core.trust, spec.block_size)
+        worker = _Worker(spec, index, BlockIndex(self.core.tree, index, blocks_max), draining)
+        worker.blocks.watch(self.core.trust, spec.block_size)
         self._workers[spec.id] = worker
-        self._core.set_eligible(index, not draining)
+        self.core.set_eligible(index, not draining)
         if not draining:
             self._membership.joined(spec.id, index)
         if self._calibrator is not None:
             prior = _cost_model(spec.cost_model, "cost_model") or self._cost_model
             self._calibrator.opened(spec.id, index, prior, cost)
-        if self._books is not None:
-            self._books.opened(spec.id, index, cost)
+        if self._policy_state is not None:
+            self._policy_state.opened(spec.id, index, cost)
         return worker
 
     def drain_worker(self, worker_id: str, *, handover_seconds: float = 0.0) -> Handover:
         """Give a worker no more requests; those it has go on. Its hottest prefixes are given to others: at once, or in
         the course of `handover_seconds`, in which it still takes requests for what it has not given away. Idempotent;
         a later call may shorten the time. Returns what goes where. Raises UnknownWorker, InvalidInput."""
-        seconds, now = finite_time("handover_seconds", handover_seconds), self._now()
+        seconds, now = finite_time("handover_seconds", handover_seconds), self.now()
         if seconds < 0.0:
             raise InvalidInput(f"handover_seconds must not be negative, got {handover_seconds!r}")
         with self._lock:
             worker = self._worker(worker_id)
             worker.draining = True
-            self._core.set_eligible(worker.index, False)
+            self.core.set_eligible(worker.index, False)
         return self._membership.leave(worker_id, worker.index, now, seconds)
 
     def remove_worker(self, worker_id: str) -> list[Hashable]:
         """Forget a worker and what it cached; returns its live requests' ids, which stay live until finished or
         cancelled. Those of other routers are forgotten with it."""
         with self._lock:
-            worker, now = self._worker(worker_id), self._now()
-            orphans = self._core.close_worker(worker.index)
+            worker, now = self._worker(worker_id), self.now()
+            orphans = self.core.close_worker(worker.index)
             if self._shifts is not None:
                 self._shifts.worker_left(worker.index, now)
             del self._workers[worker_id]
             self._membership.removed(worker_id)
             if self._calibrator is not None:
                 self._calibrator.closed(worker_id)
-            if self._books is not None:
-                self._books.closed(worker_id)
-            return peer_bookings.forget(self, orphans, now)
+            if self._policy_state is not None:
+                self._policy_state.closed(worker_id)
+            return peer_bookings.forget(self._give_back, orphans, now)
 
     def clear_worker(self, worker_id: str) -> int:
         """A worker's cache is empty: its engine was restarted or its cache reset. Forgets what it cached; its bookings
         stay. Returns the tokens that were believed cached. O(its known blocks), marks are swept by `tick`."""
         with self._lock:
             worker = self._worker(worker_id)
-            believed: int = self._core.tree.worker_tokens(worker.index)
-            worker.blocks.apply((AllBlocksCleared(),), self._now())
+            believed: int = self.core.tree.worker_tokens(worker.index)
+            worker.blocks.apply((AllBlocksCleared(),), self.now())
             return believed
 
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
@@ -410,10 +321,10 @@ class GlobalScheduler(RequestCalls):
         """
         changed = 0
         with self._lock:
-            worker, now = self._worker(worker_id), self._now()
-            for told, run in peer_bookings.runs_of(_all_of("events", events, InvalidInput)):
+            worker, now = self._worker(worker_id), self.now()
+            for told, run in peer_bookings.runs_of(iterable("events", events)):
                 if told:
-                    books = peer_bookings.Mirror(self, self._asked, self._count)
+                    books = self._mirror()
                     changed += sum(books.take(worker_id, worker.index, event, now) for event in run)
                     continue
                 try:
@@ -426,8 +337,14 @@ class GlobalScheduler(RequestCalls):
         """Give back what is booked on a worker for other routers, where its events were lost for good; returns how many
         bookings that were. Raises UnknownWorker."""
         with self._lock:
-            live = self._core.live_on(self._worker(worker_id).index)
-            return len(live) - len(peer_bookings.forget(self, live, self._now()))
+            live = self.core.live_on(self._worker(worker_id).index)
+            return len(live) - len(peer_bookings.forget(self._give_back, live, self.now()))
+
+    def _mirror(self) -> peer_bookings.Mirror:
+        """Made anew each time: one that was kept would keep its scheduler alive. What a subclass makes of the calls is
+        for its own requests."""
+        first_token = partial(RequestApi.first_token, self)
+        return peer_bookings.Mirror(self.core, self._book_on, first_token, self._end, self._give_back, self._count)
 
     def apply_raw(
         self,
@@ -463,7 +380,7 @@ class GlobalScheduler(RequestCalls):
             blocks.resolve(batch, namespace, namespace_of)
             if self._worker(worker_id).blocks is not blocks:
                 raise UnknownWorker(f"worker {worker_id!r} was removed and added again by namespace_of")
-            changed = blocks.apply_batch(batch, self._now(), namespace)
+            changed = blocks.apply_batch(batch, self.now(), namespace)
             self._counts_here["events"] += len(batch)
             return changed
 
@@ -479,7 +396,7 @@ class GlobalScheduler(RequestCalls):
         """
         from .scheduling.snapshot import take
 
-        return take(self)
+        return take(self._lock, self._parts)
 
     @classmethod
     def restore(
@@ -497,30 +414,55 @@ class GlobalScheduler(RequestCalls):
         ages are kept, as if `elapsed_seconds` had passed since the snapshot. Raises SnapshotRefused for bytes that are
         no snapshot, damaged, or of another version, InvalidInput, InvalidConfig, InvalidTime.
         """
-        from .scheduling.snapshot import load
+        from .scheduling.snapshot import Snapshot
 
-        kind = vars(cls).get("_unwatched", cls)
-        restored: GlobalScheduler = load(kind, SchedulerConfig, data, policy, clock, elapsed_seconds)
+        snapshot = Snapshot(data, elapsed_seconds)
+        restored = snapshot.empty(cls, SchedulerConfig, policy, clock)
+        restored._go_on(snapshot)
         return restored
+
+    def _parts(self) -> Parts:
+        """What a snapshot is made of. Under the lock."""
+        from .scheduling.snapshot import Parts
+
+        return Parts(
+            api=self,
+            config=self.config,
+            seed=self._seed,
+            policy=self._policy,
+            cost_model=self._cost_model,
+            workers=self._workers,
+            shifts=self._shifts,
+            counts=self._counts_here,
+            reasons=self._reason_counts(beyond=True),
+        )
+
+    def _go_on(self, snapshot: Snapshot) -> None:
+        """Become what a snapshot is of; this scheduler has no workers yet."""
+        with self._lock:
+            snapshot.fill(self._parts(), self._adopt)
+            self._counts_here.update(snapshot.counts)
+            self._reasons.update(snapshot.reasons)
+            self._clock, self._ahead_seconds = snapshot.clock_of(self._clock)
 
     # --- background ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float | None = None) -> None:
         """Background work: forget dead prefixes and old load, cancel leases that were never ended. Call about once a
         second. Raises InvalidTime. Works in slices, so that a decision never waits for more than one of them."""
-        at = self._now() if now is None else finite_time("now", now) + self._ahead_seconds
+        at = self.now() if now is None else finite_time("now", now) + self._ahead_seconds
         with self._lock:
-            self._core.advance(at)
-        self._count("expired_nodes", self._core.tree.expire(at))
+            self.core.advance(at)
+        self._count("expired_nodes", self.core.tree.expire(at))
         self._membership.tick(at)
         before = at - self.config.lease_seconds
-        unseen = self._core.unseen_since(before)
+        unseen = self.core.unseen_since(before)
         if unseen:
-            self._count("expired_leases", give_back(self, unseen, before, at))
+            self._count("expired_leases", give_back(self.core, self._give_back, unseen, before, at))
         with self._lock:
-            self._core.trust.fade(at)
+            self.core.trust.fade(at)
             workers = list(self._workers.values())
-        warn(look(self._core.trust, workers, self._lock, self._core.scheduled_heads))
+        warn(look(self.core.trust, workers, self._lock, self.core.scheduled_heads))
         if self._shifts is not None:
             self._shifts.tick(at)
         if self._calibrator is not None:
@@ -548,12 +490,14 @@ class GlobalScheduler(RequestCalls):
                 self._thread.start()
 
     def close(self) -> None:
-        """Stop the background thread. Idempotent; the scheduler stays usable."""
+        """Stop the background thread, and let the records' sink catch up. Idempotent; the scheduler stays usable."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._stop.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def __enter__(self) -> GlobalScheduler:
         self.start()
@@ -566,36 +510,10 @@ class GlobalScheduler(RequestCalls):
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _open_records(self, record: Recording | None, shadow: str | Policy | type[Policy] | None) -> None:
-        self._shadow: Shadow | None = None
-
-    def _now(self) -> float:
-        return finite_time("what the clock returned", self._clock())
-
-    def _asked(
-        self, token_ids: TokenIds, namespace: Hashable, max_new_tokens: int | None, request_id: Hashable, now: float
-    ) -> RequestView | None:
-        """The request as a Python policy sees it; E2 needs none."""
-        if not self._asks:
-            return None
-        draw = unit_draw(self._seed, self._sequence)
-        known = {} if self._books is None else self._books.known(token_ids, namespace, now)
-        return RequestView(token_ids, namespace, max_new_tokens, self._sequence, draw, request_id, known)
-
-    def _scores(self, asked: RequestView | None, rows: Sequence[tuple[Any, ...]]) -> Sequence[float]:
-        if self._policy is None or asked is None:
-            return [row[6] for row in rows]
-        return self._policy.checked_scores(asked, self._core.view([row[0] for row in rows]))
-
     def _count(self, what: str, times: int) -> None:
         if times:
             with self._lock:
                 self._counts_here[what] += times
-
-    def _count_reason(self, reason: str) -> None:
-        if reason not in self._reasons and len(self._reasons) >= REASONS_MAX:
-            reason = "other"
-        self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
     def _worker(self, worker_id: str) -> _Worker:
         try:
@@ -603,19 +521,15 @@ class GlobalScheduler(RequestCalls):
         except (KeyError, TypeError):
             raise UnknownWorker(f"no worker {worker_id!r}; there are {', '.join(self._workers) or 'none'}") from None
 
-    def _takes(self, worker: _Worker) -> int:
-        """Which requests a worker takes, as the core has it."""
-        return self._membership.takes(worker.spec.id) if worker.draining else ANY_REQUEST
-
     def _worker_stats(self, worker: _Worker) -> dict[str, Any]:
         return {
-            **self._core.book.account(worker.index),
-            "cached_tokens": self._core.tree.worker_tokens(worker.index),
+            **self.core.book.account(worker.index),
+            "cached_tokens": self.core.tree.worker_tokens(worker.index),
             "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
             "draining": worker.draining,
             **worker.blocks.stats(),
             **worker.drift.stats(),
-            **self._core.trust.stats(worker.index),
+            **self.core.trust.stats(worker.index),
             **worker.truth.stats(),
             "cost": {} if self._calibrator is None else self._calibrator.stats(worker.spec.id),
         }
@@ -629,48 +543,21 @@ class GlobalScheduler(RequestCalls):
                     self._counts_here["failed_ticks"] += 1
 
 
-class _Excluding:
-    """Takes workers out of one decision. Raises UnknownWorker, and NoWorkers when there are none at all."""
-
-    def __init__(self, scheduler: GlobalScheduler, exclude: Iterable[str]) -> None:
-        self._scheduler, self._core = scheduler, scheduler._core
-        self._taken = [scheduler._worker(worker_id) for worker_id in _all_of("exclude", exclude, InvalidInput)]
-
-    def __enter__(self) -> None:
-        if not self._scheduler._workers:
-            raise NoWorkers("the scheduler has no workers; add_worker first")
-        self._core.leaves_out = bool(self._taken)
-        for worker in self._taken:
-            self._core.set_eligible(worker.index, False)
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._taken:
-            self._core.set_eligible(worker.index, self._scheduler._takes(worker))
-        self._core.leaves_out = False
-
-
-def _watched(cls: type[GlobalScheduler]) -> type[GlobalScheduler]:
-    """The class of a scheduler that is watched, of the same name as its own."""
-    from .scheduling.recording import Watched
-
-    if issubclass(cls, Watched):
-        return cls
-    return type(cls.__name__, (Watched, cls), {"_unwatched": cls})
-
-
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _all_of(name: str, values: Any, error: type[InvalidInput]) -> Iterable[Any]:
-    """`values` if one can iterate over it; a lone string is taken for the mistake it is."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise error(f"{name} must be an iterable, such as a list, got {values!r}")
-    return values
+def _open_recorder(record: Recording | None, shadow: Any, seed: int) -> Recorder | None:
+    """Who keeps records and asks a shadow; None, and nothing is loaded for it, where neither is wanted."""
+    if record is None and shadow is None:
+        return None
+    from .scheduling.recording import Recorder
+
+    return Recorder(record, shadow, seed)
 
 
-def _open_books(policy: Policy | None, shadow: Shadow | None, tree: RadixTree) -> PolicyBooks | None:
+def _open_books(policy: Policy | None, recorder: Recorder | None, tree: RadixTree) -> PolicyBooks | None:
     """The books that policy and shadow need; None for those that need none, which load nothing for it."""
-    needs = (() if policy is None else tuple(policy.needs)) + (() if shadow is None else shadow.needs)
+    needs = (() if policy is None else tuple(policy.needs)) + (() if recorder is None else recorder.needs)
     if not needs:
         return None
     from .scheduling.policy_state import PolicyBooks

@@ -29,6 +29,7 @@ from preble import (
     SchedulerConfig,
     WorkerSpec,
 )
+from preble._placement import request_api
 from preble.errors import (
     DuplicateRequest,
     DuplicateWorker,
@@ -443,7 +444,7 @@ def test_a_cancelled_request_leaves_no_belief_and_no_hit() -> None:
     assert sched.match(prompt).matched_tokens == {"a": 149}
     sched.cancel(decision.request_id)
     assert sched.match(prompt).matched_tokens == {"a": 100}
-    assert sched._core.tree.hits(DOCUMENT, 100.0) == 1.0
+    assert sched.core.tree.hits(DOCUMENT, 100.0) == 1.0
 
 
 def test_a_cancelled_request_keeps_what_another_one_is_computing() -> None:
@@ -592,7 +593,7 @@ def test_the_tree_is_bounded_and_requests_are_placed_all_the_same() -> None:
 def test_a_tree_without_room_for_a_single_node_remembers_nothing_and_places_everything() -> None:
     """There were so many workers once that their rows alone exceed the budget."""
     sched = scheduler("w0", max_bytes=1 << 20)
-    tree = sched._core.tree
+    tree = sched.core.tree
     for worker in reversed([tree.add_worker(1) for _ in range(17_000)]):
         tree.drop_worker(worker)
     for request_id in "xyz":
@@ -610,7 +611,7 @@ def test_a_failing_allocation_books_nothing() -> None:
     matched = sched.match(prompt), sched.match(DOCUMENT)
     for nth in range(1, 40):
         before = sched.stats()
-        sched._core.tree.fail_allocation(nth)
+        sched.core.tree.fail_allocation(nth)
         try:
             sched.schedule(prompt, request_id="r")
             break
@@ -620,7 +621,7 @@ def test_a_failing_allocation_books_nothing() -> None:
             assert (sched.match(prompt), sched.match(DOCUMENT)) == matched
             sched.check()
     assert nth > 2, "some allocation failed, then none was left to fail"
-    sched._core.tree.fail_allocation(0)
+    sched.core.tree.fail_allocation(0)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -815,16 +816,16 @@ def test_an_explanation_outlives_the_worker_it_would_have_chosen() -> None:
     assert not thread.is_alive()
 
 
-def test_a_worker_removed_the_moment_after_a_decision_is_still_explained() -> None:
+def test_a_worker_removed_the_moment_after_a_decision_is_still_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The explanation is put into words after the decision; another thread may come in between."""
     sched = scheduler("a", "b")
-    scores = sched._scores
+    scores = request_api.scores_of
 
     def intruded(*args: Any) -> Any:
         sched.remove_worker("a")
         return scores(*args)
 
-    sched._scores = intruded  # type: ignore[method-assign]
+    monkeypatch.setattr(request_api, "scores_of", intruded)
     told = sched.explain(DOCUMENT)
     assert (told.worker, told.runner_up) == ("a", "b")
     assert list(sched.workers) == ["b"]
@@ -960,7 +961,7 @@ def everything(sched: GlobalScheduler) -> tuple[Any, ...]:
     """All that can be seen of a scheduler without changing it."""
     prompts = [DOCUMENT, [*DOCUMENT, *fresh(30)], fresh(51)]
     explained = [sched.explain(prompt, namespace=space) for prompt in prompts for space in (None, "tenant")]
-    return sched.stats(), explained, sched.workers, sched._core.tree.show(10**6), sched._core.lease("live")
+    return sched.stats(), explained, sched.workers, sched.core.tree.show(10**6), sched.core.lease("live")
 
 
 @pytest.mark.parametrize("call", ["schedule", "match", "explain"])
@@ -1070,7 +1071,7 @@ def test_a_request_whose_namespace_finds_no_room_is_placed_all_the_same() -> Non
     length = 0
     while scheduler.stats()["tree"]["refused_tokens"] == 0:
         length += 1
-        scheduler._core.tree.insert(prompt[:length], 0.0)
+        scheduler.core.tree.insert(prompt[:length], 0.0)
     refused = scheduler.stats()["tree"]["refused_tokens"]
     for request_id, end in (("one", scheduler.finish), ("two", scheduler.cancel)):
         assert scheduler.schedule([1, 2, 3], request_id=request_id, namespace=request_id).worker == "a"

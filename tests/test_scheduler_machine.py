@@ -58,10 +58,10 @@ configs = st.builds(
 
 def shown_tree(scheduler: preble.GlobalScheduler) -> dict[Path, dict[str, int]]:
     """Nodes by whole prefix, each with its marks, read from the drawing of the tree."""
-    names = scheduler._core.names
+    names = scheduler.core.names
     nodes: dict[Path, dict[str, int]] = {}
     space, way = None, []
-    for line in scheduler._core.tree.show(10**6).split("\n"):
+    for line in scheduler.core.tree.show(10**6).split("\n"):
         if line.startswith("("):
             space = next(known for known in (7, "tenant", None) if known is None or repr(known) == line[1:-1])
         elif line:
@@ -398,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             index = self.model.places.index(name)
             marks = [(tree.nodes[path].marks[name], tree.start(path)) for path in tree.recency[name]]
             mine = [(mark.tokens, start, mark.hits.estimate(self.clock())) for mark, start in marks]
-            assert self.real._core.tree.victims(index, 10**9, self.clock()) == mine
+            assert self.real.core.tree.victims(index, 10**9, self.clock()) == mine
 
     def teardown(self) -> None:
         """Once everything has ended nothing is left: no live request, no load, no belief, no node."""

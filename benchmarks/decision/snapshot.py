@@ -26,11 +26,11 @@ def grown(nodes: int, workers: int, tail_tokens: int, seed: int) -> GlobalSchedu
     scheduler = GlobalScheduler(specs, config=SchedulerConfig(max_bytes=1 << 36), clock=ManualClock(1000.0))
     head = np.zeros(0, np.int32)
     number = 0
-    while scheduler._core.tree.node_count < nodes:
+    while scheduler.core.tree.node_count < nodes:
         if number % 50 == 0:
             head = random.integers(0, 1 << 17, 64, dtype=np.int32)
         tail = random.integers(0, 1 << 17, tail_tokens, dtype=np.int32)
-        scheduler._core.tree.insert(np.concatenate([head, tail]), 1000.0, worker=number // 50 % workers)
+        scheduler.core.tree.insert(np.concatenate([head, tail]), 1000.0, worker=number // 50 % workers)
         number += 1
     for request in range(10_000):
         scheduler.schedule(random.integers(0, 1 << 17, 32, dtype=np.int32), request_id=request)

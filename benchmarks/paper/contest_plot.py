@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.paper import contest_stats as stats
 from benchmarks.paper.contest_cells import ORACLE, SOURCES
-from preble.cli.demo.plot import GREY, TITLE, tidy
+from preble.cli.console import GREY, TITLE, tidy
 from preble.errors import MissingExtra
 
 METRICS = {"p99_ttft_seconds": "p99 TTFT", "mean_ttft_seconds": "mean TTFT"}

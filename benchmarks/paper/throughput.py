@@ -20,7 +20,7 @@ import preble
 from benchmarks.common.paths import RESULTS
 from benchmarks.paper import cells, published
 from benchmarks.paper.page import number, prose, table
-from preble.cli.demo.report import commit, machine
+from preble.cli.console import commit, machine
 from preble.workloads import generate
 
 RESULTS = RESULTS / "throughput.json"

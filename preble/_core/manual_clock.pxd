@@ -1,4 +1,4 @@
-# The manual clock, for those who read it without a call. Contents of `_core/manual_clock.pyx`.
+# The manual clock, for those who read it without a call. Contents of `manual_clock.pyx`.
 
 cdef class ManualClock:
     cdef double seconds

@@ -65,7 +65,7 @@ cdef extern from * nogil:
         return count;
     }
 
-    /* All ids of a run or-ed: negative if one of them is. Wide where the machine is, as in _core/prefix_compare.pxd. */
+    /* All ids of a run or-ed: negative if one of them is. Wide where the machine is, as in prefix_compare.pxd. */
     #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
     #include <immintrin.h>
     __attribute__((target("avx2")))

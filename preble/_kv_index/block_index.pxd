@@ -1,4 +1,4 @@
-# The blocks of one worker as Python sees them: contents of `_kv_index/block_index.pyx`.
+# The blocks of one worker as Python sees them: contents of `block_index.pyx`.
 
 from libc.stdint cimport uint32_t, uint64_t
 

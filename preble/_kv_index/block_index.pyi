@@ -1,4 +1,4 @@
-# Types of `_kv_index/block_index.pyx`; what the methods promise stands there.
+# Types of `block_index.pyx`; what the methods promise stands there.
 
 from collections.abc import Callable, Hashable, Iterable
 

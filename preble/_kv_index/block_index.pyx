@@ -1,6 +1,6 @@
 """What one worker's engine says it caches, as Python sees it. Owns the index of its blocks by hash and which namespaces
-they are in; tokens and marks belong to the tree. What events do is in `_kv_index/block_updates.pyx`, how they are decoded in
-`_kv_index/event_batch.pyx`.
+they are in; tokens and marks belong to the tree. What events do is in `block_updates.pyx`, how they are decoded in
+`event_batch.pyx`.
 
 Bounded: at `blocks_max` everything is forgotten and the worker's cache counts as unknown, which is counted and safe,
 since beliefs only ever cost a miss. Everything happens under the tree's writers' lock.
@@ -304,20 +304,11 @@ cdef class BlockIndex:
     def prefix(self, block_hash) -> list[int] | None:
         """Tokens from the prompt's start to the end of a block; None if it is unknown, or the tree has forgotten
         them."""
-        cdef uint32_t i, node, end
-        tokens = []
+        cdef uint32_t i, node
         with self.tree:
             i = self.index_of(block_hash)
             node = place_of(&self.b, &self.tree.t, i) if i != NONE else <uint32_t> NONE
-            if node == NONE:
-                return None
-            end = block_at(&self.b.table, i).end
-            while end:
-                run = node_at(&self.tree.t, node).run
-                tokens[:0] = [run.tokens[at] for at in range(end - run.start)]
-                end = run.start
-                node = node_at(&self.tree.t, node).parent
-        return tokens
+            return None if node == NONE else self.tree.path_to(node, block_at(&self.b.table, i).end)[1]
 
     def span(self, block_hash) -> tuple[int, int] | None:
         """Positions where a block starts and ends, None if it is unknown."""

@@ -1,5 +1,5 @@
-# What is known of one worker's blocks: its structs, no code. Functions on them are in `_kv_index/block_positions.pxd` and
-# `_kv_index/block_updates.pyx`, the table of hashes in `_kv_index/block_table.pxd`.
+# What is known of one worker's blocks: its structs, no code. Functions on them are in `block_positions.pxd` and
+# `block_updates.pyx`, the table of hashes in `block_table.pxd`.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 

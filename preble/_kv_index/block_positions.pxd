@@ -1,5 +1,5 @@
 # Where a worker's blocks end in the tree, as inline C: marks read by position, places and how a lost one is found
-# again. Owns no state and changes nothing but the places that blocks remember; `_kv_index/block_updates.pyx` explains them.
+# again. Owns no state and changes nothing but the places that blocks remember; `block_updates.pyx` explains them.
 
 from libc.stdint cimport uint32_t, uint64_t
 

@@ -1,5 +1,5 @@
 # The blocks of one worker by hash, as inline C: a hash table that grows a segment at a time. Owns the memory of blocks
-# and slots; what a block means, and everything about the tree, is in `_kv_index/block_updates.pyx`.
+# and slots; what a block means, and everything about the tree, is in `block_updates.pyx`.
 #
 #     directory (2 ** depth pointers)      segments                     slab of blocks
 #       00 ---------------------------\     [tag block, tag block, ...]   48 bytes each, addressed by index

@@ -1,4 +1,4 @@
-# Events about one worker's blocks: contents of `_kv_index/block_updates.pyx`.
+# Events about one worker's blocks: contents of `block_updates.pyx`.
 
 from libc.stdint cimport int32_t, uint16_t, uint32_t, uint64_t
 

@@ -1,6 +1,6 @@
 """What events about blocks do to the index of one worker and to the tree, as C functions without Python objects. Owns
-the algorithms, no state: each function takes the `Blocks` and the `Tree` it works on. The Python face is `_kv_index/block_index.pyx`,
-the hash table is in `_kv_index/block_table.pxd`, places in `_kv_index/block_positions.pxd`, decoding in `_kv_index/decode.pyx`.
+the algorithms, no state: each function takes the `Blocks` and the `Tree` it works on. The Python face is `block_index.pyx`,
+the hash table is in `block_table.pxd`, places in `block_positions.pxd`, decoding in `decode.pyx`.
 
     event: blocks 7, 8 after block 3                 the tree                       the index
                                                      [ ... 3's tokens ]  w          3 -> this node, position 48
@@ -60,10 +60,9 @@ from preble._core.tree.layout cimport (
 from preble._core.tree.parts cimport find_entry, touch_mark
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, tree_walk
-from preble._core.tree.operations cimport clear_marks, drop_below, sweep_ghosts, tree_insert
+from preble._core.tree.operations cimport clear_marks, drop_below, marks_a_child, sweep_ghosts, tree_insert
 
 cdef enum:
-    SIBLINGS_MAX = 64            # children looked at before a removed block is taken to share its first tokens
     AHEAD = 16                   # blocks whose slots are fetched before they are looked at
     CREDIT = 8                   # steps that each stored block pays for
     CREDIT_MAX = 1 << 24
@@ -408,23 +407,15 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
 
 cdef uint32_t kept_end(Tree* t, uint32_t i, uint32_t worker, uint32_t start) noexcept nogil:
     """How far, from `start` on, the worker needs the path to node `i` for another prompt that leaves it above that
-    node. Changes nothing.
-
-    Looks at SIBLINGS_MAX children of a node; where there are more it says yes, which leaves less than a block believed
-    that is gone.
+    node. Changes nothing. Where a node has too many children to look, less than a block stays believed that is gone.
     """
-    cdef uint32_t below = i, child, looked
+    cdef uint32_t below = i
     cdef Node* node
     i = node_at(t, i).parent
     node = node_at(t, i)
     while node.parent != NONE and run_end(node.run) > start:
-        child = node.first_child
-        looked = 0
-        while child != NONE:
-            if looked == SIBLINGS_MAX or (child != below and find_entry(node_at(t, child), worker).end):
-                return run_end(node.run)
-            looked += 1
-            child = node_at(t, child).next_sibling
+        if marks_a_child(t, i, worker, below):
+            return run_end(node.run)
         below = i
         i = node.parent
         node = node_at(t, i)

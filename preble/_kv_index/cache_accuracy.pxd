@@ -1,8 +1,6 @@
-# How far beliefs about each worker's cache can be relied on: contents of `_kv_index/cache_accuracy.pyx`.
+# How far beliefs about each worker's cache can be relied on: contents of `cache_accuracy.pyx`.
 
 from libc.stdint cimport int64_t, uint32_t
-
-from preble._core.tree.layout cimport Tree
 
 cdef enum:
     PROMPTS_KEPT = 8             # places of recent prompts, to compare with what the engine stored
@@ -57,5 +55,6 @@ cdef class TrustBook:
     cdef void heard(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil
     cdef uint32_t believed(self, uint32_t worker, uint32_t tokens) noexcept nogil
-
-cdef object head_of(Tree* t, dict names, Place place, uint32_t tokens_max)
+    cpdef bint is_apart(self, uint32_t worker)
+    cpdef bint misses(self, uint32_t worker)
+    cpdef bint is_odd(self, uint32_t worker)

@@ -19,8 +19,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from preble._core.atomic cimport load32, store32
-from preble._core.tree.layout cimport LIVE, Node, TokenRun, Tree, generation, node_at
-from preble._core.memory cimport CHUNK, NONE
+from preble._core.tree.layout cimport LIVE, Node, generation, node_at
+from preble._core.memory cimport CHUNK
 from preble._radix cimport RadixTree
 
 from ..errors import InvalidConfig
@@ -41,26 +41,6 @@ cdef double AMOUNT_MOST = 1e15
 _EVENTS = "events"
 _REPORTS = "reports"
 _ESTIMATE = "estimate"
-
-
-cdef object head_of(Tree* t, dict names, Place place, uint32_t tokens_max):
-    """(namespace, first tokens) of the path to a place, at most `tokens_max`; None if it has gone. As the writer."""
-    cdef uint32_t i = place.node, at
-    cdef Node* node
-    cdef TokenRun* run
-    if i >= t.nodes.chunk_count * <uint32_t> CHUNK:      # NONE, or restored from something that is not right
-        return None
-    node = node_at(t, i)
-    if not node.state & LIVE or generation(node) != place.generation:
-        return None
-    tokens = []
-    while node.parent != NONE:
-        run = node.run
-        if run.start < min(place.end, tokens_max):
-            tokens[:0] = [run.tokens[at] for at in range(min(run.length, min(place.end, tokens_max) - run.start))]
-        i = node.parent
-        node = node_at(t, i)
-    return names[i], tokens
 
 
 cdef class TrustBook:
@@ -206,22 +186,16 @@ cdef class TrustBook:
             "surplus_tokens": row.surplus_total,
         }
 
-    def apart(self, uint32_t worker) -> tuple[int, int, int, int]:
-        """(prompts with new blocks since stored blocks last began like one, runs stored since then, reports of nothing
-        in a row where something was known, runs in a row of another block size)."""
-        cdef Trust* row = &self.rows[worker]
-        return row.apart_prompts, row.apart_runs, row.misses, row.odd_runs
-
-    def is_apart(self, uint32_t worker) -> bool:
+    cpdef bint is_apart(self, uint32_t worker):
         """Whether no stored block has begun like a prompt for too long."""
         cdef Trust* row = &self.rows[worker]
         return row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS
 
-    def misses(self, uint32_t worker) -> bool:
+    cpdef bint misses(self, uint32_t worker):
         """Whether reports have found nothing of what was known for too long."""
         return self.rows[worker].misses >= <uint32_t> MISSES
 
-    def is_odd(self, uint32_t worker) -> bool:
+    cpdef bint is_odd(self, uint32_t worker):
         """Whether its blocks have been of another size than was said for too long."""
         return self.rows[worker].odd_runs >= <uint32_t> APART_RUNS
 
@@ -229,26 +203,26 @@ cdef class TrustBook:
         """Workers whose events or reports have had nothing in common with what they were sent for too long.
         O(workers)."""
         cdef uint32_t i
-        cdef Trust* row
-        found = []
-        for i in range(self.end):
-            row = &self.rows[i]
-            if (row.misses >= <uint32_t> MISSES or row.odd_runs >= <uint32_t> APART_RUNS
-                    or row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS):
-                found.append(i)
-        return found
+        return [i for i in range(self.end) if self.misses(i) or self.is_odd(i) or self.is_apart(i)]
 
     def prompts(self, RadixTree tree not None, uint32_t worker, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
         """(namespace, first tokens) of some prompts that were computed on a worker lately. As the writer."""
         cdef uint32_t at
         cdef Trust* row = &self.rows[worker]
-        found = [head_of(&tree.t, tree._names, row.prompts[at], tokens_max)
-                 for at in range(min(row.apart_prompts, <uint32_t> PROMPTS_KEPT))]
-        return [head for head in found if head is not None]
+        cdef Place* place
+        cdef Node* node
+        found = []
+        for at in range(min(row.apart_prompts, <uint32_t> PROMPTS_KEPT)):
+            place = &row.prompts[at]
+            if place.node < tree.t.nodes.chunk_count * <uint32_t> CHUNK:      # not NONE, nor restored and wrong
+                node = node_at(&tree.t, place.node)
+                if node.state & LIVE and generation(node) == place.generation:
+                    found.append(tree.path_to(place.node, min(place.end, tokens_max)))
+        return found
 
     # --- as plain numbers, for snapshots ---
 
-    def facts(self, uint32_t worker) -> tuple[float, ...]:
+    def state(self, uint32_t worker) -> tuple[float, ...]:
         """All that was heard of a worker."""
         cdef Trust* row = &self.rows[worker]
         cdef uint32_t at
@@ -259,14 +233,14 @@ cdef class TrustBook:
                 (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,
                  row.apart_runs, row.odd_runs), places)
 
-    def restore(self, uint32_t worker, object facts) -> None:
-        """Let a worker be as `facts` says, new if that is None. Raises ValueError, TypeError or OverflowError."""
+    def restore(self, uint32_t worker, object state) -> None:
+        """Let a worker be as `state` said, new if that is None. Raises ValueError, TypeError or OverflowError."""
         cdef Trust* row = &self.rows[worker]
         cdef uint32_t at
         self.open(worker)
-        if facts is None:
+        if state is None:
             return
-        sums, totals, counts, places = facts
+        sums, totals, counts, places = state
         row.known, row.kept, row.reports = sums
         row.reports_total, row.known_total, row.kept_total, row.surplus_total = totals
         (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,

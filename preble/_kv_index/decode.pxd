@@ -1,4 +1,4 @@
-# A batch of an engine's cache events as C arrays: contents of `_kv_index/decode.pyx`.
+# A batch of an engine's cache events as C arrays: contents of `decode.pyx`.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
@@ -73,6 +73,8 @@ cdef struct Event:
     uint32_t extra_cut           # the first one after it whose extra keys differ from `extra_later`
     int64_t namespace            # index into the batch's namespaces, -1: none is named
     uint32_t space               # for the block index
+    uint32_t hashes_byte         # where the payload has the list of its hashes
+    uint32_t parent_byte         # and its parent
 
 cdef struct Fault:
     Trouble trouble

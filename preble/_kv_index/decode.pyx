@@ -1,5 +1,6 @@
 """Engines' batches of cache events, decoded. Owns which fields an event has in which generation of the wire format, and
-what must fit together; makes no Python object. `_kv_index/event_batch.pyx` is its Python face, `_core/msgpack_reader.pxd` reads the values.
+what must fit together; makes no Python object. `event_batch.pyx` is its Python face, `_core/msgpack_reader.pxd` reads the values.
+Nothing else in the package decodes these bytes.
 
 A batch is `[time, events, rank]`. Each event is a map with its tag under "type" (SGLang from 0.5.20, vLLM from 0.24) or
 an array that begins with it (before these); names and order of the fields are the engines' own. Fields and tags that
@@ -157,8 +158,9 @@ cdef Trouble key_item(Batch* b, Key* key, Item* item, const uint8_t* at) noexcep
 cdef Trouble read_keys(Batch* b, Event* event) noexcept nogil:
     cdef Item item
     cdef uint32_t _i, count
-    cdef const uint8_t* at
+    cdef const uint8_t* at = b.reader.at
     cdef Trouble trouble = typed_item(b, &item, HASHES, 1 << ARRAY_ITEM)
+    event.hashes_byte = <uint32_t> (at - b.reader.begin)
     if trouble != FINE:
         return trouble
     count = item.length
@@ -200,6 +202,7 @@ cdef Trouble read_parent(Batch* b, Event* event) noexcept nogil:
     if trouble != FINE or item.kind == NIL_ITEM:
         return trouble
     event.has_parent = True
+    event.parent_byte = <uint32_t> (at - b.reader.begin)
     return key_item(b, &event.parent, &item, at)
 
 

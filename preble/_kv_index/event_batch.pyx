@@ -1,6 +1,7 @@
 """Engines' cache events at the door, as Python sees them. Owns the way from a payload, or from event objects, to the C
-arrays that `BlockIndex` applies, the words for what is wrong with them, and how a block's LoRA, salt and extra keys
-become a namespace. Keeps nothing after that and knows neither tree nor index; decoding itself is in `_kv_index/decode.pyx`.
+arrays that `BlockIndex` applies, and from a payload to event objects; the words for what is wrong with them; and how a
+block's LoRA, salt and extra keys become a namespace. Keeps nothing after that and knows neither tree nor index;
+decoding itself is in `decode.pyx`.
 """
 
 from operator import index
@@ -39,7 +40,18 @@ from preble._kv_index.decode cimport (
     need_tokens,
     take_prints,
 )
-from preble._core.msgpack_reader cimport BAD_TOKEN, BYTES_ITEM, CUT_SHORT, FINE, INT_ITEM, RESERVED_BYTE, TOO_LONG, Item
+from preble._core.msgpack_reader cimport (
+    BAD_TOKEN,
+    BYTES_ITEM,
+    CUT_SHORT,
+    FINE,
+    INT_ITEM,
+    RESERVED_BYTE,
+    TOO_LONG,
+    Item,
+    Reader,
+    read_item,
+)
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
 
 from ..errors import InvalidInput, InvalidTokens
@@ -74,7 +86,8 @@ _TROUBLES = {
 
 
 cdef class EventBatch:
-    """Decoded events, to be applied once by one `BlockIndex`. Not thread-safe; made for one call.
+    """Decoded events, to be applied once by one `BlockIndex`, or handed on as objects. Not thread-safe; made for one
+    call. `keyed_blocks` are those that `events` left out.
 
     `payload` is a batch as it comes off an engine's socket, any bytes-like object; None makes an empty batch for `add`.
     `fail_after` is for tests: the n-th allocation fails.
@@ -123,6 +136,11 @@ cdef class EventBatch:
         """Events in the batch, those that mean nothing here included."""
         return self.batch.seen
 
+    @property
+    def unknown_events(self) -> int:
+        """Events with tags that mean nothing here."""
+        return self.batch.unknown
+
     cdef int failed(self) except -1:
         """Raise what `fault` says."""
         cdef Fault* fault = &self.batch.fault
@@ -146,30 +164,100 @@ cdef class EventBatch:
         check_hashable("namespace", namespace)
         for i in range(self.batch.event_count):
             event = &self.batch.events[i]
-            if event.kind != STORED or event.has_parent or not (event.lora or event.salted or event.extra_first):
+            if event.kind != STORED or event.has_parent or not names_more(event):
                 continue
             key = (event.lora, event.salted, event.extra_first, namespace)
             if key not in known:
                 if len(known) >= KNOWN_MAX:
                     known.clear()
-                names = self.names_of(event)
-                answer = names.namespace(namespace) if namespace_of is None else namespace_of(names)
-                check_hashable("what namespace_of returns", answer)
-                known[key] = answer
+                known[key] = self.namespace_for(event, namespace, namespace_of, True)
             event.namespace = len(self.namespaces)
             self.namespaces.append(known[key])
         return 0
 
-    cdef object names_of(self, Event* event):
-        """What an event names beside tokens."""
-        extra = unpacked(&event.extra)
+    cdef object namespace_for(self, Event* event, object namespace, object namespace_of, bint or_bytes):
+        """The namespace of an event's blocks, which name more than tokens."""
+        names = self.names_of(event, or_bytes)
+        answer = names.namespace(namespace) if namespace_of is None else namespace_of(names)
+        check_hashable("what namespace_of returns", answer)
+        return answer
+
+    cdef object names_of(self, Event* event, bint or_bytes):
+        """What an event names beside tokens. What Python cannot hold is its own bytes, or InvalidInput."""
+        extra = unpacked(&event.extra, or_bytes)
         extra = (extra,) if isinstance(extra, bytes) else extra[0] if extra else None
-        lora = unpacked(&event.lora_name)
+        lora = unpacked(&event.lora_name, or_bytes)
         if extra and lora is not None and extra[0] == lora:
             extra = extra[1:]
-        return BlockKeys(lora, unpacked(&event.lora_id), unpacked(&event.salt), extra or ())
+        return BlockKeys(lora, unpacked(&event.lora_id, or_bytes), unpacked(&event.salt, or_bytes), extra or ())
 
-    # --- event objects ---
+    # --- to event objects ---
+
+    def events(self, *, object namespace=None, object namespace_of=None) -> list:
+        """The payload's events as objects, oldest first, without those that say nothing.
+
+        Blocks that start a prompt are in `namespace`; where they name more than tokens, in `namespace_of(BlockKeys)`,
+        by default `BlockKeys.namespace(namespace)`. Others follow their parent. Blocks have no namespace and are left
+        out, and counted in `keyed_blocks`, if their extra keys begin in the middle of a prompt (an image), Python
+        cannot hold what they name, or `namespace_of` raises InvalidInput. Copies in different cache groups get
+        different media. Raises InvalidInput for a medium that is no UTF-8.
+        """
+        cdef uint32_t i
+        assert self.borrowed, "who made a batch of event objects has them"
+        self.keyed_blocks = 0
+        made = []
+        for i in range(self.batch.event_count):
+            event = self.as_object(&self.batch.events[i], namespace, namespace_of)
+            if event is not None:
+                made.append(event)
+        return made
+
+    cdef object as_object(self, Event* event, object namespace, object namespace_of):
+        """One event; None if all of its blocks are left out."""
+        cdef uint32_t i, kept
+        cdef Reader reader = self.batch.reader
+        cdef Item item
+        if event.kind == CLEARED:
+            return AllBlocksCleared()
+        reader.at = reader.begin + event.hashes_byte
+        read_item(&reader, &item)
+        hashes = [next_hash(&reader) for _ in range(event.key_count)]
+        if event.kind == REMOVED:
+            return BlockRemoved(tuple(hashes), self.medium_of(event))
+        # What a request names beside tokens from its start on is its namespace, what comes later something inside it.
+        if event.has_parent and event.extra_first:
+            kept = 0
+        else:
+            kept = event.extra_cut if event.extra_later == event.extra_first else event.extra_at
+        space = parent = None
+        if event.has_parent:
+            reader.at = reader.begin + event.parent_byte
+            parent = next_hash(&reader)
+        elif not names_more(event):
+            space = namespace
+        else:
+            try:
+                space = self.namespace_for(event, namespace, namespace_of, False)
+            except InvalidInput:
+                kept = 0
+        self.keyed_blocks += event.key_count - kept
+        if event.key_count and not kept:
+            return None
+        tokens = tuple([self.batch.tokens[event.tokens_at + i] for i in range(kept * event.block_size)])
+        return BlockStored(tuple(hashes[:kept]), parent, tokens, event.block_size, space, self.medium_of(event))
+
+    cdef object medium_of(self, Event* event):
+        """The medium as named; copies in different cache groups are told apart like copies in different media."""
+        cdef const uint8_t* data = event.medium.data
+        medium = None
+        if self.batch.reader.begin <= data < self.batch.reader.end:
+            try:
+                medium = (<const char*> data)[:event.medium.length].decode()
+            except UnicodeDecodeError:
+                raise InvalidInput("medium is no UTF-8") from None
+        return f"{medium or 'GPU'}/{event.group}" if event.group else medium
+
+    # --- from event objects ---
 
     def add(self, object event) -> None:
         """Add an event object. Raises InvalidInput naming the field; the batch is then as before."""
@@ -281,6 +369,11 @@ cdef class EventBatch:
         return 0
 
 
+cdef inline bint names_more(Event* event) noexcept:
+    """Whether an event's first block names more than tokens."""
+    return event.lora != 0 or event.salted != 0 or event.extra_first != 0
+
+
 cdef int check_hashable(str name, object namespace) except -1:
     """Before anything is made for a namespace, or remembered of it."""
     try:
@@ -320,15 +413,35 @@ cdef int key_of(object block_hash, str name, Key* key) except -1:
     return 0
 
 
-cdef object unpacked(Slice* slice_):
-    """A value of the payload as a Python object, None where it is absent; its own bytes where Python has no such."""
+cdef object next_hash(Reader* reader):
+    """A block hash that was found to be one, as it was written."""
+    cdef Item item
+    memset(&item, 0, sizeof(Item))
+    read_item(reader, &item)
+    if item.kind == BYTES_ITEM:
+        return (<const char*> item.data)[:item.length]
+    return <int64_t> item.number if item.negative else item.number
+
+
+cdef object unpacked(Slice* slice_, bint or_bytes):
+    """A value of the payload as a Python object, lists as tuples; None where it is absent. What Python cannot hold is
+    its own bytes, or raises InvalidInput."""
     if slice_.data == NULL:
         return None
-    import msgpack                   # here, because most engines name nothing beside tokens, and then nobody needs it
+    import msgspec                   # here, because most engines name nothing beside tokens, and then nobody needs it
     raw = (<const char*> slice_.data)[:slice_.length]
     try:
-        value = msgpack.unpackb(raw, use_list=False)
-        hash(value)
-    except (ValueError, TypeError):      # nested too deep, no UTF-8, a map
-        return raw
-    return value
+        return frozen(msgspec.msgpack.decode(raw))
+    except (ValueError, TypeError, RecursionError):      # nested too deep, no UTF-8, a map, an extension
+        if or_bytes:
+            return raw
+        raise InvalidInput("what blocks name beside tokens holds a value that Python cannot") from None
+
+
+cdef object frozen(object value):
+    """The value with tuples for its lists. Raises TypeError for what is no plain value."""
+    if isinstance(value, list):
+        return tuple([frozen(item) for item in value])
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return value
+    raise TypeError(type(value))

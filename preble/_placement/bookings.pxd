@@ -1,10 +1,10 @@
-# Decisions that count: contents of `_placement/bookings.pyx`.
+# Decisions that count: contents of `bookings.pyx`.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from preble._placement.decision cimport Decision
 from preble._cost cimport Lease
-from preble._placement.e2 cimport Choice, E2, Order, Scratch
+from preble._placement.e2 cimport Choice, E2, Order
 from preble._placement.timing_samples cimport Gauges
 from preble._core.tree.layout cimport Walk
 from preble._core.token_ids cimport TokenView
@@ -32,7 +32,9 @@ cdef class DecisionCore(E2):
     cdef readonly Gauges gauges  # what the workers' speed is known by; None: nobody wants to know
     cdef readonly uint32_t eligible_workers
     cdef uint64_t turnover       # +1 whenever a worker may take other requests than before
-    cdef public bint leaves_out  # workers are left out of one decision just now
+    cdef readonly dict left_out  # workers left out of the decision being made, by index: which requests they take else
+    cdef public int64_t late_calls               # about requests that were not live
+    cdef int serve(self, uint32_t index, uint32_t eligible) except -1
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens, double now) except -1
     cdef int bind_root(self, Order* order, object namespace, bint create) except -1
     cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE
@@ -40,13 +42,12 @@ cdef class DecisionCore(E2):
                          object costs)
     cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil
     cdef str choose(self, Order* order, object policy, object asked, Choice* choice)
-    cdef int resume(self, Order* order) noexcept nogil
-    cdef int place(self, Order* order, Choice* choice) noexcept nogil
+    cdef int need_workers(self) except -1
+    cdef str decide(self, TokenView* view, object namespace, Order* order, Choice* choice)
+    cdef int walk_and_book(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil
     cdef int commit(self, const Order* order, Choice* choice) noexcept nogil
     cdef str chosen_name(self, const Choice* choice)
     cdef int raise_outcome(self, int outcome) except -1
-    cdef tuple explain_once(self, Order* order, TokenView* view, object namespace)
-    cdef void explain_unlocked(self, Order* order, Scratch* s, Choice* choice)
     cdef Lease* live_lease(self, int64_t key) noexcept nogil
     cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil
     cdef int prefilled(self, int64_t key, int64_t cached_tokens, double now) noexcept nogil

@@ -1,4 +1,4 @@
-"""Types of the compiled scheduler state; what it owns is said in `_placement/bookings.pyx`."""
+"""Types of the compiled scheduler state; what it owns is said in `bookings.pyx`."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -7,13 +7,16 @@ from .._cost import CostModel, LoadBook
 from .._radix import RadixTree, TokenIds
 from ..errors import NoWorkers
 from ..policies.base import Policy, RequestView, WorkersView
-from .decision import Decision, Match
+from .decision import Decision
 from .e2 import E2
 from .timing_samples import Gauges
 
+REASON_NAMES: tuple[str, ...]
+
 class DecisionCore(E2):
     names: list[str | None]
-    leaves_out: bool
+    left_out: dict[int, int]
+    late_calls: int
     leases: dict[Hashable, int]
     live_max: int
     gauges: Gauges | None
@@ -34,6 +37,9 @@ class DecisionCore(E2):
     def open_worker(self, name: str, capacity_tokens: int, block_size: int, cost: CostModel, now: float) -> int: ...
     def close_worker(self, index: int) -> list[Hashable]: ...
     def set_eligible(self, index: int, eligible: int) -> None: ...
+    def leave_out(self, names: list[str]) -> list[int]: ...
+    def take_back(self, left_out: list[int]) -> None: ...
+    def index_of(self, name: object) -> int: ...
     def need_eligible(self) -> None: ...
     def nobody(self) -> NoWorkers: ...
     def need_room(self, request_id: Hashable) -> None: ...
@@ -61,16 +67,6 @@ class DecisionCore(E2):
         max_new_tokens: int,
         now: float,
     ) -> Decision: ...
-    def explain(
-        self,
-        token_ids: TokenIds,
-        namespace: Hashable,
-        max_new_tokens: int,
-        now: float,
-        policy: Policy | None,
-        asked: RequestView | None,
-    ) -> tuple[int, str, int, list[tuple[Any, ...]], tuple[str, ...]]: ...
-    def match(self, token_ids: TokenIds, namespace: Hashable) -> Match: ...
     def renew(self, request_id: Hashable, now: float) -> bool: ...
     def seen_at(self, request_id: Hashable) -> float: ...
     def unseen_since(self, then: float) -> list[Hashable]: ...

@@ -1,9 +1,9 @@
 """Decisions that count: one scheduler's tree, book and leases, and what a request's life does to them. Owns the one
-function that books a decision (`commit`); the rule is `_placement/e2.pyx`, the calls of users come in by `_placement/request_api.pyx` and
-`scheduler.py`.
+function that books a decision (`commit`); the rule is `e2.pyx`, the calls of users come in by `request_api.pyx`.
 
-A decision has three parts: look and choose (`E2.choose_e2`, or a Python policy), then `commit` (lease, marks, hits).
-`place` does all three as the tree's writer and touches no Python object. An explanation does the first two as a reader.
+A decision by E2 is one way from top to bottom, `decide`: the namespace's root, the walk, then as the tree's writer
+`walk_and_book` (walk on, choose, `commit`), then the chosen worker's name. `schedule` is the same where every worker is
+weighed, or a Python policy chooses.
 """
 
 from cpython.dict cimport PyDict_Next
@@ -13,33 +13,33 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from preble._placement.decision cimport Decision, Match, new_decision
+from preble._placement.decision cimport Decision, new_decision
 from preble._core.atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
-from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Order, Prices, Scratch, Terms,
-                         clear_scratch, free_scratch, new_scratch, rows_of)
+from preble._placement.e2 cimport ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Order, Prices, Scratch, clear_scratch
 from preble._core.epochs cimport reader_enter, reader_leave
 from preble._placement.timing_samples cimport Gauges, note_end, note_first
-from preble._core.writer_lock cimport await_python, guard_leave, guard_try
+from preble._core.writer_lock cimport await_python, guard_enter, guard_leave, guard_try
 from preble._core.tree.layout cimport LIVE, Node, Tree, Walk, WorkerMarks, generation, node_at, run_end
 from preble._core.tree.parts cimport find_entry
 from preble._core.memory cimport NONE, slab_reserve
 from preble._core.tree.nodes cimport at_root, confirmed_tokens, tree_walk, walk_holds
 from preble._radix cimport RadixTree
-from preble._core.tree.reclaim cimport PLAIN, retire_thing
-from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
+from preble._core.tree.reclaim cimport PLAIN, reclaim, retire_thing
+from preble._radix cimport SHORT_TOKENS
+from preble._core.token_ids cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
 from preble._kv_index.cache_accuracy cimport Served
 from preble._core.tree.operations cimport confirm_path, drop_beside, limit_of, set_limit, take_back, tree_insert
 
 from zlib import crc32
 
-from ..errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull, TreeFull
+from ..errors import DuplicateRequest, InvalidInput, InvalidTokens, NoWorkers, QueueFull, TreeFull, UnknownWorker
 
 cdef enum:
-    EXPLAIN_ATTEMPTS = 8         # of an explanation without a lock, while workers come and go
     HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
-_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover", "rendezvous")
+    ROOT_TRIES = 8               # times a namespace may vanish under a call before it goes unremembered
+REASON_NAMES = ("exploit", "explore", "escape", "rebalance", "replica", "rendezvous")
 
 
 cdef class DecisionCore(E2):
@@ -53,6 +53,7 @@ cdef class DecisionCore(E2):
         self.names = []
         self.names_now = ()
         self.leases = {}
+        self.left_out = {}
         self.live_max = live_max
         self.gauges = Gauges() if calibrate else None
 
@@ -96,6 +97,7 @@ cdef class DecisionCore(E2):
         """
         cdef const Cost* cost
         orphans = self.live_on(index)
+        self.left_out.pop(index, None)
         self.set_eligible(index, False)
         self.tree.drop_worker(index)
         cost = self.book.close(index)
@@ -108,10 +110,45 @@ cdef class DecisionCore(E2):
         return orphans
 
     def set_eligible(self, uint32_t index, uint32_t eligible) -> None:
-        """Which new requests a worker may take: none (0), any (1), or those exploited there (2). Under both locks."""
+        """Which new requests a worker may take: none (0), any (1), or those exploited there (2). Under both locks.
+        One that is left out of the decision being made does so from then on."""
+        if index in self.left_out:
+            self.left_out[index] = eligible
+        else:
+            self.serve(index, eligible)
+
+    cdef int serve(self, uint32_t index, uint32_t eligible) except -1:
         self.eligible_workers += (eligible == ANY_REQUEST) - (self.book.rows[index].eligible == ANY_REQUEST)
         store32(&self.book.rows[index].eligible, eligible)
         self.turnover += 1
+        return 0
+
+    def leave_out(self, list names) -> list[int]:
+        """Take workers out of the decision that is being made, until `take_back` is given what this returns. Under both
+        locks. Raises UnknownWorker, and NoWorkers where there are none at all."""
+        cdef uint32_t index
+        indices = dict.fromkeys([self.index_of(name) for name in names])
+        self.need_workers()
+        left_out = [index for index in indices if index not in self.left_out]
+        for index in left_out:
+            service = self.book.rows[index].eligible
+            self.serve(index, False)
+            self.left_out[index] = service
+        return left_out
+
+    def take_back(self, list left_out) -> None:
+        """Let workers be as they were, or as they have been set meanwhile; one that was removed stays so."""
+        cdef uint32_t index
+        for index in left_out:
+            if index in self.left_out:
+                self.serve(index, self.left_out.pop(index))
+
+    def index_of(self, name) -> int:
+        """A worker's index. Raises UnknownWorker."""
+        if not isinstance(name, str) or name not in self.names:
+            there = ", ".join([one for one in self.names if one is not None])
+            raise UnknownWorker(f"no worker {name!r}; there are {there or 'none'}")
+        return self.names.index(name)
 
     cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens,
                    double now) except -1:
@@ -181,28 +218,74 @@ cdef class DecisionCore(E2):
 
     # --- whole decisions ---
 
-    cdef int resume(self, Order* order) noexcept nogil:
-        """Make good a walk that was made without the lock: -1 if its root has gone."""
+    cdef str decide(self, TokenView* view, object namespace, Order* order, Choice* choice):
+        """Decide by E2 and book; returns the worker's id. Anew where the namespace vanishes under it, or the chosen
+        worker before it can be told. Raises what `schedule` says; then nothing is booked."""
         cdef Tree* t = &self.tree.t
-        if order.root == NONE:
-            return 0
-        if generation(node_at(t, order.root)) != order.root_generation:
-            return -1
-        if not walk_holds(t, order.walk):
-            order.walk = at_root(t, order.root)
-        order.walk = tree_walk(t, order.walk, order.tokens, order.count)
-        return 0
+        cdef uint32_t slot, tries = 0
+        cdef int outcome
+        cdef str name = None
+        order.tokens = view.data
+        order.count = view.count
+        order.everyone = False
+        order.writer = True
+        order.mirrored = False
+        while name is None:
+            self.need_eligible()
+            self.bind_root(order, namespace, False)
+            if order.root == NONE:
+                check_tokens(view, 0)
+                if tries < ROOT_TRIES:
+                    self.bind_root(order, namespace, True)
+            tries += 1
+            if view.count <= SHORT_TOKENS and guard_try(&t.guard):
+                outcome = self.walk_and_book(view, order, choice, False)
+                guard_leave(&t.guard)
+            else:
+                with nogil:
+                    if order.root != NONE:
+                        slot = reader_enter(&t.epochs)
+                        if generation(node_at(t, order.root)) == order.root_generation:
+                            order.walk = tree_walk(t, order.walk, view.data, view.count)
+                        reader_leave(&t.epochs, slot)
+                    if has_negative(view, order.walk.matched):
+                        outcome = NEGATIVE_TOKEN
+                    else:
+                        guard_enter(&t.guard)
+                        outcome = self.walk_and_book(view, order, choice, True)
+                        guard_leave(&t.guard)
+                    await_python()
+            if outcome == BOOKED:
+                name = self.chosen_name(choice)
+            elif outcome == NEGATIVE_TOKEN:
+                check_tokens(view, 0)
+                raise InvalidTokens("token_ids changed while they were read")
+            elif outcome != ROOT_GONE:
+                self.raise_outcome(outcome)
+        return name
 
-    cdef int place(self, Order* order, Choice* choice) noexcept nogil:
-        """Decide by E2 and book, as the writer; returns an Outcome. Whatever is not BOOKED has changed nothing."""
+    cdef int walk_and_book(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil:
+        """Walk on from where the order's walk is, choose by E2 and book, as the writer; `checked` if no token is
+        negative. Returns an Outcome. Whatever is not BOOKED has changed nothing."""
+        cdef Tree* t = &self.tree.t
         cdef Scratch* s = &self.scratch
+        cdef int outcome = NOBODY_ELIGIBLE
+        if order.root != NONE:
+            if generation(node_at(t, order.root)) != order.root_generation:
+                return ROOT_GONE
+            if not walk_holds(t, order.walk):
+                order.walk = at_root(t, order.root)
+            order.walk = tree_walk(t, order.walk, order.tokens, order.count)
+        if not checked and has_negative(view, order.walk.matched):
+            return NEGATIVE_TOKEN
         self.book.advance(order.now)
-        s.workers = self.tree.t.worker_end
+        s.workers = t.worker_end
         choice[0] = self.choose_e2(s, order)
         clear_scratch(s)
-        if choice.worker == NONE:
-            return NOBODY_ELIGIBLE
-        return self.commit(order, choice)
+        if choice.worker != NONE:
+            outcome = self.commit(order, choice)
+        reclaim(t)
+        return outcome
 
     cdef int commit(self, const Order* order, Choice* choice) noexcept nogil:
         """Book the decision: a lease, the load, the prompt's marks and hits. When memory is out nothing stays booked.
@@ -254,7 +337,7 @@ cdef class DecisionCore(E2):
         return None
 
     cdef int raise_outcome(self, int outcome) except -1:
-        """Turn what `place` says into an exception, unless it is BOOKED or ROOT_GONE."""
+        """Turn an Outcome of `commit` or of a choice into an exception, unless it is BOOKED."""
         if outcome == NOBODY_ELIGIBLE:           # it was so under the lock, whoever has come since
             raise self.nobody()
         elif outcome == NO_MEMORY:
@@ -334,7 +417,7 @@ cdef class DecisionCore(E2):
         self.scratch.workers = self.tree.t.worker_end
         choice[0] = self.choose_e2(&self.scratch, order)
         clear_scratch(&self.scratch)
-        return _REASONS[choice.reason]
+        return REASON_NAMES[choice.reason]
 
     def need_room(self, object request_id) -> None:
         """Raise DuplicateRequest if the id is live, QueueFull if as many requests are live as may be."""
@@ -347,6 +430,12 @@ cdef class DecisionCore(E2):
         """Raise InvalidInput if a policy has taken the worker it chose out of service."""
         if worker >= self.tree.t.worker_end or not self.book.rows[worker].eligible:
             raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
+
+    cdef int need_workers(self) except -1:
+        """Raise NoWorkers where there are none at all."""
+        if self.eligible_workers == 0 and not any(name is not None for name in self.names):
+            raise NoWorkers("the scheduler has no workers; add_worker first")
+        return 0
 
     def need_eligible(self) -> None:
         """Raise NoWorkers unless some worker may take a request; waits for decisions that leave workers out."""
@@ -373,96 +462,6 @@ cdef class DecisionCore(E2):
         with self.tree:
             self.trust.restore(worker, facts)
             set_limit(&self.tree.t, worker, self.trust.on_events(worker))
-
-    # --- questions ---
-
-    def explain(self, token_ids, object namespace, int64_t max_new_tokens, double now, object policy,
-                object asked) -> tuple:
-        """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, Q, total,
-        candidate), names). E2 takes no lock for it; a Python policy is asked under both."""
-        cdef TokenView view
-        cdef Order order
-        cdef Choice choice
-        cdef uint64_t changes
-        self.need_eligible()
-        view_tokens(token_ids, &view)
-        try:
-            if policy is not None:
-                with self.tree:
-                    self.begin(&order, &view, namespace, max_new_tokens, now)
-                    self.book.advance(now)
-                    reason = self.choose(&order, policy, asked, &choice)
-                    return choice.worker, reason, view.count, rows_of(&self.scratch), self.names_now
-            order.tokens = view.data
-            order.count = view.count
-            order.max_new_tokens = max_new_tokens
-            order.now = now
-            order.everyone, order.writer = True, False
-            for _ in range(EXPLAIN_ATTEMPTS):
-                changes = load64(&self.tree.t.worker_changes) + self.turnover
-                told = None if self.leaves_out else self.explain_once(&order, &view, namespace)
-                if told is not None and changes == load64(&self.tree.t.worker_changes) + self.turnover:
-                    return told
-            with self.tree:    # workers come and go faster than one can look: nobody does while this is held
-                self.need_eligible()
-                told = self.explain_once(&order, &view, namespace)
-                if told is None:
-                    raise AssertionError("no worker was chosen, though some may take requests and nobody writes")
-                return told
-        finally:
-            release_tokens(&view)
-
-    cdef tuple explain_once(self, Order* order, TokenView* view, object namespace):
-        """One look at the tree and the books as they are; None if those that could have been chosen left meanwhile."""
-        cdef Choice choice
-        cdef Scratch own
-        names = self.names_now
-        self.bind_root(order, namespace, False)
-        if new_scratch(&own, len(names)):
-            raise MemoryError("GlobalScheduler.explain")
-        try:
-            own.workers = own.room
-            self.explain_unlocked(order, &own, &choice)
-            check_tokens(view, order.walk.matched)
-            if choice.worker == NONE:
-                self.need_eligible()
-                return None
-            return choice.worker, _REASONS[choice.reason], view.count, rows_of(&own), names
-        finally:
-            free_scratch(&own)
-
-    cdef void explain_unlocked(self, Order* order, Scratch* s, Choice* choice):
-        """Walk and choose as a reader. Only if a slice of the window has passed, and nobody writes, are the books
-        brought up to date first; without that an explanation is late by one slice at most."""
-        cdef Tree* t = &self.tree.t
-        cdef uint32_t slot
-        with nogil:
-            if self.book.is_behind(order.now) and guard_try(&t.guard):
-                self.book.advance(order.now)
-                guard_leave(&t.guard)
-            slot = reader_enter(&t.epochs)
-            if order.root != NONE and generation(node_at(t, order.root)) == order.root_generation:
-                order.walk = tree_walk(t, order.walk, order.tokens, order.count)
-            else:
-                order.walk = at_root(t, NONE)    # the namespace has gone, and its root may be another node by now
-            choice[0] = self.choose_e2(s, order)
-            reader_leave(&t.epochs, slot)
-            await_python()
-
-    def match(self, token_ids, object namespace) -> Match:
-        """What each worker is believed to cache. Changes nothing, takes no lock."""
-        cdef Match match = Match.__new__(Match)
-        cdef Terms terms
-        cdef uint32_t at, i
-        self.tree.look(token_ids, namespace, &match.held)
-        match.prompt_tokens = match.held.prompt
-        match.known_tokens = match.held.walk.matched
-        match.names = self.names_now
-        for at in range(match.held.count):
-            i = match.held.met[at]
-            self.size_up(&terms, i, match.held.held[i], match.held.prompt)
-            match.held.held[i] = terms.usable
-        return match
 
     def advance(self, double now) -> None:
         """Let assigned work that is older than the window expire."""

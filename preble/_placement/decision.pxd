@@ -1,4 +1,4 @@
-# What a scheduler answers: contents of `_placement/decision.pyx`.
+# What a scheduler answers: contents of `decision.pyx`.
 
 from libc.stdint cimport uint32_t
 

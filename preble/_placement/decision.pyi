@@ -1,4 +1,4 @@
-"""Types of a scheduler's answers; what they are is said in `_placement/decision.pyx`."""
+"""Types of a scheduler's answers; what they are is said in `decision.pyx`."""
 
 from collections.abc import Hashable, Mapping
 

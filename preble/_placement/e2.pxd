@@ -1,4 +1,4 @@
-# The E2 rule: contents of `_placement/e2.pyx`.
+# The E2 rule: contents of `e2.pyx`.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -15,9 +15,8 @@ cdef enum Reason:
     ESCAPE = 2
     REBALANCE = 3
     REPLICA = 4
-    HANDOVER = 5
-    RENDEZVOUS = 6
-    REASONS = 7
+    RENDEZVOUS = 5
+    REASONS = 6
 
 cdef enum Service:               # which requests a worker takes: `eligible` of its row
     NO_REQUEST = 0

@@ -1,4 +1,4 @@
-"""Types of the E2 rule; what it owns is said in `_placement/e2.pyx`."""
+"""Types of the E2 rule; what it owns is said in `e2.pyx`."""
 
 from .._cost import LoadBook
 from .._kv_index.cache_accuracy import TrustBook

@@ -1,5 +1,5 @@
 """The E2 rule in compiled code: exploit or explore (paper Algorithms 1 and 2), with an eye on the queue of the moment.
-Owns the looking, the weighing and the choice; it changes nothing but its scratch rows. `_placement/bookings.pyx` books what is
+Owns the looking, the weighing and the choice; it changes nothing but its scratch rows. `bookings.pyx` books what is
 chosen here.
 
     exploit, if the longest prefix cached in whole blocks on one worker is more than the rest of the prompt:

@@ -1,4 +1,4 @@
-# Prefix groups: contents of `_placement/prefix_groups.pyx`.
+# Prefix groups: contents of `prefix_groups.pyx`.
 
 from libc.stdint cimport int64_t, uint32_t
 

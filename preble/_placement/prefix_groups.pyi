@@ -1,4 +1,4 @@
-"""Types of the prefix groups; what they own is said in `_placement/prefix_groups.pyx`."""
+"""Types of the prefix groups; what they own is said in `prefix_groups.pyx`."""
 
 from collections.abc import Hashable
 from typing import Any

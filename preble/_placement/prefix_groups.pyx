@@ -280,22 +280,11 @@ cdef class Groups:
 
     def prefix(self, uint32_t node) -> tuple:
         """(namespace, token ids) of the prefix that ends with a live node."""
-        cdef Tree* t = &self.tree.t
-        cdef uint32_t i = node, at
-        cdef TokenRun* run
-        parts = []
-        while node_at(t, i).parent != NONE:
-            run = node_at(t, i).run
-            parts.append([run.tokens[at] for at in range(run.length)])
-            i = node_at(t, i).parent
-        return self.tree._names[i], [token for part in reversed(parts) for token in part]
+        return self.tree.path_to(node, NONE)
 
     def namespace(self, uint32_t node) -> object:
         """The namespace of a live node."""
-        cdef Tree* t = &self.tree.t
-        while node_at(t, node).parent != NONE:
-            node = node_at(t, node).parent
-        return self.tree._names[node]
+        return self.tree.path_to(node, 0)[0]
 
     @property
     def live(self) -> int:

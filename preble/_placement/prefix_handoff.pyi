@@ -1,4 +1,4 @@
-# Types of `_placement/prefix_handoff.pyx`; what the functions promise stands there.
+# Types of `prefix_handoff.pyx`; what the functions promise stands there.
 
 from collections.abc import Hashable
 

@@ -103,10 +103,8 @@ cdef HotPrefix new_prefix(DecisionCore core, uint32_t top, uint32_t worker, doub
     cdef Tree* t = &core.tree.t
     cdef Node* node = node_at(t, top)
     cdef HotPrefix prefix = HotPrefix.__new__(HotPrefix)
-    cdef uint32_t i, root = top
-    while node_at(t, root).parent != NONE:
-        root = node_at(t, root).parent
-    prefix.namespace = core.tree._names[root]
+    cdef uint32_t i
+    prefix.namespace = core.tree.path_to(top, 0)[0]
     prefix.head = tuple([node.run.tokens[i] for i in range(min(node.run.length, HEAD_TOKENS))])
     prefix.tokens = run_end(node.run)
     prefix.hits = hits_estimate(mark_at(t, find_entry(node, t.workers[worker].key).mark).hits, now, t.window_seconds)

@@ -1,4 +1,4 @@
-# Steers: contents of `_placement/redirects.pyx`.
+# Steers: contents of `redirects.pyx`.
 
 from libc.stdint cimport uint32_t
 

@@ -1,4 +1,4 @@
-"""Types of the steers; what they own is said in `_placement/redirects.pyx`."""
+"""Types of the steers; what they own is said in `redirects.pyx`."""
 
 from .._radix import RadixTree
 

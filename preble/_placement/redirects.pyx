@@ -1,5 +1,5 @@
 """Which prefixes are steered, and where to. Owns the table that decisions read; who puts what into it, and when it
-ends, is `scheduling/rebalancer.py`'s business, how a target is chosen `_placement/e2.pyx`'s.
+ends, is `scheduling/rebalancer.py`'s business, how a target is chosen `e2.pyx`'s.
 
     node of the prefix -> {source: only what would go there, targets: 1 to 8 workers, reason}
 

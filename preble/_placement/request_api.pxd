@@ -1,29 +1,41 @@
-# The calls of a request's life: contents of `_placement/request_api.pyx`.
+# The calls of a request's life: contents of `request_api.pyx`.
 
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t
 
 from preble._placement.decision cimport Decision
 from preble._placement.bookings cimport DecisionCore
-from preble._placement.e2 cimport REASONS, Choice, Order
-from preble._core.token_ids cimport TokenView
+from preble._placement.e2 cimport REASONS
 
-cdef class RequestCalls:
-    cdef public DecisionCore _core
-    cdef public object _policy   # None: E2
-    cdef public object _books    # of the policy; None: it needs none
+cdef enum Call:                  # what observers are told of
+    FIRST_TOKEN = 0
+    FINISHED = 1
+    CANCELLED = 2
+
+cdef class RequestApi:
+    cdef readonly DecisionCore core
     cdef public object _clock
-    cdef public int64_t _sequence                # decisions booked so far
+    cdef readonly int64_t _seed
+    cdef public object _policy       # None: E2
+    cdef public object _policy_state             # None: the policy needs none
+    cdef public object _observer     # None: nobody looks on
+    cdef readonly dict _reasons      # decisions where every worker was weighed
+    cdef int64_t sequence            # decisions booked so far
     cdef int64_t scheduled
     cdef int64_t finished
     cdef int64_t cancelled
-    cdef int64_t late_calls
-    cdef int64_t reasons[REASONS]                # of E2
-    cdef double now(self) except? -1.0
+    cdef int64_t reasons[REASONS]    # of the quick way
+    cdef double time(self) except? -1.0
+    cdef bint is_watched(self, bint* explain) except -1
     cdef object claim(self, object request_id)
-    cdef object key_of(self, object request_id)
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
-    cdef int walk_and_place(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil
-    cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1
+    cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
+                                object exclude, bint explain)
+    cdef int count_reason(self, str reason) except -1
+    cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now)
+    cdef object key_of(self, object request_id)
     cdef bint end(self, object request_id, object output_tokens, object cached_tokens) except -1
-    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens,
+    cdef bint give_back(self, object request_id, double now) except -1
+    cdef bint answer(self, int ending, Call call, object request_id, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1
+    cdef int tell(self, Call call, object request_id, double now, int64_t cached_tokens,
+                  int64_t output_tokens) except -1

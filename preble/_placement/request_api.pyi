@@ -1,19 +1,47 @@
-"""Types of the calls of a request's life; what they do is said in `_placement/request_api.pyx`."""
+"""Types of the calls of a request's life; what they do is said in `request_api.pyx`."""
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
-from ..policies.base import Policy
-from ..scheduling.policy_state import PolicyBooks
+from ..errors import InvalidInput
+from ..policies.base import Policy, RequestView
+from ..types import Explanation
 from .bookings import DecisionCore
-from .decision import Decision
+from .decision import Decision, Match
 
-class RequestCalls:
-    _core: DecisionCore
-    _policy: Policy | None
-    _books: PolicyBooks | None
+T = TypeVar("T")
+
+class RequestObserver:
+    def on_decision(self, decision: Decision, before: Any, now: float) -> None: ...
+    def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None: ...
+    def on_finish(
+        self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None
+    ) -> None: ...
+    def on_cancel(self, request_id: Hashable, now: float) -> None: ...
+
+class DecisionObserver(RequestObserver):
+    def explains(self, now: float) -> bool: ...
+    def watches(self, sequence: int) -> bool: ...
+    def before_decision(
+        self, core: DecisionCore, policy: Policy | None, request: RequestView, now: float, explain: bool
+    ) -> object: ...
+
+class RequestApi:
+    core: DecisionCore
     _clock: Callable[[], float]
-    _sequence: int
+    _seed: int
+    _policy: Policy | None
+    _reasons: dict[str, int]
+    def __init__(
+        self,
+        core: DecisionCore,
+        clock: Callable[[], float],
+        seed: int,
+        *,
+        policy: Policy | None = None,
+        policy_state: RequestObserver | None = None,
+        observer: DecisionObserver | None = None,
+    ) -> None: ...
     def schedule(
         self,
         token_ids: Any,
@@ -24,21 +52,59 @@ class RequestCalls:
         exclude: Iterable[str] = (),
         explain: bool = False,
     ) -> Decision: ...
+    def match(self, token_ids: Any, *, namespace: Hashable = None) -> Match: ...
+    def explain(
+        self,
+        token_ids: Any,
+        *,
+        request_id: Hashable = None,
+        namespace: Hashable = None,
+        max_new_tokens: int | None = None,
+    ) -> Explanation: ...
     def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool: ...
     def finish(
         self, request_id: Hashable, *, output_tokens: int | None = None, cached_tokens: int | None = None
     ) -> bool: ...
     def cancel(self, request_id: Hashable) -> bool: ...
     def renew(self, request_id: Hashable) -> bool: ...
-    def _late(self) -> bool: ...
+    def now(self) -> float: ...
+    def _book_on(
+        self,
+        worker: int,
+        token_ids: Any,
+        request_id: Hashable,
+        namespace: Hashable,
+        max_new_tokens: int | None,
+        now: float,
+    ) -> bool: ...
     def _end(self, request_id: Hashable, output_tokens: int | None) -> bool: ...
     def _give_back(self, request_id: Hashable, now: float) -> bool: ...
     def _counts(self) -> dict[str, int]: ...
-    def _e2_reasons(self) -> dict[str, int]: ...
-    def _steered_reasons(self) -> dict[str, int]: ...
-    def _booked(self) -> None: ...
-    def _new_id(self) -> str: ...
+    def _reason_counts(self, beyond: bool = False) -> dict[str, int]: ...
 
+def choice_to_come(
+    core: DecisionCore,
+    policy: Policy | None,
+    token_ids: Any,
+    namespace: Hashable,
+    max_new_tokens: int,
+    now: float,
+    request: RequestView | None,
+) -> tuple[int, str, int, list[tuple[Any, ...]], tuple[str, ...]]: ...
+def explanation(
+    core: DecisionCore,
+    policy: Policy | None,
+    token_ids: Any,
+    namespace: Hashable,
+    max_new_tokens: int,
+    now: float,
+    request: RequestView | None,
+) -> Explanation: ...
+def scores_of(
+    core: DecisionCore, policy: Policy | None, request: RequestView | None, rows: list[tuple[Any, ...]]
+) -> list[float]: ...
+def policy_name(policy: Policy | None) -> str: ...
 def finite_time(name: str, seconds: Any) -> float: ...
+def iterable(name: str, values: Iterable[T], error: type[InvalidInput] = ...) -> Iterable[T]: ...
 def hashable(name: str, value: Any) -> None: ...
 def output_limit(max_new_tokens: int | None) -> int: ...

@@ -1,11 +1,12 @@
-"""The calls of a request's life, compiled: `schedule`, `first_token`, `finish`, `cancel`. Owns the way in and out: the
-arguments, the request ids, the two locks. What the calls do is in `_placement/bookings.pyx`; the rest of a scheduler is
-`scheduler.py`.
+"""The calls of a request's life, compiled: `schedule`, `first_token`, `finish`, `cancel`, and the questions `match` and
+`explain`. Owns the way in and out: the arguments, the request ids, the two locks, the counts, and who is told of it.
+What the calls do to tree and books is in `bookings.pyx`; workers, events and background work are `scheduler.py`'s.
 
-    with Python's lock        arguments, tokens borrowed, the clock read, the request id claimed, the namespace's root
+    with Python's lock        arguments, tokens borrowed, the clock read, the request id claimed    here
+    with Python's lock        the namespace's root                                                  DecisionCore.decide
     with neither              walk the prompt (a reader, beside others)
     with the writers' lock    make sure of the walk, choose, book, insert
-    with Python's lock        the answer
+    with Python's lock        the answer                                                            here
 
 That is how a long prompt is placed. One of up to SHORT_TOKENS, and any end of a request, keeps Python's lock
 throughout if the writers' lock is free: it is done sooner than Python's lock changes hands and comes back. The
@@ -16,31 +17,29 @@ from cpython.dict cimport PyDict_Size
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.ref cimport PyObject
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from preble._placement.decision cimport Decision, new_decision
-from preble._placement.bookings cimport (
-    BOOKED,
-    LATE,
-    NEGATIVE_TOKEN,
-    PENDING,
-    ROOT_GONE,
-    TOO_MANY_CACHED,
-    DecisionCore,
-)
-from preble._placement.e2 cimport Choice, Order
+from preble._placement.decision cimport Decision, Match, new_decision
+from preble._core.atomic cimport load64
+from preble._placement.bookings cimport LATE, PENDING, TOO_MANY_CACHED, DecisionCore
 from preble._core.manual_clock cimport ManualClock
+from preble._placement.e2 cimport Choice, Order, Scratch, Terms, free_scratch, new_scratch, rows_of
 from preble._core.epochs cimport reader_enter, reader_leave
-from preble._core.writer_lock cimport await_python, guard_enter, guard_leave, guard_try
+from preble._core.writer_lock cimport await_python, guard_leave, guard_try
 from preble._core.tree.layout cimport Tree, generation, node_at
 from preble._core.memory cimport NONE
-from preble._core.tree.nodes cimport tree_walk
-from preble._radix cimport SHORT_TOKENS
-from preble._core.tree.reclaim cimport reclaim
-from preble._core.token_ids cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
+from preble._core.tree.nodes cimport at_root, tree_walk
+from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
 
-from ..errors import DuplicateRequest, InvalidInput, InvalidTime, InvalidTokens, NoWorkers
+from collections import Counter
+from collections.abc import Iterable
+
+from .decision import unit_draw
+from .bookings import REASON_NAMES
+from ..errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
+from ..policies.base import RequestView
+from ..types import Explanation, WorkerCost
 
 cdef extern from "Python.h":
     PyObject* PyDict_GetItemWithError(dict d, object key) except? NULL
@@ -49,8 +48,9 @@ cdef extern from "Python.h":
     uint8_t* PyUnicode_1BYTE_DATA(object text)
 
 cdef enum:
-    ROOT_TRIES = 8               # times a namespace may vanish under a call before it goes unremembered
+    EXPLAIN_ATTEMPTS = 8         # of an explanation without a lock, while workers come and go
     TOKENS_MOST = 2147483647
+    REASONS_MAX = 64             # counted apart; a policy that makes up more has the rest counted as "other"
 
 cdef double TIME_MOST = 1e12     # seconds either way, so that the number of a slice of the window always fits 64 bits
 
@@ -58,7 +58,6 @@ cdef bytes _PREFIX = b"request-"
 
 _NOTHING = ()
 _PENDING = PENDING
-_REASONS = ("exploit", "explore", "escape", "rebalance", "replica", "handover", "rendezvous")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -83,6 +82,13 @@ def hashable(str name, value) -> None:
         hash(value)
     except TypeError:
         raise InvalidInput(f"{name} must be hashable, got a {type(value).__name__}") from None
+
+
+def iterable(str name, values, error=InvalidInput) -> Iterable[object]:
+    """`values` if one can iterate over it; a lone string is taken for the mistake it is, and raises `error`."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise error(f"{name} must be an iterable, such as a list, got {values!r}")
+    return values
 
 
 cdef int64_t whole(str name, object value, int64_t low) except -2:
@@ -120,8 +126,184 @@ def output_limit(max_new_tokens) -> int:
     return 0 if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 1)
 
 
-cdef class RequestCalls:
-    """What must be quick in a `GlobalScheduler`, its only subclass. Any thread may call anything."""
+# --- who looks on -----------------------------------------------------------------------------------------------------
+
+class RequestObserver:
+    """Base of those who are told of requests: whoever looks on overrides what concerns it. Every call comes under the
+    writers' lock, with the clock's time in seconds. Of a call that fails, or is late, nobody is told."""
+
+    def on_decision(self, decision, before, double now) -> None:
+        """A request was placed. `before`: what this observer was given, or has noted itself, before the decision."""
+
+    def on_first_token(self, request_id, double now, cached_tokens) -> None:
+        """A live request has its first token; `cached_tokens` is None where the engine did not say."""
+
+    def on_finish(self, request_id, double now, cached_tokens, output_tokens) -> None:
+        """A live request is done, its id not free yet; what nobody said is None."""
+
+    def on_cancel(self, request_id, double now) -> None:
+        """A live request's booking was given back, its id not free yet."""
+
+
+class DecisionObserver(RequestObserver):
+    """One that looks at decisions before they are made, too."""
+
+    def explains(self, double now) -> bool:
+        """Whether the decision to come shall carry its costs, which nobody has asked for. Asked once a decision."""
+        return False
+
+    def watches(self, int64_t sequence) -> bool:
+        """Whether `before_decision` wants to see the decision of this number."""
+        return True
+
+    def before_decision(self, DecisionCore core, policy, request, double now, bint explain) -> object:
+        """What to note of a `RequestView` that is about to be placed by `policy` (None: E2). Changes nothing."""
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+cdef Match believed(DecisionCore core, object token_ids, object namespace):
+    """What each worker is believed to cache. Changes nothing, takes no lock."""
+    cdef Match match = Match.__new__(Match)
+    cdef Terms terms
+    cdef uint32_t at, i
+    core.tree.look(token_ids, namespace, &match.held)
+    match.prompt_tokens = match.held.prompt
+    match.known_tokens = match.held.walk.matched
+    match.names = core.names_now
+    for at in range(match.held.count):
+        i = match.held.met[at]
+        core.size_up(&terms, i, match.held.held[i], match.held.prompt)
+        match.held.held[i] = terms.usable
+    return match
+
+
+def choice_to_come(DecisionCore core not None, policy, token_ids, object namespace, int64_t max_new_tokens, double now,
+                   request) -> tuple:
+    """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, Q, total,
+    candidate), names). E2 takes no lock for it; a Python policy is asked under both, with its `request`."""
+    cdef TokenView view
+    cdef Order order
+    cdef Choice choice
+    cdef uint64_t changes
+    core.need_eligible()
+    view_tokens(token_ids, &view)
+    try:
+        if policy is not None:
+            with core.tree:
+                core.begin(&order, &view, namespace, max_new_tokens, now)
+                core.book.advance(now)
+                reason = core.choose(&order, policy, request, &choice)
+                return choice.worker, reason, view.count, rows_of(&core.scratch), core.names_now
+        order.tokens = view.data
+        order.count = view.count
+        order.max_new_tokens = max_new_tokens
+        order.now = now
+        order.everyone, order.writer = True, False
+        for _ in range(EXPLAIN_ATTEMPTS):
+            changes = load64(&core.tree.t.worker_changes) + core.turnover
+            found = None if core.left_out else choose_beside_writers(core, &order, &view, namespace)
+            if found is not None and changes == load64(&core.tree.t.worker_changes) + core.turnover:
+                return found
+        with core.tree:        # workers come and go faster than one can look: nobody does while this is held
+            core.need_eligible()
+            found = choose_beside_writers(core, &order, &view, namespace)
+            if found is None:
+                raise AssertionError("no worker was chosen, though some may take requests and nobody writes")
+            return found
+    finally:
+        release_tokens(&view)
+
+
+cdef tuple choose_beside_writers(DecisionCore core, Order* order, TokenView* view, object namespace):
+    """One look at the tree and the books as they are; None if those that could have been chosen left meanwhile. Only if
+    a slice of the window has passed, and nobody writes, are the books brought up to date first; without that an
+    explanation is late by one slice at most."""
+    cdef Choice choice
+    cdef Scratch own
+    cdef Tree* t = &core.tree.t
+    cdef uint32_t slot
+    names = core.names_now
+    core.bind_root(order, namespace, False)
+    if new_scratch(&own, len(names)):
+        raise MemoryError("GlobalScheduler.explain")
+    try:
+        own.workers = own.room
+        with nogil:
+            if core.book.is_behind(order.now) and guard_try(&t.guard):
+                core.book.advance(order.now)
+                guard_leave(&t.guard)
+            slot = reader_enter(&t.epochs)
+            if order.root != NONE and generation(node_at(t, order.root)) == order.root_generation:
+                order.walk = tree_walk(t, order.walk, order.tokens, order.count)
+            else:
+                order.walk = at_root(t, NONE)    # the namespace has gone, and its root may be another node by now
+            choice = core.choose_e2(&own, order)
+            reader_leave(&t.epochs, slot)
+            await_python()
+        check_tokens(view, order.walk.matched)
+        if choice.worker == NONE:
+            core.need_eligible()
+            return None
+        return choice.worker, REASON_NAMES[choice.reason], view.count, rows_of(&own), names
+    finally:
+        free_scratch(&own)
+
+
+def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_t max_new_tokens, double now,
+                request) -> Explanation:
+    """The decision to come, with every worker's terms. Books nothing. `request`: a Python policy's RequestView."""
+    chosen, reason, prompt, rows, names = choice_to_come(core, policy, token_ids, namespace, max_new_tokens, now, request)
+    costs = tuple([
+        WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, queue, total, score, candidate)
+        for (i, usable, load, eviction, prefill, queue, total, candidate), score
+        in zip(rows, scores_of(core, policy, request, rows), strict=True)
+    ])
+    winner = [cost for cost in costs if cost.worker == names[chosen]][0]
+    others = sorted([(cost.score, cost.worker) for cost in costs if cost.candidate and cost.worker != winner.worker])
+    return Explanation(
+        worker=winner.worker,
+        runner_up=others[0][1] if others else None,
+        margin=others[0][0] - winner.score if others else 0.0,
+        reason=reason,
+        policy=policy_name(policy),
+        prompt_tokens=prompt,
+        matched_tokens=winner.matched_tokens,
+        workers=costs,
+    )
+
+
+def scores_of(DecisionCore core not None, policy, request, list rows) -> list[float]:
+    """What was compared for each worker of an explanation: the total for E2."""
+    if policy is None:
+        return [row[6] for row in rows]
+    return policy.checked_scores(request, core.view([row[0] for row in rows]))
+
+
+def policy_name(policy) -> str:
+    """A policy's name; None is E2."""
+    return "e2" if policy is None else policy.name
+
+
+# --- the calls --------------------------------------------------------------------------------------------------------
+
+cdef class RequestApi:
+    """What callers ask of a scheduler for each request. Complete in itself; `GlobalScheduler` adds the workers, their
+    events and the work in the background. Any thread may call anything.
+
+    `clock`: seconds. `policy`: None is E2. `policy_state`: what the policy is told beside columns (`known`), an
+    observer. `observer`: a DecisionObserver; without one each call asks only whether there is one.
+    """
+
+    def __init__(self, DecisionCore core not None, clock, int64_t seed, *, policy=None, policy_state=None,
+                 observer=None):
+        self.core = core
+        self._clock = clock
+        self._seed = seed
+        self._policy = policy
+        self._policy_state = policy_state
+        self._observer = observer
+        self._reasons = {}
 
     # --- schedule ---
 
@@ -135,17 +317,26 @@ cdef class RequestCalls:
         O(tokens + workers). Thread-safe; other threads run meanwhile.
         """
         cdef int64_t limit = 0
+        cdef bint watched
         if max_new_tokens is not None:
             limit = whole("max_new_tokens", max_new_tokens, 1)
         if namespace is not None:
             hashable("namespace", namespace)
         if request_id is not None:
             hashable("request_id", request_id)
-        if explain or exclude is not _NOTHING or self._policy is not None:
-            return self._schedule_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain)
+        watched = self._observer is not None and self.is_watched(&explain)
+        if explain or watched or exclude is not _NOTHING or self._policy is not None:
+            return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain)
         return self.place(token_ids, request_id, namespace, limit)
 
-    cdef double now(self) except? -1.0:
+    cdef bint is_watched(self, bint* explain) except -1:
+        """Whether the observer looks at the decision to come; `explain` is set if it wants the costs in it."""
+        if not explain[0]:
+            with self.core.tree:
+                explain[0] = self._observer.explains(self.time())
+        return self._observer.watches(self.sequence)
+
+    cdef double time(self) except? -1.0:
         cdef double seconds
         if type(self._clock) is ManualClock:
             seconds = (<ManualClock> self._clock).seconds
@@ -158,13 +349,17 @@ cdef class RequestCalls:
             finite_time("what the clock returned", seconds)
         return seconds
 
+    def now(self) -> float:
+        """Seconds by the scheduler's clock. Raises InvalidTime if that returns no finite number."""
+        return self.time()
+
     cdef object claim(self, object request_id):
         """Mark a request id as being placed, made up if it is None; returns it."""
-        cdef dict leases = self._core.leases
-        cdef int64_t number = self._sequence
+        cdef dict leases = self.core.leases
+        cdef int64_t number = self.sequence
         cdef Py_ssize_t known = PyDict_Size(leases)
-        if known >= self._core.live_max:
-            self._core.need_room(request_id)
+        if known >= self.core.live_max:
+            self.core.need_room(request_id)
         if request_id is not None:
             if PyDict_SetDefault(leases, request_id, _PENDING) != <PyObject*> _PENDING or PyDict_Size(leases) == known:
                 raise DuplicateRequest(f"request_id {request_id!r} is live")
@@ -176,101 +371,130 @@ cdef class RequestCalls:
                 return request_id
             number += 1
 
-    cdef object key_of(self, object request_id):
-        """What a request is leased by, None if it is not live. Raises InvalidInput for an id that cannot be one."""
-        cdef PyObject* found
-        try:
-            found = PyDict_GetItemWithError(self._core.leases, request_id)
-        except TypeError:
-            hashable("request_id", request_id)
-            raise
-        return None if found == NULL else <object> found
-
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit):
-        """Decide by E2 and book; anew if the chosen worker is removed meanwhile."""
-        cdef DecisionCore core = self._core
+        """The quick way: E2 decides and books without a look at who is no candidate."""
+        cdef DecisionCore core = self.core
         cdef TokenView view
         cdef Order order
         cdef Choice choice
-        cdef str name = None
-        order.now = self.now()
+        cdef str name
+        order.now = self.time()
         order.max_new_tokens = limit
-        if core.eligible_workers == 0 and not any(name is not None for name in core.names):
-            raise NoWorkers("the scheduler has no workers; add_worker first")
+        core.need_workers()
         request_id = self.claim(request_id)
         try:
             view_tokens(token_ids, &view)
             try:
-                while name is None:
-                    core.need_eligible()
-                    self.decide(&view, namespace, &order, &choice)
-                    name = core.chosen_name(&choice)
+                name = core.decide(&view, namespace, &order, &choice)
             finally:
                 release_tokens(&view)
         except BaseException:
             core.leases.pop(request_id, None)
             raise
         core.leases[request_id] = choice.lease
-        self._sequence += 1
+        self.sequence += 1
         self.scheduled += 1
         self.reasons[<int> choice.reason] += 1
         return new_decision(request_id, name, choice.usable, order.count,
-                            _REASONS[<int> choice.reason], None)
+                            REASON_NAMES[<int> choice.reason], None)
 
-    cdef int decide(self, TokenView* view, object namespace, Order* order, Choice* choice) except -1:
-        """Walk beside other readers, then decide and book as the writer. Raises what `schedule` says."""
-        cdef DecisionCore core = self._core
-        cdef Tree* t = &core.tree.t
-        cdef uint32_t slot, tries = 0
-        cdef int outcome = ROOT_GONE
-        order.tokens = view.data
-        order.count = view.count
-        order.everyone = False
-        order.writer = True
-        order.mirrored = False
-        while outcome == ROOT_GONE:
-            core.bind_root(order, namespace, False)
-            if order.root == NONE:
-                check_tokens(view, 0)
-                if tries < ROOT_TRIES:
-                    core.bind_root(order, namespace, True)
-            tries += 1
-            if view.count <= SHORT_TOKENS and guard_try(&t.guard):
-                outcome = self.walk_and_place(view, order, choice, False)
-                guard_leave(&t.guard)
-                continue
-            with nogil:
-                if order.root != NONE:
-                    slot = reader_enter(&t.epochs)
-                    if generation(node_at(t, order.root)) == order.root_generation:
-                        order.walk = tree_walk(t, order.walk, view.data, view.count)
-                    reader_leave(&t.epochs, slot)
-                if has_negative(view, order.walk.matched):
-                    outcome = NEGATIVE_TOKEN
-                else:
-                    guard_enter(&t.guard)
-                    outcome = self.walk_and_place(view, order, choice, True)
-                    guard_leave(&t.guard)
-                await_python()
-        if outcome == NEGATIVE_TOKEN:
-            check_tokens(view, 0)
-            raise InvalidTokens("token_ids changed while they were read")
-        if outcome != BOOKED:
-            core.raise_outcome(outcome)
+    cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
+                                object exclude, bint explain):
+        """The way where every worker is weighed, some are left out, or somebody looks on: under both locks."""
+        cdef DecisionCore core = self.core
+        cdef Decision decision
+        cdef int64_t number = self.sequence
+        cdef double now
+        before = None
+        with core.tree:
+            now = self.time()
+            while request_id is None:
+                text = numbered(number)
+                request_id = None if text in core.leases else text
+                number += 1
+            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
+            left_out = core.leave_out(list(iterable("exclude", exclude)))
+            try:
+                if self._observer is not None:
+                    core.need_room(request_id)   # what is wrong with the request is found before anybody looks at it
+                    core.need_eligible()
+                    believed(core, token_ids, namespace)
+                    core.advance(now)
+                    before = self._observer.before_decision(core, self._policy, request, now, explain)
+                decision = core.schedule(token_ids, request_id, namespace, output_limit(max_new_tokens), now,
+                                         self._policy, request, explain)
+            finally:
+                core.take_back(left_out)
+            self.sequence += 1
+            self.scheduled += 1
+            self.count_reason(decision.reason)
+            if self._policy_state is not None:
+                self._policy_state.on_decision(decision, request, now)
+            if self._observer is not None:
+                self._observer.on_decision(decision, before, now)
+            return decision
+
+    cdef int count_reason(self, str reason) except -1:
+        if reason not in self._reasons and len(self._reasons) >= REASONS_MAX:
+            reason = "other"
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
         return 0
 
-    cdef int walk_and_place(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil:
-        """Walk on from where the order's walk is, decide and book. As the writer; `checked` if no token is negative."""
-        cdef int outcome
-        if self._core.resume(order):
-            return ROOT_GONE
-        if not checked and has_negative(view, order.walk.matched):
-            return NEGATIVE_TOKEN
-        outcome = self._core.place(order, choice)
-        reclaim(&self._core.tree.t)
-        return outcome
+    cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now):
+        """The request as Python policies and observers see it; None where there are none."""
+        if self._policy is None and self._observer is None:
+            return None
+        draw = unit_draw(<uint64_t> self._seed, <uint64_t> self.sequence)
+        known = {} if self._policy_state is None else self._policy_state.known(token_ids, namespace, now)
+        return RequestView(token_ids, namespace, max_new_tokens, self.sequence, draw, request_id, known)
+
+    def _book_on(self, uint32_t worker, token_ids, request_id, namespace, max_new_tokens, double now) -> bool:
+        """Book a request that another router has placed on a worker. False if it is booked already, or finds no room.
+        Raises InvalidInput, InvalidTokens. Under the writers' lock."""
+        hashable("namespace of an event", namespace)
+        limit = output_limit(max_new_tokens)
+        if request_id in self.core.leases:
+            return False
+        request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
+        try:
+            decision = self.core.book_on(worker, token_ids, request_id, namespace, limit, now)
+        except QueueFull:
+            return False
+        if self._policy_state is not None:
+            self._policy_state.on_decision(decision, request, now)
+        return True
+
+    # --- questions ---
+
+    def match(self, token_ids, *, namespace=None) -> Match:
+        """How much of a prompt each worker is believed to cache. Changes nothing, takes no lock."""
+        hashable("namespace", namespace)
+        return believed(self.core, token_ids, namespace)
+
+    def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None) -> Explanation:
+        """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
+        lock. `request_id` is for policies that look at it; it need not be free."""
+        limit = output_limit(max_new_tokens)
+        hashable("namespace", namespace)
+        hashable("request_id", request_id)
+        if self._policy is None:
+            return explanation(self.core, None, token_ids, namespace, limit, self.time(), None)
+        with self.core.tree:                     # a Python policy's scores are of these very books
+            now = self.time()
+            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
+            return explanation(self.core, self._policy, token_ids, namespace, limit, now, request)
 
     # --- the rest of a request's life ---
+
+    cdef object key_of(self, object request_id):
+        """What a request is leased by, None if it is not live. Raises InvalidInput for an id that cannot be one."""
+        cdef PyObject* found
+        try:
+            found = PyDict_GetItemWithError(self.core.leases, request_id)
+        except TypeError:
+            hashable("request_id", request_id)
+            raise
+        return None if found == NULL else <object> found
 
     def first_token(self, request_id, *, cached_tokens=None) -> bool:
         """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and beliefs.
@@ -278,16 +502,16 @@ cdef class RequestCalls:
         Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
         """
         cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0), key
-        cdef DecisionCore core = self._core
+        cdef DecisionCore core = self.core
         cdef double now
         cdef int ending
         found = self.key_of(request_id)
-        now = self.now()
+        now = self.time()
         key = PENDING if found is None else found
         core.tree.enter()
         ending = core.prefilled(key, cached, now)
         core.tree.leave()
-        return self.answer(ending, request_id, False, cached, -1)
+        return self.answer(ending, FIRST_TOKEN, request_id, now, cached, -1)
 
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
         """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
@@ -305,85 +529,91 @@ cdef class RequestCalls:
         """Whether the request was live, and has ended."""
         cdef int64_t output = -1 if output_tokens is None else whole("output_tokens", output_tokens, 0), key
         cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
-        cdef DecisionCore core = self._core
+        cdef DecisionCore core = self.core
         cdef double now
         cdef int ending
         found = self.key_of(request_id)
-        now = self.now()
+        now = self.time()
         key = PENDING if found is None else found
         core.tree.enter()
         ending = core.ended(key, output, cached, now)
         core.tree.leave()
-        return self.answer(ending, request_id, True, cached, output)
+        return self.answer(ending, FINISHED, request_id, now, cached, output)
 
     def cancel(self, request_id) -> bool:
         """The request will not be served here: give its booking back. False if it is not live."""
         hashable("request_id", request_id)
-        if not self._give_back(request_id, self.now()):
-            self.late_calls += 1
+        if not self.give_back(request_id, self.time()):
+            self.core.late_calls += 1
             return False
         self.cancelled += 1
         return True
 
-    def renew(self, request_id) -> bool:
-        """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. False, and
-        counted, if it is not live. Nothing else renews it but `reconcile`."""
-        hashable("request_id", request_id)
-        return self._core.renew(request_id, self.now()) or self._late()
-
-    def _late(self) -> bool:
-        """Count a call about a request that is not live; returns False."""
-        self.late_calls += 1
-        return False
-
     def _give_back(self, request_id, double now) -> bool:
         """Cancel without counting it. False if it is not live."""
-        cdef DecisionCore core = self._core
+        return self.give_back(request_id, now)
+
+    cdef bint give_back(self, object request_id, double now) except -1:
+        cdef DecisionCore core = self.core
         found = self.key_of(request_id)
         cdef int64_t key = PENDING if found is None else found
         cdef int ending
         core.tree.enter()
         ending = core.cancelled(key, now)
         core.tree.leave()
-        return ending != LATE and self.answer(ending, request_id, True, -1, -1)
+        return ending != LATE and self.answer(ending, CANCELLED, request_id, now, -1, -1)
 
-    cdef bint answer(self, int ending, object request_id, bint ended, int64_t cached_tokens,
+    def renew(self, request_id) -> bool:
+        """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. False, and
+        counted, if it is not live. Nothing else renews it but `reconcile`."""
+        hashable("request_id", request_id)
+        if not self.core.renew(request_id, self.time()):
+            self.core.late_calls += 1
+            return False
+        return True
+
+    cdef bint answer(self, int ending, Call call, object request_id, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1:
-        """Whether the request was live; forgets its id if it has `ended`. A policy that needs books has them told."""
+        """Whether the request was live; tells who looks on, and forgets the id of one that is over."""
         if ending == LATE:
-            self.late_calls += 1
+            self.core.late_calls += 1
             return False
         if ending == TOO_MANY_CACHED:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
-        if self._books is not None:              # before the id is free for another request
-            self._tell_books(request_id, ended, output_tokens)
-        if ended:                                # only whoever ended the lease comes here
-            del self._core.leases[request_id]
+        if self._policy_state is not None or self._observer is not None:
+            self.tell(call, request_id, now, cached_tokens, output_tokens)     # before the id is free for another
+        if call != FIRST_TOKEN:                  # only whoever ended the lease comes here
+            del self.core.leases[request_id]
         return True
 
-    # --- for the rest of the scheduler ---
+    cdef int tell(self, Call call, object request_id, double now, int64_t cached_tokens,
+                  int64_t output_tokens) except -1:
+        """Tell the policy's state and the observer what has become of a request."""
+        cached = None if cached_tokens < 0 else cached_tokens
+        output = None if output_tokens < 0 else output_tokens
+        with self.core.tree:
+            for one in (self._policy_state, self._observer):
+                if one is None:
+                    continue
+                if call == FIRST_TOKEN:
+                    one.on_first_token(request_id, now, cached)
+                elif call == FINISHED:
+                    one.on_finish(request_id, now, cached, output)
+                else:
+                    one.on_cancel(request_id, now)
+        return 0
+
+    # --- counts ---
 
     def _counts(self) -> dict[str, int]:
         """What these calls have counted."""
         return {"scheduled": self.scheduled, "finished": self.finished, "cancelled": self.cancelled,
-                "late_calls": self.late_calls}
+                "late_calls": self.core.late_calls}
 
-    def _e2_reasons(self) -> dict[str, int]:
-        """Decisions by E2's reasons, those without any left out."""
-        return {reason: self.reasons[i] for i, reason in enumerate(_REASONS) if self.reasons[i]}
-
-    def _steered_reasons(self) -> dict[str, int]:
-        """Those of them that a snapshot's counters have no place for."""
-        return {reason: count for reason, count in self._e2_reasons().items() if reason not in _REASONS[:2]}
-
-    def _booked(self) -> None:
-        """Count a decision that was booked elsewhere."""
-        self._sequence += 1
-        self.scheduled += 1
-
-    def _new_id(self) -> str:
-        """A request id that is not in use, for a decision under the lock."""
-        cdef int64_t number = self._sequence
-        while f"request-{number}" in self._core.leases:
-            number += 1
-        return f"request-{number}"
+    def _reason_counts(self, bint beyond=False) -> dict[str, int]:
+        """Decisions by reason; `beyond` leaves out those that a snapshot's counters have a place for."""
+        found = Counter(self._reasons)
+        for i, reason in enumerate(REASON_NAMES):
+            if self.reasons[<int> i] and not (beyond and i < 2):
+                found[reason] += self.reasons[<int> i]
+        return dict(found)

@@ -1,4 +1,4 @@
-# What requests' own times tell of a worker's speed: contents of `_placement/timing_samples.pyx`, and the two notes taken on the hot path.
+# What requests' own times tell of a worker's speed: contents of `timing_samples.pyx`, and the two notes taken on the hot path.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 

@@ -1,4 +1,4 @@
-"""Types of the gauges; what they own is said in `_placement/timing_samples.pyx`."""
+"""Types of the gauges; what they own is said in `timing_samples.pyx`."""
 
 from .._cost import CostModel, LoadBook
 from .._radix import RadixTree

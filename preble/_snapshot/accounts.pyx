@@ -1,6 +1,6 @@
 """A scheduler's compiled state in a snapshot: tree, accounts, leases, what the calls of users have counted. Owns how
-accounts and leases are written, and what is checked of them; the tree's part is in `_snapshot/tree.pyx`, blocks in
-`_snapshot/blocks.pyx`, everything that is plain Python in `snapshot.py`.
+accounts and leases are written, and what is checked of them; the tree's part is in `tree.pyx`, blocks in
+`blocks.pyx`, everything that is plain Python in `snapshot.py`.
 
 Times stay what they were: a restored scheduler goes on in the time of the one that was written (`snapshot.py` says
 how), so slices of the window and counters of hits need no change.
@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memset
 from preble._core.atomic cimport store32
 from preble._placement.bookings cimport PENDING, DecisionCore
 from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadBook, WorkerBook
-from preble._placement.request_api cimport RequestCalls
+from preble._placement.request_api cimport RequestApi
 from preble._core.tree.layout cimport LIVE, Mark, Node, generation, node_at
 from preble._placement.prefix_groups cimport SHARES
 from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, Slab, slab_at
@@ -26,7 +26,7 @@ from zlib import crc32
 cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # of a lease whose prompt is not remembered
     LEASE_TOKENS_MAX = 2147483647
-    COUNTERS = 6                 # of RequestCalls
+    COUNTERS = 6                 # of RequestApi
 
 cdef double OUTPUT_SECONDS_MOST = 1e6
 cdef int64_t AMOUNT_MAX = <int64_t> 1 << 57      # of a slice's sums, so that those of the window cannot overflow
@@ -56,9 +56,9 @@ def layout() -> tuple[int, ...]:
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 
-def write_core(Writer w not None, RequestCalls calls not None) -> None:
+def write_core(Writer w not None, RequestApi calls not None) -> None:
     """Write tree, accounts, leases and counters, as the tree's writer."""
-    cdef DecisionCore core = calls._core
+    cdef DecisionCore core = calls.core
     cdef int64_t counters[COUNTERS]
     named = named_leases(core)
     write_tree(w, core.tree)
@@ -67,15 +67,15 @@ def write_core(Writer w not None, RequestCalls calls not None) -> None:
     for request_id, key in named:
         w.number(<uint64_t> <int64_t> key)
         w.value(request_id, "a live request's id")
-    counters = [calls.scheduled, calls.finished, calls.cancelled, calls.late_calls, calls.reasons[0], calls.reasons[1]]
-    w.number(<uint64_t> calls._sequence)
+    counters = [calls.scheduled, calls.finished, calls.cancelled, core.late_calls, calls.reasons[0], calls.reasons[1]]
+    w.number(<uint64_t> calls.sequence)
     w.put(&counters[0], sizeof(counters))
 
 
-def read_core(Reader r not None, RequestCalls calls not None, list specs, list costs, double now) -> None:
+def read_core(Reader r not None, RequestApi calls not None, list specs, list costs, double now) -> None:
     """Fill a scheduler without workers. `specs` and `costs` are by worker index, None where there is none. Raises
     SnapshotRefused; then the scheduler is of no use."""
-    cdef DecisionCore core = calls._core
+    cdef DecisionCore core = calls.core
     cdef int64_t counters[COUNTERS]
     cdef int64_t sequence
     cdef uint32_t i
@@ -86,9 +86,9 @@ def read_core(Reader r not None, RequestCalls calls not None, list specs, list c
     r.copy(&counters[0], sizeof(counters))
     if sequence < 0 or min([counters[i] for i in range(COUNTERS)]) < 0:
         refuse(b"a counter is negative")
-    calls._sequence = sequence
+    calls.sequence = sequence
     calls.scheduled, calls.finished = counters[0], counters[1]
-    calls.cancelled, calls.late_calls = counters[2], counters[3]
+    calls.cancelled, core.late_calls = counters[2], counters[3]
     calls.reasons[0], calls.reasons[1] = counters[4], counters[5]
 
 

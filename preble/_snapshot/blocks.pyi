@@ -1,4 +1,4 @@
-"""Types of blocks in a snapshot; what it owns is said in `_snapshot/blocks.pyx`."""
+"""Types of blocks in a snapshot; what it owns is said in `blocks.pyx`."""
 
 from .._kv_index.block_index import BlockIndex
 from .codec import Reader, Writer

@@ -1,5 +1,5 @@
 """One worker's blocks by hash in a snapshot. Owns how the table, its segments, places and namespaces are written, and
-what is checked of them; the tree they lie in has been read before, by `_snapshot/tree.pyx`.
+what is checked of them; the tree they lie in has been read before, by `tree.pyx`.
 
 Hashes are kept, since engines go on speaking in them. A place whose node has gone is read as lost, which it is. What a
 caller's `namespace_of` has answered is not kept; it is asked again.

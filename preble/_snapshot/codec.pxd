@@ -1,4 +1,4 @@
-# Bytes of a snapshot, written and read: contents of `_snapshot/codec.pyx`.
+# Bytes of a snapshot, written and read: contents of `codec.pyx`.
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t

@@ -1,4 +1,4 @@
-"""Types of the bytes of a snapshot; what it owns is said in `_snapshot/codec.pyx`."""
+"""Types of the bytes of a snapshot; what it owns is said in `codec.pyx`."""
 
 from collections.abc import Callable
 from typing import Any

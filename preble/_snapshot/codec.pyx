@@ -1,5 +1,5 @@
 """Bytes of a snapshot: a writer that grows, a reader that never looks past the end, and plain values between the two.
-Owns how a number, a slab's free list and a Python value are spelled; what they mean is said by `_snapshot/tree.pyx` and
+Owns how a number, a slab's free list and a Python value are spelled; what they mean is said by `tree.pyx` and
 its neighbours.
 
 Values are None, bool, int, float, str, bytes, and tuples of these. They are decoded piece by piece, so that no length

@@ -1,4 +1,4 @@
-# The tree in a snapshot: contents of `_snapshot/tree.pyx`.
+# The tree in a snapshot: contents of `tree.pyx`.
 
 from preble._radix cimport RadixTree
 from preble._snapshot.codec cimport Reader, Writer

@@ -1,4 +1,4 @@
-# The tree with a KV slot per token: contents of `batching/_kv_slots.pyx`.
+# The tree with a KV slot per token: contents of `_kv_slots.pyx`.
 
 from cpython.array cimport array as c_array
 from libc.stdint cimport int32_t, uint32_t

@@ -1,4 +1,4 @@
-# Types of `batching/_kv_slots.pyx`; what the methods promise stands there.
+# Types of `_kv_slots.pyx`; what the methods promise stands there.
 
 from array import array
 from collections.abc import Hashable

@@ -24,6 +24,7 @@ from ..transport.engine_servers.http_client import EngineServer
 from ..transport.engine_servers.kv_event_codec import LoadReport
 from ..transport.engine_servers.kv_event_subscriber import EventFeed, within
 from ..transport.engine_servers.server_info import EventSource, ServerFacts, ServerOptions
+from .console import aligned
 
 HEADER = ("server", "engine", "model", "block", "capacity", "rank", "events", "replay", "running", "waiting")
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     answers = asyncio.run(_ask_all(args.urls, options))
     rows = [row for answer in answers if not isinstance(answer, PrebleError) for row in answer[0]]
     if rows:
-        sys.stdout.write(table([HEADER, *rows]))
+        sys.stdout.write("".join(f"{line}\n" for line in aligned([HEADER, *rows])))
     advice = {text for answer in answers if not isinstance(answer, PrebleError) for text in answer[1]}
     for text in sorted(advice):
         sys.stderr.write(f"preble attach: {text}\n")
@@ -73,13 +74,6 @@ def _first_line(path: Path | None) -> str:
         return path.read_text(encoding="utf-8").split("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"--api-key-file {path} cannot be read: {type(error).__name__}") from None
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of texts in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
-    return "".join(line.rstrip() + "\n" for line in lines)
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import InvalidInput
 from ..scheduling.records import DecisionRecord, WorkerTerms, read_lines
+from .console import aligned, printable
 
 RECORDS_MAX = 1000  # printed at once
 HEADER = ("", "worker", "matched", "missed", "L s", "M s", "P s", "total s", "backlog s", "score")
@@ -73,21 +74,21 @@ def missing(args: argparse.Namespace) -> str:
 def text_of(record: DecisionRecord) -> str:
     """A record as some lines of text: the decision, a row for each worker, what came of it."""
     rows = [HEADER, *(row_of(record, terms) for terms in ordered(record))]
-    return "\n".join([*heading(record), "", *table(rows), "", *ending(record)]) + "\n"
+    return "\n".join([*heading(record), "", *aligned(rows, left=2), "", *ending(record)]) + "\n"
 
 
 def heading(record: DecisionRecord) -> list[str]:
     """What was decided, and against what."""
-    told = f"request {shown(record.request_id)}: decision {record.sequence} at {number(record.decided_at)} s, "
-    told += f"policy {shown(record.policy)}, {record.prompt_tokens} prompt tokens"
-    why = f"chosen {shown(record.worker)} ({shown(record.reason)})"
+    told = f"request {printable(record.request_id)}: decision {record.sequence} at {number(record.decided_at)} s, "
+    told += f"policy {printable(record.policy)}, {record.prompt_tokens} prompt tokens"
+    why = f"chosen {printable(record.worker)} ({printable(record.reason)})"
     if record.runner_up is None:
         why += ", the only candidate"
     else:
-        why += f", runner-up {shown(record.runner_up)}, margin {number(record.margin)}"
+        why += f", runner-up {printable(record.runner_up)}, margin {number(record.margin)}"
     if record.shadow is not None:
-        same = "the same" if record.shadow.worker == record.worker else shown(record.shadow.worker)
-        why += f"; shadow {shown(record.shadow.policy)}: {same} ({shown(record.shadow.reason)})"
+        same = "the same" if record.shadow.worker == record.worker else printable(record.shadow.worker)
+        why += f"; shadow {printable(record.shadow.policy)}: {same} ({printable(record.shadow.reason)})"
     return [told, why]
 
 
@@ -103,21 +104,11 @@ def row_of(record: DecisionRecord, terms: WorkerTerms) -> tuple[str, ...]:
     sums = (terms.total_seconds, terms.backlog_seconds, terms.score)
     return (
         mark,
-        shown(terms.worker),
+        printable(terms.worker),
         str(terms.matched_tokens),
         str(terms.missed_tokens),
         *map(number, (*seconds, *sums)),
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines with straight columns: words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def ending(record: DecisionRecord) -> list[str]:
@@ -141,12 +132,6 @@ def pair(actual: float | None, expected: float, error: float | None, unit: str) 
         return f"not told, {number(expected)}{unit} expected"
     sign = "+" if error >= 0 else "-"
     return f"{number(actual)}{unit}, {number(expected)}{unit} expected ({sign}{number(abs(error))})"
-
-
-def shown(name: object) -> str:
-    """A name from a file, with nothing in it that a terminal obeys."""
-    text = str(name)
-    return text if text.isprintable() else ascii(text)
 
 
 def known(value: int | None) -> str:

@@ -17,11 +17,14 @@ from .. import __version__
 from ..errors import InvalidInput, MissingExtra, PrebleError
 
 COMMANDS = {
-    "demo": ("preble.cli.demo", "serve real prompts with two workers: round robin against E2"),
-    "study": ("preble.cli.study", "lengths, sharing and key portions of prompts: the paper's Table 1, Figures 4 and 5"),
+    "demo": ("preble.cli.demo.program", "serve real prompts with two workers: round robin against E2"),
+    "study": (
+        "preble.cli.study.program",
+        "lengths, sharing and key portions of prompts: the paper's Table 1, Figures 4 and 5",
+    ),
     "simulate": ("preble.cli.simulate", "compare policies on a simulated fleet, reproducibly"),
     "explain": ("preble.cli.explain", "why requests went where they went, from a file of decision records"),
-    "profile": ("preble.cli.profile", "measure an engine and fit its cost model"),
+    "profile": ("preble.cli.profile.program", "measure an engine and fit its cost model"),
     "serve": ("preble.gateway", "serve an OpenAI-compatible HTTP API in front of workers"),
     "config": ("preble.cli.config", "print the configuration that `preble serve` would use"),
     "top": ("preble.cli.top", "the fleet behind a gateway, live in the terminal"),

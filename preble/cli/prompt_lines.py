@@ -1,4 +1,5 @@
-"""Requests of `preble up` as lines: read from a file or a pipe, answered on another. Owns their format and bounds.
+"""Requests of `preble up` as lines: read from a file or a pipe, answered on another. Owns their format and bounds, and
+the tasks of a run (`RunTasks`), which both kinds of `preble up` have.
 
 Reading and writing happen in two threads of their own: whoever writes prompts or reads answers slowly delays only this,
 never the router. Prompts are read when there is room for one more request; an answer waits while `MAX_WAITING_LINES`
@@ -11,19 +12,73 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TextIO
 
 from ..errors import InvalidInput, PrebleError
 from ..router.router import Router, StreamChunk
 from ..types import SamplingParams
 
+logger = logging.getLogger("preble.up")
+
 MAX_LINE_CHARS = 32 << 20
 MAX_WAITING_LINES = 1024
 _FULL_POLL_SECONDS = 0.01
 _LAST_LINES_SECONDS = 3.0
+_LAST_ANSWERS_SECONDS = 5.0  # for answers that are complete, but not written, when the last worker ends
+
+
+class RunTasks:
+    """What one run of `preble up` does at the same time. `on_failure` is called when a task fails. One loop's."""
+
+    def __init__(self, on_failure: Callable[[], None]) -> None:
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start something and remember it until it ends."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def cancel(self, *others_than: asyncio.Task[Any] | None) -> None:
+        """Cancel all, or all but some."""
+        for task in self._tasks.difference(others_than):
+            task.cancel()
+
+    async def close(self, answers: asyncio.Task[None] | None) -> None:
+        """Give the last answers a moment, then end everything."""
+        await last_answers(answers)
+        self.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of the launcher failed", exc_info=task.exception())
+            self._on_failure()
+
+
+async def last_answers(answers: asyncio.Task[None] | None) -> None:
+    """Wait for answers that are complete, but not written."""
+    if answers is not None:
+        await asyncio.wait([answers], timeout=_LAST_ANSWERS_SECONDS)
+
+
+async def log_status(seconds: float, status: Callable[[], str]) -> None:
+    """A line now and then, for good; none for 0 seconds."""
+    while seconds:
+        await asyncio.sleep(seconds)
+        logger.info("%s", status())
+
+
+def request_counts(stats: Mapping[str, Any]) -> str:
+    """What a router says of its requests, as a status line ends."""
+    return ", ".join(f"{name} {stats[name]}" for name in ("live_requests", "finished", "failed", "resumed"))
 
 
 class PromptService:
@@ -34,8 +89,17 @@ class PromptService:
         self._router = router
         self._prompts = prompts
         self._concurrency = concurrency
-        self._writer = _Writer(answers)
+        self._writer = _LineWriter(answers)
         self._stopping = asyncio.Event()
+
+    def all_answered(self, answers: asyncio.Task[None] | None) -> bool:
+        """Whether every line got its answer, given the task of `run`; says what is missing."""
+        if answers is None or not answers.done() or answers.cancelled() or answers.exception() is not None:
+            logger.error("not every answer could be written")
+            return False
+        if self.failed:
+            logger.error("%d requests failed, or their answers could not be written", self.failed)
+        return not self.failed
 
     def stop(self) -> None:
         """Read no more prompts; `run` ends when the live ones have."""
@@ -139,7 +203,7 @@ def _read(prompts: TextIO, lines: asyncio.Queue[str], loop: asyncio.AbstractEven
             asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
 
 
-class _Writer:
+class _LineWriter:
     """Writes objects as JSON lines, in a thread."""
 
     def __init__(self, output: TextIO) -> None:

@@ -1,4 +1,7 @@
-"""`preble simulate` from start to end. Owns reading its options, its progress and its tables; simulates nothing itself.
+"""`preble simulate`: policies on a simulated fleet, side by side. Owns its options, its progress and its tables.
+
+preble simulate --workload toolbench --policy round_robin,e2 --workers 4 --rps 10
+preble simulate --workload prompts.jsonl.gz --kill w0@30 --json found.json
 
 Standard output is the same for the same command, on every run; what is not (how fast it went) goes to standard error.
 """
@@ -6,8 +9,6 @@ Standard output is the same for the same command, on every run; what is not (how
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from ..sim import Result, SimConfig, WorkerDeath, simulate
 from ..sim.results import OUTCOMES
 from ..workloads import Workload
 from ..workloads.generators import MAKERS
-from .demo.progress import Screen, Tally
+from .console import Screen, positive_float, positive_int, write_json
 
 REQUESTS = 1000
 REQUESTS_PER_GROUP = 10
@@ -36,11 +37,41 @@ COLUMNS = (
 )
 
 
-class Speed(Tally):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options; each policy gets the same requests at the same moments."""
+    add = parser.add_argument_group("requests").add_argument
+    workload = "toolbench, videoqa, ... or a file of prompts or a trace (default: %(default)s)"
+    add("--workload", default="toolbench", metavar="NAME|FILE", help=workload)
+    add("--requests", type=positive_int, metavar="N", help="how many (default: 1000, or the file's)")
+    add("--groups", type=positive_int, metavar="N", help="prefix groups to generate (default: requests / 10)")
+    add("--rps", type=positive_float, metavar="R", help="Poisson arrivals a second (default: the trace's own, or 4)")
+    add("--tokenizer", choices=("words", "mistral"), default="words", help="for files of text (default: words)")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, arrivals and chance (default: 0)")
+    add = parser.add_argument_group("fleet").add_argument
+    add("--policy", default="round_robin,e2", metavar="P[,P...]", help="one after the other (default: %(default)s)")
+    add("--workers", type=positive_int, default=2, metavar="N", help="named w0, w1, ... (default: 2)")
+    add("--cost-model", default="mistral-7b/a6000", metavar="PRESET|FILE", help="of a worker (default: %(default)s)")
+    add("--kv-capacity", type=positive_int, metavar="N", help="KV tokens of a worker (default: 198516)")
+    add("--token-budget", type=positive_int, metavar="N", help="tokens of an iteration (default: 512)")
+    add("--order", choices=("priority", "fcfs", "longest_prefix"), help="of a worker's queue (default: priority)")
+    add = parser.add_argument_group("what goes wrong").add_argument
+    add("--routers", type=int, default=1, metavar="N", help="schedulers that share the requests (default: 1)")
+    add("--event-delay", type=float, default=0.0, metavar="S", help="seconds until news are heard of (default: 0)")
+    add("--event-loss", type=float, default=0.0, metavar="P", help="share of eviction news lost (default: 0)")
+    add("--kill", action="append", default=[], metavar="W@S", help="worker W dies at S seconds; may be repeated")
+    add = parser.add_argument_group("results").add_argument
+    add(
+        "--slo-ttft", type=positive_float, default=1.0, metavar="S", help="goodput counts TTFTs up to this (default: 1)"
+    )
+    add("--json", type=Path, metavar="FILE", help="write everything found")
+
+
+class SimulationProgress:
     """Progress of one simulation: requests that have ended, and how fast the virtual time goes by."""
 
     def __init__(self, policy: str, total: int) -> None:
-        super().__init__(policy, total)
+        self.policy, self.total = policy, total
+        self.done = self.failed = 0
         self.virtual_seconds = 0.0
         self._started = time.monotonic()
 
@@ -51,7 +82,7 @@ class Speed(Tally):
         return f"{self.virtual_seconds:,.0f} virtual seconds, {self.done / passed:,.0f} requests/s"
 
 
-def run_simulate(args: argparse.Namespace, screen: Screen | None = None) -> int:
+def run(args: argparse.Namespace, screen: Screen | None = None) -> int:
     """Check everything, simulate each policy, print the table. Wrong options raise before anything is simulated."""
     config, policies = config_of(args), names_of(args.policy)
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
@@ -67,17 +98,17 @@ def run_simulate(args: argparse.Namespace, screen: Screen | None = None) -> int:
     for policy in policies:
         sys.stdout.write(shortfall(policy, found[policy]))
     if args.json is not None:
-        write_json(args.json, workload, config, found)
+        write_json(args.json, document(workload, config, found))
     return 0
 
 
 def simulated(workload: Workload, config: SimConfig, policy: str, screen: Screen) -> Result:
     """One simulation, its progress on the screen."""
-    speed = Speed(policy, len(workload))
-    with screen.phase(speed) as update:
+    shown = SimulationProgress(policy, len(workload))
+    with screen.phase(shown) as update:
 
         def progress(ended: int, requests: int, virtual_seconds: float) -> None:
-            speed.done, speed.virtual_seconds = ended, virtual_seconds
+            shown.done, shown.virtual_seconds = ended, virtual_seconds
             update()
 
         return simulate(workload, config, progress=progress)
@@ -200,20 +231,12 @@ def shortfall(policy: str, found: Mapping[str, Any]) -> str:
     return f"{policy}: of {found['requests']} requests {', '.join(missed)}\n" if missed else ""
 
 
-def write_json(path: Path, workload: Workload, config: SimConfig, found: Mapping[str, Any]) -> None:
+def document(workload: Workload, config: SimConfig, found: Mapping[str, Any]) -> dict[str, Any]:
     """Everything found, with what it was found for. A figure that does not exist is null."""
-    content = {
+    return {
         "preble": __version__,
         "workload": {"name": workload.name, "requests": len(workload), "source": workload.source,
                      "arrivals": workload.arrivals},
         "config": {name: repr(getattr(config, name)) for name in config.__dataclass_fields__ if name != "policy"},
         "policies": found,
     }  # fmt: skip
-    path.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for each float that JSON cannot write."""
-    if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show frames until interrupted, or one. Raises `InvalidInput`, `MissingExtra`, and `TransportError` where there is
     no first answer."""
-    from .top_screen import Screen
+    from .top_screen import TopScreen
 
     gateway = Asking(args.url, _key(args.key_file))
     state = gateway.state()
     if args.once:
-        Screen(sys.stdout).print(state)
+        TopScreen(sys.stdout).print(state)
         return 0
-    _show_for_good(gateway, state, Screen(sys.stdout), time.monotonic)
+    _show_for_good(gateway, state, TopScreen(sys.stdout), time.monotonic)
     return 0
 
 

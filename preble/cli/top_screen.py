@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from ..errors import MissingExtra
-from .explain import shown
+from .console import printable
 
 try:
     from rich.console import Console, Group, RenderableType
@@ -31,14 +31,14 @@ ROWS_AROUND = 8  # titles, headings and lines between tables
 ONCE_ROWS = 40
 
 
-class Screen:
+class TopScreen:
     """Where frames go. As a context manager it takes the whole terminal over, and gives it back."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
         self._live = Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop")
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> TopScreen:
         self._live.start()
         return self
 
@@ -76,13 +76,13 @@ def header(state: State, trouble: str) -> Text:
     text = Text.assemble(
         ("Preble ", "bold"), (word, "green" if word == "ready" else "bold red"),
         f"  {ready} of {len(state['workers']) + state['workers_left_out']} workers",
-        f"  policy {shown(totals['policy'])}  up {duration(state['uptime_seconds'])}\n",
+        f"  policy {printable(totals['policy'])}  up {duration(state['uptime_seconds'])}\n",
         f"{number(fleet['requests_per_second'], '.1f')} requests/s  {totals['live_requests']} live",
         f"  cached {share(fleet['hit'])}  first token {seconds(fleet['first_token_p50'])}",
         f" (p99 {seconds(fleet['first_token_p99'])})  {number(fleet['waiting'], '.0f')} waiting",
     )  # fmt: skip
     if trouble:
-        text.append(f"\n{shown(trouble)}", "bold red")
+        text.append(f"\n{printable(trouble)}", "bold red")
     return text
 
 
@@ -93,7 +93,7 @@ def worker_table(workers: Sequence[State], most: int) -> Table:
     for worker in ordered[:most]:
         _add(
             table,
-            shown(worker["id"]),
+            printable(worker["id"]),
             Text(worker["state"], STYLES.get(worker["state"], BAD)),
             share(worker["load"]),
             spark(worker["history"]["load"]),
@@ -118,8 +118,8 @@ def decision_table(decisions: Sequence[State]) -> Table:
         _add(
             table,
             f"{duration(one['seconds_ago'])} ago",
-            shown(one["worker"]),
-            shown(one["reason"]),
+            printable(one["worker"]),
+            printable(one["reason"]),
             f"{chosen['matched_tokens']:,}/{one['prompt_tokens']:,}",
             *map(seconds, terms),
             told,
@@ -131,7 +131,7 @@ def prefix_table(prefixes: Sequence[State]) -> Table:
     """The hottest prefixes, and where they are."""
     table = _table("prefix", ">tokens", ">requests", ">load", "workers")
     for one in prefixes:
-        holders = ", ".join(shown(holder["worker"]) for holder in one["holders"][:6])
+        holders = ", ".join(printable(holder["worker"]) for holder in one["holders"][:6])
         more = one["holders_count"] - len(one["holders"][:6])
         where = f"{holders} and {more} more" if more > 0 else holders
         _add(table, one["name"], f"{one['prefix_tokens']:,}", str(one["requests"]), share(one["load"]), where)
@@ -142,7 +142,7 @@ def event_table(events: Sequence[State]) -> Table:
     """What happened."""
     table = _table("event", "", "")
     for one in events:
-        _add(table, f"{duration(one['seconds_ago'])} ago", *map(shown, event_words(one)))
+        _add(table, f"{duration(one['seconds_ago'])} ago", *map(printable, event_words(one)))
     return table
 
 

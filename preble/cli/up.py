@@ -27,25 +27,24 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from .. import worker as worker_command
 from ..errors import HandshakeRefused, InvalidConfig, UnknownWorker
-from ..launch.processes import LogBook, Place, WorkerProcess, parse_places, preble_command
+from ..launch.processes import ChildProcess, LogBook, Place, parse_places, preble_command, ready_endpoints
 from ..launch.supervisor import Happening, Slot, Supervisor, SupervisorConfig
 from ..router.router import Router
 from ..transport.security import ClientKeys, check_bind, load_client_keys, load_server_keys
 from . import up_ray
-from .prompt_lines import PromptService
+from .prompt_lines import PromptService, RunTasks, last_answers, log_status, request_counts
 
 logger = logging.getLogger("preble.up")
 
 _TURN_SECONDS = 0.1
 _KILL_MARGIN_SECONDS = 20.0  # what a worker may take beyond its own drain time: the step it is in, its last frames
-_LAST_ANSWERS_SECONDS = 5.0  # for answers that are complete, but not written, when the last worker ends
 _OURS = ("id", "bind", "events_bind", "until_stdin_closes", "curve_keys", "insecure")
 
 
@@ -94,15 +93,11 @@ def run(args: argparse.Namespace) -> int:
         return _run_on_ray(args)
     plan = make_plan(args)
     prompts = _open_prompts(args.prompts) if args.prompts else None
-    logs = LogBook(plan.names, plan.log_dir)
-    if logs.launcher_file is not None:
-        logs.launcher_file.setFormatter(logging.Formatter(form))
-        logging.getLogger().addHandler(logs.launcher_file)
+    logs = LogBook(plan.names, plan.log_dir, stream=sys.stderr)
     try:
-        return asyncio.run(Launch(plan, logs, prompts).run())
+        with logs.including("up", logging.Formatter(form)):
+            return asyncio.run(UpRun(plan, logs, prompts).run())
     finally:
-        if logs.launcher_file is not None:
-            logging.getLogger().removeHandler(logs.launcher_file)
         logs.close()
 
 
@@ -128,7 +123,7 @@ def _open_prompts(name: str) -> TextIO:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class UpPlan:
     """What to start: checked as far as it can be before anything runs."""
 
     names: tuple[str, ...]
@@ -152,7 +147,7 @@ class Plan:
         return ["--bind", bind[0], *events, "--until-stdin-closes", *self.arguments]
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> UpPlan:
     """Check the options. Raises `InvalidConfig` or `InsecureBind`; wrong worker options end with argparse's message."""
     if args.workers < 1:
         raise InvalidConfig(f"--workers must be positive, got {args.workers}")
@@ -163,7 +158,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     binds = tuple(_binds(args.host or "127.0.0.1", args.port, number) for number in range(args.workers))
     for bind, _ in binds:
         check_bind(bind, has_keys=args.curve_keys is not None, insecure=args.insecure)
-    plan = Plan(
+    plan = UpPlan(
         names=tuple(f"worker-{number}" for number in range(args.workers)),
         binds=binds,
         places=tuple(parse_places(args.devices, args.workers)) if args.devices else (None,) * args.workers,
@@ -222,10 +217,10 @@ def _refuse_ours(engine: str, given: list[str]) -> None:
 # --- running it -------------------------------------------------------------------------------------------------------
 
 
-class Launch:
+class UpRun:
     """One run of `preble up`. Belongs to one asyncio loop, on the main thread."""
 
-    def __init__(self, plan: Plan, logs: LogBook, prompts: TextIO | None) -> None:
+    def __init__(self, plan: UpPlan, logs: LogBook, prompts: TextIO | None) -> None:
         self._plan = plan
         self._logs = logs
         self._binds = list(plan.binds)
@@ -236,56 +231,28 @@ class Launch:
         self._introduced: set[int] = set()  # workers that the router has met
         self._settled = asyncio.Event()  # every worker serves or was given up
         self._hurried = False  # asked to end a second time
-        self._loop: asyncio.AbstractEventLoop
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks = RunTasks(self._supervisor.drain)
 
     async def run(self) -> int:
         """Until drained; the exit code."""
-        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._drain)
-        answers: asyncio.Future[None] | None = None
+            asyncio.get_running_loop().add_signal_handler(number, self._drain)
+        answers: asyncio.Task[None] | None = None
         try:
             await self._router.start(min_workers=0)
-            if self._plan.status_seconds:
-                self._keep(self._status_loop())
+            self._tasks.keep(log_status(self._plan.status_seconds, self._status))
             if self._service is not None:
-                answers = self._keep(self._serve_prompts(self._service))
+                answers = self._tasks.keep(self._serve_prompts(self._service))
             await self._supervise()
             logger.info("%s", self._status())
-            if answers is not None and not self._hurried:
-                await asyncio.wait([answers], timeout=_LAST_ANSWERS_SECONDS)
+            if not self._hurried:
+                await last_answers(answers)
         finally:
             self._supervisor.kill()
             await self._router.close()  # what is still live fails now, and its lines say so
-            if answers is not None:
-                await asyncio.wait([answers], timeout=_LAST_ANSWERS_SECONDS)
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-        return 0 if self._supervisor.clean and self._all_answered(answers) else 1
-
-    def _all_answered(self, answers: asyncio.Future[None] | None) -> bool:
-        if answers is None or self._service is None:
-            return True
-        if answers.cancelled() or answers.exception() is not None:
-            logger.error("not every answer could be written")
-            return False
-        if self._service.failed:
-            logger.error("%d requests failed, or their answers could not be written", self._service.failed)
-        return not self._service.failed
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._end_of_task)
-        return task
-
-    def _end_of_task(self, task: asyncio.Future[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a task of the launcher failed", exc_info=task.exception())
-            self._supervisor.drain()
+            await self._tasks.close(answers)
+        answered = self._service is None or self._service.all_answered(answers)
+        return 0 if self._supervisor.clean and answered else 1
 
     def _drain(self) -> None:
         logger.info("draining %d workers", len(self._plan.names))
@@ -300,34 +267,19 @@ class Launch:
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, number: int) -> WorkerProcess:
-        name = self._plan.names[number]
-        return WorkerProcess(
-            self._plan.command(self._binds[number]),
-            self._plan.places[number],
-            on_line=lambda child, line: self._take_line(number, child, line),
-            on_log=lambda line: self._logs.write(name, line),
-        )
+    def _spawn(self, number: int) -> ChildProcess:
+        write = partial(self._logs.write, self._plan.names[number])
+        argv = self._plan.command(self._binds[number])
+        return ChildProcess(argv, self._plan.places[number], on_output=write, on_log=write)
 
-    def _take_line(self, number: int, child: WorkerProcess, line: str) -> None:
-        """A line of a worker's standard output; called in a thread of its reader."""
-        self._logs.write(self._plan.names[number], line)
-        if line.startswith("READY "):
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and nobody asks any more
-                self._loop.call_soon_threadsafe(self._take_ready, number, child, line)
-
-    def _take_ready(self, number: int, child: WorkerProcess, line: str) -> None:
-        if not self._supervisor.ready(number, child):
-            return
-        _, endpoint, *facts = line.split()
-        events = next((fact.partition("=")[2] for fact in facts if fact.startswith("events=")), "")
-        self._binds[number] = (endpoint, events)
+    def _take_ready(self, number: int, line: str) -> None:
+        self._binds[number] = ready_endpoints(line)
         if self._service is None:
             sys.stdout.write(f"{line} name={self._plan.names[number]}\n")
             sys.stdout.flush()
         if number not in self._addresses:
-            self._addresses[number] = reachable(endpoint)
-            self._keep(self._connect(number))
+            self._addresses[number] = reachable(self._binds[number][0])
+            self._tasks.keep(self._connect(number))
 
     async def _connect(self, number: int) -> None:
         """Once for each worker: after a restart the router finds it again by itself."""
@@ -348,11 +300,12 @@ class Launch:
             await asyncio.sleep(_TURN_SECONDS)
 
     async def _take_news(self, news: Happening) -> None:
-        level = logging.INFO if news.kind in ("started", "stopped") else logging.ERROR
-        logger.log(level, "%s %s %s", self._plan.names[news.worker], news.kind.replace("_", " "), news.text)
+        news.log(logger, self._plan.names[news.child])
+        if news.kind == "ready":
+            self._take_ready(news.child, news.text)
         if news.kind == "gave_up":
             with contextlib.suppress(UnknownWorker):  # the router had refused it
-                await self._router.remove_worker(self._addresses.pop(news.worker, ""))
+                await self._router.remove_worker(self._addresses.pop(news.child, ""))
             self._look_settled()
 
     def _look_settled(self) -> None:
@@ -369,8 +322,7 @@ class Launch:
         workers = [
             f"{self._plan.names[slot.number]} {self._worker_status(slot, stats)}" for slot in self._supervisor.slots
         ]
-        numbers = ", ".join(f"{name} {stats[name]}" for name in ("live_requests", "finished", "failed", "resumed"))
-        return f"{'; '.join(workers)}; requests: {numbers}"
+        return f"{'; '.join(workers)}; requests: {request_counts(stats)}"
 
     def _worker_status(self, slot: Slot, stats: dict[str, Any]) -> str:
         """The launcher's word for a worker, the router's where that says more, and the load it last told."""
@@ -381,11 +333,6 @@ class Launch:
         if slot.state == "ready" and seen.get("load"):
             words.append("running {running}, waiting {waiting}".format(**seen["load"]))
         return ", ".join([*words, f"restarts {slot.restarts}"])
-
-    async def _status_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._plan.status_seconds)
-            logger.info("%s", self._status())
 
     async def _serve_prompts(self, service: PromptService) -> None:
         """Serve every line; then drain."""

@@ -14,9 +14,9 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 from ..errors import InvalidConfig, MissingExtra
 from ..integrations.autoscale import AutoscaleConfig
@@ -24,11 +24,10 @@ from ..integrations.ray_actor import NODE
 from ..integrations.ray_workers import Cluster, Placed, RayFleet, RayPlan
 from ..router.router import Router
 from ..transport.security import ClientKeys, load_client_keys
-from .prompt_lines import PromptService
+from .prompt_lines import PromptService, RunTasks, log_status, request_counts
 
 logger = logging.getLogger("preble.up")
 
-_LAST_ANSWERS_SECONDS = 5.0
 _NOT_HERE = {"devices": None, "port": 0, "log_dir": None}  # options that say something of this machine
 
 
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class RayUpPlan:
     """What to run, checked."""
 
     plan: RayPlan
@@ -59,7 +58,7 @@ class Launch:
 
 def make_launch(
     args: argparse.Namespace, arguments: Sequence[str], drain_seconds: float, prompts: TextIO | None
-) -> Launch:
+) -> RayUpPlan:
     """Check the options of `preble up`; `arguments` are every worker's. Raises `InvalidConfig` or `InsecureBind`."""
     for name, usual in _NOT_HERE.items():
         if getattr(args, name) != usual:
@@ -80,7 +79,7 @@ def make_launch(
         drain_seconds=drain_seconds,
     )
     bounds = {"min_workers": args.workers, "max_workers": args.max_workers}
-    return Launch(
+    return RayUpPlan(
         plan=plan,
         workers=args.workers,
         autoscale=AutoscaleConfig(**bounds) if args.max_workers is not None else None,
@@ -92,7 +91,7 @@ def make_launch(
     )
 
 
-def run(launch: Launch, ray_address: str) -> int:
+def run(launch: RayUpPlan, ray_address: str) -> int:
     """Connect to the cluster and serve until SIGTERM or the last prompt; the exit code."""
     try:
         import ray
@@ -103,15 +102,15 @@ def run(launch: Launch, ray_address: str) -> int:
     except (ConnectionError, RuntimeError) as error:
         raise InvalidConfig(f"--ray-address {ray_address}: {error}") from error
     try:
-        return asyncio.run(Running(launch).run())
+        return asyncio.run(RayUpRun(launch).run())
     finally:
         ray.shutdown()
 
 
-class Running:
+class RayUpRun:
     """One run. Belongs to one asyncio loop, on the main thread."""
 
-    def __init__(self, launch: Launch, cluster: Cluster | None = None, output: TextIO = sys.stdout) -> None:
+    def __init__(self, launch: RayUpPlan, cluster: Cluster | None = None, output: TextIO = sys.stdout) -> None:
         self._launch = launch
         self._output = output
         self._router = Router([], policy=launch.policy, keys=launch.keys)
@@ -121,7 +120,7 @@ class Running:
             self._service = PromptService(self._router, launch.prompts, output, launch.concurrency)
         self._ending = asyncio.Event()
         self._hurried = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = RunTasks(self.drain)
         self._gave_up = False
 
     async def run(self) -> int:
@@ -133,24 +132,20 @@ class Running:
         try:
             await self._router.start(min_workers=0)
             await self._fleet.scale(self._launch.workers)
-            if self._launch.status_seconds:
-                self._keep(self._status_loop())
+            self._tasks.keep(log_status(self._launch.status_seconds, self._status))
             if self._launch.autoscale is not None:
-                self._keep(self._fleet.autoscale(self._launch.autoscale))
+                self._tasks.keep(self._fleet.autoscale(self._launch.autoscale))
             if self._service is not None:
-                answers = self._keep(self._answer(self._service))
+                answers = self._tasks.keep(self._answer(self._service))
             await self._ending.wait()
             await self._drained(answers)
         finally:
             await self._fleet.close()
             await self._router.close()
-            if answers is not None:
-                await asyncio.wait([answers], timeout=_LAST_ANSWERS_SECONDS)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._tasks.close(answers)
         logger.info("%s", self._status())
-        return 1 if self._gave_up or not self._all_answered(answers) else 0
+        answered = self._service is None or self._service.all_answered(answers)
+        return 0 if answered and not self._gave_up else 1
 
     def drain(self) -> None:
         """Read no more prompts and end when the workers have drained; the second time: at once."""
@@ -163,10 +158,9 @@ class Running:
 
     async def _drained(self, answers: asyncio.Task[None] | None) -> None:
         """Until live requests have ended, or somebody is in a hurry."""
-        for task in self._tasks - {answers}:
-            task.cancel()
-        drained = self._keep(self._fleet.scale(0))
-        hurried = self._keep(self._hurried.wait())
+        self._tasks.cancel(answers)
+        drained = self._tasks.keep(self._fleet.scale(0))
+        hurried = self._tasks.keep(self._hurried.wait())
         await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         drained.cancel()
@@ -177,16 +171,6 @@ class Running:
         await service.run()
         if not self._ending.is_set():
             self.drain()
-
-    def _all_answered(self, answers: asyncio.Task[None] | None) -> bool:
-        if answers is None or self._service is None:
-            return True
-        if not answers.done() or answers.cancelled() or answers.exception() is not None:
-            logger.error("not every answer could be written")
-            return False
-        if self._service.failed:
-            logger.error("%d requests failed, or their answers could not be written", self._service.failed)
-        return not self._service.failed
 
     def _changed(self, worker: Placed) -> None:
         """A worker has another state or address."""
@@ -203,22 +187,4 @@ class Running:
     def _status(self) -> str:
         stats = self._router.stats()
         workers = [f"{name} {one['state']}, restarts {one['restarts']}" for name, one in self._fleet.stats().items()]
-        numbers = ", ".join(f"{name} {stats[name]}" for name in ("live_requests", "finished", "failed", "resumed"))
-        return "; ".join([*workers, f"requests: {numbers}"])
-
-    async def _status_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._launch.status_seconds)
-            logger.info("%s", self._status())
-
-    def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._end_of_task)
-        return task
-
-    def _end_of_task(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a task of the launcher failed", exc_info=task.exception())
-            self.drain()
+        return "; ".join([*workers, f"requests: {request_counts(stats)}"])

@@ -78,15 +78,6 @@ class AdmissionCounters:
     left_waiting: int = 0
 
 
-@dataclass(slots=True)
-class _Inside:
-    """A request in the engine: what it has to compute until its first output, 0 from then on."""
-
-    request: GenerationRequest
-    rank: int
-    uncached_tokens: int
-
-
 class _Believed:
     """What the queue asks of a cache, answered by the scheduler of the ranks."""
 
@@ -128,7 +119,7 @@ class Admission:
         self._believed = _Believed(self.scheduler)
         self._queue = WaitingQueue(config.queue_config(), self._believed)
         self._waiting: dict[str, tuple[LiveRequest, GenerationRequest]] = {}
-        self._inside: dict[str, _Inside] = {}
+        self._inside: dict[str, int] = {}  # tokens to compute until the first output, 0 from then on
         self._number = 0
         self._silent: set[str] = set()  # inside, without output
         self._silent_tokens = 0
@@ -170,12 +161,11 @@ class Admission:
             max_new_tokens=live.request.max_new_tokens,
         )
         self._believed.version += 1
-        inside = _Inside(request, int(decision.worker), decision.prompt_tokens - decision.matched_tokens)
-        self._inside[request.request_id] = inside
+        self._inside[request.request_id] = decision.prompt_tokens - decision.matched_tokens
         self._silent.add(request.request_id)
-        self._silent_tokens += inside.uncached_tokens
+        self._silent_tokens += self._inside[request.request_id]
         self.counters.admitted += 1
-        return request, inside.rank
+        return request, int(decision.worker)
 
     def _has_room(self) -> bool:
         silent = len(self._silent)
@@ -212,8 +202,8 @@ class Admission:
 
     def _leave_silence(self, request_id: str) -> None:
         self._silent.remove(request_id)
-        self._silent_tokens -= self._inside[request_id].uncached_tokens
-        self._inside[request_id].uncached_tokens = 0
+        self._silent_tokens -= self._inside[request_id]
+        self._inside[request_id] = 0
 
     # --- the cache ----------------------------------------------------------------------------------------------------
 
@@ -261,18 +251,13 @@ class Admission:
         """Waiting requests in each priority group, lowest first."""
         return self._queue.group_sizes()
 
-    def rank_of(self, request_id: str) -> int | None:
-        """The rank that a request in the engine went to."""
-        inside = self._inside.get(request_id)
-        return None if inside is None else inside.rank
-
     def check(self) -> None:
         """Assert that queue, sets, sums and the scheduler's books agree."""
         self._queue.check()
         self.scheduler.check()
         assert len(self._queue) == len(self._waiting), "queue and table list different requests"
         assert self._silent <= set(self._inside), "a silent request is not inside"
-        tokens = sum(inside.uncached_tokens for inside in self._inside.values())
+        tokens = sum(self._inside.values())
         assert tokens == self._silent_tokens, f"{tokens} tokens are to be computed, the sum says {self._silent_tokens}"
         booked = self.scheduler.stats()["live_requests"]
         assert booked == len(self._inside), f"{booked} requests are booked, {len(self._inside)} are inside"

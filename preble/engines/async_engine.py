@@ -27,9 +27,9 @@ from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, EngineError, InvalidInput, InvalidTokens, PrebleError
 from ..types import AllBlocksCleared, CacheEvent, check_int
 from .admission import Admission, AdmissionConfig
-from .async_requests import Job, Stream, StreamCounters, StreamPart
+from .async_requests import EngineJob, Stream, StreamCounters, StreamPart
 from .base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk
-from .event_buffer import EventRelay
+from .event_buffer import EventRelay, EventSink
 
 logger = logging.getLogger("preble.engines")
 
@@ -37,8 +37,6 @@ _POLL_SECONDS = 0.5  # how often the engine is asked for its load and whether it
 _CLOSE_SECONDS = 20.0
 _ABORT_TRIES, _ABORT_SECONDS = 20, 0.5
 _TOKEN_MAX = 2**31 - 1
-
-EventSink = Callable[[int, Iterable[CacheEvent]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Backend(Protocol):
     async def feed(self, sink: EventSink) -> None:
         """Give the cache events of all ranks to `sink`, until cancelled; return where there are none."""
 
-    def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+    def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
         """Generate. Whatever it raises ends this request, and makes `failure` be asked."""
 
     async def abort(self, job_id: str) -> None:
@@ -260,7 +258,7 @@ class StreamingEngine:
                 self._moved_at = self._clock()
                 idle = False
             request, rank = chosen
-            job = Job(request.request_id, request, self._streams[request.request_id].max_tokens, rank)
+            job = EngineJob(request.request_id, request, self._streams[request.request_id].max_tokens, rank)
             self._loop.call_soon_threadsafe(self._start_job, job)
 
     def _tell(self, stream: Stream) -> None:
@@ -316,7 +314,7 @@ class StreamingEngine:
         task.add_done_callback(self._helpers.discard)
         return task
 
-    def _start_job(self, job: Job) -> None:
+    def _start_job(self, job: EngineJob) -> None:
         task = self._loop.create_task(self._serve(job))
         self._jobs[job.id] = task
         task.add_done_callback(functools.partial(self._end_job, job))
@@ -333,11 +331,11 @@ class StreamingEngine:
             await asyncio.sleep(_ABORT_SECONDS)
         logger.warning("the engine does not end a request that was aborted %s times", _ABORT_TRIES)
 
-    async def _serve(self, job: Job) -> None:
+    async def _serve(self, job: EngineJob) -> None:
         async for part in self._backend.stream(job):
             self._take(job, part)
 
-    def _take(self, job: Job, part: StreamPart) -> None:
+    def _take(self, job: EngineJob, part: StreamPart) -> None:
         """Something came out of the engine."""
         with self._changed:
             stream = self._streams.get(job.id)
@@ -363,7 +361,7 @@ class StreamingEngine:
         ended_well = stream.finish_reason not in ("error", "abort")
         self.admission.ended(stream.id, stream.produced if ended_well else None, stream.cached_tokens)
 
-    def _end_job(self, job: Job, task: asyncio.Task[None]) -> None:
+    def _end_job(self, job: EngineJob, task: asyncio.Task[None]) -> None:
         """The engine says no more of a request."""
         self._jobs.pop(job.id, None)
         error = None if task.cancelled() else task.exception()

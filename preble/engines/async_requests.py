@@ -14,7 +14,7 @@ from .base import FINISH_REASONS, GenerationRequest, OutputChunk
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EngineJob:
     """A request as the engine gets it. `id` is unique in this process; it may produce `max_tokens` more tokens."""
 
     id: str

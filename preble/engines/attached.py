@@ -17,10 +17,12 @@ from ..clock import Clock
 from ..errors import TransportError
 from ..transport.engine_servers.http_client import EngineServer
 from ..transport.engine_servers.server_info import EventSource, ServerOptions
+from ..transport.namespaces import salt_of
 from .async_engine import BackendFacts
-from .async_requests import Job, StreamPart
+from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
-from .kv_event_listener import EventSink, KvListener, Salts
+from .event_buffer import EventSink
+from .kv_event_listener import listen
 
 logger = logging.getLogger("preble.engines")
 
@@ -38,7 +40,6 @@ class AttachedBackend:
         clock: Clock = time.monotonic,
     ) -> None:
         self._server = EngineServer(url, options)
-        self._salts = Salts()
         self._sources: tuple[EventSource, ...] = ()
         self._ranks = 1
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by job id: who reads its stream
@@ -71,9 +72,9 @@ class AttachedBackend:
     async def feed(self, sink: EventSink) -> None:
         """Cache events of all ranks, where the server publishes any."""
         if self._sources:
-            await KvListener(self._sources, self._salts).run(sink)
+            await listen(self._sources, sink)
 
-    async def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+    async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
         """Generate."""
         task = asyncio.current_task()
         assert task is not None, "streams are read by tasks"
@@ -85,7 +86,7 @@ class AttachedBackend:
                 replace(job.request.sampling, max_new_tokens=job.max_tokens),
                 request_id=job.id,
                 rank=job.rank if self._ranks > 1 else None,
-                salt=self._salts.salt_of(job.request.namespace) or "",
+                salt=salt_of(job.request.namespace),
             ):
                 yield StreamPart(produced, piece.token_ids, piece.cached_tokens, piece.finish_reason)
                 produced += len(piece.token_ids)

@@ -7,13 +7,15 @@ all pending ones collapse into one `AllBlocksCleared`, so that routers believe l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..types import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheEvent
 
 EVENTS_MAX = 65_536
 EVENT_TOKENS_MAX = 1 << 23
+
+EventSink = Callable[[int, Iterable[CacheEvent]], None]  # takes a rank and its events
 
 
 class EventRelay:

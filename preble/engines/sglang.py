@@ -24,10 +24,12 @@ from typing import Any
 
 from ..errors import EngineError, InvalidConfig, MissingExtra
 from ..transport.engine_servers.server_info import EventSource
+from ..transport.namespaces import salt_of
 from .async_engine import BackendFacts
-from .async_requests import Job, StreamPart
+from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
-from .kv_event_listener import EventSink, KvListener, Salts
+from .event_buffer import EventSink
+from .kv_event_listener import listen
 from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
 
 logger = logging.getLogger("preble.engines")
@@ -53,7 +55,6 @@ class SglangBackend:
         except ImportError as error:
             raise MissingExtra(f"--engine sglang needs SGLang: pip install 'preble[sglang]' ({error})") from error
         self._model = model
-        self._salts = Salts()
         self._directory = tempfile.mkdtemp(prefix="preble-sglang-")
         self._sources, events = _event_sockets(int(given.get("dp_size", 1)), self._directory)
         settings = {
@@ -104,9 +105,9 @@ class SglangBackend:
 
     async def feed(self, sink: EventSink) -> None:
         """Cache events of all ranks."""
-        await KvListener(self._sources, self._salts).run(sink)
+        await listen(self._sources, sink)
 
-    async def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+    async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
         """Generate."""
         wanted = job.request.sampling
         sampling = {
@@ -122,7 +123,7 @@ class SglangBackend:
             stream=True,
             rid=job.id,
             routed_dp_rank=job.rank if len(self._sources) > 1 else None,
-            cache_salt=self._salts.salt_of(job.request.namespace),
+            cache_salt=salt_of(job.request.namespace) or None,
         )
         async for output in outputs:
             told, token_ids = output["meta_info"], output["output_ids"]

@@ -39,7 +39,7 @@ class IterationCost(Protocol):
 
 
 @dataclass(slots=True)
-class _Live:
+class _SimulatedRequest:
     """A live request: the hash of its tokens so far, its next output position, and whether it may end by itself."""
 
     state: int
@@ -90,7 +90,7 @@ class SimulatedEngine:
             max_model_tokens=config.kv_capacity_tokens + 1,  # the last output token is never computed
             eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         )
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _SimulatedRequest] = {}
         self._ended: list[OutputChunk] = []  # last chunks of requests that ended between steps
         self._batch = Batch()
         self._closed = False
@@ -146,7 +146,7 @@ class SimulatedEngine:
         )
         self._scheduler.add(local)
         state = prefix_hash(local.token_ids) if planned_ids is None else 0
-        self._live[request.request_id] = _Live(state, request.output_offset, not sampling.ignore_eos)
+        self._live[request.request_id] = _SimulatedRequest(state, request.output_offset, not sampling.ignore_eos)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its last chunk (finish_reason "abort") comes from the next `step`. False if it is not live."""
@@ -207,7 +207,7 @@ class SimulatedEngine:
 
     def load(self) -> EngineLoad:
         """Load at this moment."""
-        return EngineLoad(**self._scheduler.load()._asdict())
+        return EngineLoad(*self._scheduler.load())
 
     def close(self) -> None:
         """Drop all requests without further chunks. Idempotent."""
@@ -234,7 +234,7 @@ class SimulatedEngine:
             del self._live[output.request_id]
         return chunk
 
-    def _next_token(self, live: _Live) -> int:
+    def _next_token(self, live: _SimulatedRequest) -> int:
         """The token after the tokens hashed so far. The end-of-sequence token is drawn apart from all others."""
         draw = _mix(live.state)
         if self._eos_token_id is None:

@@ -18,10 +18,12 @@ from typing import Any
 
 from ..errors import EngineError, InvalidConfig, MissingExtra
 from ..transport.engine_servers.server_info import EventSource
+from ..transport.namespaces import salt_of
 from .async_engine import BackendFacts
-from .async_requests import Job, StreamPart
+from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
-from .kv_event_listener import EventSink, KvListener, Salts
+from .event_buffer import EventSink
+from .kv_event_listener import listen
 from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
 from .sglang import refuse_ours
 
@@ -47,7 +49,6 @@ class VllmBackend:
         except ImportError as error:
             raise MissingExtra(f"--engine vllm needs vLLM: pip install 'preble[vllm]' ({error})") from error
         self._model = model
-        self._salts = Salts()
         self._engine: Any = None
         self._usage: dict[int, float] = {}  # by rank: the share of KV blocks in use
         self._capacity_tokens = 0
@@ -125,9 +126,9 @@ class VllmBackend:
         """Cache events of all ranks."""
         sources = self._engine.get_kv_event_sources()
         ends = [EventSource(sources[r].endpoint, sources[r].replay_endpoint or "", TOPIC) for r in sorted(sources)]
-        await KvListener(ends, self._salts).run(sink)
+        await listen(ends, sink)
 
-    async def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+    async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
         """Generate."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -144,8 +145,8 @@ class VllmBackend:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt: dict[str, Any] = {"prompt_token_ids": job.request.token_ids.tolist()}
-        salt = self._salts.salt_of(job.request.namespace)
-        if salt is not None:
+        salt = salt_of(job.request.namespace)
+        if salt:
             prompt["cache_salt"] = salt
         rank = job.rank if self._arguments.data_parallel_size > 1 else None
         produced = 0

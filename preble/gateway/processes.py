@@ -18,12 +18,12 @@ import argparse
 import json
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidConfig, PrebleError
-from ..launch.processes import WorkerProcess, end_with_stdin
+from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
 from .core.config import FIELDS, GatewayConfig, load_for
 from .core.logs import log_as_json
@@ -61,8 +61,6 @@ class _Fleet:
         self._flags |= {name: value for name in names if (value := getattr(args, name, None)) is not None}
         self._count, self._directory = config.processes, directory
         self._host, self._port = address[:2]
-        self._news: queue.SimpleQueue[tuple[str, int, WorkerProcess | None]] = queue.SimpleQueue()
-        self._children: dict[int, WorkerProcess] = {}
         self._ready: set[int] = set()  # processes that have served once
         self._failed = False
         limits = SupervisorConfig(
@@ -74,30 +72,23 @@ class _Fleet:
 
     def run(self) -> int:
         """Until all have ended."""
+        signals: deque[int] = deque()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda got, _: self._news.put(("signal", got, None)))
+            signal.signal(number, lambda got, _: signals.append(got))
         try:
             while not self._supervisor.done:
                 for happening in self._supervisor.turn():
                     self._take(happening)
-                self._wait()
+                while signals:
+                    self._take_signal(signals.popleft())
+                time.sleep(TURN_SECONDS)
         finally:
             self._supervisor.kill()
         return 0 if self._supervisor.clean and not self._failed else 1
 
-    def _wait(self) -> None:
-        """For what the signals and the processes say, or for the next turn."""
-        try:
-            kind, number, child = self._news.get(timeout=TURN_SECONDS)
-        except queue.Empty:
-            return
-        if kind == "ready" and child is not None:
-            if self._supervisor.ready(number, child):
-                self._take_ready(number)
-        elif number == signal.SIGHUP:
-            for slot in self._supervisor.slots:
-                if slot.state == "ready":
-                    os.kill(self._children[slot.number].pid, signal.SIGHUP)
+    def _take_signal(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._supervisor.signal(number)
         else:
             self._supervisor.drain()
 
@@ -110,23 +101,18 @@ class _Fleet:
             sys.stdout.flush()
 
     def _take(self, happening: Happening) -> None:
-        level = logging.INFO if happening.kind in ("started", "stopped") else logging.ERROR
-        fields = {"fields": {"process": happening.worker}}
-        logger.log(level, "process %s %s", happening.kind, happening.text, extra=fields)
-        if happening.kind in ("exited", "gave_up", "killed") and not self._ready and not self._supervisor.draining:
+        happening.log(logger, "process", extra={"fields": {"process": happening.child}})
+        if happening.kind == "ready":
+            self._take_ready(happening.child)
+        if happening.is_trouble and not self._ready and not self._supervisor.draining:
             self._failed = True
             self._supervisor.drain()
 
-    def _spawn(self, number: int) -> WorkerProcess:
+    def _spawn(self, number: int) -> ChildProcess:
         seat = Seat(number, self._count, self._port, self._directory)
         what = json.dumps({"flags": self._flags, "seat": asdict(seat)})
-        child = self._children[number] = WorkerProcess(
-            [sys.executable, "-m", "preble.gateway.processes", what],
-            None,
-            on_line=lambda process, line: self._news.put(("ready", number, process)),
-            on_log=_pass_on,
-        )
-        return child
+        argv = [sys.executable, "-m", "preble.gateway.processes", what]
+        return ChildProcess(argv, on_output=lambda line: None, on_log=_pass_on)
 
 
 def _pass_on(line: str) -> None:

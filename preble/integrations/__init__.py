@@ -3,10 +3,7 @@
 ray_serve      the request router that Ray Serve loads       prompts    a request's token ids, read off the event loop
 replicas       the scheduler and the books of a deployment's replicas
 replica_events the cache events that replicas publish
-<<<<<<< HEAD
 board          what the routers of one deployment tell each other
-=======
 ray_workers    `preble worker`s on a Ray cluster, and their routers     ray_actor, ray_guard   what runs on its nodes
 ray_up         `preble up --on ray`                                     autoscale   when to follow the scaling advice
->>>>>>> 6fe6b23057bcce3536d6d591261d62ad4a959765
 """

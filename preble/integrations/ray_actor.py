@@ -4,7 +4,7 @@ what is told of it; who places actors, and what routers do, is `ray_workers.py`'
 The worker is a process of its own, not a thread of the actor: an engine that crashes, or is killed for its memory,
 takes nobody along, its signals and its main thread are its own, and its loop shares no interpreter lock with Ray. When
 it ends unasked, the actor ends, too, and is restarted by Ray within its `max_restarts`; when the actor ends in whatever
-way, the worker does (`integrations/ray_watchdog.py`). Imports no Ray but to ask for the node's address.
+way, the worker does (`ray_watchdog.py`). Imports no Ray but to ask for the node's address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..launch.processes import WorkerProcess, preble_command
+from ..launch.processes import ChildProcess, preble_command, ready_endpoints
 from ..launch.supervisor import WRONG_USAGE_CODE
 
 logger = logging.getLogger("preble.ray")
@@ -55,21 +55,20 @@ class WorkerActor:
     def __init__(self, plan: ActorPlan, crash: Callable[[], None] | None = None) -> None:
         self._plan = plan
         self._crash = _crash if crash is None else crash
-        self._address = ""
         self._failed = ""
         self._stopping = False
         self._last_lines: list[str] = []
         self._node = _node_address()
         host = self._node if plan.host == NODE else plan.host
         command = [sys.executable, "-c", _GUARD, str(GUARD_GRACE_SECONDS), *plan.command(host)]
-        self._worker = WorkerProcess(command, None, on_line=self._take_line, on_log=self._take_log)
+        self._worker = ChildProcess(command, on_output=self._take_line, on_log=self._take_line)
         threading.Thread(target=self._watch, name="preble-worker-watch", daemon=True).start()
 
     def facts(self) -> dict[str, Any]:
         """`address` for routers ("" until it serves), `node` address, `pid` of this actor, `failed`: why no restart
         will help, `ended`: it has stopped as it was asked to."""
         return {
-            "address": self._address,
+            "address": self._address(),
             "node": self._node,
             "pid": os.getpid(),
             "failed": self._failed,
@@ -81,12 +80,11 @@ class WorkerActor:
         self._stopping = True
         self._worker.terminate()
 
-    def _take_line(self, _: WorkerProcess, line: str) -> None:
-        self._take_log(line)
-        if line.startswith("READY "):
-            self._address = line.split()[1]
+    def _address(self) -> str:
+        line = self._worker.ready_line
+        return ready_endpoints(line)[0] if line and (self._stopping or self._worker.poll() is None) else ""
 
-    def _take_log(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         """To the actor's own output, which Ray keeps and shows; the last lines also tell why a worker will not
         start."""
         self._last_lines = [*self._last_lines[1 - _LOG_LINES_KEPT :], line]
@@ -98,7 +96,6 @@ class WorkerActor:
         self._worker.kill()  # waits for its last words
         if self._stopping:
             return
-        self._address = ""
         if code == WRONG_USAGE_CODE:  # it would not start the next time either
             self._failed = self._last_lines[-1] if self._last_lines else "wrong usage"
             return

@@ -18,14 +18,14 @@ import sys
 import threading
 import time
 
-from ..launch.processes import WorkerProcess
+from ..launch.processes import ChildProcess
 
 _TURN_SECONDS = 0.05
 
 
 def run(grace_seconds: float, command: list[str]) -> int:
     """Run a command until it ends, or until standard input closes and the grace is over; its exit code."""
-    worker = WorkerProcess(command, None, on_line=_pass_on, on_log=_log)
+    worker = ChildProcess(command, on_output=_pass_on, on_log=_log)
     signal.signal(signal.SIGTERM, lambda *_: worker.terminate())
     closed = threading.Event()
     threading.Thread(target=_wait_for_end, args=(closed,), name="preble-guard-stdin", daemon=True).start()
@@ -47,7 +47,7 @@ def _wait_for_end(closed: threading.Event) -> None:
     closed.set()
 
 
-def _pass_on(_: WorkerProcess, line: str) -> None:
+def _pass_on(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

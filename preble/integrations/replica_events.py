@@ -15,8 +15,8 @@ from ..errors import InvalidInput, TransportError, UnknownWorker
 from ..scheduler import GlobalScheduler
 from ..transport.engine_servers.kv_event_codec import LoadReport
 from ..transport.engine_servers.kv_event_subscriber import EventFeed
-from ..transport.engine_servers.link import namespace_of
 from ..transport.engine_servers.server_info import EventSource
+from ..transport.namespaces import namespace_of
 from .replica_scheduler import ReplicaFacts
 
 logger = logging.getLogger("preble.integrations")

@@ -1,12 +1,12 @@
-"""Worker processes as the launcher runs them: starting, signals, where they may run, and where their output goes.
+"""Child processes as the launcher runs them: starting, signals, where they may run, and where their output goes.
 
 Owns processes, pipes and log files; when to start and stop is `launcher`'s. A child runs in a session of its own, so
 that Ctrl-C in a terminal reaches the launcher alone, which then drains; and its standard input is a pipe that the
-launcher never writes to: when the launcher ends in whatever way, also by SIGKILL, the pipe closes and the worker ends
-(`end_with_stdin`).
+launcher never writes to: when the launcher ends in whatever way, also by SIGKILL, the pipe closes and the child ends
+(`end_with_stdin`). A child serves from its first line `READY ...` on.
 
-Output: each line of a worker, cut at 8 KiB, goes to one stream under the worker's name, and with a directory to a file
-of its own, which keeps 5 x 10 MiB. Who does not read the stream makes the workers wait when they log.
+Output: each line of a child, cut at 8 KiB, goes to one stream under the child's name, and with a directory to a file of
+its own, which keeps 5 x 10 MiB. Who does not read the stream makes the children wait when they log.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from ..errors import InvalidConfig
 
 LOG_FILE_BYTES = 10 << 20
 LOG_FILES = 5  # the one being written and four before it
 LINE_BYTES = 8192
+READY = "READY "  # how the line begins with which a child says that it serves
+# The directory that this `preble` is imported from.
+INSTALLED_IN = str(Path(sys.modules[__name__.partition(".")[0]].__path__[0]).parent)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -40,10 +43,9 @@ def preble_command() -> list[str]:
 
     With `-m`, Python would look in the current directory first, and find the sources, not compiled, of a clone.
     """
-    root = str(Path(__file__).resolve().parent.parent)
     start = (
         "import sys; sys.path[:] = [path for path in sys.path if path]; "
-        f"{root!r} in sys.path or sys.path.insert(0, {root!r}); "
+        f"{INSTALLED_IN!r} in sys.path or sys.path.insert(0, {INSTALLED_IN!r}); "
         "from preble.cli import main; sys.exit(main())"
     )
     return [sys.executable, "-c", start]
@@ -54,14 +56,14 @@ def preble_command() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The devices of one worker: CUDA devices it sees, or CPU cores it may use."""
+    """The devices of one child: CUDA devices it sees, or CPU cores it may use."""
 
     kind: str
     numbers: tuple[int, ...]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What to add to the worker's environment."""
+        """What to add to the child's environment."""
         return {} if self.kind == "cpu" else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.numbers))}
 
 
@@ -97,42 +99,56 @@ def _check_cores(entry: str, cores: Sequence[int]) -> None:
 
 
 class LogBook:
-    """One stream for all workers, each line under its worker's name, and with `directory` a file for each.
+    """Where the output of named children goes: with `stream` to one stream, each line under its child's name, and with
+    `directory` to a file for each, `NAME.log`.
 
-    `launcher_file`, beside those, is for what the launcher itself logs. Any thread may call `write`. Raises
-    `InvalidConfig` when the files cannot be had.
+    Any thread may call `write`. Raises `InvalidConfig` when the files cannot be had.
     """
 
-    def __init__(self, names: Sequence[str], directory: Path | None) -> None:
-        stream = logging.StreamHandler(sys.stderr)
-        stream.setFormatter(logging.Formatter("[%(worker)s] %(message)s"))
-        self._handlers: dict[str, list[logging.Handler]] = {name: [stream] for name in names}
+    def __init__(self, names: Sequence[str], directory: Path | None, *, stream: TextIO | None = None) -> None:
         self._files: list[logging.Handler] = []
-        self.launcher_file: logging.Handler | None = None
-        if directory is not None:
-            self._open_files(directory)
+        self._handlers: dict[str, list[logging.Handler]] = {name: [] for name in names}
+        if stream is not None:
+            shared = logging.StreamHandler(stream)
+            shared.setFormatter(logging.Formatter("[%(child)s] %(message)s"))
+            for handlers in self._handlers.values():
+                handlers.append(shared)
+        self._directory = directory
+        for name, handlers in self._handlers.items():
+            handlers += self._open_files(name)
 
-    def _open_files(self, directory: Path) -> None:
+    def _open_files(self, name: str) -> list[logging.Handler]:
+        """The file of that name, where there is a directory."""
+        if self._directory is None:
+            return []
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            for name, handlers in self._handlers.items():
-                handlers.append(self._open_file(directory / f"{name}.log"))
-            self.launcher_file = self._open_file(directory / "up.log")
+            self._directory.mkdir(parents=True, exist_ok=True)
+            file = logging.handlers.RotatingFileHandler(
+                self._directory / f"{name}.log", maxBytes=LOG_FILE_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8"
+            )
         except OSError as error:
-            raise InvalidConfig(f"--log-dir {directory}: {error}") from error
-
-    def _open_file(self, path: Path) -> logging.Handler:
-        file = logging.handlers.RotatingFileHandler(
-            path, maxBytes=LOG_FILE_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8"
-        )
+            raise InvalidConfig(f"--log-dir {self._directory}: {error}") from error
         self._files.append(file)
-        return file
+        return [file]
 
-    def write(self, worker: str, line: str) -> None:
-        """One line of a worker's output."""
+    @contextlib.contextmanager
+    def including(self, name: str, form: logging.Formatter) -> Iterator[None]:
+        """With a directory, what this process logs meanwhile goes to a file of that name, too."""
+        handlers = self._open_files(name)
+        for handler in handlers:
+            handler.setFormatter(form)
+            logging.getLogger().addHandler(handler)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                logging.getLogger().removeHandler(handler)
+
+    def write(self, child: str, line: str) -> None:
+        """One line of a child's output."""
         record = logging.LogRecord("preble.up", logging.INFO, "", 0, line, None, None)
-        record.worker = worker
-        for handler in self._handlers[worker]:
+        record.child = child
+        for handler in self._handlers[child]:
             handler.handle(record)
 
     def close(self) -> None:
@@ -144,21 +160,23 @@ class LogBook:
 # --- a process --------------------------------------------------------------------------------------------------------
 
 
-class WorkerProcess:
-    """A started `command`; implements `launcher.Child`. `on_line(process, line)` gets each line of its standard output,
-    `on_log(line)` each of its standard error, from threads of their own. Raises `OSError` if it cannot be started.
+class ChildProcess:
+    """A started `argv`; implements `launcher.Child`. `on_output` gets each line of its standard output, `on_log` each
+    of its standard error, from threads of their own. Raises `OSError` if it cannot be started.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
-        place: Place | None,
+        argv: Sequence[str],
+        place: Place | None = None,
         *,
-        on_line: Callable[[WorkerProcess, str], None],
+        on_output: Callable[[str], None],
         on_log: Callable[[str], None],
     ) -> None:
+        self.ready_line = ""
+        self._on_output = on_output
         self._process = subprocess.Popen(
-            command,
+            argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,7 +188,7 @@ class WorkerProcess:
             os.sched_setaffinity(self._process.pid, place.numbers)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._readers = [
-            _reader(self._process.stdout, lambda line: on_line(self, line)),
+            _reader(self._process.stdout, self._take_output),
             _reader(self._process.stderr, on_log),
         ]
 
@@ -184,16 +202,25 @@ class WorkerProcess:
         return self._process.poll()
 
     def terminate(self) -> None:
-        """SIGTERM to the worker alone: what it has started is its own to end."""
+        """SIGTERM to the child alone: what it has started is its own to end."""
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """A signal to the child alone; none once it has ended."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL to the worker and to all it has started, also after its own end."""
+        """SIGKILL to the child and to all it has started, also after its own end."""
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.poll() is not None:
             self._close()
+
+    def _take_output(self, line: str) -> None:
+        self._on_output(line)
+        if line.startswith(READY):
+            self.ready_line = line
 
     def _close(self) -> None:
         if self._process.stdin is not None:
@@ -202,10 +229,15 @@ class WorkerProcess:
             reader.join(0.2)  # its last words; a pipe that somebody else still holds open is left to its thread
 
 
+def ready_endpoints(line: str) -> tuple[str, str]:
+    """Of a worker's READY line: where it serves requests, and where its events are to be had, "" if it does not say."""
+    _, endpoint, *named = line.split()
+    return endpoint, next((word.partition("=")[2] for word in named if word.startswith("events=")), "")
+
+
 def _environment(place: Place | None) -> Mapping[str, str]:
     """This process's environment, with this very `preble` first on the path, and output not held back."""
-    here = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH")) if part)
+    path = os.pathsep.join(part for part in (INSTALLED_IN, os.environ.get("PYTHONPATH")) if part)
     own = {} if place is None else place.environment
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **own}
 
@@ -225,11 +257,11 @@ def _reader(pipe: IO[bytes], take: Callable[[str], None]) -> threading.Thread:
     return thread
 
 
-# --- the worker's side ------------------------------------------------------------------------------------------------
+# --- the child's side -------------------------------------------------------------------------------------------------
 
 
 def end_with_stdin(grace_seconds: float) -> None:
-    """In a worker: when standard input closes, end as after SIGTERM; after `grace_seconds` more, whatever happens."""
+    """In a child: when standard input closes, end as after SIGTERM; after `grace_seconds` more, whatever happens."""
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -1,4 +1,4 @@
-"""Which worker processes should run now: starts, restarts with backoff, giving up, draining. Owns these decisions only.
+"""Which child processes should run now: starts, restarts with backoff, giving up, draining. Owns these decisions only.
 
     waiting -> starting -> ready          an exit, a start that takes too long or cannot be made:
        ^          |          |            wait restart_min_seconds, doubled each time up to restart_max_seconds
@@ -8,18 +8,20 @@
                gave_up
     drain: waiting -> stopped; starting, ready -> draining -> stopped (killed when it takes too long)
 
-A worker that has run for `stable_seconds` starts its count of restarts afresh. Any exit that was not asked for counts,
-also one with code 0, so that a worker may be restarted by sending it SIGTERM.
+A child that has run for `stable_seconds` starts its count of restarts afresh. Any exit that was not asked for counts,
+also one with code 0, so that a child may be restarted by sending it SIGTERM.
 
-Knows no process, signal or socket: children are made by a function and time is a clock, both passed in. Not
+Knows no process, signal or socket: children are made by a function and time is a clock, both passed in. What runs may
+be anything that says when it serves: workers (`preble up`, `preble demo`), gateways (`preble serve --processes`). Not
 thread-safe.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..clock import Clock
 from ..errors import InvalidConfig
@@ -31,11 +33,18 @@ WRONG_USAGE_CODE = 2
 class Child(Protocol):
     """A running process."""
 
+    @property
+    def ready_line(self) -> str:
+        """What it said when it came to serve; "" until then."""
+
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
 
     def terminate(self) -> None:
         """Ask it to drain; the second time: to end at once. No effect once it has ended."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal. No effect once it has ended."""
 
     def kill(self) -> None:
         """End it, and whatever it has started, now. No effect once it has ended."""
@@ -68,16 +77,28 @@ class SupervisorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """News of one worker: `kind` is started, exited, killed, gave_up or stopped; `text` says more."""
+    """News of one child: `kind` is started, ready, exited, killed, gave_up or stopped; `text` says more: of one that is
+    ready, the line with which it said so."""
 
-    worker: int
+    child: int
     kind: str
     text: str
+
+    @property
+    def is_trouble(self) -> bool:
+        """Whether something went wrong."""
+        return self.kind in ("exited", "killed", "gave_up")
+
+    def log(self, logger: logging.Logger, name: str, **fields: Any) -> None:
+        """A line about it; none of what the child says itself."""
+        if self.kind != "ready":
+            level = logging.ERROR if self.is_trouble else logging.INFO
+            logger.log(level, "%s %s %s", name, self.kind.replace("_", " "), self.text, **fields)
 
 
 @dataclass(slots=True)
 class Slot:
-    """One worker's place. `since` is when its state began; `failures` are exits in a row, `restarts` all starts but the
+    """One child's place. `since` is when its state began; `failures` are exits in a row, `restarts` all starts but the
     first."""
 
     number: int
@@ -111,7 +132,7 @@ class Supervisor:
         self._overdue_at = 0.0
         self._news: list[Happening] = []
 
-    # --- asked and told -----------------------------------------------------------------------------------------------
+    # --- asked from outside -------------------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
@@ -120,17 +141,14 @@ class Supervisor:
 
     @property
     def clean(self) -> bool:
-        """True if no worker was given up or killed, and every one that served to the end left with code 0."""
+        """True if no child was given up or killed, and every one that served to the end left with code 0."""
         return all(slot.state != "gave_up" and not slot.killed and not slot.exit_code for slot in self.slots)
 
-    def ready(self, number: int, child: Child) -> bool:
-        """Worker `number` says that it serves. False if that was a child of an earlier life."""
-        slot = self.slots[number]
-        if slot.child is not child or slot.state != "starting":
-            return False
-        slot.served = True
-        self._turn_to(slot, "ready")
-        return True
+    def signal(self, number: int) -> None:
+        """Send a signal to every child that serves."""
+        for slot in self.slots:
+            if slot.child is not None and slot.state == "ready":
+                slot.child.signal(number)
 
     def drain(self) -> None:
         """Start nothing more and ask every child to finish; the second time: to end at once."""
@@ -163,7 +181,7 @@ class Supervisor:
         news, self._news = self._news, []
         return news
 
-    # --- one worker ---------------------------------------------------------------------------------------------------
+    # --- one child ----------------------------------------------------------------------------------------------------
 
     def _turn_to(self, slot: Slot, state: str) -> None:
         slot.state, slot.since = state, self._clock()
@@ -183,6 +201,10 @@ class Supervisor:
         self._tell(slot, "started", "" if not slot.restarts else f"restart {slot.restarts}")
 
     def _look_at(self, slot: Slot, child: Child) -> None:
+        if slot.state == "starting" and child.ready_line:
+            slot.served = True
+            self._turn_to(slot, "ready")
+            self._tell(slot, "ready", child.ready_line)
         code = child.poll()
         now = self._clock()
         if code is not None:
@@ -199,7 +221,7 @@ class Supervisor:
         slot.killed = True
 
     def _ended(self, slot: Slot, child: Child, code: int) -> None:
-        child.kill()  # whatever the worker itself had started must not outlive it
+        child.kill()  # whatever the child itself had started must not outlive it
         slot.child = None
         if slot.state == "draining":
             # One that had not come to serve yet may not have known what the signal means.

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from math import inf, sqrt
 
 from .base import Policy, RequestView, WorkersView
-from .known import WindowCosts
-from .ranks import drawn_least, ranks
+from .known import WindowCosts, drawn_least, ranks
 
 IMBALANCE_REQUESTS = 8  # live requests between the most and the least loaded worker, beyond which the gate closes
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import InvalidConfig
 from ..types import check_int
 from .base import Policy, RequestView, WorkersView
-from .ranks import ranks
+from .known import ranks
 
 
 class CacheAware(Policy):

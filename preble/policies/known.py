@@ -1,10 +1,12 @@
-"""What some rules must know beyond a request and the workers' columns. Owns these data types; the scheduler's books
-fill them in (`preble/scheduling/policy_state.py`), for policies that name them in `needs`."""
+"""What rules share: the types of what some must know beyond a request and the workers' columns, how an order becomes
+scores, and how chance breaks ties. The scheduler's books fill the types in (`preble/scheduling/policy_state.py`), for policies
+that name them in `needs`. Owns no rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +46,16 @@ class PaperHistory:
     prefill_seconds: Mapping[str, float]
     decode_seconds: Mapping[str, float]
     eviction_seconds: Callable[[str], float]
+
+
+def ranks(keys: Sequence[Any]) -> list[float]:
+    """One score a worker from one sort key a worker: 0 for the smallest key, equal for equal keys."""
+    order = {key: float(rank) for rank, key in enumerate(sorted(set(keys)))}
+    return [order[key] for key in keys]
+
+
+def drawn_least(scores: Sequence[float], draw: float) -> int:
+    """The position of the lowest score; `draw`, in [0, 1), decides among equals."""
+    least = min(scores)
+    equal = [i for i, score in enumerate(scores) if score == least]
+    return equal[int(draw * len(equal))]

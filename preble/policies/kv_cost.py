@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidConfig
 from .base import Policy, RequestView, WorkersView
-from .known import ActiveBlocks
-from .ranks import drawn_least
+from .known import ActiveBlocks, drawn_least
 
 BLOCK_TOKENS = 16
 

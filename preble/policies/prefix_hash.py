@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import InvalidConfig
 from ..types import check_int
 from .base import Policy, RequestView, WorkersView
-from .ranks import ranks
+from .known import ranks
 
 POINTS = 150  # of each worker on the ring
 RINGS_MAX = 256  # sets of workers whose ring is kept ready

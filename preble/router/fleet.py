@@ -36,9 +36,10 @@ from ..errors import (
 from ..transport import wire
 from ..transport.client import LinkConfig, LinkCounters, WorkerLink
 from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCounters
-from ..transport.engine_servers.link import ServerLink, is_server, namespace_of
+from ..transport.engine_servers.link import ServerLink, is_server
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.event_stream import Batch
+from ..transport.namespaces import namespace_of
 from ..transport.security import ClientKeys
 from ..types import AllBlocksCleared, WorkerSpec
 from .peer_requests import PeerRequests
@@ -79,7 +80,7 @@ class FleetConfig:
 
 
 @dataclass(slots=True)
-class WorkerCounters:
+class AddressCounters:
     """What happened to one address."""
 
     connections: int = 0
@@ -94,17 +95,17 @@ class WorkerCounters:
 class RequestsOwner(Protocol):
     """What the fleet tells the router about requests."""
 
-    def on_message(self, worker: Worker, message: wire.Chunk | wire.Rejected) -> None:
+    def on_message(self, worker: FleetWorker, message: wire.Chunk | wire.Rejected) -> None:
         """Something about one request."""
 
-    def on_unavailable(self, worker: Worker, why: str) -> None:
+    def on_unavailable(self, worker: FleetWorker, why: str) -> None:
         """The requests running there must go elsewhere."""
 
-    def on_available(self, worker: Worker) -> None:
+    def on_available(self, worker: FleetWorker) -> None:
         """A worker may take requests (again)."""
 
 
-class Worker:
+class FleetWorker:
     """One address, and the worker found there. `requests` are the wire ids running on it, kept by the router."""
 
     def __init__(self, address: str, fleet: Fleet, options: ServerOptions | None = None) -> None:
@@ -117,7 +118,7 @@ class Worker:
         self.welcome: wire.Welcome | None = None
         self.link: WorkerLink | ServerLink | None = None
         self.pong: wire.Pong | None = None
-        self.counters = WorkerCounters()
+        self.counters = AddressCounters()
         self.link_counters = LinkCounters()
         self.events: Counter[str] = Counter()  # taken, by type; an attached server's are counted in batches only
         self.peers = PeerRequests(fleet.router_id)
@@ -212,8 +213,8 @@ class Fleet:
         clock: Clock,
     ) -> None:
         self.owner = owner
-        self.workers: dict[str, Worker] = {}  # by address
-        self._by_id: dict[str, Worker] = {}  # those the scheduler knows
+        self.workers: dict[str, FleetWorker] = {}  # by address
+        self._by_id: dict[str, FleetWorker] = {}  # those the scheduler knows
         self.scheduler = scheduler
         self.router_id = expect.router_id
         self._config = config
@@ -229,7 +230,7 @@ class Fleet:
 
     # --- asked by the router ------------------------------------------------------------------------------------------
 
-    def worker(self, worker_id: str) -> Worker:
+    def worker(self, worker_id: str) -> FleetWorker:
         """The worker of that id. Raises `UnknownWorker`."""
         found = self._by_id.get(worker_id)
         if found is None:
@@ -243,13 +244,13 @@ class Fleet:
             raise TransportError(f"worker {worker_id} was never connected")
         worker.link.send(message)
 
-    def add(self, address: str, options: ServerOptions | None = None) -> Worker:
+    def add(self, address: str, options: ServerOptions | None = None) -> FleetWorker:
         """Start to connect to an address. Raises `InvalidInput` if it is there already."""
         if address in self.workers:
             raise InvalidInput(f"worker address {address!r} is there already")
         if options is not None and not is_server(address):
             raise InvalidInput(f"options are for servers, and {address!r} is not one")
-        worker = Worker(address, self, options)
+        worker = FleetWorker(address, self, options)
         worker.task = asyncio.ensure_future(self._supervise(worker))
         worker.task.add_done_callback(_log_failure)
         self.workers[address] = worker
@@ -279,7 +280,7 @@ class Fleet:
             await asyncio.sleep(_CLOSE_STEP_SECONDS)
         logger.error("a socket of this router is still open after %.0f s; it is left behind", CLOSE_SECONDS)
 
-    async def _stop(self, worker: Worker) -> None:
+    async def _stop(self, worker: FleetWorker) -> None:
         """Cancel, again if that was lost: before Python 3.12 a library's `wait_for` may swallow it."""
         if worker.task is not None:
             for _ in range(_CANCELS_MAX):
@@ -290,7 +291,7 @@ class Fleet:
 
     # --- one address --------------------------------------------------------------------------------------------------
 
-    async def _supervise(self, worker: Worker) -> None:
+    async def _supervise(self, worker: FleetWorker) -> None:
         """Connect, serve, and connect again, until cancelled."""
         pause = self._config.reconnect_min_seconds
         lost_at = self._clock()
@@ -319,7 +320,7 @@ class Fleet:
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._config.reconnect_max_seconds)
 
-    def _new_link(self, worker: Worker) -> WorkerLink | ServerLink:
+    def _new_link(self, worker: FleetWorker) -> WorkerLink | ServerLink:
         self._sessions += 1
         if is_server(worker.address):
             return ServerLink(
@@ -348,7 +349,7 @@ class Fleet:
             clock=self._clock,
         )
 
-    async def _serve(self, worker: Worker, link: WorkerLink | ServerLink) -> bool:
+    async def _serve(self, worker: FleetWorker, link: WorkerLink | ServerLink) -> bool:
         """One session from handshake to loss."""
         resume_at = None
         if worker.link is not None and self._by_id.get(worker.worker_id) is worker:
@@ -368,13 +369,13 @@ class Fleet:
                 self._forget(worker)
         return True
 
-    def _add_ranks(self, worker: Worker, link: WorkerLink | ServerLink) -> None:
+    def _add_ranks(self, worker: FleetWorker, link: WorkerLink | ServerLink) -> None:
         """The other ranks of a server are workers of their own."""
         for address in link.more_addresses if isinstance(link, ServerLink) else ():
             if address not in self.workers and self.workers.get(worker.address) is worker:
                 self.add(address, worker.options)
 
-    def _adopt(self, worker: Worker, link: WorkerLink | ServerLink, welcome: wire.Welcome) -> None:
+    def _adopt(self, worker: FleetWorker, link: WorkerLink | ServerLink, welcome: wire.Welcome) -> None:
         """A handshake went well: bring the scheduler up to date. Raises `HandshakeRefused` if others disagree."""
         other = self._by_id.get(welcome.worker_id)
         if other is not None and other is not worker:
@@ -405,7 +406,7 @@ class Fleet:
             self.owner.on_available(worker)
         worker.settled.set()
 
-    def _introduce(self, worker: Worker, welcome: wire.Welcome) -> None:
+    def _introduce(self, worker: FleetWorker, welcome: wire.Welcome) -> None:
         spec = WorkerSpec(
             welcome.worker_id,
             kv_capacity_tokens=welcome.kv_capacity_tokens,
@@ -423,12 +424,12 @@ class Fleet:
         """Keep the set that every decision needs, so that a decision need not look at every worker."""
         self.unusable = frozenset(name for name, worker in self._by_id.items() if worker.state != "ready")
 
-    def _refuse(self, worker: Worker, why: str) -> None:
+    def _refuse(self, worker: FleetWorker, why: str) -> None:
         worker.counters.handshakes_refused += 1
         worker.turn("refused", why)
         self._forget(worker)
 
-    def _forget(self, worker: Worker) -> None:
+    def _forget(self, worker: FleetWorker) -> None:
         """Take a worker out of the scheduler, and with it all that is believed of its cache."""
         if self._by_id.get(worker.worker_id) is worker:
             worker.counters.forgotten += 1
@@ -442,16 +443,16 @@ class Fleet:
         except UnknownWorker:
             logger.debug("worker %s was not in the scheduler", worker_id)
 
-    def apply(self, worker: Worker, batch: Batch) -> None:
+    def apply(self, worker: FleetWorker, batch: Batch) -> None:
         """Give events to the scheduler; if it refuses them, it is told to forget what it was told before."""
         if batch:
             self._apply(worker, lambda: self.scheduler.apply(worker.worker_id, batch))
 
-    def apply_raw(self, worker: Worker, payload: bytes) -> None:
+    def apply_raw(self, worker: FleetWorker, payload: bytes) -> None:
         """The same with a batch as an engine wrote it."""
         self._apply(worker, lambda: self.scheduler.apply_raw(worker.worker_id, payload, namespace_of=namespace_of))
 
-    def _apply(self, worker: Worker, change: Callable[[], object]) -> None:
+    def _apply(self, worker: FleetWorker, change: Callable[[], object]) -> None:
         if self._by_id.get(worker.worker_id) is not worker:
             return
         try:
@@ -461,13 +462,13 @@ class Fleet:
             logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)
             self.forget_told(worker)
 
-    def forget_told(self, worker: Worker) -> None:
+    def forget_told(self, worker: FleetWorker) -> None:
         """Forget what a worker has told: its cache, and other routers' requests."""
         if self._by_id.get(worker.worker_id) is worker:
             self.scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
             self.scheduler.forget_mirrored(worker.worker_id)
 
-    def compare_load(self, worker: Worker, pong: wire.Pong) -> None:
+    def compare_load(self, worker: FleetWorker, pong: wire.Pong) -> None:
         """Tell the scheduler how many requests the worker has; what differs from the bookings of all routers is in the
         scheduler's `stats`."""
         if self._by_id.get(worker.worker_id) is not worker:

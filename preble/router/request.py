@@ -74,7 +74,7 @@ class Accepted:
     excess: int
 
 
-class LiveRequest:
+class RoutedRequest:
     """A request from `generate` until its end. Belongs to one asyncio loop."""
 
     def __init__(

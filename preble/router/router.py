@@ -52,8 +52,8 @@ from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.fields import MAX_PROMPT_TOKENS, check_namespace
 from ..transport.security import ClientKeys
 from ..types import SamplingParams
-from .fleet import Fleet, FleetConfig, Worker
-from .request import Attempt, LiveRequest, Setback, StreamChunk, TokenIds
+from .fleet import Fleet, FleetConfig, FleetWorker
+from .request import Attempt, RoutedRequest, Setback, StreamChunk, TokenIds
 from .warm_ups import WarmUps
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class Router:
         self._keys = keys
         self._hello = wire.Hello(self.router_id, "", model, tokenizer_fingerprint)
         self._clock = clock
-        self._live: dict[Hashable, LiveRequest] = {}
-        self._running: dict[str, LiveRequest] = {}  # by wire id of the attempt
+        self._live: dict[Hashable, RoutedRequest] = {}
+        self._running: dict[str, RoutedRequest] = {}  # by wire id of the attempt
         self._wire_ids = 0
         self._numbers = itertools.count(1)  # of requests without a name
         self._warm_ups = WarmUps(scheduler)
@@ -288,10 +288,10 @@ class Router:
         """
         token_ids = self._token_ids(prompt)
         check_namespace(namespace)
-        live = LiveRequest(self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
+        live = RoutedRequest(self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
         return self._generate(live)
 
-    async def _generate(self, live: LiveRequest) -> AsyncIterator[StreamChunk]:
+    async def _generate(self, live: RoutedRequest) -> AsyncIterator[StreamChunk]:
         self._admit(live)
         told = False
         try:
@@ -350,7 +350,7 @@ class Router:
             raise InvalidTokens(f"prompt has {token_ids.size} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
         return token_ids
 
-    def _admit(self, live: LiveRequest) -> None:
+    def _admit(self, live: RoutedRequest) -> None:
         if len(self._live) >= self.config.max_live_requests:
             self.counters.queue_full += 1
             raise QueueFull(f"{len(self._live)} requests are live, the bound of this router")
@@ -359,7 +359,7 @@ class Router:
         self._live[live.request_id] = live
         self.counters.requests += 1
 
-    def _dismiss(self, live: LiveRequest) -> None:
+    def _dismiss(self, live: RoutedRequest) -> None:
         """The consumer is done with the request, however it ended."""
         if live.finish_reason is None and live.error is None:
             self.counters.cancelled += 1
@@ -368,7 +368,7 @@ class Router:
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
-    async def _place(self, live: LiveRequest) -> None:
+    async def _place(self, live: RoutedRequest) -> None:
         """Start the next attempt, as soon as a worker can be had.
 
         A request that has not run yet does not wait: nobody has waited for its output so far, and another router may
@@ -386,7 +386,7 @@ class Router:
         if live.failures and setback is not None and not setback.full:
             self.counters.resumed += 1
 
-    def _try_place(self, live: LiveRequest) -> bool:
+    def _try_place(self, live: RoutedRequest) -> bool:
         """Schedule and send. False if no worker can take the request now; then nothing is booked."""
         if live.error is not None:
             raise live.error
@@ -416,36 +416,19 @@ class Router:
         exclude: Collection[str],
     ) -> Decision:
         began = self._clock()
+        asked: dict[str, Any] = {"request_id": request_id, "namespace": namespace, "max_new_tokens": max_new_tokens}
         try:
-            return self._decide(token_ids, request_id, namespace, max_new_tokens, exclude)
+            # The scheduler's own "nobody" takes its shortest way.
+            return self.scheduler.schedule(token_ids, exclude=exclude or (), **asked)
+        except UnknownWorker:
+            # The application has removed a worker from the scheduler behind our back, which is its right.
+            known = [worker_id for worker_id in exclude if worker_id in self.scheduler.workers]
+            return self.scheduler.schedule(token_ids, exclude=known, **asked)
         finally:
             if self.on_decision is not None:
                 self.on_decision(self._clock() - began)
 
-    def _decide(
-        self,
-        token_ids: TokenIds,
-        request_id: Hashable,
-        namespace: Hashable,
-        max_new_tokens: int | None,
-        exclude: Collection[str],
-    ) -> Decision:
-        try:
-            return self.scheduler.schedule(
-                token_ids,
-                request_id=request_id,
-                namespace=namespace,
-                max_new_tokens=max_new_tokens,
-                exclude=exclude or (),  # the scheduler's own "nobody" takes its shortest way
-            )
-        except UnknownWorker:
-            # The application has removed a worker from the scheduler behind our back, which is its right.
-            known = [worker_id for worker_id in exclude if worker_id in self.scheduler.workers]
-        return self.scheduler.schedule(
-            token_ids, request_id=request_id, namespace=namespace, max_new_tokens=max_new_tokens, exclude=known
-        )
-
-    def _send(self, live: LiveRequest, worker_id: str) -> bool:
+    def _send(self, live: RoutedRequest, worker_id: str) -> bool:
         """Hand the request to a worker. False if it cannot be reached or takes no more."""
         self._wire_ids += 1
         attempt = Attempt(f"{self._wire_ids}", worker_id, live.output_tokens)
@@ -466,7 +449,7 @@ class Router:
         self._running[attempt.wire_id] = live
         return True
 
-    def _no_room(self, live: LiveRequest, setback: Setback | None) -> PrebleError:
+    def _no_room(self, live: RoutedRequest, setback: Setback | None) -> PrebleError:
         if live.full_workers:
             self.counters.queue_full += 1
             return QueueFull(f"at their bound: workers {', '.join(sorted(live.full_workers))}")
@@ -474,7 +457,7 @@ class Router:
             return WorkerLost(f"no worker to go on with after: {setback.text}")
         return NoWorkers("no connected worker may take a request")
 
-    async def _wait_for_change(self, live: LiveRequest, timeout_seconds: float) -> None:
+    async def _wait_for_change(self, live: RoutedRequest, timeout_seconds: float) -> None:
         """Until a worker becomes available, or one that was full may have room again."""
         self._available.clear()
         if live.full_workers:
@@ -483,7 +466,7 @@ class Router:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._available.wait(), timeout_seconds)
 
-    def _end_attempt(self, live: LiveRequest, *, abort: bool, finished: bool = False) -> None:
+    def _end_attempt(self, live: RoutedRequest, *, abort: bool, finished: bool = False) -> None:
         """Settle the booking of the running attempt, if any; with `abort`, tell the worker, if it can hear."""
         attempt, live.attempt = live.attempt, None
         if attempt is None:
@@ -500,7 +483,7 @@ class Router:
             except (TransportError, UnknownWorker, QueueFull):
                 self.counters.aborts_unsent += 1
 
-    def _set_back(self, live: LiveRequest, text: str, *, abort: bool, full: bool = False) -> None:
+    def _set_back(self, live: RoutedRequest, text: str, *, abort: bool, full: bool = False) -> None:
         """The attempt is over; the request goes on elsewhere, unless all its tokens have come."""
         attempt = live.attempt
         assert attempt is not None, "a setback belongs to a running attempt"
@@ -518,13 +501,13 @@ class Router:
             live.full_workers.clear()
         live.set_back(Setback(text, full))
 
-    def _finish(self, live: LiveRequest, reason: str) -> None:
+    def _finish(self, live: RoutedRequest, reason: str) -> None:
         self.counters.finished += 1
         live.finish(reason)
 
     # --- told by the fleet --------------------------------------------------------------------------------------------
 
-    def on_message(self, worker: Worker, message: wire.Chunk | wire.Rejected) -> None:
+    def on_message(self, worker: FleetWorker, message: wire.Chunk | wire.Rejected) -> None:
         """A chunk or a refusal of one request; of an earlier attempt, it is counted and dropped."""
         if self._warm_ups.take(message, worker.worker_id):
             return
@@ -537,7 +520,7 @@ class Router:
         else:
             self._take_chunk(live, attempt, message)
 
-    def on_unavailable(self, worker: Worker, why: str) -> None:
+    def on_unavailable(self, worker: FleetWorker, why: str) -> None:
         """Move every request that runs there."""
         self._warm_ups.lose(worker.worker_id)
         there = [live for live in self._running.values() if live.attempt and live.attempt.worker_id == worker.worker_id]
@@ -545,11 +528,11 @@ class Router:
             # A worker that is not lost may wake up; then it need not go on with what runs elsewhere.
             self._set_back(live, f"worker {worker.worker_id}: {why}", abort=worker.state != "lost")
 
-    def on_available(self, worker: Worker) -> None:
+    def on_available(self, worker: FleetWorker) -> None:
         """Let requests that wait for a worker try again."""
         self._available.set()
 
-    def _take_refusal(self, live: LiveRequest, refusal: wire.Rejected) -> None:
+    def _take_refusal(self, live: RoutedRequest, refusal: wire.Rejected) -> None:
         if refusal.code in ("queue_full", "draining"):
             self._set_back(live, refusal.text, abort=False, full=True)
         elif refusal.code in ("invalid", "engine"):
@@ -558,7 +541,7 @@ class Router:
         else:
             self._set_back(live, refusal.text, abort=False)
 
-    def _take_chunk(self, live: LiveRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
+    def _take_chunk(self, live: RoutedRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
         try:
             accepted = live.accept(chunk, attempt.worker_id)
         except ProtocolError as error:
@@ -580,7 +563,7 @@ class Router:
             self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
             self._finish(live, chunk.finish_reason or "length")
 
-    def _take_cached(self, live: LiveRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
+    def _take_cached(self, live: RoutedRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
         """What of the prompt was really cached comes with the first chunk or, from vLLM's server, with the last."""
         if chunk.cached_tokens is None or attempt.cached_tokens is not None:
             return

@@ -65,14 +65,14 @@ class Truth:
     def stats(self) -> dict[str, Any]:
         return {"cache_mismatches": [asdict(mismatch) for mismatch in self.holds]}
 
-    def facts(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    def state(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All of it as plain values, for snapshots."""
         return tuple(tuple(asdict(mismatch).values()) for mismatch in self.holds), tuple(sorted(self.warned))
 
     @classmethod
-    def of(cls, facts: Any) -> Truth:
-        """What `facts` said. Raises ValueError or TypeError."""
-        holds, warned = facts
+    def restored(cls, state: Any) -> Truth:
+        """What `state` said. Raises ValueError or TypeError."""
+        holds, warned = state
         if not set(warned) <= set(CAUSES):
             raise ValueError(f"causes {warned} are unknown")
         return cls(tuple(Mismatch(*values) for values in holds), set(warned))

@@ -233,7 +233,7 @@ def rows_of(samples: bytes) -> Floats:
 
 def estimated(prior: CostModel, prefills: Floats, decodes: Floats, since: float) -> Estimate | None:
     """What samples that ended after `since` say; None where they are too few."""
-    parts = Parts(prior)
+    parts = CostTerms(prior)
     prefills, decodes = prefills[prefills[:, AT] >= since], decodes[decodes[:, AT] >= since]
     prefill_terms, (decode_terms, use) = prefill_expected(parts, prefills), decode_expected(parts, decodes)
     weights = np.concatenate([_recent(len(prefills)), _recent(int(use.sum()))])
@@ -256,7 +256,7 @@ def _usual(terms: Floats, weights: Floats, instead: Floats) -> Floats:
     return np.asarray(weights @ terms / weights.sum()) if len(weights) else instead
 
 
-def prefill_expected(parts: Parts, rows: Floats) -> Floats:
+def prefill_expected(parts: CostTerms, rows: Floats) -> Floats:
     """The prior's terms of stretches of prefills: an iteration a moment, with the decodes beside it, and half an
     iteration of these before it where nothing waited."""
     moments = np.maximum(rows[:, MOMENTS], 1.0)
@@ -267,7 +267,7 @@ def prefill_expected(parts: Parts, rows: Floats) -> Floats:
     return moments[:, None] * alone + residue[:, None] * parts.terms(batch, beside, 0.0 * batch)
 
 
-def decode_expected(parts: Parts, rows: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def decode_expected(parts: CostTerms, rows: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """The prior's terms of decodes, with the iterations that ended others' prefills, and which rows can be used: not
     those that stood mostly beside prefills, of which one knows when they ended and not when they began."""
     others, batch = rows[:, MOMENTS], rows[:, BATCH]
@@ -329,7 +329,7 @@ def _median(values: Floats, weights: Floats) -> float:
 # --- cost models ------------------------------------------------------------------------------------------------------
 
 
-class Parts:
+class CostTerms:
     """The terms of a cost model, for arrays."""
 
     def __init__(self, model: CostModel) -> None:
@@ -373,7 +373,7 @@ def scaled(prior: CostModel, logs: Logs) -> CostModel:
 
 def _times(prior: CostModel, floor: float, rise: float, context: float, pair: float) -> CostModel:
     found: dict[str, Any] = prior.coefficients()
-    parts = Parts(prior)
+    parts = CostTerms(prior)
     least = float(parts.linear(DECODE_TOKENS))
     points = []
     for tokens in _ends(parts):
@@ -389,7 +389,7 @@ def _times(prior: CostModel, floor: float, rise: float, context: float, pair: fl
     )
 
 
-def _ends(parts: Parts) -> list[float]:
+def _ends(parts: CostTerms) -> list[float]:
     """The knots of a scaled model: the prior's, and where decodes end. Where these are more than there may be, one goes
     that is inside."""
     ends = sorted({*(float(tokens) for tokens in parts.at), float(DECODE_TOKENS)})
@@ -413,7 +413,7 @@ def logs_between(prior: CostModel, published: CostModel) -> Logs:
 
 def _marks(model: CostModel) -> tuple[float, float, float, float]:
     """A number of each term that its factor multiplies."""
-    parts, found = Parts(model), model.coefficients()
+    parts, found = CostTerms(model), model.coefficients()
     floor = float(parts.linear(DECODE_TOKENS))
     return floor, float(parts.linear(65536.0)) - floor, found["context"][3], found["pair"][4]  # type: ignore[index]
 

@@ -34,7 +34,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class HotPrefix:
+class SharedPrefix:
     """A prefix that several requests begin with. `holders` are the most loaded workers of `holders_count`."""
 
     name: str
@@ -57,7 +57,7 @@ class HotPrefixes:
         self._names: dict[tuple[int, int, int], str] = {}
         self._names_of: GlobalScheduler = None
 
-    def top(self, scheduler: GlobalScheduler, count: int) -> list[HotPrefix]:
+    def top(self, scheduler: GlobalScheduler, count: int) -> list[SharedPrefix]:
         """The `count` prefixes with most load, the hottest first; empty where none are counted. Changes nothing but
         names. The writers' lock is held for slices: 512 counted places, or one prefix and all workers."""
         check_int("count", count, 1, 1000)
@@ -68,10 +68,10 @@ class HotPrefixes:
         found = (self._prefix(scheduler, shares[node]) for node in hottest[:count])
         return [prefix for prefix in found if prefix is not None]
 
-    def _prefix(self, scheduler: GlobalScheduler, shares: Sequence[Group]) -> HotPrefix | None:
+    def _prefix(self, scheduler: GlobalScheduler, shares: Sequence[Group]) -> SharedPrefix | None:
         """One prefix; None if it has been forgotten in the meantime."""
-        core, group = scheduler._core, shares[0]
-        with scheduler._lock:
+        core, group = scheduler.core, shares[0]
+        with scheduler.core.tree:
             if not core.groups.lives(group.node, group.generation):
                 return None
             name = self._name(core, group)
@@ -82,7 +82,7 @@ class HotPrefixes:
         holders = sorted(
             _holders(asked, held, group.prefix_tokens), key=lambda one: (-one.load, -one.cached_tokens, one.worker)
         )
-        return HotPrefix(
+        return SharedPrefix(
             name=name,
             prefix_tokens=group.prefix_tokens,
             requests=sum(share.requests for share in shares),
@@ -106,10 +106,10 @@ class HotPrefixes:
 
 def _groups(scheduler: GlobalScheduler) -> list[Group]:
     groups: list[Group] = []
-    core = scheduler._core
+    core = scheduler.core
     for start in range(0, SHARES, SLICE):
-        with scheduler._lock:
-            groups += map(Group._make, core.groups.rows(start, SLICE, scheduler._now(), 0.0))
+        with scheduler.core.tree:
+            groups += map(Group._make, core.groups.rows(start, SLICE, scheduler.now(), 0.0))
     return groups
 
 

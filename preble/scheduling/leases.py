@@ -18,7 +18,7 @@ from typing import Any
 
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
-from .._placement.request_api import RequestCalls, hashable
+from .._placement.request_api import RequestApi, finite_time, hashable, iterable
 from ..errors import InvalidInput, UnknownWorker
 
 
@@ -35,12 +35,14 @@ class Lease:
     raise InvalidInput. Thread-safe.
     """
 
-    __slots__ = ("_asked", "_calls", "_decision", "_entered", "_excluded", "_key", "_over", "_token_ids")
+    __slots__ = ("_asked", "_calls", "_core", "_decision", "_entered", "_excluded", "_key", "_over", "_token_ids")
 
-    def __init__(self, calls: RequestCalls, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]) -> None:
-        self._calls = calls
+    def __init__(
+        self, calls: RequestApi, core: DecisionCore, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]
+    ) -> None:
+        self._calls, self._core = calls, core
         self._token_ids = token_ids  # read again by `reroute`
-        self._excluded = names_in("exclude", exclude)
+        self._excluded = list(iterable("exclude", exclude))
         self._asked = asked
         self._decision: Decision | None = None
         self._key: int | None = None
@@ -49,7 +51,7 @@ class Lease:
     # --- the block ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Lease:
-        with self._calls._core.tree:
+        with self._core.tree:
             if self._entered:
                 raise InvalidInput("a lease can be entered once; ask the scheduler for another one")
             self._entered = True
@@ -59,7 +61,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._calls._core.tree:
+        with self._core.tree:
             self._over = True
             if self.live:
                 self._calls.cancel(self.request_id)
@@ -94,7 +96,7 @@ class Lease:
     @property
     def live(self) -> bool:
         """Whether the booking has not ended: finished, cancelled, expired, or given back by `reconcile`."""
-        return self._key is not None and self._calls._core.leases.get(self.request_id) == self._key
+        return self._key is not None and self._core.leases.get(self.request_id) == self._key
 
     def first_token(self, *, cached_tokens: int | None = None) -> bool:
         """As `GlobalScheduler.first_token`."""
@@ -120,9 +122,9 @@ class Lease:
         UnknownWorker for a name in `exclude`, and then nothing has changed; else what `schedule` raises (NoWorkers when
         none is left), and then nothing is booked and `reroute` may be tried again.
         """
-        chosen, calls = names_in("exclude", exclude), self._calls
-        with calls._core.tree:
-            decision, names = self.decision, [name for name in calls._core.names if name is not None]
+        chosen, calls = list(iterable("exclude", exclude)), self._calls
+        with self._core.tree:
+            decision, names = self.decision, [name for name in self._core.names if name is not None]
             if self._over:
                 raise InvalidInput(f"the lease of request {decision.request_id!r} is over")
             strange = [name for name in chosen if name not in names]
@@ -140,16 +142,19 @@ class Lease:
     def _book(self, exclude: Iterable[str]) -> Decision:
         decision = self._calls.schedule(self._token_ids, exclude=exclude, **self._asked)
         self._decision = decision
-        self._key = self._calls._core.leases.get(decision.request_id)
+        self._key = self._core.leases.get(decision.request_id)
         return decision
 
     def _tell(self, call: Callable[..., bool], **told: int | None) -> bool:
-        with self._calls._core.tree:
+        with self._core.tree:
             request_id = self.request_id
-            return call(request_id, **told) if self.live else self._calls._late()
+            if self.live:
+                return call(request_id, **told)
+            self._core.late_calls += 1
+            return False
 
     def _end(self, call: Callable[..., bool], **told: int | None) -> bool:
-        with self._calls._core.tree:
+        with self._core.tree:
             ended = self._tell(call, **told)
             self._over = True
             return ended
@@ -158,19 +163,19 @@ class Lease:
 # --- bookings that nobody ends ----------------------------------------------------------------------------------------
 
 
-def give_back(calls: RequestCalls, request_ids: Iterable[Hashable], before: float, now: float) -> int:
+Cancel = Callable[[Hashable, float], bool]  # a live request, at a time; uncounted
+
+
+def give_back(core: DecisionCore, cancel: Cancel, request_ids: Iterable[Hashable], before: float, now: float) -> int:
     """Cancel those of the requests that were neither booked nor renewed since `before`; returns how many."""
-    ended = 0
-    for request_id in request_ids:
-        ended += _give_back_unseen(calls, request_id, before, now)
-    return ended
+    return sum(_give_back_unseen(core, cancel, request_id, before, now) for request_id in request_ids)
 
 
-def _give_back_unseen(calls: RequestCalls, request_id: Hashable, before: float, now: float) -> bool:
+def _give_back_unseen(core: DecisionCore, cancel: Cancel, request_id: Hashable, before: float, now: float) -> bool:
     """Cancel a request, unless it has ended, was renewed, or its id was booked anew since it was listed. The lock is
     held for this one only, so that no decision waits for a long list."""
-    with calls._core.tree:
-        return calls._core.seen_at(request_id) < before and calls._give_back(request_id, now)
+    with core.tree:
+        return core.seen_at(request_id) < before and cancel(request_id, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +189,16 @@ class Reconciliation:
 
 
 def reconcile(
-    calls: RequestCalls, worker_id: str, live_request_ids: Iterable[Hashable], before: float, now: float
+    core: DecisionCore,
+    cancel: Cancel,
+    worker_id: str,
+    live_request_ids: Iterable[Hashable],
+    before: float,
+    now: float,
 ) -> Reconciliation:
     """Bring the bookings of a worker in line with what its engine has: those it has are renewed, the others cancelled
     unless they were seen since `before`. O(live requests + ids), the lock held for one cancellation at a time."""
-    core, told = calls._core, dict.fromkeys(live_request_ids)
+    told = dict.fromkeys(live_request_ids)
     with core.tree:
         if worker_id not in core.names:
             raise UnknownWorker(f"worker {worker_id!r} was removed")
@@ -196,7 +206,7 @@ def reconcile(
         unknown = tuple(one for one in told if _is_unknown(core, worker_id, one))
         for one in told.keys() - unknown:
             core.renew(one, now)
-    given_back = tuple(one for one in missing if _give_back_unseen(calls, one, before, now))
+    given_back = tuple(one for one in missing if _give_back_unseen(core, cancel, one, before, now))
     return Reconciliation(given_back, unknown)
 
 
@@ -227,6 +237,18 @@ class Drift:
         self.reports, self.requests, self.told_at = self.reports + 1, difference, now
         return difference
 
+    def state(self) -> tuple[int, int, float, float]:
+        """All of it as plain values, for snapshots."""
+        return int(self.reports), int(self.requests), float(self.since), float(self.told_at)
+
+    @classmethod
+    def restored(cls, state: tuple[int, int, float, float]) -> Drift:
+        """What `state` said. Raises ValueError, TypeError or InvalidTime."""
+        reports, requests, since, told_at = state
+        if type(reports) is not int or type(requests) is not int or reports < 0:
+            raise ValueError("an engine's reports are no number")
+        return cls(reports, requests, finite_time("since", since), finite_time("told_at", told_at))
+
     def stats(self) -> dict[str, float]:
         """For the worker's part of `GlobalScheduler.stats`."""
         seconds = max(0.0, self.told_at - self.since) if self.requests else 0.0
@@ -236,17 +258,9 @@ class Drift:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def names_in(name: str, values: Any) -> list[Any]:
-    """The values as a list. Raises InvalidInput for what is no collection; a lone string is taken for the mistake it
-    is."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InvalidInput(f"{name} must be an iterable, such as a list, got {values!r}")
-    return list(values)
-
-
 def request_ids_in(name: str, values: Any) -> list[Hashable]:
-    """The same for request ids. Raises InvalidInput for one that cannot be an id."""
-    found = names_in(name, values)
+    """Request ids as a list. Raises InvalidInput for what is no collection, and for one that cannot be an id."""
+    found = list(iterable(name, values))
     for one in found:
         hashable(f"each of {name}", one)
     return found

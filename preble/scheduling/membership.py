@@ -44,7 +44,7 @@ REPLICAS_MAX = 64  # newcomers that one prefix is given to in a round
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class PrefixMove:
     """A prefix that changes hands: `prefix_tokens` long in `namespace`, `head` the first ids of its own part.
 
     `hits`: its requests on `giver` within the window. `loss_seconds`: what it takes to compute it again.
@@ -71,7 +71,7 @@ class Handover:
     """
 
     worker: str
-    moves: tuple[Move, ...]
+    moves: tuple[PrefixMove, ...]
     left_out: int
     ends_at: float
 
@@ -88,7 +88,7 @@ class _Leaving:
     index: int
     began_at: float
     ends_at: float
-    moves: list[Move]
+    moves: list[PrefixMove]
     prefixes: deque[tuple[HotPrefix, int]]  # and the index of the worker chosen
     left_out: int
 
@@ -129,7 +129,7 @@ class Membership:
         self._given: dict[str, float] = {}  # load that givers have given to newcomers, while there are any
         self._givers: deque[str] = deque()  # who is still to be searched in this round
         self._next_round = float("-inf")
-        self._moves: deque[Move] = deque(maxlen=MOVES_KEPT)
+        self._moves: deque[PrefixMove] = deque(maxlen=MOVES_KEPT)
         self._counts = {"given_by_leavers": 0, "given_to_newcomers": 0, "left_out": 0}
         self._books = Books(core, config.history_seconds, config.join_seconds)
 
@@ -215,9 +215,9 @@ class Membership:
             account = self._core.book.account(index)
         return account["load_seconds"] / max(account["window_requests"], 1)
 
-    def _move(self, prefix: HotPrefix, giver: int, taker: int, reason: str) -> Move:
+    def _move(self, prefix: HotPrefix, giver: int, taker: int, reason: str) -> PrefixMove:
         known, names = (prefix.namespace, prefix.tokens, prefix.head), self._core.names
-        return Move(*known, str(names[giver]), str(names[taker]), reason, prefix.hits, prefix.loss_seconds)
+        return PrefixMove(*known, str(names[giver]), str(names[taker]), reason, prefix.hits, prefix.loss_seconds)
 
     def _give_due(self, name: str, leaving: _Leaving, now: float) -> None:
         """Give away what is due by now, one prefix in a hold of the lock."""

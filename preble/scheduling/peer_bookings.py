@@ -16,10 +16,10 @@ from collections.abc import Callable, Hashable, Iterable
 from itertools import groupby
 from typing import Any
 
-from .._placement.request_api import RequestCalls, hashable, output_limit
-from ..errors import InvalidInput, QueueFull
-from ..policies.base import RequestView
+from .._placement.bookings import DecisionCore
+from ..errors import InvalidInput
 from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
+from .leases import Cancel
 
 TOLD = (PrefixStored, RequestPlaced, RequestPrefilled, RequestEnded)
 COUNTED = ("mirrored_requests", "mirrored_ignored")
@@ -49,14 +49,26 @@ def _is_told(event: Any) -> bool:
 
 
 class Mirror:
-    """Books what workers tell, always under the writers' lock. `asked` and `count` are its scheduler's. Made anew for
-    each lot of events: one that was kept would keep its scheduler alive."""
+    """Books what workers tell, always under the writers' lock.
+
+    `book_on(worker index, token_ids, request_id, namespace, max_new_tokens, now)`, `first_token`, `end(request_id,
+    output_tokens)` and `cancel` are a scheduler's, and `count(counter, times)` is its counter.
+    """
 
     def __init__(
-        self, calls: RequestCalls, asked: Callable[..., RequestView | None], count: Callable[[str, int], None]
+        self,
+        core: DecisionCore,
+        book_on: Callable[[int, Any, Hashable, Hashable, int | None, float], bool],
+        first_token: Callable[..., bool],
+        end: Callable[[Hashable, int], bool],
+        cancel: Cancel,
+        count: Callable[[str, int], None],
     ) -> None:
-        self._calls = calls
-        self._asked = asked
+        self._core = core
+        self._book_on = book_on
+        self._first_token = first_token
+        self._end = end
+        self._cancel = cancel
         self._count = count
 
     def take(self, worker_id: str, index: int, event: Any, now: float) -> bool:
@@ -69,48 +81,39 @@ class Mirror:
         if isinstance(event, RequestPlaced):
             news = self._place(request_id, index, event, now)
         else:
-            news = request_id in self._calls._core.leases and self._go_on(request_id, event, now)
+            news = request_id in self._core.leases and self._go_on(request_id, event, now)
         self._count("events" if news else "mirrored_ignored", 1)
         return news
 
     def _store(self, index: int, event: PrefixStored, now: float) -> bool:
         """Mark what a worker says it caches."""
-        tree, space = self._calls._core.tree, event.namespace
+        tree, space = self._core.tree, event.namespace
         known = tree.matched(event.token_ids, index, namespace=space)
         tree.insert(event.token_ids, now, worker=index, namespace=space, is_hit=False)
         return known < len(event.token_ids)
 
     def _place(self, request_id: Hashable, index: int, event: RequestPlaced, now: float) -> bool:
         """Book a request where it is. One that is booked already, or finds no room, is not."""
-        hashable("namespace of an event", event.namespace)
-        core, books, limit = self._calls._core, self._calls._books, output_limit(event.max_new_tokens)
-        if request_id in core.leases:
-            return False
-        asked = self._asked(event.token_ids, event.namespace, event.max_new_tokens, request_id, now)
-        try:
-            decision = core.book_on(index, event.token_ids, request_id, event.namespace, limit, now)
-        except QueueFull:
-            return False
-        self._count("mirrored_requests", 1)
-        if books is not None and asked is not None:
-            books.booked(decision, asked, now)
-        return True
+        asked = event.namespace, event.max_new_tokens
+        news = self._book_on(index, event.token_ids, request_id, *asked, now)
+        self._count("mirrored_requests", int(news))
+        return news
 
     def _go_on(self, request_id: Hashable, event: RequestPrefilled | RequestEnded, now: float) -> bool:
         """A live request has its first token or is over. Records, which are of own requests, are passed by."""
         if isinstance(event, RequestPrefilled):
-            return RequestCalls.first_token(self._calls, request_id, cached_tokens=event.cached_tokens)
+            return self._first_token(request_id, cached_tokens=event.cached_tokens)
         if event.output_tokens is None:
-            return RequestCalls._give_back(self._calls, request_id, now)
-        return RequestCalls._end(self._calls, request_id, event.output_tokens)
+            return self._cancel(request_id, now)
+        return self._end(request_id, event.output_tokens)
 
 
-def forget(calls: RequestCalls, request_ids: Iterable[Hashable], now: float) -> list[Hashable]:
+def forget(cancel: Cancel, request_ids: Iterable[Hashable], now: float) -> list[Hashable]:
     """Give the mirrored ones of these live bookings back; returns the others, in order. Under the writers' lock."""
     kept = []
     for request_id in request_ids:
         if is_mirrored(request_id):
-            RequestCalls._give_back(calls, request_id, now)
+            cancel(request_id, now)
         else:
             kept.append(request_id)
     return kept

@@ -18,6 +18,7 @@ import numpy as np
 
 from .._cost import CostModel
 from .._placement.decision import Decision
+from .._placement.request_api import RequestObserver
 from .._radix import RadixTree
 from ..errors import InvalidConfig
 from ..policies.base import RequestView
@@ -65,8 +66,8 @@ class Book:
     def prefilled(self, request_id: Hashable) -> None:
         """A live request's first token is there; told again, nothing changes."""
 
-    def ended(self, request_id: Hashable, output_tokens: int) -> None:
-        """A live request is over, with or without a first token; `output_tokens` is -1 where nobody said."""
+    def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
+        """A live request is over, with or without a first token."""
 
     def check(self, live: Collection[Hashable]) -> None:
         """Assert the invariants."""
@@ -181,7 +182,7 @@ class ActiveBlockBook(Book):
             active.prefill_tokens -= missed
             self._live[request_id] = active, namespace, prompt, 0
 
-    def ended(self, request_id: Hashable, output_tokens: int) -> None:
+    def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
         if request_id in self._live:
             active, namespace, prompt, missed = self._live.pop(request_id)
             active.prefill_tokens -= missed
@@ -385,9 +386,9 @@ class PaperHistoryBook(Book):
                 one.finished -= 1
                 one.output_tokens -= oldest.output_tokens
 
-    def ended(self, request_id: Hashable, output_tokens: int) -> None:
+    def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
         routed = self._live.pop(request_id, None)
-        if routed is not None and routed.in_history and output_tokens >= 0:
+        if routed is not None and routed.in_history and output_tokens is not None:
             routed.output_tokens = output_tokens
             routed.whose.finished += 1
             routed.whose.output_tokens += output_tokens
@@ -418,7 +419,7 @@ BOOKS: Mapping[str, type[Book]] = {
 }
 
 
-class PolicyBooks:
+class PolicyBooks(RequestObserver):
     """The books of one scheduler. All calls come under its writers' lock. Raises InvalidConfig for an unknown need."""
 
     def __init__(self, needs: Iterable[str], tree: RadixTree) -> None:
@@ -443,18 +444,21 @@ class PolicyBooks:
         question = Question(token_ids, namespace, now, self._tree)
         return {need: book.known(question) for need, book in self._books.items()}
 
-    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
-        """A request has been placed."""
+    def on_decision(self, decision: Decision, before: RequestView, now: float) -> None:
         for book in self._books.values():
-            book.booked(decision, asked, now)
+            book.booked(decision, before, now)
 
-    def told(self, request_id: Hashable, ended: bool, output_tokens: int) -> None:
-        """A live request has its first token, or is over."""
+    def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
         for book in self._books.values():
-            if ended:
-                book.ended(request_id, output_tokens)
-            else:
-                book.prefilled(request_id)
+            book.prefilled(request_id)
+
+    def on_finish(self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
+        for book in self._books.values():
+            book.ended(request_id, output_tokens)
+
+    def on_cancel(self, request_id: Hashable, now: float) -> None:
+        for book in self._books.values():
+            book.ended(request_id, None)
 
     def check(self, live: Collection[Hashable]) -> None:
         """Assert the invariants of all; `live` has the ids of all live requests."""

@@ -2,7 +2,7 @@
 place where the thresholds of rebalancing and of prefix autoscaling are compared. Paper section 4.2, "Post assignment
 load adjustment" and "Prefill-decode balancing" before it; docs/shifts.md says it in words.
 
-Nothing here books or steers anything: `scheduling/rebalancer.py` does.
+Nothing here books or steers anything: `rebalancer.py` does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-REBALANCE, REPLICA, HANDOVER = "rebalance", "replica", "handover"
+REBALANCE, REPLICA = "rebalance", "replica"
 SATISFIED_RATIO = 1.2  # a rebalancing ends when the heavier has no more than this times the lighter's load
 RECOMPUTE_PAID = 2.0  # times a move pays the recompute
 GAIN_LEAST_SECONDS = 1.0  # that the next request must wait less, its recompute paid, for anything to be done

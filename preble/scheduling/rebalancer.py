@@ -1,5 +1,5 @@
 """The plans that are being carried out. Owns which prefixes are steered where and until when, the history of plans, and
-their counts; what to plan is computed by `scheduling/rebalance_planner.py`, what decisions make of a steer is in `_placement/e2.pyx`.
+their counts; what to plan is computed by `rebalance_planner.py`, what decisions make of a steer is in `_placement/e2.pyx`.
 
 `tick` looks, proposes, and books what was proposed, each in short holds of the scheduler's lock. Decisions read one
 table (`_placement/redirects.pyx`), which is empty while nothing is planned. docs/shifts.md tells it to operators.
@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .._placement.bookings import DecisionCore
+from .._placement.request_api import finite_time
+from ..errors import InvalidInput
 from .rebalance_planner import (
     GROW_LOAD,
-    HANDOVER,
     REBALANCE,
     REPLICA,
     Group,
@@ -33,7 +34,9 @@ from .rebalance_planner import (
     why_grow,
 )
 
-REASONS = {REBALANCE: 3, REPLICA: 4, HANDOVER: 5}  # as `_placement/e2.pxd` numbers them
+State = tuple[tuple[str, Any], ...]  # of a snapshot: (name, plain values)
+STATES = ("warming", "active", "ended")
+REASONS = {REBALANCE: 3, REPLICA: 4}  # as `_placement/e2.pxd` numbers them
 PLANS_MAX = 128  # active at once
 HISTORY_MAX = 128  # ended ones that `stats` still lists
 PLANS_A_TICK = 2  # of each kind
@@ -271,19 +274,6 @@ class Shifts:
     def _rest(self, node: int, now: float) -> None:
         self._resting[node] = (now + GROW_REST * self._history_seconds, now + REST * self._history_seconds)
 
-    def groups_on(self, worker: int, now: float) -> list[Group]:
-        """The prefixes that a worker serves, the most loaded first."""
-        rows = map(Group._make, self._core.groups.rows(0, SHARES, now, 0.0))
-        return sorted((g for g in rows if g.worker == worker), key=lambda g: (-g.load, g.node))
-
-    def hand_over(self, proposals: Iterable[Proposal], now: float) -> list[Plan]:
-        """Let other workers serve prefixes of one that is about to leave: HANDOVER proposals. What each is asked for
-        next goes to its target, whether the prefix is cached there or not, for a window at most. Returns the plans that
-        were begun."""
-        plans = [self.begin(proposal, now) for proposal in proposals]
-        self.publish()
-        return [plan for plan in plans if plan is not None]
-
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def _end_finished(self, groups: Sequence[Group], loads: Sequence[Load], now: float) -> bool:
@@ -406,10 +396,10 @@ class Shifts:
 
     def _steers(self) -> Iterator[tuple[int, int, int, int | None, int, tuple[int, ...]]]:
         """All steers, the most important of a node first."""
-        for work in sorted(self._works.values(), key=lambda work: work.plan.kind != HANDOVER):
+        for work in self._works.values():
             if work.plan.kind != REPLICA and work.plan.state == "active":
-                source = work.group.worker if work.plan.kind == REBALANCE else None
-                yield (*work.group[:2], work.group.prefix_tokens, source, REASONS[work.plan.kind], (work.target,))
+                source = work.group.worker
+                yield (*work.group[:2], work.group.prefix_tokens, source, REASONS[REBALANCE], (work.target,))
         for copied in self._copied.values():
             if len(copied.targets) > 1:
                 yield (*copied.group[:2], copied.group.prefix_tokens, None, REASONS[REPLICA], tuple(copied.targets))
@@ -431,6 +421,56 @@ class Shifts:
         wanted = sorted(steers.values())
         if wanted != self._core.steers.show():
             self._core.steers.put(wanted)
+
+    # --- as plain values, for snapshots -------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """All of it. Indices of nodes, workers and leases mean the same in a restored scheduler."""
+        return (
+            ("shares", tuple(self._core.groups.shares_kept())),
+            ("crowded_out", self._core.groups.crowded_out),
+            ("works", tuple((astuple(w.plan), tuple(w.group), w.target, w.asked) for w in self._works.values())),
+            ("copied", tuple(
+                (tuple(c.group), tuple(c.targets), tuple(c.homes.items()), tuple(c.children.items()))
+                for c in self._copied.values()
+            )),
+            ("resting", tuple(self._resting.items())),
+            ("waits", (tuple(self._waits.items()), tuple(self._lasting.items()))),
+            ("ended", tuple(map(astuple, self._ended))),
+            ("made", tuple(self._made.items())),
+            ("why_ended", tuple(self._why_ended.items())),
+            ("numbers", (self._left_out, self._numbers)),
+            ("ticked_at", self._ticked_at),
+        )  # fmt: skip
+
+    def restore(self, state: State) -> None:
+        """Go on, in a new scheduler, from what `state` said. Raises InvalidInput, TypeError, ValueError or KeyError for
+        what nobody has written."""
+        found = dict(state)
+        core, workers = self._core, len(self._core.names)
+        core.groups.keep_shares(list(found["shares"]), found["crowded_out"])
+        for plan, row, target, asked in found["works"]:
+            work = Work(_plan_of(plan), _group_of(row), target, bool(asked))
+            _need(0 <= target < workers and core.names[target] == work.plan.to_worker, "a plan's worker")
+            _need(work.plan.state != "ended", "a plan's state")
+            self._works[work.plan.id] = work
+        for row, targets, homes, children in found["copied"]:
+            copied = Steered(_group_of(row), list(targets), dict(homes), dict(children))
+            _need(0 < len(set(targets)) == len(targets) <= COPIES_MAX, "the copies of a prefix")
+            used = {*targets, *copied.homes.values()}
+            _need(all(0 <= t < workers and core.names[t] is not None for t in used), "the workers of a prefix")
+            _need(copied.homes.keys() <= copied.children.keys() and len(copied.children) <= STEERS_MAX, "children")
+            self._copied[copied.group.node] = copied
+        self._resting.update({int(node): (_time(a), _time(b)) for node, (a, b) in found["resting"]})
+        for waits, pairs in zip((self._waits, self._lasting), found["waits"], strict=True):
+            waits.update({int(worker): _time(seconds) for worker, seconds in pairs})
+        self._ended.extend(map(_plan_of, found["ended"]))
+        self._made.update(_counts_of(found["made"]))
+        self._why_ended.update(_counts_of(found["why_ended"]))
+        self._left_out, self._numbers = map(int, found["numbers"])
+        self._ticked_at = found["ticked_at"] if found["ticked_at"] == -math.inf else _time(found["ticked_at"])
+        _need(len(self._works) <= PLANS_MAX and len(found["ended"]) <= HISTORY_MAX, "more plans than there may be")
+        self.publish()
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -463,3 +503,38 @@ class Shifts:
             assert len(copied.homes) <= CHILDREN_MAX and copied.homes.keys() <= copied.children.keys()
         for *_, targets in core.steers.show():
             assert all(core.names[target] is not None for target in targets), "a steer leads to a worker that left"
+
+
+# --- what a snapshot says, checked ------------------------------------------------------------------------------------
+
+
+def _plan_of(values: Iterable[Any]) -> Plan:
+    plan = Plan(*values)
+    _need(plan.kind in REASONS and plan.state in STATES and type(plan.id) is int, "a plan")
+    for seconds in (plan.saved_seconds, plan.made_at, plan.expires_at, plan.ended_at):
+        if seconds is not None:
+            _time(seconds)
+    return plan
+
+
+def _group_of(values: Iterable[Any]) -> Group:
+    group = Group._make(values)
+    _need(all(type(number) is int and 0 <= number < 2**32 for number in group[:5]), "a prefix group")
+    for number in group[5:]:
+        _time(number)
+    return group
+
+
+def _time(seconds: Any) -> float:
+    return finite_time("a plan's number", seconds)
+
+
+def _counts_of(pairs: Any) -> dict[str, int]:
+    counts = dict(pairs)
+    _need(all(type(name) is str and type(count) is int and count >= 0 for name, count in counts.items()), "a counter")
+    return counts
+
+
+def _need(fits: bool, what: str) -> None:
+    if not fits:
+        raise InvalidInput(f"plans: {what}")

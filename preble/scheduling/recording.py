@@ -1,164 +1,118 @@
-"""What a scheduler does beside its work when it keeps records or has a shadow. Owns the order of these things within a
-decision; the records are `records.py`'s, the shadow's answers `shadow.py`'s, the decision is the scheduler's.
+"""Decisions on record: keeps records of them, and asks a shadow what it would do. Owns the order of these things around
+a decision; the records are `records.py`'s, the shadow's answers `shadow.py`'s, the decision is the scheduler's.
 
-`Watched` stands before a `GlobalScheduler` in a class made of both (`scheduler.py` makes it), and nowhere else.
+A `Recorder` looks on (`_hot.DecisionObserver`): a scheduler without one asks each call only whether there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
-from .._placement.request_api import RequestCalls, hashable, output_limit
-from .._radix import RadixTree
+from .._placement.request_api import DecisionObserver, explanation, output_limit
 from ..policies.base import Policy, RequestView
 from ..types import Explanation
 from .records import DecisionRecord, Recording, Records
-from .shadow import Shadow
-
-_Scheduler: Any = object  # the other half, which imports this module and cannot be imported here
+from .shadow import Answer, Shadow
 
 
-class Watched(_Scheduler):
-    """A scheduler that keeps records or has a shadow. What it watches is one step under the writers' lock, so that a
-    request's record and its booking begin and end together."""
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was known before a decision. `why` is None where it goes unrecorded; `backlog`: seconds by worker."""
 
-    _core: DecisionCore
-    _lock: RadixTree
-    _records: Records | None
-    _shadow: Shadow | None
+    sequence: int
+    answer: Answer | None
+    why: Explanation | None
+    backlog: Mapping[str, float]
 
-    def _open_records(self, record: Recording | None, shadow: str | Policy | type[Policy] | None) -> None:
-        self._records = None if record is None else Records(record, self._seed)
+
+class Recorder(DecisionObserver):
+    """The records and the shadow of one scheduler. A request's record and its booking begin and end together. Raises
+    InvalidConfig."""
+
+    def __init__(self, record: Recording | None, shadow: str | Policy | type[Policy] | None, seed: int) -> None:
+        self._records = None if record is None else Records(record, seed)
         self._shadow = None if shadow is None else Shadow(shadow)
 
-    def schedule(
-        self,
-        token_ids: Any,
-        *,
-        request_id: Hashable = None,
-        namespace: Hashable = None,
-        max_new_tokens: int | None = None,
-        exclude: Iterable[str] = (),
-        explain: bool = False,
-    ) -> Decision:
-        explain = explain or self._is_early()
-        if not (explain or self._shadow is not None or self._samples()):
-            placed: Decision = super().schedule(
-                token_ids,
-                request_id=request_id,
-                namespace=namespace,
-                max_new_tokens=max_new_tokens,
-                exclude=exclude,
-            )
-            return placed
-        output_limit(max_new_tokens)
-        hashable("namespace", namespace)
-        hashable("request_id", request_id)
-        weighed: Decision = self._schedule_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain)
-        return weighed
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the shadow policy must know."""
+        return () if self._shadow is None else self._shadow.needs
 
-    schedule.__doc__ = RequestCalls.schedule.__doc__
+    def explains(self, now: float) -> bool:
+        return self._records is not None and self._records.is_early(now)
 
-    def _is_early(self) -> bool:
-        if self._records is None:
-            return False
-        with self._lock:
-            return self._records.is_early(self._now())
+    def watches(self, sequence: int) -> bool:
+        return self._shadow is not None or (self._records is not None and self._records.samples(sequence))
 
-    def _samples(self) -> bool:
-        return self._records is not None and self._records.samples(self._sequence)
-
-    def _place(
-        self,
-        token_ids: Any,
-        request_id: Hashable,
-        namespace: Hashable,
-        limit: int,
-        now: float,
-        asked: RequestView | None,
-        explain: bool,
-    ) -> Decision:
-        core, shadow = self._core, self._shadow
-        core.need_room(request_id)  # what is wrong with the request is found before anything looks at the books
-        core.need_eligible()
-        core.match(token_ids, namespace)
-        core.advance(now)
-        answer = None if shadow is None else shadow.ask(core, token_ids, namespace, limit, now, asked)
-        records = self._records if explain or self._samples() else None
-        why = None if records is None else self._why(token_ids, namespace, limit, now, asked)
-        backlog = {} if why is None else self._backlog()
-        decision: Decision = super()._place(token_ids, request_id, namespace, limit, now, asked, explain)
-        if shadow is not None:
-            shadow.compare(answer, decision)
-        if records is not None and why is not None:
-            choice = None if answer is None else answer.choice
-            records.add(decision, why, backlog, self._sequence, now, choice)
-        return decision
+    def before_decision(
+        self, core: DecisionCore, policy: Policy | None, request: RequestView, now: float, explain: bool
+    ) -> _Before:
+        answer = None if self._shadow is None else self._shadow.ask(core, request, now)
+        why = None
+        if self._records is not None and (explain or self._records.samples(request.sequence)):
+            why = self._why(self._records, core, policy, request, now)
+        return _Before(request.sequence, answer, why, {} if why is None else _backlog(core))
 
     def _why(
-        self, token_ids: Any, namespace: Hashable, limit: int, now: float, asked: RequestView | None
+        self, records: Records, core: DecisionCore, policy: Policy | None, request: RequestView, now: float
     ) -> Explanation | None:
         """The decision to come, for its record; None, and counted, if the policy fails here. If it does so again when
         it decides, the caller hears of it."""
+        limit = output_limit(request.max_new_tokens)
         try:
-            why: Explanation = self._explained(token_ids, namespace, limit, now, asked)
-            return why
+            return explanation(core, policy, request.token_ids, request.namespace, limit, now, request)
         except Exception:  # noqa: BLE001  a policy may raise anything
-            if self._records is not None:
-                self._records.failed()
+            records.failed()
             return None
 
-    def _backlog(self) -> dict[str, float]:
-        """Prefill booked and not yet done, in seconds by worker."""
-        account = self._core.book.account
-        return {name: account(worker.index)["waiting_prefill_seconds"] for name, worker in self._workers.items()}
+    def on_decision(self, decision: Decision, before: _Before | None, now: float) -> None:
+        if before is None:  # made before anybody looked on
+            return
+        if self._shadow is not None:
+            self._shadow.compare(before.answer, decision)
+        if self._records is not None and before.why is not None:
+            choice = None if before.answer is None else before.answer.choice
+            self._records.add(decision, before.why, before.backlog, before.sequence, now, choice)
 
-    def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
-        with self._lock:
-            now = self._now()
-            told: bool = super().first_token(request_id, cached_tokens=cached_tokens)
-            if told and self._records is not None:
-                self._records.first_token(request_id, now, cached_tokens)
-            return told
+    def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
+        if self._records is not None:
+            self._records.first_token(request_id, now, cached_tokens)
 
-    def finish(
-        self, request_id: Hashable, *, output_tokens: int | None = None, cached_tokens: int | None = None
-    ) -> bool:
-        with self._lock:
-            now = self._now()
-            told: bool = super().finish(request_id, output_tokens=output_tokens, cached_tokens=cached_tokens)
-            if told and self._records is not None:
-                self._records.ended(request_id, now, "finished", cached_tokens, output_tokens)
-            return told
+    def on_finish(self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
+        if self._records is not None:
+            self._records.ended(request_id, now, "finished", cached_tokens, output_tokens)
 
-    def _give_back(self, request_id: Hashable, now: float) -> bool:
-        with self._lock:
-            live: bool = super()._give_back(request_id, now)
-            if live and self._records is not None:
-                self._records.ended(request_id, now, "cancelled", None, None)
-            return live
+    def on_cancel(self, request_id: Hashable, now: float) -> None:
+        if self._records is not None:
+            self._records.ended(request_id, now, "cancelled", None, None)
 
     def records(self) -> tuple[DecisionRecord, ...]:
-        with self._lock:
-            return () if self._records is None else self._records.all()
+        """Those kept, oldest first."""
+        return () if self._records is None else self._records.all()
 
     def stats(self) -> dict[str, Any]:
-        with self._lock:
-            shadow = {} if self._shadow is None else self._shadow.stats()
-            records = {} if self._records is None else self._records.stats()
-            return {**super().stats(), "records": records, "shadow": shadow}
+        """For `GlobalScheduler.stats`."""
+        return {
+            "records": {} if self._records is None else self._records.stats(),
+            "shadow": {} if self._shadow is None else self._shadow.stats(),
+        }
 
-    def check(self) -> None:
-        with self._lock:
-            super().check()
-            if self._records is not None:
-                self._records.check(self._core.leases)
+    def check(self, live: Collection[Hashable]) -> None:
+        """Assert the invariants; `live` has the ids of all live requests."""
+        if self._records is not None:
+            self._records.check(live)
 
     def close(self) -> None:
-        """Stop the background thread and let the records' sink catch up."""
-        super().close()
+        """Let the records' sink catch up; not under the lock."""
         if self._records is not None:
             self._records.close()
+
+
+def _backlog(core: DecisionCore) -> dict[str, float]:
+    """Prefill booked and not yet done, in seconds by worker."""
+    account = core.book.account
+    return {name: account(i)["waiting_prefill_seconds"] for i, name in enumerate(core.names) if name is not None}

@@ -174,7 +174,7 @@ class Recording:
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _OpenRecord:
     """What was told so far of a recorded request that goes on."""
 
     number: int
@@ -193,7 +193,7 @@ class Records:
             raise InvalidConfig(f"record must be a preble.scheduling.records.Recording, got {recording!r}")
         self._recording, self._seed = recording, seed
         self._ring: dict[int, DecisionRecord] = {}  # by number, oldest first
-        self._live: dict[Hashable, _Live] = {}
+        self._live: dict[Hashable, _OpenRecord] = {}
         self._sink = None if recording.sink is None else Sink(recording.sink, to_json, recording.sink_queue)
         self._second_began, self._this_second = -math.inf, 0
         self._counts = dict.fromkeys(("made", "joined", "pushed_out", "pushed_out_live", "errors"), 0)
@@ -229,7 +229,7 @@ class Records:
         number = self._counts["made"]
         self._counts["made"] += 1
         self._ring[number] = record
-        self._live[record.request_id] = _Live(number)
+        self._live[record.request_id] = _OpenRecord(number)
         if len(self._ring) > self._recording.keep:
             self._push_out(next(iter(self._ring)))
 

@@ -7,13 +7,13 @@ told of what was really done, so that each answer is the one for this moment, an
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from traceback import format_exception_only
 from typing import Any
 
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
+from .._placement.request_api import choice_to_come, output_limit
 from ..policies.base import Policy, RequestView, resolve
 from .records import ShadowChoice
 
@@ -22,7 +22,7 @@ ERROR_CHARS_MAX = 200  # of the last error, as `stats` shows it
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ShadowAnswer:
     """What the shadow chose, and each worker's L + M + P in seconds by our own cost model."""
 
     choice: ShadowChoice
@@ -41,26 +41,19 @@ class Shadow:
         self._saved_seconds = self._lost_seconds = 0.0
         self._last_error = ""
 
-    def ask(
-        self,
-        core: DecisionCore,
-        token_ids: Any,
-        namespace: Hashable,
-        max_new_tokens: int,
-        now: float,
-        asked: RequestView | None,
-    ) -> Answer | None:
+    def ask(self, core: DecisionCore, request: RequestView, now: float) -> ShadowAnswer | None:
         """What the shadow would do now; None, and counted, if it raised anything."""
         try:
-            chosen, reason, _, rows, names = core.explain(token_ids, namespace, max_new_tokens, now, self.policy, asked)
+            asked = request.token_ids, request.namespace, output_limit(request.max_new_tokens)
+            chosen, reason, _, rows, names = choice_to_come(core, self.policy, *asked, now, request)
             totals = {names[row[0]]: float(row[6]) for row in rows}
-            return Answer(ShadowChoice(self.name, names[chosen], reason), totals)
+            return ShadowAnswer(ShadowChoice(self.name, names[chosen], reason), totals)
         except Exception as error:  # noqa: BLE001  it may be anybody's code, and the caller did not ask for it
             self._counts["errors"] += 1
             self._last_error = format_exception_only(error)[-1].strip()[:ERROR_CHARS_MAX]
             return None
 
-    def compare(self, answer: Answer | None, decision: Decision) -> None:
+    def compare(self, answer: ShadowAnswer | None, decision: Decision) -> None:
         """Count how the answer differs from the decision."""
         if answer is None:
             return

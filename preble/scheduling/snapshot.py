@@ -12,30 +12,47 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from .._cost import CostModel
-from .._placement.request_api import finite_time
+from .._placement.bookings import DecisionCore
+from .._placement.request_api import RequestApi, finite_time
 from .._snapshot.accounts import cost_at, layout, read_core, write_core
 from .._snapshot.blocks import read_blocks, write_blocks
 from .._snapshot.codec import Reader, Writer
 from ..clock import Clock
 from ..errors import InvalidConfig, InvalidInput, SnapshotRefused
 from ..policies.base import POLICIES, Policy, resolve
-from ..shifts_state import give, taken
 from ..types import WorkerSpec
 from .cache_mismatch import Truth
 from .leases import Drift
+from .rebalancer import Shifts
 
-GlobalScheduler = Any  # the class is above this module, which is handed it
+T = TypeVar("T")
 MAGIC = b"preble\x1a\n"
 VERSION = 2
 HEADER = struct.Struct("<8sIIQ")
 ELAPSED_SECONDS_MAX = 1e9  # that may pass between a snapshot and its restoration
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a scheduler hands over of itself. `workers`: by id, with spec, index, blocks, draining, drift and truth.
+    `reasons`: decisions by reason, without those that `api` counts."""
+
+    api: RequestApi
+    config: Any
+    seed: int
+    policy: Policy | None
+    cost_model: CostModel
+    workers: Mapping[str, Any]
+    shifts: Shifts | None
+    counts: Mapping[str, int]
+    reasons: Mapping[str, int]
 
 
 class ShiftedClock:
@@ -52,15 +69,16 @@ class ShiftedClock:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def take(scheduler: GlobalScheduler) -> bytes:
+def take(lock: AbstractContextManager[Any], parts: Callable[[], Parts]) -> bytes:
     """See `GlobalScheduler.snapshot`. The writers' lock is held while memory is copied, not for the checksum."""
     writer = Writer()
     for byte in bytes(HEADER.size):
         writer.byte(byte)
-    with scheduler._lock:
-        writer.value(_facts(scheduler), "the scheduler")
-        write_core(writer, scheduler)
-        for worker in scheduler._workers.values():
+    with lock:
+        found = parts()
+        writer.value(_facts(found), "the scheduler")
+        write_core(writer, found.api)
+        for worker in found.workers.values():
             write_blocks(writer, worker.blocks)
     writer.seal(_sealed)
     return writer.finish()
@@ -77,22 +95,22 @@ def _checksum(header: Any, whole: memoryview) -> int:
     return zlib.crc32(whole[HEADER.size :], zlib.crc32(header[16:24], zlib.crc32(header[:12])))
 
 
-def _facts(scheduler: GlobalScheduler) -> tuple[Any, ...]:
+def _facts(parts: Parts) -> tuple[Any, ...]:
     """What is plain Python of a scheduler, as (name, value) pairs."""
-    workers = scheduler._workers.values()
+    core, workers = parts.api.core, parts.workers.values()
     return (
         ("layout", layout()),
-        ("now", scheduler._now()),
-        ("config", _pairs({name: _plain_number(value) for name, value in asdict(scheduler.config).items()})),
-        ("seed", scheduler._seed),
-        ("policy", _policy_name(scheduler._policy)),
-        ("cost_model", _cost_fact(scheduler._cost_model)),
-        ("workers", tuple(_worker_fact(scheduler, worker) for worker in workers)),
-        ("truth", tuple(_truth_fact(scheduler, worker) for worker in workers)),
-        ("faded_at", scheduler._core.trust.faded),
-        ("counts", _pairs(scheduler._counts_here)),
-        ("shifts", taken(scheduler._shifts)),
-        ("reasons", _pairs(Counter(scheduler._reasons) + Counter(scheduler._steered_reasons()))),
+        ("now", parts.api.now()),
+        ("config", _pairs({name: _plain_number(value) for name, value in asdict(parts.config).items()})),
+        ("seed", parts.seed),
+        ("policy", _policy_name(parts.policy)),
+        ("cost_model", _cost_fact(parts.cost_model)),
+        ("workers", tuple(_worker_fact(core, worker) for worker in workers)),
+        ("truth", tuple(_truth_fact(core, worker) for worker in workers)),
+        ("faded_at", core.trust.faded),
+        ("counts", _pairs(parts.counts)),
+        ("shifts", None if parts.shifts is None else parts.shifts.state()),
+        ("reasons", _pairs(parts.reasons)),
     )
 
 
@@ -112,9 +130,9 @@ def _policy_name(policy: Policy | None) -> tuple[str, bool]:
     return policy.name, known
 
 
-def _worker_fact(scheduler: GlobalScheduler, worker: Any) -> tuple[Any, ...]:
+def _worker_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
     spec: WorkerSpec = worker.spec
-    own, drift = spec.cost_model, worker.drift
+    own = spec.cost_model
     return (
         worker.index,
         spec.id,
@@ -124,14 +142,13 @@ def _worker_fact(scheduler: GlobalScheduler, worker: Any) -> tuple[Any, ...]:
         None if spec.max_running is None else int(spec.max_running),
         None if spec.labels is None else _pairs(spec.labels),
         worker.draining,
-        _cost_fact(cost_at(scheduler._core, worker.index)),
-        (int(drift.reports), int(drift.requests), float(drift.since), float(drift.told_at)),
+        _cost_fact(cost_at(core, worker.index)),
+        worker.drift.state(),
     )
 
 
-def _truth_fact(scheduler: GlobalScheduler, worker: Any) -> tuple[Any, ...]:
-    heard = scheduler._core.trust.facts(worker.index)
-    return worker.spec.id, (heard, worker.blocks.compared(), worker.truth.facts())
+def _truth_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
+    return worker.spec.id, (core.trust.state(worker.index), worker.blocks.compared(), worker.truth.state())
 
 
 def _cost_fact(model: CostModel) -> tuple[Any, ...]:
@@ -164,23 +181,55 @@ def opened(data: Any) -> Reader:
     return Reader(data, HEADER.size)
 
 
-def load(
-    kind: Any, config_kind: Any, data: Any, policy: Any, clock: Clock | None, elapsed_seconds: float
-) -> GlobalScheduler:
-    """See `GlobalScheduler.restore`."""
-    elapsed = finite_time("elapsed_seconds", elapsed_seconds)
-    if not 0 <= elapsed <= ELAPSED_SECONDS_MAX:
-        raise InvalidInput(f"elapsed_seconds must be in [0, {ELAPSED_SECONDS_MAX:g}], got {elapsed_seconds!r}")
-    reader = opened(data)
-    facts = _read("its facts", lambda: dict(reader.value()))
-    if facts.get("layout") != layout():
-        raise SnapshotRefused(f"the snapshot has a layout {facts.get('layout')}; this library's is {layout()}")
-    scheduler = _read("its facts", lambda: _empty(kind, config_kind, facts, policy, clock))
-    then = _read("its time", lambda: finite_time("now", facts["now"]))
-    with scheduler._lock:
-        _fill(scheduler, reader, facts, then)
-        _set_time(scheduler, then + elapsed)
-    return scheduler
+class Snapshot:
+    """A snapshot that is being read. `counts` and `reasons` are there once it has filled a scheduler."""
+
+    def __init__(self, data: Any, elapsed_seconds: float) -> None:
+        elapsed = finite_time("elapsed_seconds", elapsed_seconds)
+        if not 0 <= elapsed <= ELAPSED_SECONDS_MAX:
+            raise InvalidInput(f"elapsed_seconds must be in [0, {ELAPSED_SECONDS_MAX:g}], got {elapsed_seconds!r}")
+        self._reader = opened(data)
+        self._facts = facts = _read("its facts", lambda: dict(self._reader.value()))
+        if facts.get("layout") != layout():
+            raise SnapshotRefused(f"the snapshot has a layout {facts.get('layout')}; this library's is {layout()}")
+        self._elapsed_seconds = elapsed
+        self.counts: dict[str, int] = {}
+        self.reasons: dict[str, int] = {}
+
+    def empty(self, kind: Callable[..., T], config_kind: Any, policy: Any, clock: Clock | None) -> T:
+        """A scheduler of the same settings, with no workers."""
+        made: T = _read("its facts", lambda: kind((), **_settings(self._facts, config_kind, policy, clock)))
+        self._then = _read("its time", lambda: finite_time("now", self._facts["now"]))
+        return made
+
+    def fill(self, parts: Parts, adopt: Callable[[WorkerSpec, int, bool, CostModel], Any]) -> None:
+        """Workers, compiled state, blocks, plans and counts of a scheduler that has none. `adopt` keeps a worker that
+        the core knows. Under the lock."""
+        facts, core = self._facts, parts.api.core
+        workers = _workers_of(facts)
+        end = 1 + max((index for index, *_ in workers), default=-1)
+        specs: list[WorkerSpec | None] = [None] * end
+        costs: list[CostModel | None] = [None] * end
+        for index, spec, _, cost, _ in workers:
+            specs[index], costs[index] = spec, cost
+        read_core(self._reader, parts.api, specs, costs, self._then)
+        heard = _read("what was heard of caches", lambda: dict(facts.get("truth", ())))
+        for index, spec, draining, cost, drift in workers:
+            kept = adopt(spec, index, draining, cost)
+            kept.drift = drift
+            _read("what was heard of a cache", partial(_hear, core, kept, heard.get(spec.id)))
+            read_blocks(self._reader, kept.blocks)
+        core.trust.faded = _read("its time", lambda: finite_time("faded_at", facts.get("faded_at", self._then)))
+        self._reader.done()
+        if parts.shifts is not None and facts["shifts"] is not None:
+            _read("its plans", partial(parts.shifts.restore, facts["shifts"]))
+        self.counts = _read("its counts", lambda: _counts_of(facts["counts"]))
+        self.reasons = _read("its counts", lambda: _counts_of(facts["reasons"]))
+
+    def clock_of(self, clock: Clock) -> tuple[Clock, float]:
+        """A clock that goes on from the snapshot's time at the pace of `clock`, and how far it is ahead of that one."""
+        ahead = self._then + self._elapsed_seconds - finite_time("what the clock returned", clock())
+        return (ShiftedClock(clock, ahead) if ahead else clock), ahead
 
 
 def _read(what: str, make: Callable[[], Any]) -> Any:
@@ -197,8 +246,8 @@ class _PolicyWanted(InvalidConfig):
     """The caller's policy, not the snapshot, is at fault."""
 
 
-def _empty(kind: Any, config_kind: Any, facts: dict[str, Any], policy: Any, clock: Clock | None) -> GlobalScheduler:
-    """A scheduler of the same settings, with no workers."""
+def _settings(facts: dict[str, Any], config_kind: Any, policy: Any, clock: Clock | None) -> dict[str, Any]:
+    """What a scheduler is made with that is like the one of the snapshot."""
     name, by_name = facts["policy"]
     if policy is None and not by_name:
         raise _PolicyWanted(f"policy must be given: the snapshot's {name!r} is not known by its name")
@@ -212,49 +261,32 @@ def _empty(kind: Any, config_kind: Any, facts: dict[str, Any], policy: Any, cloc
     strange = settings.keys() - {field.name for field in fields(config_kind)}
     if strange:
         raise SnapshotRefused(f"the snapshot has settings that this library does not know: {sorted(strange)}")
-    return kind(
-        (),
-        policy=policy if policy is not None else name,
-        cost_model=CostModel(**dict(facts["cost_model"])),
-        config=config_kind(**settings),
-        clock=clock,
-        seed=facts["seed"],
-    )
+    return {
+        "policy": policy if policy is not None else name,
+        "cost_model": CostModel(**dict(facts["cost_model"])),
+        "config": config_kind(**settings),
+        "clock": clock,
+        "seed": facts["seed"],
+    }
 
 
-def _fill(scheduler: GlobalScheduler, reader: Reader, facts: dict[str, Any], then: float) -> None:
-    """Workers, compiled state, blocks and counts of a scheduler that has none."""
+def _workers_of(facts: dict[str, Any]) -> list[tuple[int, WorkerSpec, bool, CostModel, Drift]]:
     workers = _read("its workers", lambda: [_worker_of(fact) for fact in facts["workers"]])
-    end = 1 + max((index for index, *_ in workers), default=-1)
-    if len({spec.id for _, spec, *_ in workers}) != len(workers) or end > 65536:
+    indices = {index for index, *_ in workers}
+    if len({spec.id for _, spec, *_ in workers}) != len(workers) or max(indices, default=0) >= 65536:
         raise SnapshotRefused("the snapshot contradicts itself: two workers of one id, or more than there may be")
-    specs: list[WorkerSpec | None] = [None] * end
-    costs: list[CostModel | None] = [None] * end
-    for index, spec, _, cost, _ in workers:
-        if specs[index] is not None:
-            raise SnapshotRefused("the snapshot contradicts itself: two workers of one index")
-        specs[index], costs[index] = spec, cost
-    read_core(reader, scheduler, specs, costs, then)
-    heard = _read("what was heard of caches", lambda: dict(facts.get("truth", ())))
-    for index, spec, draining, cost, drift in workers:
-        kept = scheduler._adopt(spec, index, draining, cost)
-        kept.drift = drift
-        _read("what was heard of a cache", partial(_hear, scheduler, kept, heard.get(spec.id)))
-        read_blocks(reader, kept.blocks)
-    scheduler._core.trust.faded = _read("its time", lambda: finite_time("faded_at", facts.get("faded_at", then)))
-    reader.done()
-    _read("its plans", lambda: give(scheduler._shifts, facts["shifts"]))
-    scheduler._counts_here.update(_read("its counts", lambda: _counts_of(facts["counts"])))
-    scheduler._reasons.update(_read("its counts", lambda: _counts_of(facts["reasons"])))
+    if len(indices) != len(workers):
+        raise SnapshotRefused("the snapshot contradicts itself: two workers of one index")
+    return list(workers)
 
 
-def _hear(scheduler: GlobalScheduler, worker: Any, fact: Any) -> None:
+def _hear(core: DecisionCore, worker: Any, fact: Any) -> None:
     """What was heard of a worker's cache; nothing in snapshots of libraries that did not listen."""
     heard, compared, truth = (None, None, None) if fact is None else fact
-    scheduler._core.hear(worker.index, heard)
+    core.hear(worker.index, heard)
     if compared is not None:
         worker.blocks.compare_on(compared)
-        worker.truth = Truth.of(truth)
+        worker.truth = Truth.restored(truth)
 
 
 def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel, Drift]:
@@ -265,13 +297,7 @@ def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel,
     if not (model is None or isinstance(model, str | CostModel)):
         raise SnapshotRefused("the snapshot contradicts itself: a worker's cost model")
     spec = WorkerSpec(name, capacity, block_size, model, max_running, None if labels is None else dict(labels))
-    return index, spec, draining, CostModel(**dict(cost)), _drift_of(*drift)
-
-
-def _drift_of(reports: Any, requests: Any, since: Any, told_at: Any) -> Drift:
-    if type(reports) is not int or type(requests) is not int or reports < 0:
-        raise SnapshotRefused("the snapshot contradicts itself: an engine's reports are no number")
-    return Drift(reports, requests, finite_time("since", since), finite_time("told_at", told_at))
+    return index, spec, draining, CostModel(**dict(cost)), Drift.restored(drift)
 
 
 def _counts_of(pairs: Any) -> dict[str, int]:
@@ -279,12 +305,3 @@ def _counts_of(pairs: Any) -> dict[str, int]:
     if not all(type(name) is str and type(count) is int and count >= 0 for name, count in counts.items()):
         raise SnapshotRefused("the snapshot contradicts itself: a counter is no number")
     return counts
-
-
-def _set_time(scheduler: GlobalScheduler, now: float) -> None:
-    """Let the scheduler's time go on from `now`, at the pace of its clock."""
-    clock = scheduler._clock
-    ahead = now - finite_time("what the clock returned", clock())
-    if ahead:
-        scheduler._clock = ShiftedClock(clock, ahead)
-        scheduler._ahead_seconds = ahead

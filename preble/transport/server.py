@@ -252,11 +252,6 @@ class Server:
         """The open sessions."""
         return self._sessions.values()
 
-    @property
-    def session_count(self) -> int:
-        """How many there are."""
-        return len(self._sessions)
-
     def poll(self, timeout_seconds: float) -> list[tuple[Session, Request]]:
         """Wait for frames, a wake-up or the timeout; answer what is answered here and return the rest, in order."""
         backlog = any(session.outbox for session in self._sessions.values())

@@ -8,7 +8,7 @@ lengths are spread is in `lengths`, the published statistics are in `table1`, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -186,24 +186,12 @@ def embodied(
     for k, count in enumerate(counts.tolist()):
         mine = slice(first, first + count)
         opening = (bos, random_ids(rng, int(starts[k])))
-        turns = household(f"{name}-{k:05d}", opening, outputs[mine].tolist(), steps[mine])
+        turns = turns_of(f"{name}-{k:05d}", opening, outputs[mine].tolist(), [(step,) for step in steps[mine]])
         if turns and turns[-1].prompt_tokens > EMBODIED_CONTEXT_TOKENS:
             raise InvalidInput(f"requests: {count} turns a group do not fit in {EMBODIED_CONTEXT_TOKENS} tokens")
         chains.append(turns)
         first += count
     return interleaved(rng, chains)
-
-
-def household(
-    group: str, parts: tuple[Int32Array, ...], outputs: list[int], steps: list[Int32Array]
-) -> list[PromptRequest]:
-    """The turns of one agent whose prompt opens with `parts` and grows by `steps`."""
-    turns: list[PromptRequest] = []
-    for turn, (output, step) in enumerate(zip(outputs, steps, strict=True)):
-        after = turns[-1].request_id if turns else None
-        turns.append(PromptRequest(f"{group}.{turn:03d}", parts, output, group, after=after))
-        parts = (*parts, step)
-    return turns
 
 
 def conversation(
@@ -228,20 +216,27 @@ def conversation(
         if room < 2 * OWN_TOKENS:
             raise InvalidInput(f"requests: {count} turns do not fit in {CONVERSATION_CONTEXT_TOKENS} tokens")
         opening = (random_ids(rng, OWN_TOKENS), rest[: min(int(openings[k]), room) - OWN_TOKENS])
-        chains.append(chat(f"{name}-{k:05d}", (*system, *opening), answers[mine], messages[mine]))
+        known = answers[mine]
+        steps = zip(known, messages[mine], strict=True)
+        chains.append(turns_of(f"{name}-{k:05d}", (*system, *opening), map(len, known), steps, known))
         first += count
     return interleaved(rng, chains)
 
 
-def chat(
-    group: str, parts: tuple[Int32Array, ...], answers: list[Int32Array], messages: list[Int32Array]
+def turns_of(
+    group: str,
+    parts: tuple[Int32Array, ...],
+    outputs: Iterable[int],
+    steps: Iterable[tuple[Int32Array, ...]],
+    answers: Sequence[Int32Array] | None = None,
 ) -> list[PromptRequest]:
-    """The turns of one conversation that opens with `parts`."""
+    """The turns of one agent or chat whose prompt opens with `parts` and grows by `steps`; `answers` where known."""
     turns: list[PromptRequest] = []
-    for turn, (answer, message) in enumerate(zip(answers, messages, strict=True)):
+    for turn, (output, step) in enumerate(zip(outputs, steps, strict=True)):
         after = turns[-1].request_id if turns else None
-        turns.append(PromptRequest(f"{group}.{turn:03d}", parts, len(answer), group, after=after, output_ids=answer))
-        parts = (*parts, answer, message)
+        known = None if answers is None else answers[turn]
+        turns.append(PromptRequest(f"{group}.{turn:03d}", parts, output, group, after=after, output_ids=known))
+        parts = (*parts, *step)
     return turns
 
 

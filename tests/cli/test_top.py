@@ -62,7 +62,7 @@ def state(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
 def printed(told: dict[str, Any]) -> str:
     """One frame as text."""
     stream = io.StringIO()
-    frames.Screen(stream).print(told)
+    frames.TopScreen(stream).print(told)
     return stream.getvalue()
 
 
@@ -106,7 +106,7 @@ def test_frames_take_the_terminal_over_and_give_it_back(monkeypatch: pytest.Monk
     parts: list[bytes] = []
     reader = threading.Thread(target=read_to_the_end, args=(master, parts))
     reader.start()
-    with open(terminal, "w", encoding="utf-8") as stream, frames.Screen(stream) as screen:
+    with open(terminal, "w", encoding="utf-8") as stream, frames.TopScreen(stream) as screen:
         screen.show(state(worker("a")), "it does not answer")
     reader.join()
     os.close(master)

@@ -76,18 +76,18 @@ def parsed(*words: str) -> argparse.Namespace:
     return cli.build_parser(given).parse_args(given)
 
 
-def launch(*words: str, prompts: io.StringIO | None = None, **changes: Any) -> up_ray.Launch:
+def launch(*words: str, prompts: io.StringIO | None = None, **changes: Any) -> up_ray.RayUpPlan:
     """What these options come to, with workers that answer at once."""
     arguments = ["--engine", "simulated", "--time-scale", changes.pop("time_scale", "0")]
     return up_ray.make_launch(parsed(*words), arguments, 30.0, prompts)
 
 
-def run(what: up_ray.Launch, meanwhile: Any = None) -> tuple[int, str, HereCluster]:
+def run(what: up_ray.RayUpPlan, meanwhile: Any = None) -> tuple[int, str, HereCluster]:
     """Run it to its end; the exit code, what it wrote, and the workers there were."""
     output, cluster = io.StringIO(), HereCluster()
 
     async def both() -> int:
-        running = up_ray.Running(what, cluster, output)
+        running = up_ray.RayUpRun(what, cluster, output)
         tasks = [asyncio.ensure_future(running.run())]
         if meanwhile is not None:
             tasks.append(asyncio.ensure_future(meanwhile(running, cluster, output)))
@@ -174,7 +174,7 @@ def test_prompts_are_answered_by_all_workers_and_then_it_ends() -> None:
 
 
 def test_addresses_are_told_and_a_drain_ends_all() -> None:
-    async def drain(running: up_ray.Running, cluster: HereCluster, output: io.StringIO) -> None:
+    async def drain(running: up_ray.RayUpRun, cluster: HereCluster, output: io.StringIO) -> None:
         await until(lambda: output.getvalue().count("READY ") == 2, "both workers serve")
         running.drain()
 
@@ -189,7 +189,7 @@ def test_addresses_are_told_and_a_drain_ends_all() -> None:
 def test_the_second_signal_waits_for_nobody() -> None:
     lines = json.dumps({"id": 0, "token_ids": [1, 2, 3], "sampling": {"max_new_tokens": 4000}})
 
-    async def hurry(running: up_ray.Running, cluster: HereCluster, output: io.StringIO) -> None:
+    async def hurry(running: up_ray.RayUpRun, cluster: HereCluster, output: io.StringIO) -> None:
         await until(lambda: output.getvalue(), "the request is under way")
         running.drain()
         await asyncio.sleep(0.1)
@@ -208,7 +208,7 @@ def test_the_advice_of_the_books_starts_workers() -> None:
     what = launch(*LOCAL, prompts=io.StringIO("\n".join(prompts)), time_scale="1")
     workers: list[int] = []
 
-    async def watch(running: up_ray.Running, cluster: HereCluster, output: io.StringIO) -> None:
+    async def watch(running: up_ray.RayUpRun, cluster: HereCluster, output: io.StringIO) -> None:
         await until(lambda: len(cluster.actors) == 2, "a second worker is asked for")
         workers.append(running._router.scheduler.stats()["scaling"]["desired_workers"])
         running.drain()
@@ -219,7 +219,7 @@ def test_the_advice_of_the_books_starts_workers() -> None:
 
 
 def test_when_every_worker_is_given_up_it_ends_with_1() -> None:
-    async def crash(running: up_ray.Running, cluster: HereCluster, output: io.StringIO) -> None:
+    async def crash(running: up_ray.RayUpRun, cluster: HereCluster, output: io.StringIO) -> None:
         await until(lambda: output.getvalue().count("READY ") == 1, "the worker serves")
         cluster.actors[0].actor._worker.kill()
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,18 +19,19 @@ from hypothesis import strategies as st
 
 from preble import ManualClock, SamplingParams
 from preble.engines.admission import Admission, AdmissionConfig
-from preble.engines.async_engine import BackendFacts, EventSink, StreamingEngine
-from preble.engines.async_requests import Job, Stream, StreamCounters, StreamPart
+from preble.engines.async_engine import BackendFacts, StreamingEngine
+from preble.engines.async_requests import EngineJob, Stream, StreamCounters, StreamPart
 from preble.engines.base import EngineInfo, GenerationRequest, OutputChunk, SelfRunning
-from preble.engines.event_buffer import EventRelay
-from preble.engines.kv_event_listener import Salts
+from preble.engines.event_buffer import EventRelay, EventSink
+from preble.engines.kv_event_listener import RankListener
 from preble.errors import DuplicateRequest, EngineError, InvalidConfig, InvalidInput, QueueFull
+from preble.transport.namespaces import salt_of
 from preble.types import AllBlocksCleared, BlockRemoved, BlockStored
 from preble.worker.engine_thread import EngineThread
 
 HANG_SECONDS = 20.0
 INFO = EngineInfo("scripted", "script", kv_capacity_tokens=10_000, block_size=4, max_running=4, max_model_tokens=1000)
-Script = Callable[["ScriptedBackend", Job], AsyncIterator[StreamPart]]
+Script = Callable[["ScriptedBackend", EngineJob], AsyncIterator[StreamPart]]
 
 
 class ScriptedBackend:
@@ -38,7 +40,7 @@ class ScriptedBackend:
     def __init__(self, script: Script, *, ranks: int = 1, start: Callable[[], Any] | None = None) -> None:
         self.script = script
         self.ranks = ranks
-        self.jobs: list[Job] = []
+        self.jobs: list[EngineJob] = []
         self.aborted: list[str] = []
         self.why = ""
         self.closed = False
@@ -62,7 +64,7 @@ class ScriptedBackend:
             await asyncio.sleep(0.005)
         raise self.feed_error
 
-    async def stream(self, job: Job) -> AsyncIterator[StreamPart]:
+    async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
         self.jobs.append(job)
         async for part in self.script(self, job):
             yield part
@@ -94,14 +96,14 @@ class ScriptedBackend:
         self.loop.call_soon_threadsafe(self.sink, rank, events)
 
 
-async def honest(backend: ScriptedBackend, job: Job) -> AsyncIterator[StreamPart]:
+async def honest(backend: ScriptedBackend, job: EngineJob) -> AsyncIterator[StreamPart]:
     """As many tokens as asked for, one by one: 100, 101, ..."""
     for i in range(job.max_tokens):
         await asyncio.sleep(0)
         yield StreamPart(i, [100 + i], 3, "length" if i == job.max_tokens - 1 else None)
 
 
-async def gated(backend: ScriptedBackend, job: Job) -> AsyncIterator[StreamPart]:
+async def gated(backend: ScriptedBackend, job: EngineJob) -> AsyncIterator[StreamPart]:
     """All of it once the gate opens; aborted ones end with "abort"."""
     await backend.gate(job.id).wait()
     if job.id in backend.aborted:
@@ -113,7 +115,7 @@ async def gated(backend: ScriptedBackend, job: Job) -> AsyncIterator[StreamPart]
 def saying(*parts: StreamPart | Exception) -> Script:
     """These parts, whatever is asked."""
 
-    async def script(backend: ScriptedBackend, job: Job) -> AsyncIterator[StreamPart]:
+    async def script(backend: ScriptedBackend, job: EngineJob) -> AsyncIterator[StreamPart]:
         for part in parts:
             if isinstance(part, Exception):
                 raise part
@@ -327,7 +329,7 @@ def test_an_engine_that_dies_ends_everything_with_a_typed_error(make: Make) -> N
 
 
 def test_requests_that_end_with_the_engine_are_not_failed_one_by_one(make: Make) -> None:
-    async def dying(backend: ScriptedBackend, job: Job) -> AsyncIterator[StreamPart]:
+    async def dying(backend: ScriptedBackend, job: EngineJob) -> AsyncIterator[StreamPart]:
         yield StreamPart(0, [7])
         await backend.gate(job.id).wait()
         backend.why = "its process has died"
@@ -588,24 +590,16 @@ def test_events_that_nobody_takes_collapse(bound: dict[str, int]) -> None:
     assert relay.take() == [STORED]
 
 
-def test_namespaces_come_back_from_their_salts_and_are_bounded() -> None:
-    salts = Salts(salts_max=2)
-    assert salts.salt_of(None) is None
-    first, second = salts.salt_of("a"), salts.salt_of(("b", 1))
-    assert first != second and salts.salt_of("a") == first
-
-    def told(namespace: Any) -> Any:
-        event = salts.restored(BlockStored([1], None, [1, 2, 3, 4], 4, namespace))
-        assert isinstance(event, BlockStored)
-        return event.namespace
-
-    assert told(("salt", first)) == "a"
-    assert told(("extra", (second,))) == ("b", 1)
-    assert told(("lora", first)) == ("lora", first)
-    assert told(None) is None
-    salts.salt_of("c")
-    assert told(("extra", (second,))) == ("extra", (second,)), "the oldest was forgotten"
-    assert salts.restored(AllBlocksCleared()) == AllBlocksCleared()
+@pytest.mark.parametrize("namespace", [None, "a", ("b", 1), ("lora", "x"), ("salt", "s")])
+def test_namespaces_come_back_from_their_salts_where_engines_put_them(namespace: Any) -> None:
+    taken: list[Any] = []
+    listener, salt = RankListener(1, lambda rank, events: taken.extend(events)), salt_of(namespace)
+    for more in ({"cache_salt": salt}, {"extra_keys": [[salt] if salt else None]}):  # SGLang's place, and vLLM's
+        event = {"block_hashes": [1], "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 4, **more}
+        listener.on_payload(msgpack.packb([1.5, [{"type": "BlockStored", **event}], 0]))
+    assert taken == [BlockStored((1,), None, (1, 2, 3, 4), 4, namespace)] * 2
+    listener.on_payload(b"no batch")
+    assert taken[2:] == [AllBlocksCleared()]
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------

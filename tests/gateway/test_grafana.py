@@ -36,7 +36,7 @@ def exported() -> dict[str, set[str]]:
     metrics = Metrics(ManualClock())
     metrics.request("/v1/completions", 200, 0.1)
     metrics.phase("decide", 1e-5)
-    metrics._ended.labels("stop").inc()
+    metrics.choices_ended.labels("stop").inc()
     scheduler = GlobalScheduler(["a"])
     scheduler.finish(scheduler.schedule([1, 2, 3]).request_id)
     names = ("finished", "failed", "cancelled", "resumed", "queue_full", "live_requests")

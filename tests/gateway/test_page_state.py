@@ -17,10 +17,10 @@ from preble import GlobalScheduler, ManualClock
 from preble.errors import TransportError
 from preble.gateway.dashboard import events
 from preble.gateway.dashboard import state as live_module
-from preble.gateway.dashboard.events import Events
+from preble.gateway.dashboard.events import DashboardEvents
 from preble.gateway.dashboard.history import UNKNOWN, Ratio, Series, percentile
 from preble.gateway.dashboard.state import HISTORY_TICKS, RECENT_TICKS, Live
-from preble.router.fleet import WorkerCounters
+from preble.router.fleet import AddressCounters
 from preble.router.router import RouterCounters
 from preble.scheduling.records import Recording
 from tests.support.gateway import Client, GatewayProcess
@@ -71,7 +71,7 @@ def plan(number: int, state: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_plan_is_told_when_it_begins_and_when_it_ends_once_each() -> None:
-    events = Events()
+    events = DashboardEvents()
     for _ in range(3):
         events.plans({"active": [plan(1, "active")], "ended": []}, 6.0)
     for _ in range(3):
@@ -86,13 +86,13 @@ def test_a_plan_is_told_when_it_begins_and_when_it_ends_once_each() -> None:
 
 
 def test_a_plan_that_came_and_went_between_two_ticks_is_told_in_full() -> None:
-    events = Events()
+    events = DashboardEvents()
     events.plans({"ended": [plan(3, "ended", ended_at=7.0, why="expired")]}, 8.0)
     assert [one["phase"] for one in events.latest(8.0)] == ["ended", "began"]
 
 
 def test_events_are_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = Events()
+    events = DashboardEvents()
     for number in range(events.EVENTS_MAX + 7):
         events.worker("a", "ready", "quiet", f"{number}", float(number))
     told = events.latest(1000.0)
@@ -102,7 +102,7 @@ def test_events_are_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_policy_is_an_event_and_the_first_one_is_none() -> None:
-    events = Events()
+    events = DashboardEvents()
     for name in ("e2", "e2", "random"):
         events.policy(name, 1.0)
     assert [(one["before"], one["after"]) for one in events.latest(1.0)] == [("e2", "random")]
@@ -150,7 +150,7 @@ def worker(name: str, **facts: Any) -> Any:
     welcome = SimpleNamespace(kv_capacity_tokens=1000, engine="torch", model="m")
     pong = SimpleNamespace(running=2, waiting=3, kv_used_tokens=250, kv_cached_tokens=100)
     base = {"worker_id": name, "state": "ready", "why": "", "epoch": 7, "welcome": welcome, "pong": pong}
-    return SimpleNamespace(**{**base, "counters": WorkerCounters(), **facts})
+    return SimpleNamespace(**{**base, "counters": AddressCounters(), **facts})
 
 
 def test_a_worker_is_told_with_its_load_queue_cache_and_hits() -> None:

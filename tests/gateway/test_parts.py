@@ -19,7 +19,7 @@ from preble.gateway.core import metrics
 from preble.gateway.core.config import GatewayConfig
 from preble.gateway.core.http_errors import problem_of
 from preble.gateway.middleware import RateLimiter
-from preble.gateway.text.generation import Choice, Job, Piece, _merged
+from preble.gateway.text.generation import Choice, ChoiceJob, TextPiece, _merged
 from preble.gateway.text.tokenizing import TextCodec
 from preble.router import Router
 from tests.support.gateway import make_tokenizer, swap_letters
@@ -78,7 +78,7 @@ def test_a_rate_lets_bursts_pass_and_says_how_long_to_wait() -> None:
 
 
 def test_of_too_many_names_the_oldest_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BUCKETS_MAX", 2)
+    monkeypatch.setattr(middleware, "BUCKETS_MAX", 2)
     limiter = RateLimiter(1.0, 1, ManualClock())
     assert [limiter.wait_seconds(name) > 0 for name in "aabbc"] == [False, True, False, True, False]
     assert len(limiter) == 2
@@ -109,14 +109,14 @@ def test_errors_say_whether_trying_again_makes_sense(error: Any, status: int, co
 
 def choice(index: int) -> Choice:
     """A choice of nothing in particular."""
-    return Choice(Job(index, f"r{index}", np.array([1], np.int32), SamplingParams()))
+    return Choice(ChoiceJob(index, f"r{index}", np.array([1], np.int32), SamplingParams()))
 
 
 async def ticking(one: Choice, count: int, closed: list[int], error: Exception | None = None) -> Any:
     """`count` pieces, then an error or the end; says when it is closed."""
     try:
         for i in range(count):
-            yield Piece(one, str(i))
+            yield TextPiece(one, str(i))
             await asyncio.sleep(0)
         if error is not None:
             raise error

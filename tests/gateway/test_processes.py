@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from preble.gateway.core.sibling_processes import Answer, merged, statuses
+from preble.gateway.core.sibling_processes import ProcessAnswer, merged, statuses
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.transport import HANG_SECONDS, WorkerProcess
 
@@ -196,5 +196,5 @@ def test_metrics_are_merged_by_family_and_say_who_is_silent() -> None:
 
 
 def test_what_each_process_said_is_told_in_order() -> None:
-    said = statuses(201, 1, [Answer(0, None), Answer(2, 409)])
+    said = statuses(201, 1, [ProcessAnswer(0, None), ProcessAnswer(2, 409)])
     assert said == [{"process": 0, "status": None}, {"process": 1, "status": 201}, {"process": 2, "status": 409}]

@@ -5,6 +5,7 @@ Real processes are in `cli/test_up`.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ class FakeChild:
 
     def __init__(self) -> None:
         self.code: int | None = None
+        self.ready_line = ""
+        self.signals: list[int] = []
         self.asked = 0
         self.killed = 0
 
@@ -45,6 +48,9 @@ class FakeChild:
 
     def terminate(self) -> None:
         self.asked += 1
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
 
     def kill(self) -> None:
         self.killed += 1
@@ -80,7 +86,8 @@ class World:
         """Start what is due and let the newest child say that it serves."""
         assert "started" in self.turn(seconds)
         number, child = self.started[-1]
-        assert self.supervisor.ready(number, child)
+        child.ready_line = "READY here"
+        assert self.supervisor.turn() == [Happening(number, "ready", "READY here")]
         return child
 
     def states(self) -> list[str]:
@@ -117,7 +124,7 @@ def test_a_worker_that_keeps_crashing_is_given_up_for_all_to_see_and_the_others_
     news: list[Happening] = []
     world.turn()
     healthy = world.started[1][1]
-    assert world.supervisor.ready(1, healthy)
+    healthy.ready_line = "READY"
     for _ in range(200):
         for number, child in world.started:
             if number == 0:
@@ -200,8 +207,20 @@ def test_a_late_word_of_an_earlier_life_makes_nobody_ready() -> None:
     old.code = 1
     world.turn()
     world.turn(1.0)
-    assert not world.supervisor.ready(0, old) and world.states() == ["starting"]
-    assert world.supervisor.ready(0, world.last) and not world.supervisor.ready(0, world.last)
+    old.ready_line = "READY there"
+    assert world.turn() == [] and world.states() == ["starting"]
+    world.last.ready_line = "READY here"
+    assert world.turn() == ["ready"] and world.turn() == []
+
+
+def test_a_signal_goes_to_the_children_that_serve() -> None:
+    world = World(2)
+    world.turn()
+    (_, serving), (_, starting) = world.started
+    serving.ready_line = "READY here"
+    world.turn()
+    world.supervisor.signal(1)
+    assert serving.signals == [1] and starting.signals == []
 
 
 # --- draining ---------------------------------------------------------------------------------------------------------
@@ -210,8 +229,9 @@ def test_a_late_word_of_an_earlier_life_makes_nobody_ready() -> None:
 def test_a_drain_asks_each_worker_once_and_waits_for_all() -> None:
     world = World(2)
     world.turn()
-    for number, child in world.started:
-        world.supervisor.ready(number, child)
+    for _, child in world.started:
+        child.ready_line = "READY"
+    world.turn()
     world.supervisor.drain()
     assert [child.asked for _, child in world.started] == [1, 1]
     world.started[0][1].code = 0
@@ -318,17 +338,21 @@ def test_wrong_places_are_named(text: str) -> None:
 def test_logs_have_a_prefix_in_the_stream_and_bounded_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher_process, "LOG_FILE_BYTES", 1000)
-    logs = LogBook(["worker-0", "worker-1"], tmp_path / "logs")
+    monkeypatch.setattr(processes, "LOG_FILE_BYTES", 1000)
+    logs = LogBook(["worker-0", "worker-1"], tmp_path / "logs", stream=sys.stderr)
     for number in range(1000):
         logs.write("worker-0", f"line {number} of many")
     logs.write("worker-1", "the only one, 100 % of them")
+    with logs.including("up", logging.Formatter("%(message)s")):
+        logging.getLogger("preble.up").warning("the launcher's own")
+    logging.getLogger("preble.up").warning("too late")
     logs.close()
     shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "[worker-0] line 0 of many" and shown[-1] == "[worker-1] the only one, 100 % of them"
     files = sorted(file.name for file in (tmp_path / "logs").iterdir())
     assert files == ["up.log", "worker-0.log", *(f"worker-0.log.{n}" for n in range(1, 5)), "worker-1.log"]
     assert all(file.stat().st_size <= 1000 for file in (tmp_path / "logs").iterdir())
+    assert (tmp_path / "logs/up.log").read_text() == "the launcher's own\n"
     assert (tmp_path / "logs/worker-0.log").read_text().endswith("line 999 of many\n")
 
 
@@ -351,7 +375,7 @@ def test_an_endless_line_is_cut_and_the_pipe_stays_empty() -> None:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def plan_of(*arguments: str) -> up.Plan:
+def plan_of(*arguments: str) -> up.UpPlan:
     """The plan of `preble up ARGUMENTS...`."""
     words = ["up", *arguments]
     return up.make_plan(cli.build_parser(words).parse_args(words))

@@ -236,7 +236,7 @@ class World:
         """The books are the model's."""
         stats = self.real.stats()
         assert {key: stats[key] for key in self.counts} == self.counts
-        assert list(self.real._core.leases) == list(self.live)
+        assert list(self.real.core.leases) == list(self.live)
         for name, life in self.workers.items():
             own = [booking for booking in self.live.values() if booking.life is life]
             worker = stats["workers"][name]
@@ -253,7 +253,7 @@ class World:
         self.clock.set(max([self.clock(), *(booking.seen for booking in self.live.values())]) + LEASE_SECONDS + 1.0)
         self.tick(0, 0)
         self.compare()
-        assert not self.live and not self.real._core.leases
+        assert not self.live and not self.real.core.leases
         stats = self.real.stats()
         for worker in stats["workers"].values():
             assert (worker["live_requests"], worker["waiting_requests"], worker["live_output_tokens"]) == (0, 0, 0)

@@ -30,7 +30,7 @@ EXTRAS = {
     "attach": "aiohttp, preble.cli.attach",
     "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "top": "preble.cli.top_screen",
-    "bench": "matplotlib, rich, preble.cli.demo.plot, preble.cli.demo.progress",
+    "bench": "matplotlib, rich, preble.cli.demo.plot, preble.cli.console",
     "mistral": "mistral_common, sentencepiece",
     "torch": "preble.engines.torch.engine, preble.engines.torch.tiny_models, transformers",
     "ray": "ray.serve",

@@ -26,11 +26,10 @@ from preble.policies.aibrix import AibrixPreble, AibrixPrefix
 from preble.policies.base import NAMES, POLICIES, RequestView, WorkersView, resolve
 from preble.policies.cache_aware import CacheAware
 from preble.policies.e2_paper import E2Paper
-from preble.policies.known import ActiveBlocks, PaperHistory, WindowCosts
+from preble.policies.known import ActiveBlocks, PaperHistory, WindowCosts, drawn_least, ranks
 from preble.policies.kv_cost import KvCost, LMetric
 from preble.policies.oracle import OraclePartition
 from preble.policies.prefix_hash import PrefixHash
-from preble.policies.ranks import drawn_least, ranks
 from preble.policies.simple import PowerOfTwo
 
 PROMPT = tuple(range(160))

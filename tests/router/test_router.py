@@ -37,7 +37,7 @@ from preble.errors import (
     WorkerLost,
 )
 from preble.router import Router, RouterConfig, fleet
-from preble.router.request import LiveRequest
+from preble.router.request import RoutedRequest
 from preble.transport import wire
 from preble.types import AllBlocksCleared, BlockRemoved, PrefixEvicted
 from tests.support.transport import (
@@ -113,9 +113,9 @@ async def fleet(*scripts: Any, router_options: dict[str, Any] | None = None, **f
 # --- exactly once, one request at a time ------------------------------------------------------------------------------
 
 
-def live_request(max_new_tokens: int = 30) -> LiveRequest:
+def live_request(max_new_tokens: int = 30) -> RoutedRequest:
     """A request nobody serves."""
-    return LiveRequest("r", np.array([1, 2], np.int32), SamplingParams(max_new_tokens=max_new_tokens), None)
+    return RoutedRequest("r", np.array([1, 2], np.int32), SamplingParams(max_new_tokens=max_new_tokens), None)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.booleans()), max_size=60))
@@ -156,7 +156,7 @@ def test_whatever_chunks_come_positions_are_delivered_once_and_in_order(arrivals
     ],
 )
 def test_tokens_tell_by_themselves_whether_more_will_come(output: Any, sampling: SamplingParams, reason: Any) -> None:
-    live = LiveRequest("r", np.array([1], np.int32), sampling, None)
+    live = RoutedRequest("r", np.array([1], np.int32), sampling, None)
     live.accept(wire.Chunk("1", 0, output), "w")
     assert live.reason_if_complete(eos_token_ids=(2,)) == reason
 
@@ -1117,7 +1117,7 @@ async def test_a_lost_cancellation_does_not_keep_a_router_from_closing(caplog: p
 async def test_a_socket_that_was_left_open_does_not_keep_a_router_from_closing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(router_fleet, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(fleet, "CLOSE_SECONDS", 0.05)
     async with fleet(good) as (router, _):
         left = router.fleet._context.socket(zmq.DEALER)
     assert "a socket of this router is still open" in caplog.text

@@ -402,7 +402,7 @@ def test_other_routers_prompts_alone_are_no_mismatch() -> None:
     scheduler = scheduler_of("a", block_size=16)
     for number in range(200):
         scheduler.apply("a", [stored(prompt(number))])
-    assert told_by(scheduler) == [] and scheduler._core.trust.apart(0)[:2] == (0, 200)
+    assert told_by(scheduler) == [] and scheduler.core.trust.state(0)[2][5:7] == (0, 200)
 
 
 def test_prompts_that_the_tree_has_forgotten_are_said_to_be_gone() -> None:
@@ -410,8 +410,8 @@ def test_prompts_that_the_tree_has_forgotten_are_said_to_be_gone() -> None:
     for number in range(ENOUGH):
         serve(scheduler, prompt(number), cached=None)
     scheduler.apply("a", [stored(prompt(500 + number)) for number in range(8)])
-    scheduler._core.tree.clear_worker(0)
-    scheduler._core.tree.expire(1e6)
+    scheduler.core.tree.clear_worker(0)
+    scheduler.core.tree.expire(1e6)
     (message,) = told_by(scheduler)
     assert "cannot be said" in message
 

@@ -20,9 +20,9 @@ from preble.scheduling.calibration import (
     NEUTRAL,
     PRIOR,
     Calibrator,
+    CostTerms,
     Estimate,
     Logs,
-    Parts,
     decode_expected,
     estimated,
     logs_between,
@@ -50,7 +50,7 @@ def model_of(name: str) -> CostModel:
 
 def measured(scheduler: GlobalScheduler, worker: int = 0) -> tuple[Any, Any]:
     """Rows of prefill and of decode samples, the oldest first."""
-    prefills, decodes = scheduler._core.gauges.samples(worker)
+    prefills, decodes = scheduler.core.gauges.samples(worker)
     return rows_of(prefills), rows_of(decodes)
 
 
@@ -69,7 +69,7 @@ def sampled(model: CostModel, logs: Logs, count: int, seed: int, noise: float = 
                                np.ones(count)], axis=1)  # fmt: skip
     rows[1, :, 2] = rng.integers(50, 300, count)
     rows[1, :, 3:5] = np.stack([rng.integers(500, 4000, count), rng.integers(1, 30, count)], axis=1)
-    parts = Parts(model)
+    parts = CostTerms(model)
     for kind, terms in ((0, prefill_expected(parts, rows[0])), (1, decode_expected(parts, rows[1])[0])):
         rows[kind, :, 1] = terms @ np.exp(logs) * np.exp(rng.normal(0.0, noise, count))
     return rows[0], rows[1]
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_ignored_and_counted_and_what_was_not_told_is_no_sampl
     scheduler.finish("a")
     prefills, decodes = measured(scheduler)
     assert len(decodes) == 0
-    assert scheduler._core.gauges.counts(0)[2] == 3
+    assert scheduler.core.gauges.counts(0)[2] == 3
     assert len(prefills) <= 1
     scheduler.tick()
     scheduler.check()
@@ -173,13 +173,13 @@ def test_rings_are_bounded_and_a_worker_that_comes_back_starts_anew() -> None:
     prefills, decodes = measured(scheduler)
     assert prefills.shape == decodes.shape == (64, 8)
     assert decodes[-1, 0] == pytest.approx(clock())
-    assert scheduler._core.gauges.counts(0)[:2] == (199, 200), "the last stretch is still open"
+    assert scheduler.core.gauges.counts(0)[:2] == (199, 200), "the last stretch is still open"
     scheduler.schedule([1] * 30, request_id="lost")
     scheduler.first_token("lost")
     scheduler.remove_worker("a")
     scheduler.add_worker("a")
     scheduler.finish("lost", output_tokens=50)
-    assert scheduler._core.gauges.counts(0) == (0, 0, 0)
+    assert scheduler.core.gauges.counts(0) == (0, 0, 0)
     scheduler.tick()
     assert scheduler.stats()["workers"]["a"]["cost"]["measured_prefill_factor"] is None
 
@@ -301,7 +301,7 @@ def test_a_fleet_with_swapped_models_decides_as_one_that_was_made_with_them(swap
     )
     for worker, model in swaps:
         with swapped._lock:
-            swap_cost(swapped._core.tree, swapped._core.book, worker, models[model])
+            swap_cost(swapped.core.tree, swapped.core.book, worker, models[model])
         now[worker] = model
     specs = [WorkerSpec(f"w{i}", cost_model=models[at]) for i, at in enumerate(now)]
     made = GlobalScheduler(specs, clock=ManualClock(1.0), config=ON)
@@ -325,7 +325,7 @@ def test_what_is_evicted_next_is_weighed_anew() -> None:
     scheduler.schedule([98] * 500, max_new_tokens=1)  # the writer has looked at the next victims
     with scheduler._lock:
         for index in range(2):
-            swap_cost(scheduler._core.tree, scheduler._core.book, index, scaled(NEUTRAL, (2.0,) * 4))
+            swap_cost(scheduler.core.tree, scheduler.core.book, index, scaled(NEUTRAL, (2.0,) * 4))
     prompt = [97] * 500
     told = {cost.worker: cost.total_seconds for cost in scheduler.explain(prompt, max_new_tokens=1).workers}
     assert min(before.values()) > 0.0
@@ -373,10 +373,10 @@ def test_a_fleet_whose_prior_is_wrong_changes_together_and_newcomers_with_it() -
     serve(scheduler, clock, dict.fromkeys("abc", 2.0), 90)
     scheduler.add_worker("new")
     scheduler.tick()
-    models = [cost_at(scheduler._core, index).coefficients() for index in range(4)]
+    models = [cost_at(scheduler.core, index).coefficients() for index in range(4)]
     assert models[0] == models[1] == models[2] == models[3]
     truth = CostModel.preset("mistral-7b/a6000")
-    assert cost_at(scheduler._core, 3).prefill_time(1500) == pytest.approx(2.0 * truth.prefill_time(1500), rel=0.15)
+    assert cost_at(scheduler.core, 3).prefill_time(1500) == pytest.approx(2.0 * truth.prefill_time(1500), rel=0.15)
 
 
 def test_a_worker_that_recovers_gets_its_group_s_model_back() -> None:
@@ -386,7 +386,7 @@ def test_a_worker_that_recovers_gets_its_group_s_model_back() -> None:
         serve(scheduler, clock, {"a": factor, "b": 1.0, "c": 1.0}, requests)
         told = scheduler.stats()["workers"]["a"]["cost"]
         assert told["prefill_factor"] == pytest.approx(factor, rel=0.12)
-    assert cost_at(scheduler._core, 0).coefficients() == cost_at(scheduler._core, 1).coefficients()
+    assert cost_at(scheduler.core, 0).coefficients() == cost_at(scheduler.core, 1).coefficients()
 
 
 def test_more_workers_than_one_tick_looks_at_take_turns() -> None:
@@ -410,7 +410,7 @@ def test_without_calibration_nothing_is_measured_and_nothing_changes() -> None:
     scheduler = GlobalScheduler(["a", "b"], clock=clock, config=SchedulerConfig(calibrate=False))
     serve(scheduler, clock, {"a": 5.0, "b": 1.0}, 60)
     assert scheduler.stats()["workers"]["a"]["cost"] == {}
-    assert cost_at(scheduler._core, 0).coefficients() == cost_at(scheduler._core, 1).coefficients()
+    assert cost_at(scheduler.core, 0).coefficients() == cost_at(scheduler.core, 1).coefficients()
     with pytest.raises(InvalidConfig, match="calibrate"):
         SchedulerConfig(calibrate=1)  # type: ignore[arg-type]
 
@@ -428,7 +428,7 @@ def test_a_snapshot_keeps_what_was_published_and_leaves_out_what_was_measured() 
     clock.advance(1.0)
     restored.finish("live", output_tokens=20)
     restored.tick()
-    assert restored._core.gauges.counts(0)[1] == 0, "its decode began where nobody measures any more"
+    assert restored.core.gauges.counts(0)[1] == 0, "its decode began where nobody measures any more"
     knots = restored.stats()["workers"]["a"]["cost"]["knots"]
     assert np.array(knots) == pytest.approx(np.array(before["knots"])), "and nothing is undone"
     serve(restored, clock, {"a": 3.0, "b": 1.0, "c": 1.0}, 90)
@@ -503,7 +503,7 @@ def test_a_neutral_prior_gives_way_to_what_is_there(truth: str) -> None:
     config = fleet(specs, engine_cost_models=workers)  # type: ignore[arg-type]
     simulation = sim.Simulation(questions(500, 4.0), config, None)
     simulation.run()
-    found, right = cost_at(simulation.scheduler._core, 0), CostModel.preset(truth)
+    found, right = cost_at(simulation.scheduler.core, 0), CostModel.preset(truth)
     for chunks in (2, 4, 6):  # what the engine takes, which computes a prompt in chunks
         seconds = sum(right.iteration_time([(512, 512 * (i + 1))]) for i in range(chunks))
         assert found.prefill_time(512 * chunks) == pytest.approx(seconds, rel=0.15)

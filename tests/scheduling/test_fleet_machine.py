@@ -243,7 +243,7 @@ class FleetMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         before = self.sched.stats()["expired_leases"]
         self.sched.tick()
-        gone = [request for request in self.live if request not in self.sched._core.leases]
+        gone = [request for request in self.live if request not in self.sched.core.leases]
         assert self.sched.stats()["expired_leases"] - before == len(gone)
         for request in gone:
             del self.live[request]

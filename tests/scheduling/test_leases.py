@@ -32,7 +32,7 @@ def scheduler(*names: str, **more: Any) -> GlobalScheduler:
 def nothing_is_booked(sched: GlobalScheduler) -> None:
     """Every book that a live request stands in is at zero."""
     stats = sched.stats()
-    assert stats["live_requests"] == 0 and not sched._core.leases
+    assert stats["live_requests"] == 0 and not sched.core.leases
     for name, worker in stats["workers"].items():
         held = [worker[key] for key in ("live_requests", "waiting_requests", "live_output_tokens")]
         assert (held, worker["waiting_prefill_seconds"]) == ([0, 0, 0], 0.0), name
@@ -274,7 +274,7 @@ def test_a_renewal_is_never_rounded_down() -> None:
         for seconds in (0.1, 33.3, 1e5 / 3, 1e7 / 7, 1e8 / 9):
             sched._clock.advance(seconds)
             assert lease.renew()
-            late = sched._core.seen_at(lease.request_id) - sched._clock()
+            late = sched.core.seen_at(lease.request_id) - sched._clock()
             assert 0.0 <= late <= (sched._clock() - 100.0) * 2**-22 + 1e-9
             sched.tick()
             assert lease.live

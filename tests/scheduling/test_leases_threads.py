@@ -95,7 +95,7 @@ class Crowd:
         stats = self.sched.stats()
         ended = ("finished", "cancelled", "expired_leases", "reconciled_leases")
         assert stats["scheduled"] == sum(stats[how] for how in ended), "each booking ended once, in one way"
-        assert stats["live_requests"] == 0 and not self.sched._core.leases
+        assert stats["live_requests"] == 0 and not self.sched.core.leases
         for worker in stats["workers"].values():
             assert (worker["live_requests"], worker["waiting_requests"], worker["live_output_tokens"]) == (0, 0, 0)
             assert worker["waiting_prefill_seconds"] == 0.0

@@ -60,7 +60,7 @@ def test_hot_prefixes_are_the_key_portions_that_were_used_again() -> None:
     serve(sched, tool(0), "a", 5)
     serve(sched, tool(1), "a", 2)
     serve(sched, tool(2), "a", 1)  # once: nothing was ever saved by it
-    found = {prefix.head[0]: prefix for prefix in hot_prefixes(sched._core, 0, clock(), exclusive=True)}
+    found = {prefix.head[0]: prefix for prefix in hot_prefixes(sched.core, 0, clock(), exclusive=True)}
     assert set(found) == {10_000, 20_000}, "the system prompt's own request went on to tool 2 and is one only"
     assert (found[10_000].hits, found[20_000].hits) == (5.0, 2.0)
     assert found[10_000].tokens == 240 and found[10_000].namespace is None
@@ -73,10 +73,10 @@ def test_what_another_open_worker_has_is_not_exclusive() -> None:
     sched, clock = fleet("a", "b", "c")
     for worker in "ab":
         serve(sched, tool(0), worker, 3)
-    assert hot_prefixes(sched._core, 0, clock(), exclusive=True) == []
-    assert [prefix.hits for prefix in hot_prefixes(sched._core, 0, clock(), exclusive=False)] == [3.0]
+    assert hot_prefixes(sched.core, 0, clock(), exclusive=True) == []
+    assert [prefix.hits for prefix in hot_prefixes(sched.core, 0, clock(), exclusive=False)] == [3.0]
     sched.drain_worker("b")
-    assert [prefix.tokens for prefix in hot_prefixes(sched._core, 0, clock(), exclusive=True)] == [240]
+    assert [prefix.tokens for prefix in hot_prefixes(sched.core, 0, clock(), exclusive=True)] == [240]
 
 
 def test_a_longer_hot_prefix_takes_its_requests_out_of_the_shorter_one() -> None:
@@ -84,21 +84,21 @@ def test_a_longer_hot_prefix_takes_its_requests_out_of_the_shorter_one() -> None
     longer = [*tool(0), *range(77_000, 77_600)]
     serve(sched, tool(0), "a", 3)
     serve(sched, longer, "a", 4)
-    found = {prefix.tokens: prefix.hits for prefix in hot_prefixes(sched._core, 0, clock(), exclusive=True)}
+    found = {prefix.tokens: prefix.hits for prefix in hot_prefixes(sched.core, 0, clock(), exclusive=True)}
     assert found == {240: 3.0, 840: 4.0}
 
 
 def test_a_prefix_that_went_meanwhile_is_not_marked_again() -> None:
     sched, clock = fleet("a", "b")
     serve(sched, tool(0), "a", 3)
-    (prefix,) = hot_prefixes(sched._core, 0, clock(), exclusive=True)
+    (prefix,) = hot_prefixes(sched.core, 0, clock(), exclusive=True)
     sched.apply("a", [AllBlocksCleared()])
-    assert hand_over(sched._core, prefix, 0, 1, clock(), keep=True) == 0
+    assert hand_over(sched.core, prefix, 0, 1, clock(), keep=True) == 0
     clock.advance(1000.0)
     for _ in range(5):
         sched.tick()
     serve(sched, tool(3), "a", 3)  # its nodes may have the places of those that have gone
-    assert hand_over(sched._core, prefix, 0, 1, clock(), keep=False) == 0
+    assert hand_over(sched.core, prefix, 0, 1, clock(), keep=False) == 0
     assert sched.match(tool(3)).matched_tokens["a"] == 239
     sched.check()
 

@@ -195,7 +195,7 @@ def test_a_finish_that_claims_too_much_cached_leaves_the_books_alone() -> None:
 def test_a_policy_without_needs_opens_no_books() -> None:
     for policy in "e2", "least_loaded":
         sched = GlobalScheduler(["a"], policy=policy)
-        assert sched._books is None and sched.stats()["policy_books"] == {}
+        assert sched._policy_state is None and sched.stats()["policy_books"] == {}
 
 
 @pytest.mark.parametrize("policy", ["kv_cost", "cache_aware", "aibrix_preble", "e2-paper"])
@@ -213,7 +213,7 @@ def test_a_check_notices_a_book_that_is_wrong() -> None:
     for need, spoil in spoilers.items():
         sched, _, _ = curious()
         sched.schedule([*range(40)])
-        spoil(sched._books._books[need])  # type: ignore[union-attr]
+        spoil(sched._policy_state._books[need])
         with pytest.raises(AssertionError, match="w0"):
             sched.check()
 
@@ -361,7 +361,7 @@ def test_holders_cache_the_longest_node_of_the_path_the_tree_knows() -> None:
 
 def test_the_nodes_of_a_known_path_are_told_from_the_top() -> None:
     sched = GlobalScheduler(["a"], clock=ManualClock())
-    tree = sched._core.tree
+    tree = sched.core.tree
     assert tree.path([1, 2, 3]) == []
     sched.schedule([1] * 40)
     sched.schedule([*[1] * 25, 2, 2])

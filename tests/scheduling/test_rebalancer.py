@@ -9,9 +9,8 @@ import pytest
 
 from preble import AllBlocksCleared, CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.errors import CapacityExceeded, InvalidConfig, InvalidInput
-from preble.scheduling.rebalance_planner import HANDOVER, REBALANCE, REPLICA, Group, Plan, Proposal
+from preble.scheduling.rebalance_planner import REBALANCE, REPLICA, Group, Plan, Proposal
 from preble.scheduling.rebalancer import HISTORY_MAX, PLANS_MAX
-from preble.shifts_state import give, taken
 
 # 10 ms and a millisecond a token, wherever the tokens stand.
 PLAIN = CostModel([(0, 0.010), (1000, 1.010)], name="plain")
@@ -49,7 +48,7 @@ def plans(scheduler: GlobalScheduler, state: str = "active") -> list[dict[str, A
 
 
 def groups_of(scheduler: GlobalScheduler, clock: ManualClock) -> list[Group]:
-    return [Group._make(row) for row in scheduler._core.groups.rows(0, 4096, clock(), 0.0)]
+    return [Group._make(row) for row in scheduler.core.groups.rows(0, 4096, clock(), 0.0)]
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -63,7 +62,7 @@ def test_a_group_is_the_key_portion_and_counts_what_its_requests_cost() -> None:
         ask(scheduler, PREFIX, number, request_id=number, max_new_tokens=1)
     (row,) = groups_of(scheduler, clock)
     assert (row.worker, row.prefix_tokens, row.requests) == (0, 1000, 2)
-    token = scheduler._core.book.account(0)["load_seconds"]
+    token = scheduler.core.book.account(0)["load_seconds"]
     prefills = 1.060 + 2 * 0.060
     assert row.window_seconds == pytest.approx(2 * 0.060 + (token - prefills) / 130 * 2, rel=1e-6)
     assert row.load == pytest.approx(row.window_seconds / 10.0)  # a young group is observed for join_seconds
@@ -92,7 +91,7 @@ def test_waits_are_told_apart_by_half() -> None:
     clock.advance(36.0)
     scheduler.tick()
     assert groups_of(scheduler, clock) == []
-    assert scheduler._core.groups.live == 0
+    assert scheduler.core.groups.live == 0
 
 
 def test_what_the_engine_tells_corrects_a_group() -> None:
@@ -117,7 +116,7 @@ def test_the_book_of_groups_is_bounded_and_the_least_loaded_make_room() -> None:
         prefix = list(range(1_000_000 + 20 * group, 1_000_000 + 20 * group + 20))
         for number in (1, 2):
             scheduler.schedule([*prefix, number], max_new_tokens=1)
-    groups = scheduler._core.groups
+    groups = scheduler.core.groups
     assert groups.live <= 4096
     assert groups.crowded_out == 5001 - groups.live > 0
     assert any(share["now"][0] + share["before"][0] == 200 for share in groups.show())
@@ -131,7 +130,7 @@ def test_other_policies_have_no_plans(policy: str) -> None:
         ask(scheduler, PREFIX, number)
     scheduler.tick()
     assert scheduler.stats()["plans"] == {}
-    assert scheduler._core.groups.live == 0
+    assert scheduler.core.groups.live == 0
     assert scheduler.warm_ups() == [] and not scheduler.warmed(1)
     scheduler.check()
 
@@ -139,7 +138,7 @@ def test_other_policies_have_no_plans(policy: str) -> None:
 def test_with_both_off_nothing_is_counted() -> None:
     scheduler, clock = fleet(rebalance_ratio=0.0, replicas_max=1)
     decisions = heated(scheduler, clock)
-    assert scheduler.stats()["plans"] == {} and scheduler._core.groups.live == 0
+    assert scheduler.stats()["plans"] == {} and scheduler.core.groups.live == 0
     assert {decision.worker for decision in decisions} == {decisions[0].worker}
 
 
@@ -266,7 +265,7 @@ def test_a_worker_that_leaves_while_a_plan_is_made_gets_no_prefix(reused: bool) 
 
     def remove_it_first(group: Group, worker: int) -> float:
         if not left:
-            left.append(str(scheduler._core.names[worker]))
+            left.append(str(scheduler.core.names[worker]))
             scheduler.remove_worker(left[0])
             if reused:
                 scheduler.add_worker(WorkerSpec("another", block_size=1))
@@ -309,29 +308,6 @@ def test_a_clock_that_jumps_back_ends_no_copy_and_breaks_nothing() -> None:
 # --- handing over -----------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_is_handed_over() -> None:
-    scheduler, clock = fleet(2)
-    home = ask(scheduler, PREFIX, 0).worker
-    ask(scheduler, PREFIX, 1)
-    index = scheduler._core.names.index(home)
-    shifts = scheduler._shifts
-    assert shifts is not None
-    with scheduler._lock:
-        (group,) = shifts.groups_on(index, clock())
-        (plan,) = shifts.hand_over([Proposal(HANDOVER, group, 1 - index, "it leaves", 0.0)], clock())
-    assert isinstance(plan, Plan) and plan.kind == HANDOVER
-    scheduler.drain_worker(home)
-    decision = ask(scheduler, PREFIX, 2)
-    assert decision.worker != home
-    scheduler.add_worker(WorkerSpec("third", block_size=1))
-    decision = ask(scheduler, PREFIX, 3)
-    assert decision.worker == plan.to_worker
-    clock.advance(181.0)
-    scheduler.tick()
-    assert plans(scheduler) == []
-    assert plans(scheduler, "ended")[-1]["why"] == "expired"
-
-
 def test_a_home_that_lags_behind_is_not_insisted_on() -> None:
     scheduler, clock = fleet(rebalance_ratio=0.0)
     documents = [[*PREFIX, *range(50_000 + 1000 * n, 50_000 + 1000 * n + 200)] for n in range(6)]
@@ -348,20 +324,24 @@ def test_a_home_that_lags_behind_is_not_insisted_on() -> None:
     with scheduler._lock:
         shifts._waits.update(dict.fromkeys(copied.targets, 0.9))
         shifts.publish()
-    homes = [steer for steer in scheduler._core.steers.show() if len(steer[5]) == 1]
+    homes = [steer for steer in scheduler.core.steers.show() if len(steer[5]) == 1]
     assert {(steer[0], steer[5][0]) for steer in homes} == set(copied.homes.items())
     lagging = copied.homes[homes[0][0]]
     with scheduler._lock:
         shifts._waits.update({target: 3.0 if target == lagging else 0.9 for target in copied.targets})
         shifts.publish()
-    assert {steer[5] for steer in scheduler._core.steers.show() if len(steer[5]) == 1}.isdisjoint({(lagging,)})
+    assert {steer[5] for steer in scheduler.core.steers.show() if len(steer[5]) == 1}.isdisjoint({(lagging,)})
     with scheduler._lock:
         shifts._waits[lagging] = 2.9
         shifts.publish()
-    assert [steer for steer in scheduler._core.steers.show() if len(steer[5]) == 1] == homes
+    assert [steer for steer in scheduler.core.steers.show() if len(steer[5]) == 1] == homes
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def move_of(group: Group) -> Proposal:
+    return Proposal(REBALANCE, group, 1 - group.worker, "test", 0.0)
 
 
 def test_plans_and_history_are_bounded() -> None:
@@ -374,8 +354,9 @@ def test_plans_and_history_are_bounded() -> None:
         ask(scheduler, prefix, number + 1000)
     with scheduler._lock:
         rows = groups_of(scheduler, clock)
-        begun = shifts.hand_over([Proposal(HANDOVER, row, 1 - row.worker, "test", 0.0) for row in rows], clock())
-        assert shifts.hand_over([Proposal(HANDOVER, rows[0]._replace(generation=0), 1, "gone", 0.0)], clock()) == []
+        begun = [plan for row in rows if (plan := shifts.begin(move_of(row), clock()))]
+        assert shifts.begin(move_of(rows[0]._replace(generation=0)), clock()) is None
+        shifts.publish()
     assert len(begun) == PLANS_MAX == len(plans(scheduler))
     assert scheduler.stats()["plans"]["left_out"] == 5
     for _ in range(2):
@@ -387,7 +368,9 @@ def test_plans_and_history_are_bounded() -> None:
         scheduler.tick()
         with scheduler._lock:
             rows = groups_of(scheduler, clock)
-            shifts.hand_over([Proposal(HANDOVER, row, 1 - row.worker, "test", 0.0) for row in rows], clock())
+            for row in rows:
+                shifts.begin(move_of(row), clock())
+            shifts.publish()
         scheduler.check()
     assert len(plans(scheduler, "ended")) == HISTORY_MAX
     assert sum(scheduler.stats()["plans"]["why_ended"].values()) == 2 * PLANS_MAX
@@ -395,7 +378,7 @@ def test_plans_and_history_are_bounded() -> None:
 
 def test_the_table_refuses_what_is_beyond_its_bounds_and_stays_as_it_was() -> None:
     scheduler, _ = fleet(2)
-    steers = scheduler._core.steers
+    steers = scheduler.core.steers
     one = (1, 1, 5, None, 3, (0,))
     with scheduler._lock:
         steers.put([one])
@@ -454,11 +437,11 @@ def test_plans_go_on_in_a_restored_scheduler() -> None:
     told, before = restored.stats(), scheduler.stats()
     del told["scaling"], before["scaling"]  # its samples begin anew
     assert told == before
-    assert restored._core.steers.show() == scheduler._core.steers.show() != []
-    assert restored._core.groups.show() == scheduler._core.groups.show() != []
+    assert restored.core.steers.show() == scheduler.core.steers.show() != []
+    assert restored.core.groups.show() == scheduler.core.groups.show() != []
     for one, its_clock in ((scheduler, clock), (restored, other)):
         heated(one, its_clock)
-        for request_id in list(one._core.leases):
+        for request_id in list(one.core.leases):
             one.finish(request_id, output_tokens=1)
         for _ in range(300):
             its_clock.advance(1.0)
@@ -484,7 +467,9 @@ def test_plans_go_on_in_a_restored_scheduler() -> None:
 def test_plans_that_cannot_be_are_refused(name: str, lie: Any) -> None:
     scheduler, clock = fleet(rebalance_ratio=0.0)
     heated(scheduler, clock)
-    state = tuple((key, lie if key == name else value) for key, value in taken(scheduler._shifts) or ())
+    assert scheduler._shifts is not None
+    state = tuple((key, lie if key == name else value) for key, value in scheduler._shifts.state())
     other, _ = fleet(rebalance_ratio=0.0)
+    assert other._shifts is not None
     with pytest.raises((InvalidInput, TypeError, ValueError)):
-        give(other._shifts, state)
+        other._shifts.restore(state)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from preble import CostModel, Decision, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
-from preble.scheduling.rebalance_planner import HANDOVER, Group, Proposal
+from preble.scheduling.rebalance_planner import REBALANCE, Group, Proposal
 from preble.types import Explanation
 
 NAMES = [f"w{i}" for i in range(4)]
@@ -80,13 +80,13 @@ class ShiftsMachine(RuleBasedStateMachine):
         return self.bucket // HALF_BUCKETS
 
     def path(self, node: int) -> Prefix:
-        return tuple(self.real._core.groups.prefix(node)[1])
+        return tuple(self.real.core.groups.prefix(node)[1])
 
     # --- requests ---
 
     def explained(self, tokens: Prefix) -> tuple[Explanation, Explanation]:
         """As it would be decided without steers, and with them."""
-        core = self.real._core
+        core = self.real.core
         kept = core.steers.show()
         with self.real._lock:
             core.steers.put([])
@@ -96,7 +96,7 @@ class ShiftsMachine(RuleBasedStateMachine):
 
     def steered(self, tokens: Prefix, plain: Explanation) -> set[str]:
         """Where the deepest steer on the prompt's path may lead, by a plain search; empty without one."""
-        core, eligible = self.real._core, {cost.worker for cost in plain.workers}
+        core, eligible = self.real.core, {cost.worker for cost in plain.workers}
         matched = self.real.match(list(tokens)).known_tokens
         exploits = plain.reason == "exploit"
         if not exploits and not matched > self.real.config.exploit_ratio * len(tokens):
@@ -138,12 +138,12 @@ class ShiftsMachine(RuleBasedStateMachine):
         self.live[str(decision.request_id)] = None
         if decision.reason == "explore":
             return
-        ends = self.real._core.tree.path(list(tokens))
+        ends = self.real.core.tree.path(list(tokens))
         prefix = key_prefix(tokens, ends, decision.matched_tokens)
         if prefix is None:
             return
         name = decision.worker
-        output = int(self.real._core.lease(decision.request_id)["expected_output_tokens"])
+        output = int(self.real.core.lease(decision.request_id)["expected_output_tokens"])
         missed = len(tokens) - decision.matched_tokens
         seconds = COST.prefill_time(missed, len(tokens))
         key = (prefix, name, self.incarnations[name])
@@ -217,14 +217,16 @@ class ShiftsMachine(RuleBasedStateMachine):
             (self.real.drain_worker if drain else self.real.remove_worker)(name)
 
     @rule(data=st.data(), to=st.integers(0, 3))
-    def hand_over(self, data: st.DataObject, to: int) -> None:
-        core = self.real._core
+    def move(self, data: st.DataObject, to: int) -> None:
+        core = self.real.core
         rows = [Group._make(row) for row in core.groups.rows(0, 4096, self.clock(), 0.0)]
+        rows = [row for row in rows if row.worker != to]
         if rows and to < len(core.names):
             row = data.draw(st.sampled_from(rows))
             with self.real._lock:
                 busy = row.node in self.real._shifts._busy()
-                begun = self.real._shifts.hand_over([Proposal(HANDOVER, row, to, "test", 1.0)], self.clock())
+                begun = self.real._shifts.begin(Proposal(REBALANCE, row, to, "test", 1.0), self.clock())
+                self.real._shifts.publish()
             assert bool(begun) == (core.names[to] is not None) or busy
 
     @rule(times=st.integers(1, 3))
@@ -255,7 +257,7 @@ class ShiftsMachine(RuleBasedStateMachine):
     def groups_are_as_counted(self) -> None:
         if not hasattr(self, "real"):
             return
-        core, half = self.real._core, self.bucket // HALF_BUCKETS
+        core, half = self.real.core, self.bucket // HALF_BUCKETS
         prefixes = set()
         found = {}
         for at, share in zip(places(core), core.groups.show(), strict=True):

@@ -3,17 +3,17 @@ them has the same answers and leaves the same books. What the shadow counts is h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preble import BlockStored, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec, sim
+from preble import BlockStored, Decision, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec, sim
+from preble._placement.request_api import DecisionObserver, RequestApi
 from preble.errors import InvalidConfig, InvalidTokens, NoWorkers, PrebleError
 from preble.policies.base import RequestView, WorkersView
-from preble.scheduling.recording import Watched
 from preble.scheduling.records import Recording
 from preble.scheduling.shadow import PAIRS_MAX
 from tests.support.sim import PLAIN, config, tools
@@ -174,13 +174,75 @@ def test_by_default_nothing_is_watched() -> None:
     assert "schedule" not in vars(GlobalScheduler)  # it is the compiled one
 
 
+class Notes(DecisionObserver):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def before_decision(self, core: Any, policy: Any, request: RequestView, now: float, explain: bool) -> object:
+        return request.sequence, now
+
+    def on_decision(self, decision: Decision, before: Any, now: float) -> None:
+        self.told.append(("decision", decision.request_id, before, now))
+
+    def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
+        self.told.append(("first token", request_id, now, cached_tokens))
+
+    def on_finish(self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
+        self.told.append(("finish", request_id, now, cached_tokens, output_tokens))
+
+    def on_cancel(self, request_id: Hashable, now: float) -> None:
+        self.told.append(("cancel", request_id, now))
+
+
+def served(api: RequestApi, name: str) -> None:
+    """A request that is served, one that is late, one that is cancelled."""
+    api.schedule([1, 2, 3], request_id=name)
+    assert api.first_token(name, cached_tokens=2)
+    assert api.finish(name, output_tokens=5)
+    assert not api.finish(name)
+    api.schedule([1, 2, 3], request_id=name)
+    assert api.cancel(name)
+
+
+def test_an_observer_comes_and_goes_and_is_told_of_what_happens_meanwhile() -> None:
+    sched, notes = scheduler(ManualClock(1.0)), Notes()
+    served(sched, "before")
+    sched._observer = notes
+    served(sched, "seen")
+    sched._observer = None
+    served(sched, "after")
+    sched.check()
+    assert notes.told == [
+        ("decision", "seen", (2, 1.0), 1.0),
+        ("first token", "seen", 1.0, 2),
+        ("finish", "seen", 1.0, None, 5),
+        ("decision", "seen", (3, 1.0), 1.0),
+        ("cancel", "seen", 1.0),
+    ]
+
+
+def test_the_request_api_is_complete_without_a_scheduler() -> None:
+    whole = scheduler(ManualClock(1.0))
+    plain, notes = RequestApi(whole.core, lambda: 7.0, 0), Notes()
+    served(plain, "one")
+    assert plain.schedule([9], request_id="two", exclude=WORKERS[:2], explain=True).worker == WORKERS[2]
+    assert plain.explain([9]).worker == WORKERS[2] and plain.match([9, 9]).best_tokens == 1
+    assert plain.renew("two") and plain.cancel("two") and plain.now() == 7.0
+    watched = RequestApi(whole.core, lambda: 8.0, 0, policy=Last(), observer=notes)
+    served(watched, "three")
+    assert [one[0] for one in notes.told] == ["decision", "first token", "finish", "decision", "cancel"]
+    whole.check()
+
+
 def test_a_scheduler_of_one_s_own_can_be_watched() -> None:
     class Mine(GlobalScheduler):
         def greeting(self) -> str:
             return "hello"
 
     sched = Mine(["a"], shadow=Last)
-    assert isinstance(sched, Mine) and isinstance(sched, Watched) and type(sched).__name__ == "Mine"
+    assert type(sched) is Mine and type(GlobalScheduler(["a"], shadow=Last)) is GlobalScheduler
     assert sched.greeting() == "hello" and sched.schedule([1, 2]).worker == "a"
 
 
@@ -334,7 +396,6 @@ def test_a_shadow_that_changes_the_fleet_is_counted_as_in_error() -> None:
 
 
 def test_the_class_of_a_watched_scheduler_makes_watched_and_plain_ones():
-    """It derives from Watched already, and could not be put below it once more."""
     kind = type(GlobalScheduler(["a"], shadow="kv_cost"))
     for watched in ({"shadow": "kv_cost"}, {"record": Recording()}, {}):
         scheduler = kind(["a", "b"], **watched)

@@ -34,6 +34,7 @@ import msgpack
 import numpy as np
 
 from preble import CostModel, GlobalScheduler, ManualClock, SamplingParams, SchedulerConfig, WorkerSpec, workloads
+from preble._kv_index.event_batch import EventBatch
 from preble.errors import (
     HandshakeRefused,
     InvalidConfig,
@@ -110,7 +111,7 @@ def targets(directory: Path) -> list[Target]:
     made = [
         Target("wire", _frames(), _feed_wire, (ProtocolError,)),
         Target("engine_events", _payloads(), EngineEvents(), (InvalidInput,)),
-        Target("event_objects", _payloads(), kv_event_codec.decode, (InvalidInput,)),
+        Target("event_objects", _payloads(), lambda data: EventBatch(data).events(), (InvalidInput,)),
         Target("engine_load", [LOAD_FRAME], kv_event_codec.decode_load, (ProtocolError,)),
         Target("sglang_stream", SGLANG_LINES, lambda line: _SglangStream(True).take(line), STREAM_ERRORS),
         Target("vllm_stream", VLLM_LINES, lambda line: _VllmStream().take(line), STREAM_ERRORS),

@@ -31,7 +31,7 @@ import numpy as np
 from preble import SamplingParams
 from preble.errors import NoWorkers, PrebleError, QueueFull
 from preble.router import Router
-from preble.router.fleet import Worker
+from preble.router.fleet import FleetWorker
 from preble.transport import wire
 from tests.support.transport import HANG_SECONDS, Peer, assert_books_are_even, expected_tokens, fast, until_others_ended
 
@@ -178,7 +178,7 @@ class Load:
         except AssertionError as error:
             self.findings.append(f"at the end: {error}")
 
-    async def check_worker(self, worker: Worker) -> None:
+    async def check_worker(self, worker: FleetWorker) -> None:
         """Nothing runs there for anybody, and its cache holds what we believe and, once asked, what it was asked."""
         probe = Probe(worker.address)
         try:
@@ -195,12 +195,12 @@ class Load:
         finally:
             probe.close()
 
-    async def caught_up(self, worker: Worker, probe: Probe) -> None:
+    async def caught_up(self, worker: FleetWorker, probe: Probe) -> None:
         """Wait until all of the worker's events have been applied."""
         end = await asyncio.to_thread(probe.event_end)
         await _until(lambda: worker.link is not None and worker.link.next_event_seq >= end, "all events are applied")
 
-    def believed(self, worker: Worker, prompt: Prompt) -> int:
+    def believed(self, worker: FleetWorker, prompt: Prompt) -> int:
         """Tokens of a prompt that the router believes cached there."""
         known = self.router.scheduler.match(prompt).matched_tokens.get(worker.worker_id, 0)
         return min(known, len(prompt) - 1)  # as the engine counts: it computes a last token in any case

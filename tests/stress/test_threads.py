@@ -15,7 +15,6 @@ import pytest
 from preble import Decision, GlobalScheduler, ManualClock, Policy
 from preble.errors import NoWorkers
 from preble.policies.base import RequestView, WorkersView
-from preble.scheduler import _Excluding
 from preble.scheduling import peer_bookings
 from tests.stress.threads import run_together, stress_scheduler, stress_slots, stress_tree
 
@@ -75,9 +74,9 @@ def test_a_worker_removed_between_the_booking_and_the_answer_is_not_answered() -
     sched.drain_worker("stays")
     with sched._lock:
         other.start()
-        while "asked" not in sched._core.leases:
+        while "asked" not in sched.core.leases:
             time.sleep(0.001)
-    while not sched._core.book.live:  # the other thread books it without Python's lock
+    while not sched.core.book.live:  # the other thread books it without Python's lock
         pass
     sched.add_worker("new")
     orphans = sched.remove_worker("goes")
@@ -97,9 +96,11 @@ def while_left_out(sched: GlobalScheduler, excluded: list[str], question: Callab
             answers.append(error)
 
     other = threading.Thread(target=ask)
-    with sched._lock, _Excluding(sched, excluded):
+    with sched._lock:
+        left_out = sched.core.leave_out(excluded)
         other.start()
         other.join(0.05)
+        sched.core.take_back(left_out)
     other.join()
     return answers[0]
 
@@ -113,7 +114,7 @@ def test_workers_left_out_of_one_decision_are_there_for_all_others() -> None:
         assert while_left_out(sched, excluded, lambda: sched.schedule([7]).worker) in ("a", "b")
         told = while_left_out(sched, excluded, lambda: sched.explain(list(range(100))))
         assert told.worker == holder and len(told.workers) == 2
-    assert not sched._core.leaves_out
+    assert not sched.core.left_out
     sched.check()
 
 
@@ -133,7 +134,7 @@ def test_a_worker_that_comes_just_after_nobody_was_eligible_is_too_late() -> Non
     other = threading.Thread(target=ask)
     with sched._lock:
         other.start()
-        while "asked" not in sched._core.leases:
+        while "asked" not in sched.core.leases:
             time.sleep(0.001)
         time.sleep(0.01)  # the other thread waits for the lock by now
         sched.drain_worker("goes")
@@ -157,11 +158,11 @@ def test_requests_may_come_while_statistics_are_taken(monkeypatch: pytest.Monkey
         number = 10 + len(others)
         others.append(threading.Thread(target=lambda: sched.schedule([4, 5, 6], request_id=number)))
         others[-1].start()
-        while number not in sched._core.leases:
+        while number not in sched.core.leases:
             time.sleep(0.001)
         return False
 
-    monkeypatch.setattr(mirror, "is_mirrored", let_one_come)
+    monkeypatch.setattr(peer_bookings, "is_mirrored", let_one_come)
     assert sched.stats()["mirrored_live"] == 0
     for other in others:
         other.join()

@@ -1,4 +1,4 @@
-# Checking and drawing a tree: contents of `_core/tree/audit.pyx`.
+# Checking and drawing a tree: contents of `audit.pyx`.
 
 from preble._core.tree.layout cimport Tree
 

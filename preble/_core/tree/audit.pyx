@@ -1,4 +1,4 @@
-"""`check` and `show` for radix trees: asserts every invariant of `_core/tree/layout.pxd`, and draws a tree. Owns nothing,
+"""`check` and `show` for radix trees: asserts every invariant of `layout.pxd`, and draws a tree. Owns nothing,
 changes nothing."""
 
 from libc.stdint cimport uint32_t, uint64_t

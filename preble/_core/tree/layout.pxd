@@ -1,5 +1,5 @@
-# The token radix tree: layout, pictures and invariants. `_core/tree/parts.pxd` has its smallest parts, `_core/tree/nodes.pyx` nodes,
-# marks and the split, `_core/tree/child_table.pxd` the child table, `_core/tree/operations.pyx` its operations, `_radix.pyx` its Python face.
+# The token radix tree: layout, pictures and invariants. `parts.pxd` has its smallest parts, `nodes.pyx` nodes,
+# marks and the split, `child_table.pxd` the child table, `operations.pyx` its operations, `_radix.pyx` its Python face.
 #
 # One forest of path-compressed trees over token ids, one root per namespace. A node owns a run of tokens; every path
 # from a root spells a prompt. Marks say which worker is believed to cache how much of a node.
@@ -32,7 +32,7 @@
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
 #   E1  ghosts (see EntryBlock) are in one list of their own, which keeps leaves before their parents
-#   V1  a worker's list of next victims is a copy of the beginning of its recency list (see _core/tree/victims.pxd)
+#   V1  a worker's list of next victims is a copy of the beginning of its recency list (see victims.pxd)
 #   B1  budget.used is the sum of all live allocations, retired ones included; directories of slabs, reader slots and
 #       the queue of retired things are not counted: their size is fixed
 #
@@ -95,7 +95,7 @@ cdef enum:
 
 cdef enum:
     CONFIRMED = 1                # an engine has reported, or finished computing, this prefix
-    LISTED = 2                   # among the worker's known next victims (see _core/tree/victims.pxd)
+    LISTED = 2                   # among the worker's known next victims (see victims.pxd)
 
 cdef struct Mark:                # a worker's recency and hits at one node, 32 bytes
     uint64_t hits                # (r) window counter of this worker's requests
@@ -121,7 +121,7 @@ cdef struct Victim:              # a mark as eviction sees it
     uint64_t hits                # window counter
     double seconds               # to compute its tokens again
 
-cdef struct Victims:             # the oldest marks of a worker's recency list (see _core/tree/victims.pxd)
+cdef struct Victims:             # the oldest marks of a worker's recency list (see victims.pxd)
     uint32_t first
     uint32_t count
     Victim known[VICTIMS_MAX]

@@ -1,4 +1,4 @@
-# Parts of a tree: contents of `_core/tree/nodes.pyx`. "-1" means that memory is out and nothing has changed.
+# Parts of a tree: contents of `nodes.pyx`. "-1" means that memory is out and nothing has changed.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 

@@ -1,8 +1,8 @@
 """The parts a token radix tree is made of, as C functions without Python objects: nodes and their links, entries and
 marks, walks, the split. Owns no state: each function takes the `Tree` it works on. Whole operations on a tree are in
-`_core/tree/operations.pyx`.
+`operations.pyx`.
 
-Layout, pictures and invariants are in `_core/tree/layout.pxd`. Nothing here is recursive; whatever allocates does so before it
+Layout, pictures and invariants are in `layout.pxd`. Nothing here is recursive; whatever allocates does so before it
 changes content. Paper section 4.2.
 
 Sections: nodes, entries and marks, reads, split. Only the reads may run while a writer works; they hold a reader slot.

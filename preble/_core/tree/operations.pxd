@@ -1,4 +1,4 @@
-# The tree's operations: contents of `_core/tree/operations.pyx`. "-1" means that memory is out and nothing has changed.
+# The tree's operations: contents of `operations.pyx`. "-1" means that memory is out and nothing has changed.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
@@ -11,6 +11,7 @@ cdef void set_limit(Tree* t, uint32_t index, bint told) noexcept nogil
 cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
 cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil
 cdef uint32_t sweep_ghosts(Tree* t, uint32_t marks_max) noexcept nogil
+cdef bint marks_a_child(Tree* t, uint32_t i, uint32_t worker, uint32_t spared) noexcept nogil
 cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_tokens) noexcept nogil
 cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens) noexcept nogil
 cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double now) noexcept nogil

@@ -1,8 +1,8 @@
 """The operations on a token radix tree, as C functions without Python objects. Owns the algorithms, no state: each
 function takes the `Tree` it works on. The Python face is `_radix.pyx`; KV slots are in `batching/_kv_slots.pyx`.
 
-Layout, pictures and invariants are in `_core/tree/layout.pxd`, nodes, marks and splits in `_core/tree/nodes.pyx`, the small parts in
-`_core/tree/parts.pxd`. Nothing here is recursive; whatever allocates does so before it changes content. Paper section 4.2.
+Layout, pictures and invariants are in `layout.pxd`, nodes, marks and splits in `nodes.pyx`, the small parts in
+`parts.pxd`. Nothing here is recursive; whatever allocates does so before it changes content. Paper section 4.2.
 
 Sections: insert, eviction, corrections, room under max_bytes, forgetting.
 """
@@ -321,11 +321,11 @@ cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_
     return dropped
 
 
-cdef bint marks_a_child(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
-    """Whether the worker marks a child of node `i`; True also when there are too many children to look."""
+cdef bint marks_a_child(Tree* t, uint32_t i, uint32_t worker, uint32_t spared) noexcept nogil:
+    """Whether the worker marks a child of node `i` other than `spared`; True also where there are too many to look."""
     cdef uint32_t child = node_at(t, i).first_child, looked = 0
     while child != NONE:
-        if looked == UNDO_CHILDREN or find_entry(node_at(t, child), worker).end:
+        if looked == UNDO_CHILDREN or (child != spared and find_entry(node_at(t, child), worker).end):
             return True
         looked += 1
         child = node_at(t, child).next_sibling
@@ -351,7 +351,7 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
                 victims_cut(t, worker, entry.mark)
             store64(&mark.hits, hits_take(mark.hits, window))
             undo = undo and entry.end > kept_tokens and mark.pins == 0
-            undo = undo and hits_seen(mark.hits, window) == 0 and not marks_a_child(t, i, worker)
+            undo = undo and hits_seen(mark.hits, window) == 0 and not marks_a_child(t, i, worker, NONE)
             if undo and kept_tokens > node.run.start:
                 dropped += trim_entry(t, i, worker, kept_tokens)
             elif undo:

@@ -1,5 +1,5 @@
 # Small parts of the tree as inline C: window counters, linked lists, token runs, entries. They own no state; each takes
-# the Tree or the counter it works on. `_core/tree/operations.pyx` builds the tree's operations from them.
+# the Tree or the counter it works on. `operations.pyx` builds the tree's operations from them.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset

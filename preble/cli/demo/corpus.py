@@ -46,7 +46,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DemoPrompt:
     """One request: a document's prefix and a question, as tokens; it arrives `arrival_seconds` after the start."""
 
     number: int
@@ -119,23 +119,25 @@ def ends_by(node: ast.stmt, last_line: int) -> bool:
     return (node.end_lineno or node.lineno) <= last_line
 
 
-def choose_prompts(documents: Sequence[Document], count: int, tokenize: Tokenize, rng: random.Random) -> list[Prompt]:
+def choose_prompts(
+    documents: Sequence[Document], count: int, tokenize: Tokenize, rng: random.Random
+) -> list[DemoPrompt]:
     """`count` prompts, each about a document and a question drawn by `rng`, all arriving at 0; see `with_arrivals`."""
     prompts = []
     for number in range(count):
         index = rng.randrange(len(documents))
         question = rng.choice(documents[index].questions)
         token_ids = tokenize(f"{documents[index].prefix}Question: {question}\nAnswer:")
-        prompts.append(Prompt(number, index, question, tuple(token_ids), 0.0))
+        prompts.append(DemoPrompt(number, index, question, tuple(token_ids), 0.0))
     return prompts
 
 
-def with_arrivals(prompts: Sequence[Prompt], rate_per_second: float, rng: random.Random) -> list[Prompt]:
+def with_arrivals(prompts: Sequence[DemoPrompt], rate_per_second: float, rng: random.Random) -> list[DemoPrompt]:
     """The same prompts, arriving as a Poisson process of `rate_per_second`."""
     now, timed = 0.0, []
     for prompt in prompts:
         now += rng.expovariate(rate_per_second)
-        timed.append(Prompt(prompt.number, prompt.document, prompt.question, prompt.token_ids, now))
+        timed.append(DemoPrompt(prompt.number, prompt.document, prompt.question, prompt.token_ids, now))
     return timed
 
 

@@ -18,8 +18,8 @@ from ...errors import PrebleError
 from ...router.router import Router
 from ...scheduler import GlobalScheduler
 from ...types import SamplingParams
-from .corpus import Prompt
-from .fleet import Fleet
+from .corpus import DemoPrompt
+from .fleet import DemoFleet
 from .plan import Speed
 from .progress import Tally
 from .report import Phase, Record
@@ -45,8 +45,8 @@ class OutOfTime(PrebleError):
 
 async def run_phase(
     policy: str,
-    prompts: Sequence[Prompt],
-    fleet: Fleet,
+    prompts: Sequence[DemoPrompt],
+    fleet: DemoFleet,
     *,
     output_tokens: int,
     cost_model: CostModel,
@@ -61,7 +61,7 @@ async def run_phase(
         loop = asyncio.get_running_loop()
         start = loop.time()
 
-        async def ask_at(prompt: Prompt, record: Record) -> None:
+        async def ask_at(prompt: DemoPrompt, record: Record) -> None:
             await asyncio.sleep(max(0.0, start + prompt.arrival_seconds - loop.time()))
             tally.sent += 1
             await ask(router, prompt.token_ids, output_tokens, record, lambda: loop.time() - start)
@@ -99,7 +99,7 @@ def count(tally: Tally, record: Record) -> None:
         tally.add(record.ttft_seconds, record.prompt_tokens, record.cached_tokens)
 
 
-async def watch(tasks: Iterable[asyncio.Future[None]], fleet: Fleet, limit_seconds: float) -> None:
+async def watch(tasks: Iterable[asyncio.Future[None]], fleet: DemoFleet, limit_seconds: float) -> None:
     """Wait for all tasks; stop waiting when a worker process has ended or the time is up, and cancel the rest."""
     pending = set(tasks)
     deadline = asyncio.get_running_loop().time() + limit_seconds
@@ -122,13 +122,13 @@ async def watch(tasks: Iterable[asyncio.Future[None]], fleet: Fleet, limit_secon
 # --- calibration ------------------------------------------------------------------------------------------------------
 
 
-async def warm_up(fleet: Fleet, tokens: Sequence[int]) -> None:
+async def warm_up(fleet: DemoFleet, tokens: Sequence[int]) -> None:
     """One prompt to every worker, unlike any of the experiment's, so that first-use costs are paid before."""
     async with Router(fleet.endpoints, policy="round_robin") as router:
         await burst(router, fleet, [rotated(tokens, 0, WARM_UP_TOKENS)] * len(fleet.worker_ids), output_tokens=4)
 
 
-async def calibrate(fleet: Fleet, tokens: Sequence[int], output_tokens: int) -> Calibration:
+async def calibrate(fleet: DemoFleet, tokens: Sequence[int], output_tokens: int) -> Calibration:
     """Measure all workers at once, as the phases will load them. `tokens` is any real text.
 
     1. Single prompts of several lengths: what an idle worker takes, for the cost model.
@@ -166,7 +166,7 @@ def last_done(records: Iterable[Record]) -> float:
     return max(record.latency_seconds for record in records)
 
 
-async def burst(router: Router, fleet: Fleet, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Record]:
+async def burst(router: Router, fleet: DemoFleet, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Record]:
     """Send prompts at once and wait for them. Raises `PrebleError` if one fails."""
     loop = asyncio.get_running_loop()
     start = loop.time()

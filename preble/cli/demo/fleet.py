@@ -1,30 +1,30 @@
-"""The demo's worker processes. Owns starting, watching and stopping them, and their logs; sends no requests."""
+"""The demo's worker processes. Owns what is run, and the errors with the ends of logs; sends no requests."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from ...errors import PrebleError
-from ...launch.processes import preble_command
+from ...launch.processes import ChildProcess, LogBook, preble_command, ready_endpoints
+from ...launch.supervisor import Supervisor, SupervisorConfig
 
 LOG_LINES_SHOWN = 25
-STOP_SECONDS = 10.0
-READY_SECONDS = 120.0
 POLL_SECONDS = 0.05
+# A worker that ends spoils the measurement: none is started again.
+SUPERVISION = SupervisorConfig(max_restarts=0, start_seconds=120.0, drain_seconds=10.0)
 
 
 class WorkerFailed(PrebleError):
     """A worker process ended or never got ready; the message ends with the tail of its log."""
 
 
-class Fleet:
+class DemoFleet:
     """`preble worker` processes on loopback, each pinned to a core where there are enough. An async context manager.
 
     `arguments` follow `preble worker` for every process; the fleet adds each one's id, address and core. A new fleet
@@ -33,16 +33,21 @@ class Fleet:
 
     def __init__(self, count: int, arguments: Sequence[str], log_directory: Path, label: str) -> None:
         self.worker_ids = [f"worker-{number}" for number in range(count)]
-        self.endpoints: list[str] = []  # known once the workers are ready
+        self.endpoints = [""] * count  # known once the workers are ready
         self._arguments = list(arguments)
-        self._logs = [log_directory / f"{label}-{worker}.log" for worker in self.worker_ids]
-        self._processes: list[subprocess.Popen[bytes]] = []
+        names = [f"{label}-{worker}" for worker in self.worker_ids]
+        self._logs = [log_directory / f"{name}.log" for name in names]
+        for log in self._logs:
+            log.unlink(missing_ok=True)
+        self._book = LogBook(names, log_directory)
+        self._writers = [partial(self._book.write, name) for name in names]
+        self._supervisor = Supervisor(count, self._spawn, SUPERVISION, clock=time.monotonic)
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> DemoFleet:
         try:
-            for number in range(len(self.worker_ids)):
-                self._processes.append(self._start(number))
-            await self._wait_ready()
+            while not all(self.endpoints):
+                self.check()
+                await asyncio.sleep(POLL_SECONDS)
         except BaseException:
             self.stop()
             raise
@@ -56,15 +61,17 @@ class Fleet:
     def command(self, number: int) -> list[str]:
         """What a user would type to start this worker."""
         command = [*preble_command(), "worker", "--id", self.worker_ids[number]]
-        command += ["--bind", "tcp://127.0.0.1:*", *self._arguments]
+        command += ["--bind", "tcp://127.0.0.1:*", "--until-stdin-closes", *self._arguments]
         cores = available_cores()
         return [*command, "--cpu", str(cores[number])] if len(cores) >= len(self.worker_ids) else command
 
     def check(self) -> None:
-        """Raise `WorkerFailed` if a process has ended."""
-        for number, process in enumerate(self._processes):
-            if process.poll() is not None:
-                raise self.failure(number, f"ended with exit code {process.returncode}")
+        """Look at every process. Raises `WorkerFailed` if one has ended, or is not ready in time."""
+        for news in self._supervisor.turn():
+            if news.kind == "ready":
+                self.endpoints[news.child], _ = ready_endpoints(news.text)
+            elif news.is_trouble:
+                raise self.failure(news.child, news.text.partition(";")[0])
 
     def failure(self, number: int, what: str) -> WorkerFailed:
         """The error that says what happened to a worker, with the tail of its log."""
@@ -75,59 +82,25 @@ class Fleet:
         """The ends of all logs."""
         return "\n".join(f"--- {log}\n{tail(log)}" for log in self._logs)
 
-    async def _wait_ready(self) -> None:
-        """Wait for every worker's READY line, which tells its endpoint."""
-        deadline = time.monotonic() + READY_SECONDS
-        for number, log in enumerate(self._logs):
-            while (endpoint := ready_endpoint(log)) is None:
-                self.check()
-                if time.monotonic() > deadline:
-                    raise self.failure(number, f"was not ready within {READY_SECONDS:g} s")
-                await asyncio.sleep(POLL_SECONDS)
-            self.endpoints.append(endpoint)
-
     def stop(self) -> None:
-        """Ask every process to end, then make it. Idempotent."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """Ask every process to end, then make it."""
+        self._supervisor.drain()
+        try:
+            while not self._supervisor.done:
+                self._supervisor.turn()
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._supervisor.kill()
+            self._book.close()
 
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
-        log = self._logs[number]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as output:
-            return subprocess.Popen(
-                self.command(number),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(),
-            )
-
-
-def environment() -> dict[str, str]:
-    """The workers' environment: this one's, with this very `preble` first on the path, and output not held back."""
-    here = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH")) if part)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    def _spawn(self, number: int) -> ChildProcess:
+        write = self._writers[number]
+        return ChildProcess(self.command(number), on_output=write, on_log=write)
 
 
 def available_cores() -> list[int]:
     """Cores this process may run on; [] where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def ready_endpoint(log: Path) -> str | None:
-    """The endpoint in a worker's READY line; None while there is none."""
-    lines = log.read_text(errors="replace").split("\n")[:-1]
-    return next((line.split()[1] for line in lines if line.startswith("READY ")), None)
 
 
 def tail(log: Path, lines: int = LOG_LINES_SHOWN) -> str:

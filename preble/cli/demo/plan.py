@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .corpus import Document, Prompt
+from .corpus import DemoPrompt, Document
 
 KV_SHARES = 1.25
 ROUND_ROBIN_UTILISATION = 0.8
@@ -28,7 +28,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """One experiment: how many requests, how fast, and how busy each policy should keep the workers."""
 
     requests: int
@@ -45,14 +45,14 @@ def kv_capacity(documents: Sequence[Document], workers: int) -> int:
 
 def make_plan(
     documents: Sequence[Document],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[DemoPrompt],
     speed: Speed,
     *,
     workers: int,
     seconds: float,
     requests: int | None = None,
     rate_per_second: float | None = None,
-) -> Plan:
+) -> DemoPlan:
     """The experiment that lasts about `seconds` per policy. `prompts` are more than can be needed, in their order.
 
     `requests` and `rate_per_second` override what would be chosen.
@@ -66,7 +66,7 @@ def make_plan(
         count = requests or round(min(fitting, len(prompts)))
     least = least_missed_tokens(documents, prompts[:count])
     e2_busy = least / speed.prefill_tokens_per_second + speed.cached_request_seconds
-    return Plan(
+    return DemoPlan(
         requests=count,
         rate_per_second=rate,
         round_robin_missed_tokens=missed,
@@ -75,14 +75,14 @@ def make_plan(
     )
 
 
-def least_missed_tokens(documents: Sequence[Document], prompts: Sequence[Prompt]) -> float:
+def least_missed_tokens(documents: Sequence[Document], prompts: Sequence[DemoPrompt]) -> float:
     """Mean prompt tokens to compute if every document is computed once, by one worker, and never forgotten."""
     asked = {prompt.document for prompt in prompts}
     once = sum(documents[index].tokens for index in asked)
     return (once + sum(suffix_tokens(documents, prompt) for prompt in prompts)) / len(prompts)
 
 
-def missed_tokens(documents: Sequence[Document], prompts: Sequence[Prompt], workers: int, capacity: int) -> float:
+def missed_tokens(documents: Sequence[Document], prompts: Sequence[DemoPrompt], workers: int, capacity: int) -> float:
     """Mean prompt tokens a worker must compute under round robin, each worker caching whole documents in LRU order."""
     caches: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(workers)]
     missed = 0
@@ -98,6 +98,6 @@ def missed_tokens(documents: Sequence[Document], prompts: Sequence[Prompt], work
     return missed / len(prompts)
 
 
-def suffix_tokens(documents: Sequence[Document], prompt: Prompt) -> int:
+def suffix_tokens(documents: Sequence[Document], prompt: DemoPrompt) -> int:
     """Tokens of a prompt after its document."""
     return max(1, len(prompt.token_ids) - documents[prompt.document].tokens)

@@ -6,31 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import MissingExtra
+from ..console import GREY, TITLE, caption, duration, new_figure, save_figure, tidy
 from .report import Phase, Record, headline
 
 COLOURS = ("#d1603d", "#2b6ca3")
 PALE = ("#f0c5b5", "#b7d0e6")
-GREY = "#555555"
 
 
 def draw(path: Path, phases: Sequence[Phase], subtitle: str, footnote: str) -> None:
     """Write a PNG comparing the phases (two). Raises `MissingExtra` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra('the plot needs matplotlib: pip install "preble[bench]"') from error
-    figure = Figure(figsize=(12.8, 7.2), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(rect=(0.01, 0.035, 0.98, 0.865), w_pad=0.12, h_pad=0.10)
+    figure = new_figure((12.8, 7.2), (0.01, 0.035, 0.98, 0.865))
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1), height_ratios=(1, 1))
     draw_cdf(figure.add_subplot(grid[:, 0]), phases)
     draw_work(figure.add_subplot(grid[0, 1]), phases)
     draw_queue(figure.add_subplot(grid[1, 1]), phases)
-    figure.text(0.02, 0.965, headline(phases), fontsize=17, fontweight="bold", va="center")
-    figure.text(0.02, 0.927, subtitle, fontsize=10.5, color=GREY, va="center")
-    figure.text(0.02, 0.016, footnote, fontsize=8.5, color=GREY, va="center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    caption(figure, 0.965, headline(phases), size=17, title=True)
+    caption(figure, 0.927, subtitle, size=10.5)
+    caption(figure, 0.016, footnote)
+    save_figure(figure, path)
 
 
 def draw_cdf(axes: Any, phases: Sequence[Phase]) -> None:
@@ -44,14 +37,19 @@ def draw_cdf(axes: Any, phases: Sequence[Phase]) -> None:
         stats = phase.ttft()
         axes.plot([stats.p50, stats.p99], [0.5, 0.99], "o", color=colour, markersize=7, zorder=5)
         axes.axvline(stats.mean, color=colour, linestyle=(0, (2, 3)), linewidth=1.2)
-        lines = (phase.policy, f"mean {clock(stats.mean)}", f"p50  {clock(stats.p50)}", f"p99  {clock(stats.p99)}")
+        lines = (
+            phase.policy,
+            f"mean {duration(stats.mean)}",
+            f"p50  {duration(stats.p50)}",
+            f"p99  {duration(stats.p99)}",
+        )
         # Below the curves, where no curve can be.
         box = {"facecolor": "white", "edgecolor": colour, "boxstyle": "round,pad=0.45", "alpha": 0.94}
         style = {"color": colour, "fontsize": 11.5, "family": "monospace", "fontweight": "bold"}
         text = "\n".join(line.ljust(12) for line in lines)
         axes.text(place, 0.115, text, transform=axes.transAxes, ha="center", va="center", bbox=box, zorder=6, **style)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: clock(value))
+    axes.xaxis.set_major_formatter(lambda value, _: duration(value))
     axes.xaxis.set_minor_formatter("")
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -106,26 +104,3 @@ def in_flight(records: Sequence[Record]) -> tuple[list[float], list[int]]:
         moments.append(moment)
         counts.append(count)
     return moments, counts
-
-
-TITLE: dict[str, Any] = {"fontsize": 10.5, "loc": "left", "color": "#222222"}
-
-
-def tidy(axes: Any, grid: str = "both") -> None:
-    """Fewer lines, paler ones."""
-    axes.grid(True, axis=grid, color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#bbbbbb")
-    axes.tick_params(colors=GREY)
-
-
-def clock(seconds: float) -> str:
-    """Seconds for a human: "85 ms", "1.4 s"."""
-    if seconds < 0.0995:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.3g} s" if seconds == round(seconds) or seconds >= 9.995 else f"{seconds:.2f} s"

@@ -1,4 +1,4 @@
-"""The demo from start to end: model, documents, calibration, a phase per policy, results. Owns the order of things."""
+"""The demo from start to end: model, documents, calibration, a phase per policy, results. Owns options and order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +15,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import EngineError, MissingExtra, PrebleError
+from ..console import (
+    Screen,
+    can_draw,
+    need_torch,
+    output_directory,
+    positive_float,
+    positive_int,
+    write_json,
+)
 from . import corpus, plan, report
 from .experiment import Calibration, calibrate, run_phase, warm_up
-from .fleet import Fleet
+from .fleet import DemoFleet
 from .plot import draw
-from .progress import Screen, Tally
+from .progress import Tally
 
 T = TypeVar("T")
 
@@ -28,6 +36,27 @@ POLICIES = ("round_robin", "e2")
 MODEL = "llama-20m"
 OUTPUT_TOKENS = 12
 ENDINGS = (signal.SIGINT, signal.SIGTERM)  # ways in which a process is asked to end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `preble demo`."""
+    parser.add_argument("--engine", choices=("torch", "simulated"), default="torch", help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="a shorter run: fewer documents and requests")
+    parser.add_argument("--workers", type=positive_int, default=2, metavar="N", help="worker processes (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
+    parser.add_argument("--requests", type=positive_int, metavar="N", help="prompts per policy (default: by speed)")
+    parser.add_argument("--rate", type=positive_float, metavar="R", help="requests per second (default: by speed)")
+    parser.add_argument("--seconds", type=positive_float, metavar="S", help="aim of one policy's run, in seconds")
+    parser.add_argument(
+        "--time-scale",
+        type=positive_float,
+        default=0.25,
+        metavar="X",
+        help="simulated engine: seconds waited per simulated second (default: 0.25)",
+    )
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="model, logs and results (default: a new one)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="everything measured (default: DIR/demo.json)")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="the picture (default: DIR/demo.png)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +90,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
-def run_demo(args: argparse.Namespace, screen: Screen | None = None) -> int:
+def run(args: argparse.Namespace, screen: Screen | None = None) -> int:
     """Run it all; 0 if every request finished. Raises `MissingExtra` before anything is done, `WorkerFailed` later."""
     screen, settings = screen or Screen(), settings_of(args)
     check_extras(settings, plot_wanted=args.plot is not None)
-    workdir = args.workdir or Path(tempfile.mkdtemp(prefix="preble-demo-"))
+    workdir = output_directory(args.workdir, "--workdir", "demo")
     started = time.monotonic()
     demo = Demo(settings, workdir, screen)
     demo.prepare()
@@ -75,12 +104,10 @@ def run_demo(args: argparse.Namespace, screen: Screen | None = None) -> int:
     sys.stdout.write(note.replace(". ", ".\n") + "\n")
     content = report.document({**asdict(settings), **demo.found()}, phases, note)
     json_path = args.json or workdir / "demo.json"
-    report.write_json(json_path, content)
+    write_json(json_path, content)
     sys.stdout.write(f"Everything measured: {json_path}\n")
     plot_path = args.plot or workdir / "demo.png"
-    if find_spec("matplotlib") is None:
-        sys.stdout.write('No picture: it needs matplotlib, pip install "preble[bench]"\n')
-    else:
+    if can_draw("No picture: it needs"):
         draw(plot_path, phases, demo.subtitle(), footnote(content))
         sys.stdout.write(f"Picture: {plot_path}\n")
     sys.stdout.write(f"The demo took {time.monotonic() - started:.0f} s.\n")
@@ -116,8 +143,8 @@ async def until_asked_to_end(work: Awaitable[T]) -> T:
 
 def check_extras(settings: Settings, *, plot_wanted: bool) -> None:
     """Raise `MissingExtra` for what the run will need and this Python lacks."""
-    if settings.engine == "torch" and not all(map(find_spec, ("torch", "transformers", "tokenizers"))):
-        raise MissingExtra('it needs torch: pip install "preble[torch,bench]", or run it with --engine simulated')
+    if settings.engine == "torch":
+        need_torch()
     if plot_wanted and find_spec("matplotlib") is None:
         raise MissingExtra('--plot needs matplotlib: pip install "preble[bench]"')
 
@@ -130,9 +157,9 @@ class Demo:
         self.rng = random.Random(settings.seed)
         self.model: Path | None = None
         self.documents: list[corpus.Document] = []
-        self.prompts: list[corpus.Prompt] = []
+        self.prompts: list[corpus.DemoPrompt] = []
         self.calibration: Calibration | None = None
-        self.plan: plan.Plan | None = None
+        self.plan: plan.DemoPlan | None = None
         self.logs = ""
 
     # --- preparation --------------------------------------------------------------------------------------------------
@@ -203,7 +230,7 @@ class Demo:
             f"{self.plan.round_robin_utilisation:.0%} busy with round_robin, {self.plan.e2_utilisation:.0%} with e2"
         )
 
-    async def _run(self, number: int, policy: str, prompts: Sequence[corpus.Prompt]) -> report.Phase:
+    async def _run(self, number: int, policy: str, prompts: Sequence[corpus.DemoPrompt]) -> report.Phase:
         assert self.calibration is not None
         self.screen.say(f"{number}/5 {policy}: fresh workers with empty caches, the same prompts at the same times")
         tally = Tally(policy, len(prompts))
@@ -224,7 +251,7 @@ class Demo:
             self.logs = fleet.log_tails()
         return done
 
-    async def _guarded(self, fleet: Fleet, work: Awaitable[T]) -> T:
+    async def _guarded(self, fleet: DemoFleet, work: Awaitable[T]) -> T:
         """Await `work`; if it fails for want of a worker, say what became of the worker."""
         try:
             return await work
@@ -232,14 +259,14 @@ class Demo:
             fleet.check()
             raise EngineError(f"{error}\nThe ends of the workers' logs:\n{fleet.log_tails()}") from error
 
-    def _fleet(self, label: str) -> Fleet:
+    def _fleet(self, label: str) -> DemoFleet:
         settings = self.settings
         arguments = ["--engine", settings.engine, "--kv-capacity-tokens", str(self.kv_capacity_tokens)]
         if self.model is not None:
             arguments += ["--model", str(self.model), "--threads", "1"]
         else:
             arguments += ["--time-scale", str(settings.time_scale)]
-        return Fleet(settings.workers, arguments, self.workdir / "logs", label)
+        return DemoFleet(settings.workers, arguments, self.workdir / "logs", label)
 
     def _foreign_tokens(self) -> list[int]:
         """Tokens of real text that no prompt starts with: a document backwards."""

@@ -6,19 +6,14 @@ held up by a slow worker does not flatter the result.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
+from ..console import aligned, commit, machine, versions
 
 RANDOM_WEIGHTS = (
     "The model's weights are random, so its answers are noise; prompts, token counts, KV reuse and timings are real."
@@ -160,19 +155,9 @@ def table(phases: Sequence[Phase]) -> str:
         rows.append((f"{worker}: tokens computed", [f"{share.computed_tokens:,}" for share in shares], ""))
     rows.append(("finished", [f"{len(phase.finished)} of {len(phase.records)}" for phase in phases], ""))
     rows.append(("wall time", [f"{phase.wall_seconds:.1f} s" for phase in phases], ""))
-    return align([("", [phase.policy for phase in phases], "better"), *rows])
-
-
-def align(rows: Sequence[tuple[str, list[str], str]]) -> str:
-    """Rows as text: names to the left, values to the right."""
-    cells = [[name, *values, last] for name, values, last in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = []
-    for row in cells:
-        right = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("   ".join([row[0].ljust(widths[0]), *right]).rstrip())
-    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
-    return "\n".join([lines[0], rule, *lines[1:]])
+    cells = [[name, *values, last] for name, values, last in [("", [p.policy for p in phases], "better"), *rows]]
+    header, *lines = aligned(cells, left=1, gap="   ")
+    return "\n".join([header, "-" * max(map(len, (header, *lines))), *lines])
 
 
 def milliseconds(seconds: float) -> str:
@@ -213,68 +198,3 @@ def document(settings: Mapping[str, Any], phases: Sequence[Phase], note: str) ->
         "mean_ttft_speedup": speedup(phases),
         "phases": [summary(phase) for phase in phases],
     }
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write strict JSON; a NaN becomes null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(without_nan(content), indent=1, allow_nan=False, default=str) + "\n")
-
-
-def without_nan(value: Any) -> Any:
-    """The same data with None for every NaN or infinity, which JSON cannot say."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return value
-
-
-def versions() -> dict[str, str]:
-    """Versions of Preble, Python and what matters for timing; packages that are not installed are left out."""
-    found = {"preble": __version__, "python": platform.python_version()}
-    for name in ("numpy", "pyzmq", "msgpack", "torch", "transformers", "tokenizers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str | None:
-    """The commit of the checkout this runs from, "-dirty" with changes; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores and memory of this machine."""
-    return {
-        "system": platform.platform(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": memory_gib(),
-    }
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n")
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def memory_gib() -> float | None:
-    """Physical memory, None where the system does not tell."""
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None

@@ -23,7 +23,7 @@ from ...batching._batch import BatchItem
 from ...engines.torch.attention import AttentionPlan, KvPool
 from ...engines.torch.loading import Layer, Model, choose_device, choose_dtype, load_model
 from ...engines.torch.runner import Runner
-from .profile import Parts
+from .profile import PrefillParts
 from .targets import clock_of, synchronise
 
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
@@ -94,7 +94,7 @@ def measure_parts(
     *,
     device: str = "auto",
     dtype: str = "auto",
-) -> list[Parts]:
+) -> list[PrefillParts]:
     """The parts of cold prefills of `lengths` tokens: medians of up to `repeats` rounds in random order, the first of
     which is never cut short by `out_of_time`."""
     chosen = choose_device(device)
@@ -102,7 +102,7 @@ def measure_parts(
     timed, plain = TimedRunner(model, max(lengths)), Runner(model, max(lengths))
     for runner in (timed, plain):
         _seconds(runner, _item(max(lengths), model.vocab_size, rng), chosen)
-    runs: dict[int, list[Parts]] = {length: [] for length in lengths}
+    runs: dict[int, list[PrefillParts]] = {length: [] for length in lengths}
     for turn in range(repeats):
         for length in rng.permutation(np.asarray(lengths)).tolist():
             if turn and out_of_time():
@@ -111,7 +111,7 @@ def measure_parts(
     return [_middle(runs[length]) for length in lengths]
 
 
-def _middle(runs: list[Parts]) -> Parts:
+def _middle(runs: list[PrefillParts]) -> PrefillParts:
     """The run with the median total: its parts sum to its total, which medians of each would not."""
     return sorted(runs, key=lambda run: run.total_seconds)[(len(runs) - 1) // 2]
 
@@ -122,12 +122,12 @@ def _item(length: int, vocab_size: int, rng: np.random.Generator) -> BatchItem:
     return BatchItem("profile", 0, tokens, slots, slots, samples=True, is_decode=False)
 
 
-def _run(timed: TimedRunner, plain: Runner, item: BatchItem, device: torch.device) -> Parts:
+def _run(timed: TimedRunner, plain: Runner, item: BatchItem, device: torch.device) -> PrefillParts:
     watch = timed.watch
     watch.seconds = {"attention": 0.0, "linear": 0.0}
     total = _seconds(timed, item, device)
     whole = _seconds(plain, item, device)
-    return Parts(len(item.token_ids), watch.seconds["attention"], watch.seconds["linear"], total, whole)
+    return PrefillParts(len(item.token_ids), watch.seconds["attention"], watch.seconds["linear"], total, whole)
 
 
 def _seconds(runner: Runner, item: BatchItem, device: torch.device) -> float:

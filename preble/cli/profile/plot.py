@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import MissingExtra
-from ..demo.plot import GREY, TITLE, clock, tidy
+from ..console import GREY, TITLE, caption, duration, new_figure, save_figure, tidy
 from .bench import Sample
 from .points import DECODE, PREFILL
 from .profile import Profile, groups
@@ -23,7 +22,7 @@ SERIES = ("#2b6ca3", "#d1603d", "#3f8f5f", "#8a5ba8", "#b8892b", "#4a4a4a")
 
 def draw_prefill(path: Path, profile: Profile, subtitle: str) -> None:
     """Write figure 1 as a PNG. Raises `MissingExtra` without matplotlib."""
-    figure, left, right = new_figure()
+    figure, left, right = two_panels()
     if profile.parts:
         draw_parts(left, profile)
     else:
@@ -35,33 +34,27 @@ def draw_prefill(path: Path, profile: Profile, subtitle: str) -> None:
 
 def draw_decode(path: Path, profile: Profile, subtitle: str) -> None:
     """Write figure 2 as a PNG. Raises `MissingExtra` without matplotlib."""
-    figure, left, right = new_figure()
+    figure, left, right = two_panels()
     samples = profile.of(DECODE)
     draw_series(left, profile, samples, by_batch=True)
     draw_series(right, profile, samples, by_batch=False)
     finish(figure, path, "Decode time grows with the context and the batch", subtitle, profile)
 
 
-def new_figure() -> tuple[Any, Any, Any]:
+def two_panels() -> tuple[Any, Any, Any]:
     """A figure with two panels side by side."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra('the figures need matplotlib: pip install "preble[bench]"') from error
-    figure = Figure(figsize=(12.8, 6.0), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(rect=(0.01, 0.065, 0.98, 0.815), w_pad=0.12, h_pad=0.08)
-    left, right = figure.subplots(1, 2)
-    return figure, left, right
+    figure = new_figure((12.8, 6.0), (0.01, 0.065, 0.98, 0.815), h_pad=0.08)
+    return figure, *figure.subplots(1, 2)
 
 
 def finish(figure: Any, path: Path, title: str, subtitle: str, profile: Profile) -> None:
     """Title, what was run, how good the fit is; write the file."""
-    figure.text(0.02, 0.955, title, fontsize=17, fontweight="bold", va="center")
-    figure.text(0.02, 0.905, subtitle, fontsize=10.5, color=GREY, va="center")
+    caption(figure, 0.955, title, size=17, title=True)
+    caption(figure, 0.905, subtitle, size=10.5)
     notes = [f"{what}: {held.text}" for what, _, held in groups(profile) if held.samples]
     text = f"Lines: the fitted cost model. Its error at points held out of the fit:\n{';  '.join(notes)}."
-    figure.text(0.02, 0.032, text, fontsize=8.5, color=GREY, va="center")
-    figure.savefig(path, dpi=110)
+    caption(figure, 0.032, text)
+    save_figure(figure, path)
 
 
 def draw_parts(axes: Any, profile: Profile) -> None:
@@ -161,7 +154,7 @@ def draw_series(axes: Any, profile: Profile, samples: Sequence[Sample], *, by_ba
 
 def scale_time(axes: Any) -> None:
     """Seconds on the y axis as people say them."""
-    axes.yaxis.set_major_formatter(lambda value, _: clock(value) if value > 0 else "0")
+    axes.yaxis.set_major_formatter(lambda value, _: duration(value) if value > 0 else "0")
     axes.yaxis.set_minor_formatter("")
     tidy(axes)
 

@@ -19,7 +19,7 @@ FEWEST_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PrefillParts:
     """Seconds of one cold prefill of `tokens`, the median run; `total_seconds` is the whole forward pass.
 
     `plain_seconds` is the same pass run next to it without a stopwatch inside: what the parts should sum to.
@@ -59,7 +59,7 @@ class Profile:
 
     model: CostModel
     samples: list[Sample]
-    parts: list[Parts] = field(default_factory=list)
+    parts: list[PrefillParts] = field(default_factory=list)
 
     def of(self, kind: str) -> list[Sample]:
         """The samples of one kind, shortest first."""
@@ -74,7 +74,7 @@ class Profile:
         return errors_of([abs(relative_error(self.model, sample)) for sample in self.samples if chosen(sample)])
 
 
-def fit(samples: Sequence[Sample], parts: Sequence[Parts], name: str) -> Profile:
+def fit(samples: Sequence[Sample], parts: Sequence[PrefillParts], name: str) -> Profile:
     """The profile with its cost model. Raises `EngineError` where there is too little to fit."""
     used = [sample for sample in samples if not sample.point.held_out]
     if len(used) < FEWEST_SAMPLES:

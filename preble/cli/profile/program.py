@@ -1,30 +1,51 @@
-"""The profile from start to end: engine, measurements, fit, file, figures. Owns the order of things and the time."""
+"""The profile from start to end: engine, measurements, fit, file, figures. Owns options, order and time."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from ..._cost import CostModel
-from ...errors import InvalidInput, MissingExtra
+from ...errors import InvalidInput
 from ...types import check_int
-from ..demo.report import machine, versions
+from ..console import Screen, can_draw, machine, need_torch, output_directory, versions
 from . import points, profile
 from .bench import DECODE_STEPS, Bench, Results, sample_of
 from .points import Limits, Point
 from .targets import SimulatedTarget, Target, TorchTarget, check_fits, local_config
 
 TINY_MODEL, TINIEST_MODEL = "llama-20m", "llama-1m"  # what "tiny" is, and what it is for a quick run
-PLAIN_SECONDS = 10.0  # between lines of progress where the output is no terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `preble profile`."""
+    parser.add_argument("--engine", choices=("torch", "simulated"), default="torch", help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts, seconds instead of minutes")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="model file and figures (default: a new directory)")
+    parser.add_argument("--name", metavar="NAME", help="of the fitted model (default: model and device)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="measure no longer (default: 70, quick 5)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs of each point at most (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and their order (default: 0)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="the longest prompt (default: by engine)")
+    parser.add_argument("--max-batch", type=int, metavar="N", help="the largest decode batch (default: by engine)")
+    torch = parser.add_argument_group("torch engine")
+    torch.add_argument(
+        "--model", default="tiny", metavar="DIR", help="a model directory, or tiny: a small random one (the default)"
+    )
+    torch.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    torch.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
+    torch.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
+    simulation = parser.add_argument_group("simulated engine")
+    simulation.add_argument(
+        "--cost-model", default="mistral-7b/a6000", metavar="PRESET", help="what it runs by (default: %(default)s)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +76,18 @@ def effort_of(args: argparse.Namespace) -> Effort:
     return Effort(limits, repeats, seconds, tolerance=0.2, closer_looks=4 if args.quick else 8)
 
 
-class Progress:
-    """One line that is written over on a terminal, and a line now and then elsewhere."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        """Say how far it is."""
-        if self._stream.isatty():
-            self._stream.write(f"\r\x1b[K{text}")
-            self._stream.flush()
-        elif time.monotonic() - self._last >= PLAIN_SECONDS:
-            self._last = time.monotonic()
-            self._stream.write(text + "\n")
-            self._stream.flush()
-
-    def done(self) -> None:
-        """Leave the line."""
-        if self._stream.isatty():
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
-def run_profile(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, draw; 0. Raises `MissingExtra`, `InvalidInput` or `EngineError`."""
     effort = effort_of(args)
-    if args.engine == "torch" and not all(map(find_spec, ("torch", "transformers", "tokenizers"))):
-        raise MissingExtra('it needs torch: pip install "preble[torch,bench]", or run it with --engine simulated')
-    out = args.out or Path(tempfile.mkdtemp(prefix="preble-profile-"))
-    make_directory(out)
-    started, progress = time.monotonic(), Progress()
+    if args.engine == "torch":
+        need_torch()
+    out = output_directory(args.out, "--out", "profile")
+    started, screen = time.monotonic(), Screen()
     target = make_target(args, effort, out)
     check_fits(target, effort.limits)
     sys.stdout.write(f"Profile of {where(target)}, into {out}\n")
-    found, parts = measure(args, effort, target, progress)
-    progress.done()
+    found, parts = measure(args, effort, target, screen)
+    screen.clear()
     target.engine.close()
     result = profile.fit(found.samples, parts, args.name or f"{target.model}/{target.device}")
     sys.stdout.write(f"\n{profile.table(result)}\n\n")
@@ -105,14 +101,6 @@ def run_profile(args: argparse.Namespace) -> int:
     draw_figures(result, out, where(target))
     sys.stdout.write(f"The profile took {time.monotonic() - started:.0f} s.\n")
     return 0
-
-
-def make_directory(path: Path) -> None:
-    """Make the output directory. Raises `InvalidInput` naming the option."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"--out {path}: {error}") from error
 
 
 def make_target(args: argparse.Namespace, effort: Effort, out: Path) -> Target:
@@ -136,8 +124,8 @@ def model_directory(model: str, tiny_spec: str, out: Path) -> Path:
 
 
 def measure(
-    args: argparse.Namespace, effort: Effort, target: Target, progress: Progress
-) -> tuple[Results, list[profile.Parts]]:
+    args: argparse.Namespace, effort: Effort, target: Target, screen: Screen
+) -> tuple[Results, list[profile.PrefillParts]]:
     """All samples of the target, and the parts of cold prefills. A fifth of the time is kept for the parts."""
     rng = np.random.default_rng(args.seed)
     bench = Bench(target, rng)
@@ -152,22 +140,20 @@ def measure(
         chosen,
         effort.repeats,
         lambda: out_of_time(0.35),
-        lambda done, total: progress(f"  measured {done} of {total} points, runs repeated"),
+        lambda done, total: screen.show(f"  measured {done} of {total} points, runs repeated"),
     )
-    look_closer(bench, found, effort, lambda: out_of_time(0.2), progress)
+    look_closer(bench, found, effort, lambda: out_of_time(0.2), screen)
     if args.engine != "torch":
         return found, []
     from .parts import measure_parts
 
-    progress("  taking cold prefills apart")
+    screen.show("  taking cold prefills apart")
     lengths = points.cold_lengths(effort.limits)
     options = {"device": args.device, "dtype": args.dtype}
     return found, measure_parts(Path(args.model), lengths, effort.repeats, rng, out_of_time, **options)
 
 
-def look_closer(
-    bench: Bench, found: Results, effort: Effort, out_of_time: Callable[[], bool], progress: Progress
-) -> None:
+def look_closer(bench: Bench, found: Results, effort: Effort, out_of_time: Callable[[], bool], screen: Screen) -> None:
     """Measure lengths between those of the plan where time is not a straight line, and add them to `found`."""
     known = {s.tokens: s.seconds for s in found.samples if s.point.cold and not s.point.held_out}
     runs: dict[int, list[float]] = {}
@@ -178,7 +164,7 @@ def look_closer(
 
     for length, _ in points.refine(known, measure_length, tolerance=effort.tolerance, room=effort.closer_looks):
         found.samples.append(sample_of(Point(points.PREFILL, length), runs[length]))
-        progress(f"  looked closer at {len(runs)} lengths")
+        screen.show(f"  looked closer at {len(runs)} lengths")
         if out_of_time():
             return
 
@@ -203,8 +189,7 @@ def about_run(args: argparse.Namespace, effort: Effort, target: Target) -> dict[
 
 def draw_figures(result: profile.Profile, out: Path, subtitle: str) -> None:
     """Write both figures, or say why there are none."""
-    if find_spec("matplotlib") is None:
-        sys.stdout.write('No figures: they need matplotlib, pip install "preble[bench]"\n')
+    if not can_draw("No figures: they need"):
         return
     from .plot import draw_decode, draw_prefill
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import MissingExtra
+from ..console import GREY, caption, new_figure, save_figure, tidy
 from .statistics import Study, Values
 
 # An axis of fractions near 1: equally far apart are 0, 90, 99 and 99.9 %, and what is above lies on the right edge.
@@ -19,7 +19,6 @@ FRACTION_LABELS = ("0%", "50%", "90%", "99%", "99.9%+")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
 DASHES = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)))
 LINES_MAX = len(COLOURS) * len(DASHES)  # as many can be told apart
-GREY = "#555555"
 WIDTH_INCHES = 4.6  # of a panel
 LEGEND_LINE_INCHES, LEGEND_LETTER_INCHES = 0.75, 0.1  # of an entry, at the font size below
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 11, "handlelength": 2.4, "columnspacing": 1.8}
@@ -87,25 +86,19 @@ def draw_figure_5(path: Path, studies: Sequence[Study], footnote: str) -> None:
 
 def draw(path: Path, studies: Sequence[Study], panels: Sequence[Panel], across: int, title: str, footnote: str) -> None:
     """Write one figure. Raises `MissingExtra` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra('the figures need matplotlib: pip install "preble[bench]"') from error
     names = [study.name for study in studies]
     legend_rows = rows_of_legend(names, WIDTH_INCHES * across)
     top = 0.925 - 0.032 * legend_rows
-    figure = Figure(figsize=(WIDTH_INCHES * across, 8.2), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(rect=(0.01, 0.03, 0.98, top - 0.03), w_pad=0.12, h_pad=0.10)
+    figure = new_figure((WIDTH_INCHES * across, 8.2), (0.01, 0.03, 0.98, top - 0.03))
     axes = figure.subplots(2, across).flat
     for place, panel in zip(axes, panels, strict=True):
         draw_panel(place, panel, studies)
     lines, _ = axes[0].get_legend_handles_labels()  # the first panel has every workload
     columns = -(-len(names) // legend_rows)
     figure.legend(lines, names, loc="upper left", bbox_to_anchor=(0.012, 0.945), ncols=columns, **LEGEND)
-    figure.text(0.02, 0.968, title, fontsize=16, fontweight="bold", va="center")
-    figure.text(0.02, 0.015, footnote, fontsize=8.5, color=GREY, va="center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    caption(figure, 0.968, title, size=16, title=True)
+    caption(figure, 0.015, footnote)
+    save_figure(figure, path)
 
 
 def rows_of_legend(names: Sequence[str], width_inches: float) -> int:
@@ -163,14 +156,3 @@ def distribution(values: Values, low: float) -> tuple[Values, Values]:
     x, counts = np.unique(np.maximum(values, low), return_counts=True)
     share = np.cumsum(counts) / len(values)
     return np.concatenate(([x[0]], x)), np.concatenate(([0.0], share))
-
-
-def tidy(axes: Any) -> None:
-    """Fewer lines, paler ones."""
-    axes.grid(True, color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#bbbbbb")
-    axes.tick_params(colors=GREY)

@@ -1,4 +1,4 @@
-"""`preble study` from files to table, JSON and figures. Owns the order of things and what is said meanwhile."""
+"""`preble study` from files to table, JSON and figures. Owns options, order and what is said."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from ... import workloads
 from ...errors import InvalidInput, MissingExtra
-from ..demo.report import write_json
+from ..console import can_draw, positive_int, write_json
 from . import plot, report
 from .statistics import Study, measure
 
 
-def run_study(args: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `preble study`."""
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="prompt or trace files")
+    parser.add_argument("--tokenizer", choices=("mistral", "words"), default="mistral", help="default: %(default)s")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N requests of each file")
+    parser.add_argument(
+        "--output", type=Path, default=Path("study-out"), metavar="DIR", help="figures and JSON (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="everything measured (default: DIR/study.json)")
+
+
+def run(args: argparse.Namespace) -> int:
     """Study `args.files`. Raises `InvalidInput` for too many or one that cannot be read, `MissingExtra`."""
     if len(args.files) > plot.LINES_MAX:
         raise InvalidInput(f"FILE: at most {plot.LINES_MAX} can be told apart in one figure, got {len(args.files)}")
@@ -52,8 +62,7 @@ def study_file(path: Path, tokenizer: workloads.Tokenizer, limit: int | None) ->
 
 def draw_figures(studies: Sequence[Study], directory: Path) -> None:
     """Draw what there is something for, and say what was left out and why."""
-    if find_spec("matplotlib") is None:
-        sys.stdout.write('No figures: they need matplotlib, pip install "preble[bench]"\n')
+    if not can_draw("No figures: they need"):
         return
     plot.draw_figure_4(directory / "figure4.png", studies, report.made_by())
     sys.stdout.write(f"Figure 4: {directory / 'figure4.png'}\n")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from ... import __version__
-from ..demo.report import commit, machine, processor, versions
+from ..console import commit, machine, processor, rich_console, versions
 from .statistics import Study, Values, summary
 
 HEADER = (
@@ -74,12 +74,11 @@ def write_table(studies: Sequence[Study], stream: TextIO) -> None:
 
 def write_rich(rows: Sequence[Sequence[str]], stream: TextIO) -> bool:
     """Write the rows as rich tables no wider than the terminal; False without rich."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
+    console = rich_console(stream)
+    if console is None:
         return False
-    console = Console(file=stream)
+    from rich.table import Table
+
     for block in fitted(rows, console.width):
         table = Table(*block[0])
         for column in table.columns[1:]:

@@ -12,17 +12,19 @@ Over all requests of the workload, served in its order (paper section 3):
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._radix import RadixTree
 from ...errors import InvalidInput
-from ...workloads import Workload
-from .tree import PromptTree
+from ...workloads import PromptRequest, Workload
 
 Values = npt.NDArray[np.float64]
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
+NO_LIMIT_BYTES = 1 << 62  # a study forgets nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +63,72 @@ class Study:
 
 
 def measure(workload: Workload) -> Study:
-    """Measure a workload. Takes memory for its parts and its radix tree. Raises `InvalidInput` if it is empty."""
+    """Measure a workload. Takes memory for the tokens of its radix tree. Raises `InvalidInput` if it is empty."""
     if not len(workload):
         raise InvalidInput(f"workload {workload.name!r} has no requests")
-    tree = PromptTree()
     requests = workload.requests
-    places = [tree.add(request.parts) for request in requests]
-    nodes = tree.count()
+    found = sharing(requests)
     prompt = np.array([request.prompt_tokens for request in requests], float)
     output = np.array([request.output_tokens for request in requests], float)
-    keys = {id(end.key): end.key for end, _ in places}
-    per_key = np.array([key.requests for key in keys.values()], float)
-    below = per_key[per_key < len(requests)]
+    below = found.requests_per_key[found.requests_per_key < len(requests)]
     return Study(
         name=workload.name,
         source=workload.source,
         arrivals=workload.arrivals,
         requests=len(requests),
         groups=len({request.group for request in requests}),
-        nodes=nodes,
+        nodes=found.nodes,
         prompt_tokens=prompt,
         output_tokens=output,
         prompt_to_output=prompt / output,
-        shared_fraction=np.array([shared for _, shared in places]) / prompt,
-        key_fraction=np.array([end.key.tokens for end, _ in places]) / prompt,
-        requests_per_key=per_key,
-        requests_per_key_below=below if 0 < len(below) < len(per_key) else None,
+        shared_fraction=found.shared_tokens / prompt,
+        key_fraction=found.key_tokens / prompt,
+        requests_per_key=found.requests_per_key,
+        requests_per_key_below=below if 0 < len(below) < len(found.requests_per_key) else None,
         gap_seconds=gaps(workload),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the radix tree of all prompts says: shape [requests], but `requests_per_key` [key portions]. `nodes` leaves
+    the root out."""
+
+    nodes: int
+    shared_tokens: Values
+    key_tokens: Values
+    requests_per_key: Values
+
+
+def sharing(requests: Sequence[PromptRequest]) -> Sharing:
+    """Put all prompts into a tree in their order, at one moment, so that a node's hits are the requests with it."""
+    tree = RadixTree(max_bytes=NO_LIMIT_BYTES)
+    shared_tokens = [tree.insert(token_ids, 0.0) for token_ids in prompts(requests)]
+    key_tokens = []
+    requests_per_key: dict[tuple[int, int], float] = {}  # by a key portion's end, and the hash of a prompt up to there
+    for token_ids in prompts(requests):
+        start, end = key_portion(tree.path(token_ids))
+        key_tokens.append(end - start)
+        key = end, hash(token_ids[:end].tobytes())
+        if key not in requests_per_key:
+            requests_per_key[key] = tree.hits(token_ids[:end], 0.0)
+    return Sharing(
+        tree.node_count - 1,
+        *(np.array(values, float) for values in (shared_tokens, key_tokens, list(requests_per_key.values()))),
+    )
+
+
+def prompts(requests: Sequence[PromptRequest]) -> Iterator[npt.NDArray[np.int32]]:
+    """The prompts one after the other, in memory that the next one overwrites."""
+    room = np.empty(max(request.prompt_tokens for request in requests), np.int32)
+    for request in requests:
+        yield np.concatenate(request.parts, out=room[: request.prompt_tokens])
+
+
+def key_portion(ends: Sequence[int]) -> tuple[int, int]:
+    """Where the key portion of a prompt starts and ends, given where each node of its path ends."""
+    nodes = zip((0, *ends), ends, strict=False)
+    return [(start, end) for start, end in nodes if end - start > start][-1]
 
 
 def gaps(workload: Workload) -> Values | None:

@@ -28,7 +28,7 @@ KV_DEFAULT_TOKENS_MAX = 1 << 18
 
 
 @dataclass(slots=True)
-class _Live:
+class _TorchRequest:
     """A request in the scheduler: what it asked for, and the output position of its next token."""
 
     sampling: SamplingParams
@@ -79,7 +79,7 @@ class TorchEngine:
         self._dtype = model.dtype
         self._runner: Runner | None = _make_runner(model, config.kv_capacity_tokens)
         self._scheduler = LocalScheduler(config, clock=clock)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _TorchRequest] = {}
         self._ended: list[OutputChunk] = []  # last chunks of requests that ended between steps
 
     @property
@@ -121,7 +121,7 @@ class TorchEngine:
                 namespace=request.namespace,
             )
         )
-        self._live[request.request_id] = _Live(sampling, offset)
+        self._live[request.request_id] = _TorchRequest(sampling, offset)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its last chunk (finish_reason "abort") comes from the next `step`. False if it is not live."""
@@ -151,7 +151,7 @@ class TorchEngine:
 
     def load(self) -> EngineLoad:
         """Load at this moment."""
-        return EngineLoad(**self._scheduler.load()._asdict())
+        return EngineLoad(*self._scheduler.load())
 
     def close(self) -> None:
         """Drop all requests without further chunks and free the model and its KV pool. Idempotent."""

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...errors import InvalidInput, UnknownWorker
-from ...router.fleet import Worker
+from ...router.fleet import FleetWorker
 from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, unavailable, wrong
 from ..core.sibling_processes import from_sibling, statuses
@@ -126,16 +126,16 @@ class Admin:
         return await self._gateway.tokens_of(body.token_ids, "token_ids")
 
     @property
-    def _fleet(self) -> dict[str, Worker]:
+    def _fleet(self) -> dict[str, FleetWorker]:
         return self._gateway.router.fleet.workers
 
-    def _find(self, name: str) -> Worker:
+    def _find(self, name: str) -> FleetWorker:
         for worker in self._fleet.values():
             if name in (worker.worker_id, worker.address):
                 return worker
         raise UnknownWorker("no worker of that id or address")
 
-    def _card(self, worker: Worker, known: dict[str, Any]) -> dict[str, Any]:
+    def _card(self, worker: FleetWorker, known: dict[str, Any]) -> dict[str, Any]:
         """One worker, for an operator."""
         facts, books = worker.welcome, known.get(worker.worker_id)
         card: dict[str, Any] = {

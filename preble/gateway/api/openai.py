@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from ..core.gateway import Gateway, TokenIds, decision_headers
 from ..core.request_context import Facts, facts_of
-from ..text.generation import Job, Piece, Progress
+from ..text.generation import ChoiceJob, RequestProgress, TextPiece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .schemas import (
     ChatRequest,
@@ -40,7 +40,7 @@ class Shape:
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{facts.request_id}"
         self._created = int(time.time())
 
-    def whole(self, texts: list[str], progress: Progress) -> dict[str, Any]:
+    def whole(self, texts: list[str], progress: RequestProgress) -> dict[str, Any]:
         """The answer in one."""
         choices = []
         for choice, text in zip(progress.choices, texts, strict=True):
@@ -53,12 +53,12 @@ class Shape:
         """What a chat's choice begins with."""
         return self._event(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextPiece) -> bytes:
         """One event of a stream."""
         body = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
         return self._event(piece.choice.job.index, body, piece.choice.finish_reason if piece.last else None)
 
-    def closing(self, progress: Progress) -> bytes:
+    def closing(self, progress: RequestProgress) -> bytes:
         """The event with the usage."""
         return sse({**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage(progress)})
 
@@ -74,7 +74,7 @@ class Shape:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.facts.model}
 
 
-def usage(progress: Progress) -> dict[str, Any]:
+def usage(progress: RequestProgress) -> dict[str, Any]:
     """Tokens of a request; cached ones by the engine's word."""
     return {
         "prompt_tokens": progress.prompt_tokens,
@@ -141,7 +141,7 @@ class OpenAI:
             return await self._stream(request, shape, jobs)
         return await attended(request.receive, self._whole(shape, jobs))
 
-    async def _whole(self, shape: Shape, jobs: list[Job]) -> Response:
+    async def _whole(self, shape: Shape, jobs: list[ChoiceJob]) -> Response:
         facts = shape.facts
         texts = [""] * len(jobs)
         async with aclosing(self._gateway.run(jobs, facts)) as stream:
@@ -149,13 +149,13 @@ class OpenAI:
                 texts[piece.choice.job.index] += piece.text
         return json_response(shape.whole(texts, facts.progress), headers=decision_headers(facts.progress))
 
-    async def _stream(self, request: Request, shape: Shape, jobs: list[Job]) -> Response:
+    async def _stream(self, request: Request, shape: Shape, jobs: list[ChoiceJob]) -> Response:
         stream = self._gateway.run(jobs, shape.facts)
         first = await attended(request.receive, first_of(stream))
         return EventStream(_events(shape, first, stream), stream, decision_headers(shape.facts.progress))
 
 
-async def first_of(stream: AsyncGenerator[Piece, None]) -> Piece:
+async def first_of(stream: AsyncGenerator[TextPiece, None]) -> TextPiece:
     """The first piece of a stream; a stream that fails or is cancelled before it is closed."""
     try:
         return await anext(stream)
@@ -164,9 +164,11 @@ async def first_of(stream: AsyncGenerator[Piece, None]) -> Piece:
         raise
 
 
-async def _events(shape: Shape, first: Piece, stream: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    shape: Shape, first: TextPiece, stream: AsyncGenerator[TextPiece, None]
+) -> AsyncGenerator[bytes, None]:
     opened: set[int] = set()
-    piece: Piece | None = first
+    piece: TextPiece | None = first
     while piece is not None:
         index = piece.choice.job.index
         if shape.chat and index not in opened:

@@ -18,7 +18,7 @@ from ...types import SamplingParams
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import wrong
 from ..core.request_context import Facts, facts_of
-from ..text.generation import Choice, Job, Piece
+from ..text.generation import Choice, ChoiceJob, TextPiece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .openai import first_of
 from .schemas import GenerateRequest, SglangSampling, decode, prompts_of, stop_strings
@@ -66,7 +66,7 @@ class Sglang:
         first = await attended(request.receive, first_of(stream))
         return EventStream(answer.events(first, stream), stream, decision_headers(facts.progress))
 
-    async def _whole(self, answer: _Answer, jobs: list[Job], facts: Facts) -> Response:
+    async def _whole(self, answer: _Answer, jobs: list[ChoiceJob], facts: Facts) -> Response:
         async with aclosing(self._gateway.run(jobs, facts)) as stream:
             async for piece in stream:
                 answer.take(piece)
@@ -83,7 +83,7 @@ class _Answer:
         self._outputs = [_Output() for _ in range(count)]
         self._started = time.monotonic()
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: TextPiece) -> None:
         """Add a piece."""
         output = self._outputs[piece.choice.job.index]
         output.text += piece.text
@@ -105,9 +105,9 @@ class _Answer:
             meta["e2e_latency"] = time.monotonic() - self._started
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
-    async def events(self, first: Piece, stream: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def events(self, first: TextPiece, stream: AsyncGenerator[TextPiece, None]) -> AsyncGenerator[bytes, None]:
         """One event for each piece."""
-        piece: Piece | None = first
+        piece: TextPiece | None = first
         while piece is not None:
             self.take(piece)
             body = self.body(piece.choice)

@@ -21,7 +21,7 @@ from ...clock import Clock, monotonic
 from ...router.router import Router
 from ...types import SamplingParams
 from ..dashboard.state import Live
-from ..text.generation import Job, Piece, Progress, jobs_for, pieces
+from ..text.generation import ChoiceJob, RequestProgress, TextPiece, jobs_for, pieces
 from ..text.tokenizing import TextCodec
 from .http_errors import ApiError, unavailable, wrong
 from .request_context import Facts
@@ -157,17 +157,17 @@ class Gateway:
         stops: tuple[str, ...] = (),
         salt: str | None = None,
         skip_special_tokens: bool = True,
-    ) -> list[Job]:
+    ) -> list[ChoiceJob]:
         """The jobs of a request. Raises `ApiError` where they are more than one request may have."""
         self.check_choices(len(prompts) * choices)
         if stops and self.codec is None:
             raise wrong("stop: this gateway has no tokenizer, send stop_token_ids", "stop", "no_tokenizer")
         namespace: Hashable = None if salt is None else ("salt", salt)
         request_id = f"{facts.request_id}#{secrets.token_hex(6)}"
-        template = Job(0, request_id, prompts[0], sampling, stops, namespace, skip_special_tokens)
+        template = ChoiceJob(0, request_id, prompts[0], sampling, stops, namespace, skip_special_tokens)
         return jobs_for(prompts, template, choices)
 
-    async def run(self, jobs: Sequence[Job], facts: Facts) -> AsyncGenerator[Piece, None]:
+    async def run(self, jobs: Sequence[ChoiceJob], facts: Facts) -> AsyncGenerator[TextPiece, None]:
         """The pieces of all jobs. Raises `ApiError` when draining or at the bound of live choices."""
         if self.draining:
             raise unavailable("this gateway is shutting down", "draining")
@@ -193,7 +193,7 @@ class Gateway:
         return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
 
 
-def decision_headers(progress: Progress) -> dict[str, str]:
+def decision_headers(progress: RequestProgress) -> dict[str, str]:
     """Where the first choice went and why, for the answer's headers."""
     first = progress.choices[0] if progress.choices else None
     if first is None or first.decision is None:

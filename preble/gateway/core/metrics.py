@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...clock import Clock
 from ...errors import MissingExtra
 from ...scheduling.records import DecisionRecord
-from ..text.generation import Job, Piece
+from ..text.generation import ChoiceJob, TextPiece
 
 try:
     from prometheus_client import (
@@ -44,7 +44,7 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 
@@ -56,21 +56,31 @@ class Metrics:
 
         self._http = counter("http_requests", "HTTP requests by route and status", ("route", "status"))
         self._http_seconds = seconds("http_request_duration_seconds", "HTTP requests, whole streams", ("route",))
-        self._first_token = seconds("time_to_first_token_seconds", "From the request's arrival to its first token")
-        self._prompt = counter("prompt_tokens", "Prompt tokens of choices that got a first token")
-        self._output = counter("output_tokens", "Output tokens")
-        self._ended = counter("choices_ended", "Choices by how they ended", ("finish_reason",))
+        self.first_token_seconds = seconds(
+            "time_to_first_token_seconds", "From the request's arrival to its first token"
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that got a first token")
+        self.output_tokens = counter("output_tokens", "Output tokens")
+        self.choices_ended = counter("choices_ended", "Choices by how they ended", ("finish_reason",))
         self._decision = seconds(
             "decision_duration_seconds",
             "From text to a worker, by phase: tokenize, match, decide",
             ("phase",),
             DECISION_SECONDS,
         )
-        self._predicted = counter("predicted_cached_tokens", "Prompt tokens believed cached on the chosen worker")
-        self._actual = counter("actual_cached_tokens", "Prompt tokens cached by the engine's word")
-        self._best = counter("best_eligible_cached_tokens", "Prompt tokens believed cached where most were")
-        self._selected = counter("selected_cached_tokens", "Those on the chosen worker, of the same decisions")
-        self._non_max = counter("non_max_overlap_selections", "Decisions for a worker that had less than the best")
+        self.predicted_cached_tokens = counter(
+            "predicted_cached_tokens", "Prompt tokens believed cached on the chosen worker"
+        )
+        self.actual_cached_tokens = counter("actual_cached_tokens", "Prompt tokens cached by the engine's word")
+        self.best_cached_tokens = counter(
+            "best_eligible_cached_tokens", "Prompt tokens believed cached where most were"
+        )
+        self.selected_cached_tokens = counter(
+            "selected_cached_tokens", "Those on the chosen worker, of the same decisions"
+        )
+        self.non_max_selections = counter(
+            "non_max_overlap_selections", "Decisions for a worker that had less than the best"
+        )
         self._regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
 
     def request(self, route: str, status: int, seconds: float) -> None:
@@ -87,11 +97,11 @@ class Metrics:
         """A part of placing a request took so long."""
         self._decision.labels(name).observe(seconds)
 
-    def watch(self, scheduler: GlobalScheduler, jobs: Sequence[Job], started: float) -> Watch:
+    def watch(self, scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob], started: float) -> Watch:
         """Follow the jobs of one request that arrived at `started`; call it before they are placed."""
-        began = self._clock()
+        began = self.clock()
         best = _best_tokens(scheduler, jobs)
-        self.phase("match", self._clock() - began)
+        self.phase("match", self.clock() - began)
         return Watch(self, best, started)
 
     def render(self, scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Mapping[str, Any]) -> bytes:
@@ -116,37 +126,37 @@ class Watch:
         self._started = started
         self._placed: set[int] = set()
 
-    def saw(self, piece: Piece) -> bool:
+    def saw(self, piece: TextPiece) -> bool:
         """Count a piece; whether it is the first of its choice."""
         metrics, choice = self._metrics, piece.choice
-        metrics._output.inc(len(piece.token_ids))
+        metrics.output_tokens.inc(len(piece.token_ids))
         if piece.token_ids and self.first_token_seconds is None:
-            self.first_token_seconds = metrics._clock() - self._started
-            metrics._first_token.observe(self.first_token_seconds)
+            self.first_token_seconds = metrics.clock() - self._started
+            metrics.first_token_seconds.observe(self.first_token_seconds)
         is_first = choice.job.index not in self._placed
         if is_first:
             self._placed.add(choice.job.index)
             self._saw_decision(piece)
         if piece.last:
-            metrics._ended.labels(choice.finish_reason or OTHER).inc()
+            metrics.choices_ended.labels(choice.finish_reason or OTHER).inc()
         return is_first
 
-    def _saw_decision(self, piece: Piece) -> None:
+    def _saw_decision(self, piece: TextPiece) -> None:
         metrics, choice = self._metrics, piece.choice
-        metrics._prompt.inc(len(choice.job.token_ids))
-        metrics._actual.inc(choice.cached_tokens or 0)
+        metrics.prompt_tokens.inc(len(choice.job.token_ids))
+        metrics.actual_cached_tokens.inc(choice.cached_tokens or 0)
         if choice.decision is None:
             return
         matched = choice.decision.matched_tokens
         best = max(matched, self._best.get(choice.job.index, matched))
-        metrics._predicted.inc(matched)
-        metrics._best.inc(best)
-        metrics._selected.inc(matched)
+        metrics.predicted_cached_tokens.inc(matched)
+        metrics.best_cached_tokens.inc(best)
+        metrics.selected_cached_tokens.inc(matched)
         if matched < best:
-            metrics._non_max.inc()
+            metrics.non_max_selections.inc()
 
 
-def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[Job]) -> dict[int, int]:
+def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob]) -> dict[int, int]:
     """The most tokens that any worker is believed to cache, for the first job of each prompt: the others follow it."""
     best: dict[int, int] = {}
     seen: set[int] = set()

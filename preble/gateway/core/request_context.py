@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from ..text.generation import Progress
+from ..text.generation import RequestProgress
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Facts:
     model: str = ""
     session: str = ""
     stream: bool = False
-    progress: Progress = field(default_factory=Progress)
+    progress: RequestProgress = field(default_factory=RequestProgress)
     first_token_seconds: float | None = None
 
 

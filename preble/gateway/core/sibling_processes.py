@@ -49,7 +49,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProcessAnswer:
     """What process `index` said; `status` None: nothing."""
 
     index: int
@@ -63,24 +63,24 @@ class Siblings:
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> list[Answer]:
+    async def ask(self, method: str, path: str, body: bytes = b"") -> list[ProcessAnswer]:
         """Ask all of them at once; one answer for each, in the order of their indices."""
         others = [index for index in range(self.seat.count) if index != self.seat.index]
         return list(await asyncio.gather(*(asyncio.to_thread(self._ask, i, method, path, body) for i in others)))
 
-    async def ask_one(self, index: int, path: str) -> Answer:
+    async def ask_one(self, index: int, path: str) -> ProcessAnswer:
         """What process `index` says to a GET."""
         return await asyncio.to_thread(self._ask, index, "GET", path, b"")
 
-    def _ask(self, index: int, method: str, path: str, body: bytes) -> Answer:
+    def _ask(self, index: int, method: str, path: str, body: bytes) -> ProcessAnswer:
         connection = _UnixConnection(self.seat.socket_path(index))
         try:
             connection.request(method, path, body or None)
             response = connection.getresponse()
-            return Answer(index, response.status, response.read(ANSWER_BYTES_MAX))
+            return ProcessAnswer(index, response.status, response.read(ANSWER_BYTES_MAX))
         except (OSError, http.client.HTTPException) as error:
             logger.debug("process %d does not answer: %s", index, type(error).__name__)
-            return Answer(index, None)
+            return ProcessAnswer(index, None)
         finally:
             connection.close()
 
@@ -143,7 +143,7 @@ def _with_process(sample: bytes, index: int) -> bytes:
     return name + (b"{%s,%s" % (label, rest[1:]) if rest.startswith(b"{") else b"{%s}%s" % (label, rest))
 
 
-def statuses(own: int, index: int, answers: Sequence[Answer]) -> list[dict[str, int | None]]:
+def statuses(own: int, index: int, answers: Sequence[ProcessAnswer]) -> list[dict[str, int | None]]:
     """What each process said, this one included, for an operator."""
     said = {index: own, **{answer.index: answer.status for answer in answers}}
     return [{"process": number, "status": said[number]} for number in sorted(said)]

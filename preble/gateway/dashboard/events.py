@@ -12,7 +12,7 @@ EVENTS_MAX = 200
 EVENTS_SHOWN = 60
 
 
-class Events:
+class DashboardEvents:
     """The list. Not thread-safe. Times are the scheduler's."""
 
     def __init__(self) -> None:

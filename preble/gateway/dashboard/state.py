@@ -23,7 +23,7 @@ import msgspec
 from ...clock import Clock
 from ...errors import PrebleError
 from ...scheduling.hot_prefixes import HotPrefixes
-from .events import Events
+from .events import DashboardEvents
 from .history import UNKNOWN, Ratio, Series, percentile
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Live:
         self._fleet_hits = Ratio(RECENT_TICKS)
         self._requests: deque[tuple[float, int]] = deque(maxlen=RECENT_TICKS + 1)
         self._totals: dict[str, Any] = {}
-        self._events = Events()
+        self._events = DashboardEvents()
         self._hot = HotPrefixes(secrets.token_bytes(16))
         self._said: dict[tuple[int, bool], dict[str, Any]] = {}
         self._answers: dict[int, bytes] = {}  # of this tick, by ticks of history

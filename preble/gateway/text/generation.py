@@ -29,7 +29,7 @@ PIECES_QUEUED_MAX = 4  # by choice; beyond that tokens merge in the router until
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ChoiceJob:
     """What one choice is to be. `stops` are strings; `skip_special_tokens` leaves special tokens out of the text."""
 
     index: int
@@ -45,7 +45,7 @@ class Job:
 class Choice:
     """What became of a job so far. `finish_reason` "stop" comes with what stopped it, a string or a token id."""
 
-    job: Job
+    job: ChoiceJob
     output_tokens: int = 0
     cached_tokens: int | None = None
     decision: Decision | None = None
@@ -55,7 +55,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """News of a choice: text that may be shown, and the tokens that came. `last` when the choice has ended."""
 
     choice: Choice
@@ -65,7 +65,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Progress:
+class RequestProgress:
     """All choices of one request, for usage and logs. `first` is set by the first piece of any choice."""
 
     choices: list[Choice] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Progress:
         return sum(first.values())
 
 
-class _Writer:
+class _ChoiceWriter:
     """Turns the chunks of one choice into pieces."""
 
     def __init__(self, choice: Choice, codec: TextCodec | None, eos_token_ids: tuple[int, ...]) -> None:
@@ -102,7 +102,7 @@ class _Writer:
             skip = job.skip_special_tokens
             self._text = Detokenizer(lambda ids: codec.decode(ids, skip_special_tokens=skip))
 
-    def take(self, chunk: StreamChunk) -> Piece:
+    def take(self, chunk: StreamChunk) -> TextPiece:
         """Book a chunk; the piece that may be shown."""
         choice = self._choice
         choice.output_tokens += len(chunk.token_ids)
@@ -120,7 +120,7 @@ class _Writer:
         elif ended:
             text += self._stops.flush()
             choice.finish_reason = chunk.finish_reason
-        return Piece(choice, text, chunk.token_ids, choice.finish_reason is not None)
+        return TextPiece(choice, text, chunk.token_ids, choice.finish_reason is not None)
 
     def _decoded(self, token_ids: Sequence[int], ended: bool) -> str:
         if self._text is None:
@@ -130,8 +130,8 @@ class _Writer:
 
 
 async def pieces(
-    router: Router, codec: TextCodec | None, jobs: Sequence[Job], into: Progress
-) -> AsyncGenerator[Piece, None]:
+    router: Router, codec: TextCodec | None, jobs: Sequence[ChoiceJob], into: RequestProgress
+) -> AsyncGenerator[TextPiece, None]:
     """Run the jobs and yield their pieces as they come; `into` is kept up to date. Raises what the router raises."""
     into.choices = [Choice(job) for job in jobs]
     streams = [_choice_pieces(router, codec, choice) for choice in into.choices]
@@ -140,9 +140,9 @@ async def pieces(
             yield piece
 
 
-async def _choice_pieces(router: Router, codec: TextCodec | None, choice: Choice) -> AsyncGenerator[Piece, None]:
+async def _choice_pieces(router: Router, codec: TextCodec | None, choice: Choice) -> AsyncGenerator[TextPiece, None]:
     job = choice.job
-    writer = _Writer(choice, codec, router.fleet.eos_token_ids)
+    writer = _ChoiceWriter(choice, codec, router.fleet.eos_token_ids)
     stream: Any = router.generate(job.token_ids, job.sampling, namespace=job.namespace, request_id=job.request_id)
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
@@ -153,11 +153,11 @@ async def _choice_pieces(router: Router, codec: TextCodec | None, choice: Choice
                 return
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def _merged(streams: Sequence[AsyncGenerator[TextPiece, None]]) -> AsyncGenerator[TextPiece, None]:
     """Pieces of several streams in the order they come; the first error of one ends all."""
-    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(PIECES_QUEUED_MAX * len(streams))
+    queue: asyncio.Queue[TextPiece | Exception | None] = asyncio.Queue(PIECES_QUEUED_MAX * len(streams))
 
-    async def pump(stream: AsyncGenerator[Piece, None]) -> None:
+    async def pump(stream: AsyncGenerator[TextPiece, None]) -> None:
         try:
             async with aclosing(stream) as one:
                 async for piece in one:
@@ -184,7 +184,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: Job, choices: int) -> list[Job]:
+def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: ChoiceJob, choices: int) -> list[ChoiceJob]:
     """`choices` jobs for each prompt, like `template`; each with a seed and a request id of its own."""
     jobs = []
     for index in range(len(prompts) * choices):

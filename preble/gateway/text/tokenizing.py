@@ -128,11 +128,6 @@ class TextCodec:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="preble-tokenizer")
 
-    @property
-    def splits_prompts(self) -> bool:
-        """Whether prompts are cut at special tokens; False where this tokenizer does not allow it."""
-        return self._parts_after is not None
-
     # --- on the loop --------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> TokenIds:

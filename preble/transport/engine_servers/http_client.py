@@ -67,7 +67,7 @@ _TEXT_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ServerPiece:
     """New output tokens of a stream. `cached_tokens` comes once: with the first piece (SGLang) or the last (vLLM), or
     never. `finish_reason`, with the last: "stop", "length" or "abort"."""
 
@@ -194,7 +194,7 @@ class EngineServer:
         salt: str = "",
         lora: str = "",
         priority: int | None = None,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[ServerPiece]:
         """Stream the output for 1-D prompt token ids; `sampling.max_new_tokens` tokens at most, from here on.
 
         `request_id` must be unused at the server. `rank`: the data-parallel rank to run on. `salt` and `lora` keep
@@ -387,7 +387,7 @@ class _SglangStream:
         self._have = 0
         self._told_cached = False
 
-    def take(self, line: bytes) -> Piece | None:
+    def take(self, line: bytes) -> ServerPiece | None:
         told = _object(line)
         if "error" in told:
             raise _stream_error(told["error"])
@@ -404,9 +404,9 @@ class _SglangStream:
         if not fresh and reason is None:
             return None
         cached, self._told_cached = None if self._told_cached else _count(meta.get("cached_tokens")), True
-        return Piece(fresh, cached, reason)
+        return ServerPiece(fresh, cached, reason)
 
-    def close(self) -> Piece | None:
+    def close(self) -> ServerPiece | None:
         return None
 
 
@@ -416,9 +416,9 @@ class _VllmStream:
 
     def __init__(self) -> None:
         self.ended = False
-        self._last: Piece | None = None
+        self._last: ServerPiece | None = None
 
-    def take(self, line: bytes) -> Piece | None:
+    def take(self, line: bytes) -> ServerPiece | None:
         told = _object(line)
         if "error" in told:
             raise _stream_error(told["error"])
@@ -429,7 +429,7 @@ class _VllmStream:
             if self._last is None:
                 return None
             self.ended = True
-            return Piece(self._last.token_ids, _usage_cached(usage), self._last.finish_reason)
+            return ServerPiece(self._last.token_ids, _usage_cached(usage), self._last.finish_reason)
         choice = choices[0]
         if not isinstance(choice, Mapping):
             raise ProtocolError("stream: a choice must be an object")
@@ -441,13 +441,13 @@ class _VllmStream:
         ids = choice.get("token_ids")
         if ids is None and (choice.get("text") or reason == "length"):
             raise HandshakeRefused("the server does not return token ids (return_token_ids, vLLM 0.10.2 on)")
-        piece = Piece(_token_ids(ids or [], "token_ids"), None, reason)
+        piece = ServerPiece(_token_ids(ids or [], "token_ids"), None, reason)
         if reason is not None:
             self._last = piece
             return None
         return piece if piece.token_ids else None
 
-    def close(self) -> Piece | None:
+    def close(self) -> ServerPiece | None:
         """The stream is over; the last piece, if it came and no usage did."""
         return self._last
 

@@ -1,127 +1,51 @@
-"""Cache events as SGLang and vLLM publish them, decoded into event objects. Owns the translation of both generations of
-their format, and of SGLang's load frames; sockets and sequence numbers are `kv_feed`'s.
+"""What engines send on their event sockets, frame by frame. Owns sequence numbers, replays and SGLang's load frames;
+sockets are `kv_feed`'s, and the events in a payload are decoded by `preble._kv_index.decode`.
 
-A batch is MessagePack `[time, events, rank]`. Each event is a map with its tag under "type" (SGLang from 0.5.20, vLLM
-from 0.24) or an array that begins with it (before these). Where a scheduler is at hand, `GlobalScheduler.apply_raw`
-takes the bytes as they are and is faster; `decode` is for those who pass events on, such as a worker.
-
-The compiled decoder checks a payload before anything is read here, so both refuse the same bytes with the same words.
+    SUB     [topic, number, payload]           numbers count from 0 in each life of the publisher
+    DEALER  ["", number] -> ["", topic, number, payload] ... ["", "", -1, ""]       (older engines leave the topic out)
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import struct
 from dataclasses import dataclass
-from typing import Any
 
-import msgpack
+import msgspec
 
-from ..._kv_index.event_batch import EventBatch
-from ...errors import InvalidInput, ProtocolError
-from ...types import AllBlocksCleared, BlockKeys, BlockRemoved, BlockStored, CacheEvent
-from ..fields import check_namespace
+from ...errors import ProtocolError
 
-_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
-_POSITIONS: Mapping[str, tuple[str, ...]] = {
-    "BlockStored": (*_STORED, "extra_keys", "group_idx"),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
+PAYLOAD_MAX_BYTES = 1 << 24  # what the decoder takes
 _LOAD_MAX_BYTES = 4096
+_END = b"\xff" * 8
+_TWO_OR_MORE_AND_DOUBLE = struct.Struct(">BBd")
 
 
-@dataclass(slots=True)
-class DecodeCounters:
-    """What `decode` left out: events with tags that mean nothing here, and blocks whose extra keys begin in the middle
-    of a prompt (an image), which have no namespace of their own."""
-
-    unknown_events: int = 0
-    keyed_blocks: int = 0
+def published(parts: list[bytes]) -> tuple[int, bytes]:
+    """(number, payload) of a published message. Raises `ProtocolError` for what is none."""
+    if len(parts) != 3 or len(parts[1]) != 8 or len(parts[2]) > PAYLOAD_MAX_BYTES or parts[1] == _END:
+        raise ProtocolError("a published batch must be a topic, a number and a payload")
+    return int.from_bytes(parts[1], "big"), parts[2]
 
 
-def decode(payload: bytes, *, namespace: Hashable = None, counters: DecodeCounters | None = None) -> list[CacheEvent]:
-    """The events of one batch, oldest first; `counters`, when given, count what is left out.
-
-    Blocks that start a prompt are in `namespace`, or in that of their LoRA, salt or extra keys
-    (`BlockKeys.namespace`); others follow their parent. Copies in different cache groups get different media.
-    Raises `InvalidInput` saying what is wrong at which byte. No state, thread-safe.
-    """
-    EventBatch(payload)
-    counters = counters or DecodeCounters()
-    try:
-        _, events, *_ = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
-    except (ValueError, TypeError) as error:
-        # Only fields that the compiled decoder passes over can hold what Python cannot.
-        raise InvalidInput(f"payload holds a value that Python cannot: {type(error).__name__}") from None
-    decoded: list[CacheEvent] = []
-    for event in events:
-        tag, fields = _named(event)
-        if tag == "BlockStored":
-            decoded += _stored(fields, namespace, counters)
-        elif tag == "BlockRemoved":
-            decoded.append(BlockRemoved(fields["block_hashes"], _medium(fields)))
-        elif tag == "AllBlocksCleared":
-            decoded.append(AllBlocksCleared())
-        else:
-            counters.unknown_events += 1
-    return decoded
+def replay_request(first: int) -> list[bytes]:
+    """The question for the batch of a number and all after it."""
+    return [b"", first.to_bytes(8, "big")]
 
 
-def _named(event: Any) -> tuple[str, Mapping[str, Any]]:
-    """Tag and fields by name, of an event of either generation."""
-    if isinstance(event, dict):
-        return event["type"], event
-    tag, *values = event
-    fields = dict(zip(_POSITIONS.get(tag, ()), values, strict=False))
-    if isinstance(fields.get("lora_name"), dict):
-        fields["metadata"] = fields.pop("lora_name")  # SGLang 0.5.18 and 0.5.19 have it in this place
-    return tag, fields
+def replayed(parts: list[bytes]) -> tuple[int, bytes] | None:
+    """(number, payload) of a replayed message, None at the replay's end. Raises `ProtocolError` for what is neither."""
+    if len(parts) not in (3, 4) or parts[0] or len(parts[-2]) != 8 or len(parts[-1]) > PAYLOAD_MAX_BYTES:
+        raise ProtocolError("a replayed batch must be an empty frame, perhaps a topic, a number and a payload")
+    return None if parts[-2] == _END else (int.from_bytes(parts[-2], "big"), parts[-1])
 
 
-def _medium(fields: Mapping[str, Any]) -> str | None:
-    """The medium; copies in different cache groups are told apart like copies in different media."""
-    medium, group = fields.get("medium"), fields.get("group_idx")
-    return f"{medium or 'GPU'}/{group}" if group else medium
-
-
-def _stored(fields: Mapping[str, Any], namespace: Hashable, counters: DecodeCounters) -> list[CacheEvent]:
-    """The event without the blocks that have no namespace; [] if none is left."""
-    hashes, parent, size = fields["block_hashes"], fields["parent_block_hash"], fields["block_size"]
-    lora = fields.get("lora_name") or None
-    own = [_own_keys(keys, lora) for keys in fields.get("extra_keys") or ()]
-    # What a request names beside tokens from its start on is its namespace; what comes later is something inside it.
-    first = own[0] if own and parent is None else ()
-    allowed = next((i for i, keys in enumerate(own) if keys and keys != first), len(hashes))
-    space = None
-    if parent is None:
-        space, named = _namespace(fields, lora, first, namespace)
-        allowed = allowed if named else 0
-    counters.keyed_blocks += len(hashes) - allowed
-    if hashes and not allowed:
-        return []
-    return [BlockStored(hashes[:allowed], parent, fields["token_ids"][: allowed * size], size, space, _medium(fields))]
-
-
-def _own_keys(keys: Sequence[Any] | None, lora: str | None) -> tuple[Any, ...]:
-    """A block's extra keys beside the LoRA's name, which comes first."""
-    keys = tuple(keys or ())
-    return keys[1:] if keys and lora is not None and keys[0] == lora else keys
-
-
-def _namespace(
-    fields: Mapping[str, Any], lora: str | None, extra: tuple[Any, ...], namespace: Hashable
-) -> tuple[Hashable, bool]:
-    """The namespace of a prompt's first blocks; (None, False) if what they name cannot be one."""
-    salt = fields.get("cache_salt") or (fields.get("metadata") or {}).get("cache_salt") or None
-    lora_id = fields.get("lora_id")
-    if lora is None and lora_id is None and salt is None and not extra:
-        return namespace, True
-    try:
-        space = BlockKeys(lora, lora_id, salt, extra).namespace(namespace)
-        check_namespace(space)
-    except (InvalidInput, TypeError):
-        return None, False
-    return space, True
+def time_of(payload: bytes) -> float:
+    """When the engine made a batch; long ago if it does not say."""
+    if len(payload) < _TWO_OR_MORE_AND_DOUBLE.size:
+        return float("-inf")
+    head, kind, seconds = _TWO_OR_MORE_AND_DOUBLE.unpack_from(payload)
+    is_time = 0x92 <= head <= 0x9F and kind == 0xCB and seconds == seconds
+    return float(seconds) if is_time else float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +71,8 @@ def decode_load(payload: bytes) -> LoadReport:
     if len(payload) > _LOAD_MAX_BYTES:
         raise ProtocolError(f"load frame has {len(payload)} bytes, at most {_LOAD_MAX_BYTES} are allowed")
     try:
-        values = msgpack.unpackb(payload)
-    except (ValueError, TypeError) as error:
+        values = msgspec.msgpack.decode(payload)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"load frame is no MessagePack: {type(error).__name__}") from None
     if not isinstance(values, list) or len(values) < 6 or values[0] != "LoadStat":
         raise ProtocolError("load frame must be a list that starts with LoadStat and five numbers")

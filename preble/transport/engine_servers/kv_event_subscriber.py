@@ -1,8 +1,5 @@
 """Following the event sockets of one rank of a running engine. Owns the SUB and replay sockets, gaps, restarts and the
-bounds on what waits; what the events mean is `kv_events`' and the scheduler's.
-
-    SUB     [topic, number, payload]           numbers count from 0 in each life of the publisher
-    DEALER  ["", number] -> ["", topic, number, payload] ... ["", "", -1, ""]       (older engines leave the topic out)
+bounds on what waits; frames are `kv_events`', and what the events mean is `preble._kv_index.decode`'s and the scheduler's.
 
 Every payload reaches the listener once and in order, or the listener is told to forget:
 
@@ -25,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import struct
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -36,18 +32,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import InvalidConfig, ProtocolError, TransportError
 from ..event_stream import EventCursor
-from .kv_event_codec import LoadReport, decode_load
+from .kv_event_codec import PAYLOAD_MAX_BYTES, LoadReport, decode_load, published, replay_request, replayed, time_of
 from .server_info import EventSource
 
 logger = logging.getLogger("preble.transport")
 
 T = TypeVar("T")
 
-_END = b"\xff" * 8
 _IN_VAIN_MAX = 4  # replays in a row that break off, or stay out, and bring nothing, before we give up
 _FRAMES_PER_TURN = 128  # frames taken before other tasks of the loop get a turn
-_PAYLOAD_MAX_BYTES = 1 << 24  # what the decoder takes
-_TWO_OR_MORE_AND_DOUBLE = struct.Struct(">BBd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +151,7 @@ class EventFeed:
         socket.tcp_keepalive = 1
         socket.ipv6 = "[" in endpoint
         socket.rcvhwm = self._config.queue_batches
-        socket.maxmsgsize = 2 * _PAYLOAD_MAX_BYTES
+        socket.maxmsgsize = 2 * PAYLOAD_MAX_BYTES
         return socket
 
     def _connect(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
@@ -201,11 +194,12 @@ class EventFeed:
                     self._newest = None
 
     def _take_live(self, parts: list[bytes]) -> None:
-        if len(parts) != 3 or len(parts[1]) != 8 or len(parts[2]) > _PAYLOAD_MAX_BYTES or parts[1] == _END:
+        try:
+            seq, payload = published(parts)
+        except ProtocolError:
             self.counters.malformed_frames += 1
             return
-        seq, payload = int.from_bytes(parts[1], "big"), parts[2]
-        if seq < self.next_seq and _time_of(payload) > self._newest_time:
+        if seq < self.next_seq and time_of(payload) > self._newest_time:
             self._restarted()
         if self._newest is None and not self.source.replay_endpoint and not self._believing:
             self._cursor.skip_to(seq)  # nothing came before, for us
@@ -227,7 +221,7 @@ class EventFeed:
             self._listener.on_payload(payload)
         if payloads:
             self._newest = payloads[-1]
-            self._newest_time = _time_of(self._newest)
+            self._newest_time = time_of(self._newest)
 
     def _close_gap(self) -> None:
         if self.source.replay_endpoint:
@@ -284,7 +278,7 @@ class EventFeed:
         taken = 0
         try:
             self._connect(socket, self.source.replay_endpoint)
-            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            await socket.send_multipart(replay_request(start))
             while taken < self._config.max_replay_batches:
                 reply = await within(self._config.replay_seconds, self._reply(socket))
                 if self.counters.restarts != life:
@@ -325,10 +319,10 @@ class EventFeed:
     async def _reply(self, socket: zmq.asyncio.Socket) -> tuple[int, bytes] | None:
         """The next batch of a replay, None at its end; what is neither is counted and passed over."""
         while True:
-            parts = await socket.recv_multipart()
-            if len(parts) in (3, 4) and not parts[0] and len(parts[-2]) == 8 and len(parts[-1]) <= _PAYLOAD_MAX_BYTES:
-                return None if parts[-2] == _END else (int.from_bytes(parts[-2], "big"), parts[-1])
-            self.counters.malformed_frames += 1
+            try:
+                return replayed(await socket.recv_multipart())
+            except ProtocolError:
+                self.counters.malformed_frames += 1
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -371,12 +365,3 @@ async def _frames(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
         taken += 1
         if taken % _FRAMES_PER_TURN == 0:
             await asyncio.sleep(0)
-
-
-def _time_of(payload: bytes) -> float:
-    """When the engine made a batch; long ago if it does not say."""
-    if len(payload) < _TWO_OR_MORE_AND_DOUBLE.size:
-        return float("-inf")
-    head, kind, seconds = _TWO_OR_MORE_AND_DOUBLE.unpack_from(payload)
-    told = 0x92 <= head <= 0x9F and kind == 0xCB and seconds == seconds
-    return float(seconds) if told else float("-inf")

@@ -1,5 +1,5 @@
 """The router's end of a server that already runs: SGLang or vLLM over HTTP and their own event sockets. Owns the
-session with one data-parallel rank: its requests, its heartbeat, its name, and which namespace is which salt.
+session with one data-parallel rank: its requests, its heartbeat, its name.
 
     http://host:30000          the server, rank 0; its other ranks are addresses of their own: http://host:30000#rank=1
 
@@ -15,17 +15,15 @@ believed after a break. Everything here runs on one asyncio loop; nothing is thr
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Hashable
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import urldefrag, urlsplit
 
-import msgpack
 import zmq.asyncio
 
 from ...clock import Clock
@@ -38,10 +36,9 @@ from ...errors import (
     QueueFull,
     TransportError,
 )
-from ...types import BlockKeys
 from .. import wire
 from ..client import LinkConfig, LinkCounters, LinkListener
-from ..fields import pack_namespace, unpack_namespace
+from ..namespaces import keys_of
 from .http_client import EngineServer, Unreachable
 from .kv_event_codec import LoadReport
 from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters, within
@@ -49,7 +46,6 @@ from .server_info import ServerFacts, ServerOptions
 
 logger = logging.getLogger("preble.transport")
 
-_SALT_MARK = "preble:"
 _RANK = "rank="
 
 
@@ -362,31 +358,3 @@ class ServerLink:
     def on_load(self, report: LoadReport) -> None:
         """From the feed: the load, sooner than we would have asked."""
         self._report(report)
-
-
-# --- namespaces: what keeps caches apart at the engine ----------------------------------------------------------------
-
-
-def keys_of(namespace: Hashable) -> tuple[str, str]:
-    """(cache salt, LoRA name) for a request of this namespace; "" for none.
-
-    ("lora", name), ("salt", text) and both in this order are themselves; any other namespace is a salt made of it.
-    """
-    parts = namespace if isinstance(namespace, tuple) and all(isinstance(part, str) for part in namespace) else ()
-    if namespace is None:
-        return "", ""
-    if len(parts) in (2, 4) and parts[::2] in (("lora",), ("salt",), ("lora", "salt")) and all(parts[1::2]):
-        told = dict(zip(parts[::2], parts[1::2], strict=True))
-        return told.get("salt", ""), told.get("lora", "")
-    return _SALT_MARK + base64.urlsafe_b64encode(msgpack.packb(pack_namespace(namespace))).decode(), ""
-
-
-def namespace_of(keys: BlockKeys) -> Hashable:
-    """The namespace of blocks that an engine tells apart by more than tokens: the other way round."""
-    salt, extra = keys.cache_salt, keys.extra_keys
-    if salt is None and len(extra) == 1 and isinstance(extra[0], str):
-        salt, extra = extra[0], ()  # where vLLM tells it
-    if salt is not None and salt.startswith(_SALT_MARK) and keys.lora_name is None and not extra:
-        with contextlib.suppress(ValueError, TypeError, ProtocolError):  # somebody else's may begin like ours
-            return unpack_namespace("salt", msgpack.unpackb(base64.urlsafe_b64decode(salt[len(_SALT_MARK) :])))
-    return BlockKeys(keys.lora_name, keys.lora_id, salt, extra).namespace()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from preble.cli import console
 from preble.cli.demo import corpus, experiment, fleet, plan, plot, program, progress, report
 from preble.errors import MissingExtra
 from tests.support.paths import ROOT
@@ -67,7 +68,7 @@ def documents() -> list[corpus.Document]:
 
 
 @pytest.fixture(scope="module")
-def prompts(documents: list[corpus.Document]) -> list[corpus.Prompt]:
+def prompts(documents: list[corpus.Document]) -> list[corpus.DemoPrompt]:
     return corpus.choose_prompts(documents, 240, corpus.word_tokens, random.Random(1))
 
 
@@ -81,7 +82,7 @@ def test_documents_are_source_text_of_one_to_three_thousand_tokens(documents: li
 
 
 def test_prompts_about_one_document_share_all_of_it(
-    documents: list[corpus.Document], prompts: list[corpus.Prompt]
+    documents: list[corpus.Document], prompts: list[corpus.DemoPrompt]
 ) -> None:
     for prompt in prompts:
         document = documents[prompt.document]
@@ -90,7 +91,7 @@ def test_prompts_about_one_document_share_all_of_it(
 
 
 def test_the_same_seed_gives_the_same_experiment() -> None:
-    def make(seed: int) -> list[corpus.Prompt]:
+    def make(seed: int) -> list[corpus.DemoPrompt]:
         rng = random.Random(seed)
         made = corpus.choose_prompts(corpus.load_documents(4, corpus.word_tokens, rng), 20, corpus.word_tokens, rng)
         return corpus.with_arrivals(made, 5.0, rng)
@@ -99,7 +100,7 @@ def test_the_same_seed_gives_the_same_experiment() -> None:
     assert make(3) != make(4)
 
 
-def test_arrivals_are_a_poisson_process_of_the_given_rate(prompts: list[corpus.Prompt]) -> None:
+def test_arrivals_are_a_poisson_process_of_the_given_rate(prompts: list[corpus.DemoPrompt]) -> None:
     timed = corpus.with_arrivals(prompts, 4.0, random.Random(0))
     moments = [prompt.arrival_seconds for prompt in timed]
     gaps = [b - a for a, b in zip([0.0, *moments], moments, strict=False)]
@@ -128,7 +129,7 @@ def test_a_worker_holds_its_share_of_the_documents_and_not_all(documents: list[c
 
 
 def test_round_robin_is_brought_near_saturation_and_not_beyond(
-    documents: list[corpus.Document], prompts: list[corpus.Prompt]
+    documents: list[corpus.Document], prompts: list[corpus.DemoPrompt]
 ) -> None:
     for speed in (200.0, 2000.0, 20000.0):
         made = plan.make_plan(documents, prompts, plan.Speed(speed, 100 / speed), workers=2, seconds=60)
@@ -137,7 +138,7 @@ def test_round_robin_is_brought_near_saturation_and_not_beyond(
 
 
 def test_a_faster_machine_gets_more_requests_within_bounds(
-    documents: list[corpus.Document], prompts: list[corpus.Prompt]
+    documents: list[corpus.Document], prompts: list[corpus.DemoPrompt]
 ) -> None:
     def requests(speed: float) -> int:
         measured = plan.Speed(speed, 0.06)
@@ -153,7 +154,7 @@ def test_a_faster_machine_gets_more_requests_within_bounds(
 
 
 def test_what_the_user_asks_for_is_what_is_planned(
-    documents: list[corpus.Document], prompts: list[corpus.Prompt]
+    documents: list[corpus.Document], prompts: list[corpus.DemoPrompt]
 ) -> None:
     made = plan.make_plan(documents, prompts, SPEED, workers=2, seconds=60, requests=33, rate_per_second=1.5)
     assert (made.requests, made.rate_per_second) == (33, 1.5)
@@ -225,7 +226,7 @@ def test_failed_requests_are_counted_and_kept_out_of_the_times(phases: list[repo
 def test_the_json_says_everything_needed_to_run_it_again(phases: list[report.Phase], tmp_path: Path) -> None:
     phases[0].records.append(report.Record(99, 0, 1000, 0.0, error="the worker is gone"))
     path = tmp_path / "deep" / "demo.json"
-    report.write_json(path, report.document({"seed": 7, "odd": math.nan}, phases, "note"))
+    console.write_json(path, report.document({"seed": 7, "odd": math.nan}, phases, "note"))
     content = json.loads(path.read_text())
     assert content["settings"] == {"seed": 7, "odd": None}
     assert content["versions"]["preble"] and content["machine"]["cores"]
@@ -277,9 +278,9 @@ def test_the_tally_counts_what_is_still_in_flight() -> None:
 
 
 def test_without_a_terminal_the_screen_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(console, "PLAIN_SECONDS", 0.0)
     stream = io.StringIO()
-    screen, tally = progress.Screen(stream), progress.Tally("e2", 2)
+    screen, tally = console.Screen(stream), progress.Tally("e2", 2)
     screen.say("5/5 e2")
     with screen.phase(tally) as update:
         for _ in range(2):
@@ -296,7 +297,7 @@ def test_without_a_terminal_the_screen_is_plain_lines(monkeypatch: pytest.Monkey
 
 def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
     async def start() -> None:
-        async with fleet.Fleet(1, ["--engine", "torch", "--model", str(tmp_path / "nowhere")], tmp_path, "broken"):
+        async with fleet.DemoFleet(1, ["--engine", "torch", "--model", str(tmp_path / "nowhere")], tmp_path, "broken"):
             raise AssertionError("the fleet must not get ready")
 
     with pytest.raises(fleet.WorkerFailed) as failure:
@@ -404,7 +405,7 @@ def test_wrong_options_are_refused(run_python: RunPython) -> None:
 
 
 def test_without_torch_the_demo_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    monkeypatch.setattr(console, "find_spec", lambda name: None)
     settings = program.Settings("torch", 2, 12, 12, 10.0, 0, None, None, 1.0)
     with pytest.raises(MissingExtra, match=r"preble\[torch,bench\].*--engine simulated"):
         program.check_extras(settings, plot_wanted=False)
@@ -419,7 +420,7 @@ def test_a_demo_that_is_asked_to_end_takes_its_workers_along(tmp_path: Path) -> 
         while not demo.stderr.readline().startswith("4/5"):
             assert demo.poll() is None
         log = tmp_path / "logs" / "round_robin-worker-1.log"
-        while not (log.exists() and fleet.ready_endpoint(log)):
+        while not (log.exists() and "READY " in log.read_text()):
             assert demo.poll() is None
             time.sleep(0.05)
         demo.terminate()

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from preble import CostModel
-from preble.cli import main
-from preble.cli.profile import points, profile, program
+from preble.cli import console, main
+from preble.cli.profile import points, profile
 from preble.cli.profile.bench import DECODE_STEPS, Bench, Sample, sample_of
 from preble.cli.profile.points import DECODE, PREFILL, Limits, Point
 from preble.cli.profile.targets import SimulatedTarget, check_fits, local_config
@@ -331,9 +331,9 @@ def test_progress_writes_over_one_line_on_a_terminal_and_seldom_elsewhere() -> N
 
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        progress = program.Progress(stream)
-        progress("one")
-        progress("two")
-        progress.done()
+        screen = console.Screen(stream)
+        screen.show("one")
+        screen.show("two")
+        screen.clear()
     assert terminal.getvalue().count("\r") == 3 and "two" in terminal.getvalue()
     assert file.getvalue() == ""

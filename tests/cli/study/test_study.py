@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from preble import cli, workloads
 from preble.cli.study import plot, program, report
-from preble.cli.study.statistics import Study, measure, summary
-from preble.cli.study.tree import PromptTree, common_prefix
+from preble.cli.study.statistics import Study, key_portion, measure, summary
 from preble.errors import InvalidInput, MissingExtra
 from preble.workloads import PromptRequest, Workload
 from tests.support import paths
@@ -57,29 +56,31 @@ TOOLS = [
 
 
 def test_a_prompt_shares_what_came_before_it_even_inside_a_node_and_across_parts() -> None:
-    tree = PromptTree()
-    assert tree.add([array(1, 2, 3, 4)])[1] == 0
-    assert tree.add([array(1), array(2, 3), array(5)])[1] == 3
-    assert tree.add([array(1, 2)])[1] == 2
-    assert tree.add([array(), array(1, 2, 3), array(), array(4, 6)])[1] == 4
-    assert tree.add([array(7)])[1] == 0
-    assert tree.count() == 6  # 1 2 | 3 | 4 | 6 | 5 | 7
-    assert tree.root.requests == 5
+    study = measure(
+        workload(
+            [
+                [array(1, 2, 3, 4)],
+                [array(1), array(2, 3), array(5)],
+                [array(1, 2)],
+                [array(), array(1, 2, 3), array(), array(4, 6)],
+                [array(7)],
+            ]
+        )
+    )
+    assert (study.shared_fraction * study.prompt_tokens).tolist() == pytest.approx([0, 3, 2, 4, 0])
+    assert study.nodes == 6  # 1 2 | 3 | 4 | 6 | 5 | 7
 
 
-def test_a_split_keeps_what_ends_below_it() -> None:
-    tree = PromptTree()
-    long, _ = tree.add([array(1, 2, 3, 4)])
-    short, _ = tree.add([array(1, 2, 3)])
-    tree.count()
-    assert (long.tokens, long.requests, short.tokens, short.requests) == (1, 1, 3, 2)
-    assert long.key is short
+def test_a_prompt_that_ends_inside_a_node_cuts_it() -> None:
+    study = measure(workload([[array(1, 2, 3, 4)], [array(1, 2, 3)]]))
+    assert study.nodes == 2 and study.requests_per_key.tolist() == [2]
+    assert (study.key_fraction * study.prompt_tokens).tolist() == pytest.approx([3, 3])
 
 
-def test_common_prefix() -> None:
-    assert common_prefix(array(1, 2, 3), array(1, 2, 3)) == 3
-    assert common_prefix(array(1, 2, 3), array(1, 5, 3)) == 1
-    assert common_prefix(array(9), array(8)) == 0
+def test_the_key_portion_is_the_deepest_node_longer_than_all_before_it() -> None:
+    assert key_portion([3]) == (0, 3)
+    assert key_portion([2, 4, 9]) == (4, 9)
+    assert key_portion([2, 5, 9]) == (2, 5)
 
 
 def counted_one_by_one(prompts: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int], list[int]]:
@@ -345,7 +346,7 @@ def test_the_command_says_what_it_does_not_draw(
     assert cli.main([*command, "--json", str(tmp_path / "else" / "where.json")]) == 0
     assert "No figure 5: none of these workloads has arrivals" in capsys.readouterr().out
     assert json.loads((tmp_path / "else" / "where.json").read_text())["workloads"][0]["requests"] == 2
-    monkeypatch.setattr("preble.cli.study.program.find_spec", lambda name: None)
+    monkeypatch.setattr("preble.cli.console.find_spec", lambda name: None)
     assert cli.main(command) == 0
     assert "No figures: they need matplotlib" in capsys.readouterr().out
 

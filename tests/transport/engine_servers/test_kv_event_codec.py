@@ -1,5 +1,5 @@
-"""Engines' cache events as objects: recorded engines against a naive replay, both forms, namespaces, load frames, and
-bytes that are damaged. What the compiled decoder does with the same bytes is in kv_index/test_apply_raw.py, sockets in
+"""Engines' cache events as objects: recorded engines against a naive replay and an independent reader, both forms, namespaces, load frames, and
+bytes that are damaged. What the scheduler does with the same bytes is in kv_index/test_apply_raw.py, sockets in
 test_kv_event_subscriber.py."""
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preble import AllBlocksCleared, BlockRemoved, BlockStored, GlobalScheduler, ManualClock, WorkerSpec
+from preble._kv_index.event_batch import EventBatch
+from preble.engines.kv_event_listener import RankListener
 from preble.errors import InvalidInput, ProtocolError
-from preble.transport.engine_servers.kv_event_codec import DecodeCounters, decode, decode_load
+from preble.transport.engine_servers.kv_event_codec import decode_load
+from tests.support.events import read_events
 from tests.support.paths import DATA, SHARED
 
 CAPTURES = SHARED / "engines-cpu" / "captures"
@@ -82,11 +85,13 @@ def test_every_recorded_event_is_decoded_and_the_index_is_that_of_a_naive_replay
     scheduler = GlobalScheduler(
         [WorkerSpec("w", kv_capacity_tokens=10**7, block_size=BLOCK_SIZES[name])], clock=ManualClock(1.0)
     )
-    naive, counters, ends, compared = NaiveCache(), DecodeCounters(), dict[Any, None](), 0
+    naive, ends, compared = NaiveCache(), dict[Any, None](), 0
     batches = payloads(name)
     for number, payload in enumerate(batches):
         written = msgpack.unpackb(payload)[1]
-        events = decode(payload, counters=counters)
+        decoded = EventBatch(payload)
+        events = decoded.events()
+        assert (events, decoded.unknown_events, decoded.keyed_blocks) == (events, 0, 0) == read_events(payload)
         assert [type(event).__name__ for event in events] == [event["type"] for event in written]
         scheduler.apply("w", events)
         for event in events:
@@ -98,7 +103,7 @@ def test_every_recorded_event_is_decoded_and_the_index_is_that_of_a_naive_replay
             for end in ends:
                 believed = scheduler.match([*naive.prompt(end), 7]).matched_tokens.get("w", 0)
                 assert believed == naive.cached_tokens(end)
-    assert counters == DecodeCounters() and compared > 100, (counters, compared)
+    assert compared > 100
     worker = scheduler.stats()["workers"]["w"]
     assert worker["orphan_blocks"] == worker["conflicting_blocks"] == worker["keyed_blocks"] == 0
 
@@ -109,7 +114,7 @@ def test_sglang_hashes_are_a_sha256_chain_over_the_tokens(name: str) -> None:
     digests: dict[Any, bytes] = {None: b""}
     blocks = 0
     for payload in payloads(name):
-        for event in decode(payload):
+        for event in EventBatch(payload).events():
             if not isinstance(event, BlockStored):
                 continue
             digest = digests[event.parent_block_hash]
@@ -177,16 +182,46 @@ ARRAYS: list[tuple[list[Any], Any]] = [
 
 @pytest.mark.parametrize(("written", "event"), ARRAYS)
 def test_positional_arrays_of_every_length_that_engines_wrote(written: list[Any], event: Any) -> None:
-    assert decode(batch(written)) == [event]
+    assert EventBatch(batch(written)).events() == [event] == read_events(batch(written))[0]
 
 
 def test_a_map_and_an_array_may_stand_in_one_batch_and_unknown_tags_are_counted() -> None:
-    counters = DecodeCounters()
-    events = decode(
-        batch(stored(1), ["BlockMoved", 3], {"type": "Else"}, ["BlockRemoved", [1], None]), counters=counters
-    )
-    assert events == [BlockStored((1,), None, tuple(PROMPT[:4]), 4), BlockRemoved((1,))]
-    assert counters == DecodeCounters(unknown_events=2)
+    decoded = EventBatch(batch(stored(1), ["BlockMoved", 3], {"type": "Else"}, ["BlockRemoved", [1], None]))
+    assert decoded.events() == [BlockStored((1,), None, tuple(PROMPT[:4]), 4), BlockRemoved((1,))]
+    assert decoded.unknown_events == 2 and len(decoded) == 4
+
+
+HASHES = st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=40)
+PARTS = st.sampled_from([None, [], ["k"], ["a"], ["a", "k"], [["image", 3], b"x"]])
+MORE = {
+    "lora_id": st.none() | st.integers(0, 2),
+    "medium": st.sampled_from([None, "GPU", "CPU"]),
+    "lora_name": st.sampled_from([None, "", "a"]),
+    "extra_keys": st.none(),
+    "group_idx": st.none() | st.integers(0, 2**32 - 1),
+}
+
+
+@st.composite
+def engine_events(draw: Any) -> Any:
+    """An event as an engine may write it, as a map or an array of some length."""
+    hashes = draw(st.lists(HASHES, min_size=1, max_size=4))
+    if draw(st.booleans()):
+        fields = {"block_hashes": hashes, "medium": draw(MORE["medium"]), "group_idx": draw(MORE["group_idx"])}
+        return ["BlockRemoved", *fields.values()] if draw(st.booleans()) else {"type": "BlockRemoved", **fields}
+    event = stored(*hashes, parent=draw(st.none() | HASHES), token_ids=list(range(4 * len(hashes))))
+    event |= {name: draw(values) for name, values in MORE.items()}
+    event["extra_keys"] = draw(st.none() | st.lists(PARTS, min_size=len(hashes), max_size=len(hashes)))
+    if draw(st.booleans()):
+        return event | {"cache_salt": draw(st.sampled_from([None, "", "s"]))}
+    return ["BlockStored", *[event[name] for name in event if name != "type"]][: draw(st.integers(6, 10))]
+
+
+@given(st.lists(engine_events(), max_size=4), st.sampled_from([None, "model"]))
+def test_events_are_what_an_independent_reader_makes_of_the_bytes(events: list[Any], space: Any) -> None:
+    decoded = EventBatch(batch(*events))
+    made = decoded.events(namespace=space)
+    assert (made, decoded.unknown_events, decoded.keyed_blocks) == read_events(batch(*events), space)
 
 
 # --- namespaces: objects do what the bytes do -------------------------------------------------------------------------
@@ -209,15 +244,17 @@ KEYED: list[tuple[list[dict[str, Any]], int]] = [
 def test_blocks_told_apart_by_more_than_tokens_are_where_the_compiled_decoder_puts_them(
     events: list[dict[str, Any]], keyed: int, space: Any
 ) -> None:
-    payload, counters = batch(*events), DecodeCounters()
+    payload = batch(*events)
     raw, plain = (
         GlobalScheduler([WorkerSpec("w", kv_capacity_tokens=10**6, block_size=4)], clock=ManualClock(1.0))
         for _ in range(2)
     )
     raw.apply_raw("w", payload, namespace=space)
-    objects = decode(payload, namespace=space, counters=counters)
+    decoded = EventBatch(payload)
+    objects = decoded.events(namespace=space)
     plain.apply("w", objects)
-    assert counters.keyed_blocks == raw.stats()["workers"]["w"]["keyed_blocks"] == keyed
+    assert read_events(payload, space) == (objects, 0, keyed)
+    assert decoded.keyed_blocks == raw.stats()["workers"]["w"]["keyed_blocks"] == keyed
     spaces = {event.namespace for event in objects if isinstance(event, BlockStored)}
     for prompt in (PROMPT[:4] * 2, PROMPT):
         for namespace in {*spaces, None, "model"}:
@@ -226,9 +263,19 @@ def test_blocks_told_apart_by_more_than_tokens_are_where_the_compiled_decoder_pu
 
 @pytest.mark.parametrize("key", [1.5, {"a": 1}, [[[[["deep"]]]]]])
 def test_keys_that_are_no_namespace_leave_their_blocks_out_and_are_counted(key: Any) -> None:
-    counters = DecodeCounters()
-    assert decode(batch(stored(1, 2, extra_keys=[[key], None])), counters=counters) == []
-    assert counters.keyed_blocks == 2
+    taken: list[Any] = []
+    listener = RankListener(0, lambda rank, events: taken.extend(events))
+    listener.on_payload(batch(stored(1, 2, extra_keys=[[key], None]), stored(3)))
+    assert taken == [BlockStored((3,), None, tuple(PROMPT[:4]), 4)]
+
+
+def test_blocks_are_left_out_where_no_namespace_is_given_to_what_they_name() -> None:
+    def refuse(keys: Any) -> Any:
+        raise InvalidInput(str(keys))
+
+    decoded = EventBatch(batch(stored(1, 2, lora_name="a"), stored(3)))
+    assert len(decoded.events(namespace_of=refuse)) == 1 and decoded.keyed_blocks == 2
+    assert len(decoded.events()) == 2 and decoded.keyed_blocks == 0
 
 
 # --- damaged bytes ----------------------------------------------------------------------------------------------------
@@ -238,17 +285,24 @@ def test_keys_that_are_no_namespace_leave_their_blocks_out_and_are_counted(key: 
 def test_any_bytes_are_a_batch_or_invalid_input(payload: bytes) -> None:
     for whole in (payload, b"\x92\x00\x91" + payload, b"\x92\x00\x91\x82\xa4type\xabBlockStored" + payload):
         try:
-            decode(whole)
+            EventBatch(whole).events()
         except InvalidInput:
             continue
 
 
-def test_what_the_compiled_decoder_passes_over_may_still_be_nothing_for_python() -> None:
-    whole = batch(stored(1, more=None))
-    for value in (b"\x91" * 5000 + b"\xc0", b"\xa2\xff\xfe", b"\xc7\x00\xff"):
-        at = whole.index(b"\xa4more\xc0") + 5
-        with pytest.raises(InvalidInput, match="payload holds a value that Python cannot"):
-            decode(whole[:at] + value + whole[at + 1 :])
+NOT_FOR_PYTHON = (b"\x91" * 5000 + b"\xc0", b"\xa2\xff\xfe", b"\xc7\x00\xff")
+
+
+def test_what_python_cannot_hold_is_passed_over_or_leaves_its_blocks_out() -> None:
+    event = BlockStored((1,), None, tuple(PROMPT[:4]), 4)
+    whole, keyed = batch(stored(1, more=None)), batch(stored(1, extra_keys=[[None]]))
+    for value in NOT_FOR_PYTHON:
+        assert EventBatch(whole.replace(b"\xa4more\xc0", b"\xa4more" + value)).events() == [event]
+        decoded = EventBatch(keyed.replace(b"\xaaextra_keys\x91\x91\xc0", b"\xaaextra_keys\x91\x91" + value))
+        assert decoded.events() == [] and decoded.keyed_blocks == 1
+    medium = batch(stored(1, medium="??")).replace(b"??", b"\xff\xfe")
+    with pytest.raises(InvalidInput, match="medium is no UTF-8"):
+        EventBatch(medium).events()
 
 
 @given(st.binary(max_size=60) | st.lists(st.integers() | st.none() | st.text()).map(lambda v: msgpack_or(v)))

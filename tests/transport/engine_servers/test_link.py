@@ -17,8 +17,8 @@ from preble import Router, SamplingParams
 from preble.errors import EngineError, HandshakeRefused, InvalidConfig, InvalidInput, QueueFull, WorkerLost
 from preble.transport.engine_servers.http_client import EngineServer
 from preble.transport.engine_servers.kv_event_subscriber import FeedConfig
-from preble.transport.engine_servers.link import keys_of, namespace_of
 from preble.transport.engine_servers.server_info import EventSource, ServerOptions
+from preble.transport.namespaces import keys_of, namespace_of, salt_of
 from preble.types import BlockKeys
 from tests.support.attach import BLOCK, FakePublisher, FakeServer
 from tests.support.transport import (
@@ -464,3 +464,10 @@ def test_salts_of_others_are_themselves_and_never_an_error() -> None:
     for salt in ("preble:", "preble:!!", "preble:AAAA", "other", "preble:" + "é"):
         assert namespace_of(BlockKeys(None, None, salt, ())) in (("salt", salt), 0)
     assert len({keys_of(namespace) for namespace in NAMESPACES}) == len(NAMESPACES)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_an_engine_without_loras_is_given_all_of_a_namespace_as_its_salt(namespace: Any) -> None:
+    salt, (_, lora) = salt_of(namespace), keys_of(namespace)
+    assert salt == keys_of(namespace)[0] or lora
+    assert namespace_of(BlockKeys(None, None, salt, ())) == namespace if salt else namespace is None
