@@ -1,1 +1,0 @@
-"""`preble simulate`; all of it is in `program.py`."""
