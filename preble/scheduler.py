@@ -152,7 +152,7 @@ class GlobalScheduler(RequestApi):
         """A booking for the length of a block, which cannot leak: `with scheduler.lease(token_ids) as lease`, or
         `async with`. Arguments are those of `schedule`, which runs when the block is entered."""
         asked = {"namespace": namespace, "max_new_tokens": max_new_tokens, "explain": explain}
-        return Lease(self, self.core, token_ids, exclude, {"request_id": request_id, **asked})
+        return Lease(self, token_ids, exclude, {"request_id": request_id, **asked})
 
     def reconcile(
         self, worker_id: str, live_request_ids: Iterable[Hashable], *, grace_seconds: float = 5.0

@@ -16,7 +16,8 @@ import preble
 PREBLE = Path(preble.__file__).parent
 PUBLIC_NAMES_MAX = 16
 COMPILED = sorted(".".join(path.relative_to(PREBLE).with_suffix("").parts) for path in PREBLE.rglob("*.pyx"))
-HEAVY = {"numpy", "torch", "transformers", "zmq", "asyncio", "msgpack", "matplotlib", "rich", "dataclasses", "typing"}
+HEAVY = {"numpy", "torch", "transformers", "zmq", "asyncio", "msgpack", "msgspec", "matplotlib", "rich", "dataclasses"}
+HEAVY |= {"typing"}
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -65,7 +66,7 @@ def test_the_scheduler_needs_no_network_and_no_model_library(run_python: RunPyth
     result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     loaded = {name.split(".")[0] for name in result.stdout.split()}
-    assert loaded.isdisjoint({"torch", "transformers", "zmq", "asyncio", "msgpack"})
+    assert loaded.isdisjoint({"torch", "transformers", "zmq", "asyncio", "msgpack", "msgspec"})
 
 
 def source_of(module: str, suffix: str) -> Path:

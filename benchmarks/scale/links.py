@@ -47,7 +47,7 @@ def serve(connection: Any) -> None:
         for session, request in server.poll(0.05):
             if isinstance(request, wire.Ping):
                 server.send(session, wire.Pong(request.nonce, server.replay.next_seq))
-            elif isinstance(request, wire.Submit):
+            elif isinstance(request, wire.GenerationRequest):
                 first = int(request.token_ids[0])
                 for number in range(first, first + LOT):
                     server.publish((_event(str(request.namespace), number, token_ids),))
@@ -144,7 +144,7 @@ async def frames(links: Links, count: int) -> dict[str, float]:
         for lot in range(0, count, LOT):
             links.books.wanted = links.books.batches + LOT
             links.books.come.clear()
-            link.send(wire.Submit(f"{what}-{lot}", np.array([lot], np.int32), namespace=what))
+            link.send(wire.GenerationRequest(f"{what}-{lot}", np.array([lot], np.int32), namespace=what))
             await links.books.come.wait()
         found[f"{what}_us"] = (time.process_time() - started) * 1e6 / (links.books.batches - first)
     return found

@@ -276,7 +276,7 @@ class Run:
             decision = self.timer.call(
                 "schedule", self.router.schedule, token_ids, request_id=request_id, max_new_tokens=limit
             )
-            frame = self.timer.call("submit encode", wire.encode, wire.Submit(request_id, token_ids))
+            frame = self.timer.call("submit encode", wire.encode, wire.GenerationRequest(request_id, token_ids))
             self.timer.sent("submit", len(frame))
         else:
             assert self.others is not None
@@ -315,7 +315,9 @@ class Run:
 
     def _stream(self, running: Running) -> None:
         """The frames of an answer, one a token; one of them is timed, as they are all alike."""
-        frame = wire.encode(wire.Chunk(running.request.request_id, 1, (17,), next_event_seq=running.worker.frames))
+        frame = wire.encode(
+            wire.OutputChunk(running.request.request_id, 1, (17,), next_event_seq=running.worker.frames)
+        )
         self.timer.call("chunk decode", wire.decode, frame, wire.WORKER_MESSAGES)
         for _ in range(running.request.output_tokens):
             self.timer.sent("chunk", len(frame))

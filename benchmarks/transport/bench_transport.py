@@ -134,12 +134,12 @@ def run_echo() -> int:
 def submit_frame() -> bytes:
     """As large as what a request takes."""
     prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
-    return wire.encode(wire.Submit("1000", prompt), epoch=time.time_ns(), session=1, seq=1000)
+    return wire.encode(wire.GenerationRequest("1000", prompt), epoch=time.time_ns(), session=1, seq=1000)
 
 
 def chunk_frame() -> bytes:
     """As large as what a token takes."""
-    return wire.encode(wire.Chunk("1000", 0, (17,), 0, "length"), epoch=time.time_ns(), session=1, seq=1000)
+    return wire.encode(wire.OutputChunk("1000", 0, (17,), 0, "length"), epoch=time.time_ns(), session=1, seq=1000)
 
 
 class Side:

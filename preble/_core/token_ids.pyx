@@ -1,7 +1,7 @@
 """Token ids at the door. Owns the conversion of what callers pass into a C array of int32; keeps nothing.
 
 int32 and uint32 buffers are borrowed without a copy, int64 buffers and lists or tuples of ints are converted by one C
-loop.
+loop. The functions about words are for Python code that keeps token ids as raw bytes.
 """
 
 from operator import index
@@ -14,6 +14,7 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.list cimport PyList_Check, PyList_GET_SIZE
 from cpython.ref cimport PyObject
 from cpython.tuple cimport PyTuple_Check, PyTuple_GET_SIZE
@@ -97,6 +98,47 @@ cdef extern from * nogil:
     """
     int32_t signs_of "preble_signs"(const int32_t* ids, uint32_t count) nogil
     Py_ssize_t plain_tokens "preble_tokens"(PyObject** items, Py_ssize_t count, int32_t* out)
+
+
+def prompt_words(token_ids) -> bytes:
+    """A prompt's token ids (1-D int32, uint32 or int64 buffer, list or tuple of ints) as native int32 words: a copy, so
+    that nobody can change them later.
+
+    Raises `InvalidTokens` where there is none, where an id is not in [0, 2**31 - 1], or for anything else.
+    """
+    return words_of(token_ids, False)
+
+
+def token_words(token_ids) -> bytes:
+    """`prompt_words` for token ids that may be none at all."""
+    return words_of(token_ids, True)
+
+
+cdef bytes words_of(object token_ids, bint allow_empty):
+    cdef TokenView view
+    view_tokens(token_ids, &view, allow_empty)
+    try:
+        check_tokens(&view, 0)
+        return PyBytes_FromStringAndSize(<const char*> view.data, 4 * <Py_ssize_t> view.count)
+    finally:
+        release_tokens(&view)
+
+
+def word_count(bytes words not None) -> int:
+    """How many token ids these native int32 words are; -1 if one of them is negative or the last is not whole."""
+    cdef Py_ssize_t count = PyBytes_GET_SIZE(words) // 4
+    if 4 * count != PyBytes_GET_SIZE(words) or signs_of(<const int32_t*> PyBytes_AS_STRING(words), <uint32_t> count) < 0:
+        return -1
+    return count
+
+
+def word_tuple(bytes words not None):
+    """The token ids of native int32 words; None where `word_count` says -1."""
+    cdef Py_ssize_t i, count = word_count(words)
+    cdef const int32_t* ids = <const int32_t*> PyBytes_AS_STRING(words)
+    if count < 0:
+        return None
+    return tuple([ids[i] for i in range(count)])
 
 
 cdef int view_tokens(object token_ids, TokenView* view, bint allow_empty=False) except -1:

@@ -57,10 +57,10 @@ from preble._core.tree.layout cimport (
     node_at,
     run_end,
 )
-from preble._core.tree.parts cimport find_entry, touch_mark
+from preble._core.tree.parts cimport find_entry, marks_a_child, touch_mark
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, tree_walk
-from preble._core.tree.operations cimport clear_marks, drop_below, marks_a_child, sweep_ghosts, tree_insert
+from preble._core.tree.operations cimport clear_marks, drop_below, sweep_ghosts, tree_insert
 
 cdef enum:
     AHEAD = 16                   # blocks whose slots are fetched before they are looked at

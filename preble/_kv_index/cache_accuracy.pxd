@@ -55,6 +55,3 @@ cdef class TrustBook:
     cdef void heard(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil
     cdef uint32_t believed(self, uint32_t worker, uint32_t tokens) noexcept nogil
-    cpdef bint is_apart(self, uint32_t worker)
-    cpdef bint misses(self, uint32_t worker)
-    cpdef bint is_odd(self, uint32_t worker)

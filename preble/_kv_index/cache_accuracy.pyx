@@ -186,16 +186,16 @@ cdef class TrustBook:
             "surplus_tokens": row.surplus_total,
         }
 
-    cpdef bint is_apart(self, uint32_t worker):
+    def is_apart(self, uint32_t worker) -> bool:
         """Whether no stored block has begun like a prompt for too long."""
         cdef Trust* row = &self.rows[worker]
         return row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS
 
-    cpdef bint misses(self, uint32_t worker):
+    def misses(self, uint32_t worker) -> bool:
         """Whether reports have found nothing of what was known for too long."""
         return self.rows[worker].misses >= <uint32_t> MISSES
 
-    cpdef bint is_odd(self, uint32_t worker):
+    def is_odd(self, uint32_t worker) -> bool:
         """Whether its blocks have been of another size than was said for too long."""
         return self.rows[worker].odd_runs >= <uint32_t> APART_RUNS
 
@@ -203,7 +203,14 @@ cdef class TrustBook:
         """Workers whose events or reports have had nothing in common with what they were sent for too long.
         O(workers)."""
         cdef uint32_t i
-        return [i for i in range(self.end) if self.misses(i) or self.is_odd(i) or self.is_apart(i)]
+        cdef Trust* row
+        found = []
+        for i in range(self.end):
+            row = &self.rows[i]
+            if (row.misses >= <uint32_t> MISSES or row.odd_runs >= <uint32_t> APART_RUNS
+                    or row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS):
+                found.append(i)
+        return found
 
     def prompts(self, RadixTree tree not None, uint32_t worker, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
         """(namespace, first tokens) of some prompts that were computed on a worker lately. As the writer."""

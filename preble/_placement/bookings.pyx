@@ -9,7 +9,7 @@ weighed, or a Python policy chooses.
 from cpython.dict cimport PyDict_Next
 from cpython.ref cimport PyObject
 from libc.math cimport INFINITY, nextafterf
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 

@@ -18,8 +18,6 @@ class RequestObserver:
         self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None
     ) -> None: ...
     def on_cancel(self, request_id: Hashable, now: float) -> None: ...
-
-class DecisionObserver(RequestObserver):
     def explains(self, now: float) -> bool: ...
     def watches(self, sequence: int) -> bool: ...
     def before_decision(
@@ -40,7 +38,7 @@ class RequestApi:
         *,
         policy: Policy | None = None,
         policy_state: RequestObserver | None = None,
-        observer: DecisionObserver | None = None,
+        observer: RequestObserver | None = None,
     ) -> None: ...
     def schedule(
         self,

@@ -144,9 +144,7 @@ class RequestObserver:
     def on_cancel(self, request_id, double now) -> None:
         """A live request's booking was given back, its id not free yet."""
 
-
-class DecisionObserver(RequestObserver):
-    """One that looks at decisions before they are made, too."""
+    # What only the observer of a `RequestApi` is asked, not its policy's state.
 
     def explains(self, double now) -> bool:
         """Whether the decision to come shall carry its costs, which nobody has asked for. Asked once a decision."""
@@ -253,7 +251,8 @@ cdef tuple choose_beside_writers(DecisionCore core, Order* order, TokenView* vie
 def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_t max_new_tokens, double now,
                 request) -> Explanation:
     """The decision to come, with every worker's terms. Books nothing. `request`: a Python policy's RequestView."""
-    chosen, reason, prompt, rows, names = choice_to_come(core, policy, token_ids, namespace, max_new_tokens, now, request)
+    asked = token_ids, namespace, max_new_tokens, now, request
+    chosen, reason, prompt, rows, names = choice_to_come(core, policy, *asked)
     costs = tuple([
         WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, queue, total, score, candidate)
         for (i, usable, load, eviction, prefill, queue, total, candidate), score
@@ -291,8 +290,8 @@ cdef class RequestApi:
     """What callers ask of a scheduler for each request. Complete in itself; `GlobalScheduler` adds the workers, their
     events and the work in the background. Any thread may call anything.
 
-    `clock`: seconds. `policy`: None is E2. `policy_state`: what the policy is told beside columns (`known`), an
-    observer. `observer`: a DecisionObserver; without one each call asks only whether there is one.
+    `clock`: seconds. `policy`: None is E2. `policy_state`: what the policy is told beside columns (`known`), a
+    RequestObserver. `observer`: who looks on; without one each call asks only whether there is one.
     """
 
     def __init__(self, DecisionCore core not None, clock, int64_t seed, *, policy=None, policy_state=None,

@@ -20,8 +20,10 @@ import logging
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import structs
 
 from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, EngineError, InvalidInput, InvalidTokens, PrebleError
@@ -149,7 +151,7 @@ class StreamingEngine:
                 stream.cached_tokens, stream.finish_reason = 0, "length"
                 self._news[request.request_id] = stream
             else:
-                self.admission.add(replace(request, request_id=stream.id))
+                self.admission.add(structs.replace(request, request_id=stream.id))
                 self._streams[stream.id] = stream
                 self._serial += 1
             self._live[request.request_id] = stream

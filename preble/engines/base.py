@@ -1,5 +1,5 @@
 """The engine protocol: what a worker process asks of anything that generates tokens. Owns the protocol and its data,
-no engine.
+no engine; requests and chunks are those that routers and workers exchange.
 
 Life of a request: `submit` -> any number of `step` calls, each returning chunks for the requests that moved -> a
 chunk with
@@ -8,49 +8,14 @@ chunk with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
+from ..transport.messages import FINISH_REASONS, GenerationRequest, OutputChunk
+from ..types import CacheEvent
 
-from ..types import CacheEvent, SamplingParams
-
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A prompt to continue. `token_ids` is 1-D int32, `output_offset` the number of its last tokens that are output
-    already.
-
-    A request resumed after its worker died arrives with the emitted tokens appended to the prompt and `output_offset`
-    set, so that chunk indices and random draws go on where they stopped; `sampling.max_new_tokens` still counts from
-    the first output.
-    """
-
-    request_id: str
-    token_ids: npt.NDArray[np.int32]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    namespace: Hashable = None
-    output_offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class OutputChunk:
-    """New tokens of one request. `index` is the output position of `token_ids[0]`, counted from the original prompt.
-
-    `cached_tokens` (prompt tokens whose KV was reused, set on the first chunk) is the engine's truth about the hit.
-    `finish_reason` is None until the last chunk. `error` says what went wrong where the reason is "error".
-    """
-
-    request_id: str
-    index: int
-    token_ids: Sequence[int]
-    cached_tokens: int | None = None
-    finish_reason: str | None = None
-    error: str | None = None
+__all__ = ["FINISH_REASONS", "Engine", "EngineInfo", "EngineLoad", "GenerationRequest", "OutputChunk", "SelfRunning"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..errors import HandshakeRefused, InvalidConfig, MissingExtra, PrebleError
 from ..router.router import Router, RouterConfig
 from ..scheduler import GlobalScheduler
@@ -32,7 +34,6 @@ from .core.logs import log_as_json
 from .core.sibling_processes import Seat, Siblings
 
 try:
-    import msgspec
     import uvicorn
 
     from .app import make_app

@@ -19,10 +19,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq.asyncio
+from msgspec import structs
 
 from ..clock import Clock
 from ..errors import (
@@ -95,7 +96,7 @@ class AddressCounters:
 class RequestsOwner(Protocol):
     """What the fleet tells the router about requests."""
 
-    def on_message(self, worker: FleetWorker, message: wire.Chunk | wire.Rejected) -> None:
+    def on_message(self, worker: FleetWorker, message: wire.OutputChunk | wire.Rejected) -> None:
         """Something about one request."""
 
     def on_unavailable(self, worker: FleetWorker, why: str) -> None:
@@ -129,7 +130,7 @@ class FleetWorker:
 
     # --- LinkListener -------------------------------------------------------------------------------------------------
 
-    def on_message(self, message: wire.Chunk | wire.Rejected | wire.Draining) -> None:
+    def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.Draining) -> None:
         """A request's message goes to the router; draining takes the worker out of the choice."""
         if not isinstance(message, wire.Draining):
             self._fleet.owner.on_message(self, message)
@@ -195,7 +196,7 @@ class FleetWorker:
             **asdict(self.peers.counters),
             "events": dict(self.events),
             "feed": None if self.feed_counters is None else asdict(self.feed_counters),
-            "load": None if self.pong is None else asdict(self.pong),
+            "load": None if self.pong is None else structs.asdict(self.pong),
         }
 
 
@@ -387,7 +388,7 @@ class Fleet:
             raise HandshakeRefused(difference)
         if not self._expect.model:
             # One router serves one model: what the first worker says is what the others must say.
-            self._expect = replace(
+            self._expect = structs.replace(
                 self._expect, model=welcome.model, tokenizer_fingerprint=welcome.tokenizer_fingerprint
             )
         same = worker.epoch == link.epoch and worker.welcome is not None and worker.worker_id in self._by_id

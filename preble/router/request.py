@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PrebleError, ProtocolError
-from ..transport.wire import Chunk
+from ..transport.messages import OutputChunk
 from ..types import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class RoutedRequest:
             return self.prompt
         return np.concatenate([self.prompt, np.frombuffer(self._output, dtype=np.int32)])
 
-    def accept(self, chunk: Chunk, worker_id: str) -> Accepted:
+    def accept(self, chunk: OutputChunk, worker_id: str) -> Accepted:
         """Append what is new in a chunk. Raises `ProtocolError`, changing nothing, if some are missing."""
         have = len(self._output)
         if chunk.index > have:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._core.token_ids import prompt_words
 from ..clock import Clock
 from ..errors import (
     DuplicateRequest,
@@ -47,9 +48,9 @@ from ..errors import (
     WorkerLost,
 )
 from ..transport import wire
-from ..transport._frames import prompt_words
 from ..transport.engine_servers.server_info import ServerOptions
-from ..transport.fields import MAX_PROMPT_TOKENS, check_namespace
+from ..transport.messages import MAX_PROMPT_TOKENS
+from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
 from ..types import SamplingParams
 from .fleet import Fleet, FleetConfig, FleetWorker
@@ -432,7 +433,7 @@ class Router:
         """Hand the request to a worker. False if it cannot be reached or takes no more."""
         self._wire_ids += 1
         attempt = Attempt(f"{self._wire_ids}", worker_id, live.output_tokens)
-        submit = wire.Submit(
+        submit = wire.GenerationRequest(
             attempt.wire_id, live.tokens_so_far(), live.sampling, live.namespace, output_offset=attempt.offset
         )
         try:
@@ -507,7 +508,7 @@ class Router:
 
     # --- told by the fleet --------------------------------------------------------------------------------------------
 
-    def on_message(self, worker: FleetWorker, message: wire.Chunk | wire.Rejected) -> None:
+    def on_message(self, worker: FleetWorker, message: wire.OutputChunk | wire.Rejected) -> None:
         """A chunk or a refusal of one request; of an earlier attempt, it is counted and dropped."""
         if self._warm_ups.take(message, worker.worker_id):
             return
@@ -541,7 +542,7 @@ class Router:
         else:
             self._set_back(live, refusal.text, abort=False)
 
-    def _take_chunk(self, live: RoutedRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
+    def _take_chunk(self, live: RoutedRequest, attempt: Attempt, chunk: wire.OutputChunk) -> None:
         try:
             accepted = live.accept(chunk, attempt.worker_id)
         except ProtocolError as error:
@@ -563,7 +564,7 @@ class Router:
             self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
             self._finish(live, chunk.finish_reason or "length")
 
-    def _take_cached(self, live: RoutedRequest, attempt: Attempt, chunk: wire.Chunk) -> None:
+    def _take_cached(self, live: RoutedRequest, attempt: Attempt, chunk: wire.OutputChunk) -> None:
         """What of the prompt was really cached comes with the first chunk or, from vLLM's server, with the last."""
         if chunk.cached_tokens is None or attempt.cached_tokens is not None:
             return

@@ -53,13 +53,13 @@ class WarmUps:
                 if len(self._running) >= WARM_UPS_MAX:
                     raise QueueFull(f"{WARM_UPS_MAX} warm-ups are running")
                 token_ids = np.asarray(asked.token_ids, dtype=np.int32)
-                fleet.send(asked.worker, wire.Submit(wire_id, token_ids, _ONE_TOKEN, asked.namespace))
+                fleet.send(asked.worker, wire.GenerationRequest(wire_id, token_ids, _ONE_TOKEN, asked.namespace))
             except (QueueFull, TransportError, UnknownWorker, InvalidInput):
                 self.counters.warm_ups_failed += 1
             else:
                 self._running[wire_id] = (asked.plan, asked.worker)
 
-    def take(self, message: wire.Chunk | wire.Rejected, worker_id: str) -> bool:
+    def take(self, message: wire.OutputChunk | wire.Rejected, worker_id: str) -> bool:
         """Whether the message is of a warm-up; if it is the end of one, the plan's traffic moves."""
         plan, worker = self._running.get(message.request_id, (0, ""))
         if worker != worker_id:

@@ -37,10 +37,8 @@ class Lease:
 
     __slots__ = ("_asked", "_calls", "_core", "_decision", "_entered", "_excluded", "_key", "_over", "_token_ids")
 
-    def __init__(
-        self, calls: RequestApi, core: DecisionCore, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]
-    ) -> None:
-        self._calls, self._core = calls, core
+    def __init__(self, calls: RequestApi, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]) -> None:
+        self._calls, self._core = calls, calls.core
         self._token_ids = token_ids  # read again by `reroute`
         self._excluded = list(iterable("exclude", exclude))
         self._asked = asked

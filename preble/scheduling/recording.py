@@ -1,7 +1,7 @@
 """Decisions on record: keeps records of them, and asks a shadow what it would do. Owns the order of these things around
 a decision; the records are `records.py`'s, the shadow's answers `shadow.py`'s, the decision is the scheduler's.
 
-A `Recorder` looks on (`_hot.DecisionObserver`): a scheduler without one asks each call only whether there is one.
+A `Recorder` looks on (`_hot.RequestObserver`): a scheduler without one asks each call only whether there is one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
-from .._placement.request_api import DecisionObserver, explanation, output_limit
+from .._placement.request_api import RequestObserver, explanation, output_limit
 from ..policies.base import Policy, RequestView
 from ..types import Explanation
 from .records import DecisionRecord, Recording, Records
@@ -29,7 +29,7 @@ class _Before:
     backlog: Mapping[str, float]
 
 
-class Recorder(DecisionObserver):
+class Recorder(RequestObserver):
     """The records and the shadow of one scheduler. A request's record and its booking begin and end together. Raises
     InvalidConfig."""
 

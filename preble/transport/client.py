@@ -91,7 +91,7 @@ class LinkCounters:
 class LinkListener(Protocol):
     """What a link tells its owner. Called on the loop; must not block."""
 
-    def on_message(self, message: wire.Chunk | wire.Rejected | wire.Draining) -> None:
+    def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.Draining) -> None:
         """Something about a request, or the worker drains."""
 
     def on_pong(self, pong: wire.Pong) -> None:
@@ -317,7 +317,7 @@ class WorkerLink:
             if self._reader is not None:
                 self._reader.look()
         self._send_seq += 1
-        if isinstance(message, wire.Submit):
+        if isinstance(message, wire.GenerationRequest):
             self._awaited.add(message.request_id)
         elif isinstance(message, wire.Abort):
             self._awaited.discard(message.request_id)
@@ -381,7 +381,7 @@ class WorkerLink:
         return self._dispatch(message)
 
     def _dispatch(self, message: wire.Message) -> str:
-        if isinstance(message, wire.Chunk):
+        if isinstance(message, wire.OutputChunk):
             self._apply_events(message.next_event_seq)
             self._listener.on_message(message)
             if message.finish_reason is not None:

@@ -12,26 +12,26 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..errors import QueueFull
-from .wire import Chunk, Message
+from .messages import Message, OutputChunk
 
 
 @dataclass(slots=True)
 class _Merged:
     """Consecutive chunks of one request, waiting as one."""
 
-    first: Chunk
+    first: OutputChunk
     token_ids: list[int]
-    last: Chunk
+    last: OutputChunk
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: OutputChunk) -> None:
         self.token_ids.extend(chunk.token_ids)
         self.last = chunk
 
-    def chunk(self) -> Chunk:
+    def chunk(self) -> OutputChunk:
         if self.last is self.first:
             return self.first
         cached_tokens = self.last.cached_tokens if self.first.cached_tokens is None else self.first.cached_tokens
-        return Chunk(
+        return OutputChunk(
             self.first.request_id,
             self.first.index,
             tuple(self.token_ids),
@@ -58,12 +58,12 @@ class Outbox:
 
     def push(self, message: Message) -> None:
         """Queue a message. Raises `QueueFull` at either bound; then nothing has changed."""
-        tokens = len(message.token_ids) if isinstance(message, Chunk) else 0
-        waiting = self._open.get(message.request_id) if isinstance(message, Chunk) else None
+        tokens = len(message.token_ids) if isinstance(message, OutputChunk) else 0
+        waiting = self._open.get(message.request_id) if isinstance(message, OutputChunk) else None
         if self.tokens + tokens > self.max_tokens or (waiting is None and len(self._queue) >= self.max_messages):
             raise QueueFull(f"outbox holds {len(self._queue)} messages and {self.tokens} output tokens")
         self.tokens += tokens
-        if not isinstance(message, Chunk):
+        if not isinstance(message, OutputChunk):
             self._queue.append(message)
         elif waiting is not None:
             waiting.add(message)

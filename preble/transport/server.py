@@ -22,16 +22,17 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import zmq
+from msgspec import structs
 
 from ..clock import Clock
 from ..errors import InvalidConfig, InvalidInput, ProtocolError, QueueFull, TransportError
 from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled
 from . import wire
 from .event_stream import Batch, ReplayBuffer
-from .fields import MAX_EVENTS
+from .messages import MAX_EVENTS
 from .outbox import Outbox
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
 from .socket_reader import EVENTS, POLLIN
@@ -107,7 +108,7 @@ class SessionEnded:
     code: str
 
 
-Request = wire.Submit | wire.Abort | wire.Ping | SessionEnded
+Request = wire.GenerationRequest | wire.Abort | wire.Ping | SessionEnded
 
 
 class Session:
@@ -195,7 +196,9 @@ class Server:
         except zmq.ZMQError as error:
             self._close_context()
             raise TransportError(f"cannot bind {config.bind}: {error}") from error
-        self.facts = replace(facts, events_endpoint=self.events_endpoint, max_frame_bytes=config.max_frame_bytes)
+        self.facts = structs.replace(
+            facts, events_endpoint=self.events_endpoint, max_frame_bytes=config.max_frame_bytes
+        )
 
     # --- sockets ------------------------------------------------------------------------------------------------------
 
@@ -310,7 +313,7 @@ class Server:
         self._handle(session, envelope.message)
 
     def _handle(self, session: Session, message: wire.Message) -> None:
-        if isinstance(message, wire.Submit | wire.Abort | wire.Ping):
+        if isinstance(message, wire.GenerationRequest | wire.Abort | wire.Ping):
             self._inbox.append((session, message))
         elif isinstance(message, wire.Replay):
             self._replay(session, message.from_seq)
@@ -360,7 +363,7 @@ class Server:
         session.heard_at = self._alive_seconds
         self._sessions[identity] = session
         self.counters.sessions_opened += 1
-        self.send(session, replace(self.facts, next_event_seq=self.replay.next_seq))
+        self.send(session, structs.replace(self.facts, next_event_seq=self.replay.next_seq))
 
     def _refusal(self, identity: bytes, hello: wire.Hello) -> str:
         """Why this router cannot be served, naming both sides; "" if it can."""

@@ -21,8 +21,10 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..clock import Clock
 from ..engines.base import Engine, EngineInfo, GenerationRequest, OutputChunk
@@ -156,7 +158,7 @@ class Worker:
     # --- from routers -------------------------------------------------------------------------------------------------
 
     def _take(self, session: Session, request: Request) -> None:
-        if isinstance(request, wire.Submit):
+        if isinstance(request, GenerationRequest):
             self._submit(session, request)
         elif isinstance(request, wire.Abort):
             self._abort(session, request.request_id)
@@ -165,23 +167,19 @@ class Worker:
         elif isinstance(request, SessionEnded):
             self._abort_all(session)
 
-    def _submit(self, session: Session, submit: wire.Submit) -> None:
+    def _submit(self, session: Session, request: GenerationRequest) -> None:
         if not session.open:
             return
-        engine_id = _engine_id(session, submit.request_id)
+        engine_id = _engine_id(session, request.request_id)
         refusal = self._refusal(engine_id)
         if refusal is not None:
-            self.server.send(session, wire.Rejected(submit.request_id, *refusal))
+            self.server.send(session, wire.Rejected(request.request_id, *refusal))
             return
         self.counters.submitted += 1
-        placed, offset = _placed(session.router_id, submit), submit.output_offset
+        placed, offset = _placed(session.router_id, request), request.output_offset
         self._live[engine_id] = _Ticket(session, placed, self.server.replay.next_seq, offset, offset)
         self.server.tell(placed)
-        self.engine.submit(
-            GenerationRequest(
-                engine_id, submit.token_ids, submit.sampling, submit.namespace, output_offset=submit.output_offset
-            )
-        )
+        self.engine.submit(replace(request, request_id=engine_id))
 
     def _refusal(self, engine_id: str) -> tuple[str, str] | None:
         """(code, reason) why a request cannot be taken now, or None."""
@@ -253,7 +251,8 @@ class Worker:
         if ticket is None or not ticket.session.open:
             self.counters.orphan_chunks += 1
         else:
-            self.server.send(ticket.session, _wire_chunk(ticket.request_id, chunk, self.server.replay.next_seq))
+            outgoing = replace(chunk, request_id=ticket.request_id, next_event_seq=self.server.replay.next_seq)
+            self.server.send(ticket.session, outgoing)
 
     # --- to the other routers -----------------------------------------------------------------------------------------
 
@@ -322,23 +321,16 @@ def _cached_of(ticket: _Ticket, chunk: OutputChunk) -> int | None:
     return cached if cached is not None and 0 <= cached <= len(ticket.placed.token_ids) else None
 
 
-def _placed(router_id: str, submit: wire.Submit) -> RequestPlaced:
+def _placed(router_id: str, request: GenerationRequest) -> RequestPlaced:
     """What is told of a request that comes; of one that is resumed, the output that it may still have."""
-    left = max(1, submit.sampling.max_new_tokens - submit.output_offset)
-    token_ids: Any = submit.token_ids
-    return RequestPlaced(router_id, submit.request_id, token_ids, submit.namespace, left)
+    left = max(1, request.sampling.max_new_tokens - request.output_offset)
+    token_ids: Any = request.token_ids
+    return RequestPlaced(router_id, request.request_id, token_ids, request.namespace, left)
 
 
 def _engine_id(session: Session, request_id: str) -> str:
     """Routers choose their ids alone, so the engine's say whose they are."""
     return f"{session.serial}/{request_id}"
-
-
-def _wire_chunk(request_id: str, chunk: OutputChunk, next_event_seq: int) -> wire.Chunk:
-    token_ids = tuple(map(int, chunk.token_ids))
-    return wire.Chunk(
-        request_id, chunk.index, token_ids, chunk.cached_tokens, chunk.finish_reason, chunk.error, next_event_seq
-    )
 
 
 def _facts(worker_id: str, info: EngineInfo) -> wire.Welcome:

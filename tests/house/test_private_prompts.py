@@ -8,13 +8,13 @@ import contextlib
 import logging
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+from msgspec import structs
 
 from preble import GlobalScheduler, SamplingParams
 from preble.errors import EngineError, InvalidInput, PrebleError
@@ -94,7 +94,7 @@ def vandalise(endpoint: str) -> None:
     """Frames with the prompt where it does not belong."""
     peer = Peer(endpoint)
     peer.hello()
-    good = msgpack.unpackb(wire.encode(wire.Submit("r", SECRET)))
+    good = msgpack.unpackb(wire.encode(wire.GenerationRequest("r", SECRET)))
     for place in range(len(good)):
         for wrong in (SECRET_TEXT, SECRET_IDS, SECRET.tobytes() + b"x"):
             peer.send_raw(msgpack.packb([*good[:place], wrong, *good[place + 1 :]]))
@@ -109,8 +109,8 @@ async def test_a_worker_that_talks_nonsense_gets_no_prompt_into_the_routers_log(
 ) -> None:
     caplog.set_level(logging.DEBUG)
 
-    async def rambles(worker: ScriptedWorker, submit: wire.Submit) -> None:
-        await worker.send(wire.Chunk(submit.request_id, 7, tuple(SECRET_IDS)))  # positions are missing
+    async def rambles(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await worker.send(wire.OutputChunk(submit.request_id, 7, tuple(SECRET_IDS)))  # positions are missing
 
     class Picky(GlobalScheduler):
         def apply(self, worker_id: str, events: Any) -> int:
@@ -154,9 +154,9 @@ def test_an_engine_that_fails_with_the_prompt_in_its_error_does_not_get_it_logge
 
 def frame_of(size_bytes: int) -> bytes:
     """A Submit of exactly that size."""
-    submit = wire.Submit("r", SECRET, namespace="")
-    spare = size_bytes - len(wire.encode(replace(submit, namespace=b"x" * 300), epoch=5, session=1, seq=1))
-    frame = wire.encode(replace(submit, namespace=b"x" * (300 + spare)), epoch=5, session=1, seq=1)
+    submit = wire.GenerationRequest("r", SECRET, namespace="")
+    spare = size_bytes - len(wire.encode(structs.replace(submit, namespace=b"x" * 300), epoch=5, session=1, seq=1))
+    frame = wire.encode(structs.replace(submit, namespace=b"x" * (300 + spare)), epoch=5, session=1, seq=1)
     assert len(frame) == size_bytes
     return frame
 
@@ -167,7 +167,7 @@ def small() -> Any:
     return lambda: Leashed(max_frame_bytes=2000)
 
 
-@pytest.mark.parametrize(("size_bytes", "answer"), [(2000, wire.Chunk), (2001, wire.Fault)])
+@pytest.mark.parametrize(("size_bytes", "answer"), [(2000, wire.OutputChunk), (2001, wire.Fault)])
 def test_a_frame_at_the_limit_is_served_and_one_byte_more_is_a_fault(
     small: Callable[[], Leashed], size_bytes: int, answer: type
 ) -> None:

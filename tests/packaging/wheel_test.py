@@ -129,7 +129,7 @@ def check_base(wheel: Path, version: str) -> None:
         python = new_environment(directory, str(wheel))
         listing = call([str(python), "-m", "pip", "list", "--format", "freeze"], directory)
         installed = {line.split("==")[0].split(" @")[0] for line in listing.split("\n") if line} - {"pip", "setuptools"}
-        assert installed == {"preble", "numpy", "msgpack", "pyzmq"}, sorted(installed)
+        assert installed == {"preble", "numpy", "msgspec", "pyzmq"}, sorted(installed)
         exercise = directory / "exercise.py"
         exercise.write_text((ROOT / "tests" / "packaging" / "exercise.py").read_text())
         output = call([str(python), str(exercise)], directory)

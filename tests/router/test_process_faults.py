@@ -78,17 +78,17 @@ def believed(router: Router, worker_id: str, prompt: list[int] = PROMPT) -> int:
 async def test_an_eviction_that_overtakes_the_chunk_of_what_it_evicts_is_believed_after_it() -> None:
     computed, over = asyncio.Event(), asyncio.Event()
 
-    async def answers_late(worker: ScriptedWorker, submit: wire.Submit) -> None:
+    async def answers_late(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
         await computed.wait()
-        await worker.send(wire.Chunk(submit.request_id, 0, (5,), 0, None, None, len(worker.batches) - 1))
+        await worker.send(wire.OutputChunk(submit.request_id, 0, (5,), 0, None, None, len(worker.batches) - 1))
         await over.wait()
-        await worker.send(wire.Chunk(submit.request_id, 1, (6,), None, "length", None, len(worker.batches)))
+        await worker.send(wire.OutputChunk(submit.request_id, 1, (6,), None, "length", None, len(worker.batches)))
 
     async with scripted(answers_late) as (router, worker):
         await published(router, worker)
         stream = router.generate(PROMPT, SamplingParams(max_new_tokens=2))
         first = asyncio.ensure_future(anext(stream))
-        await until(lambda: worker.got(wire.Submit), "the request is there")
+        await until(lambda: worker.got(wire.GenerationRequest), "the request is there")
         worker.silent = True  # no Pong says meanwhile what came first
         before = stats_of(router, worker.endpoint)
         worker.batches.append((PrefixEvicted(np.array(PROMPT, np.int32), 0),))

@@ -59,36 +59,36 @@ SHORT = SamplingParams(max_new_tokens=12)
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def answer(submit: wire.Submit) -> tuple[int, list[int]]:
+def answer(submit: wire.GenerationRequest) -> tuple[int, list[int]]:
     """(index of the first token, tokens) that a good worker would send for this request."""
     left = submit.sampling.max_new_tokens - submit.output_offset
     return submit.output_offset, expected_tokens(submit.token_ids.tolist(), left)
 
 
-async def good(worker: ScriptedWorker, submit: wire.Submit) -> None:
+async def good(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
     """Answer token by token, as a worker does."""
     start, tokens = answer(submit)
     for i, token in enumerate(tokens):
         reason = "length" if i == len(tokens) - 1 else None
         cached = 7 if i == 0 else None
-        await worker.send(wire.Chunk(submit.request_id, start + i, (token,), cached, reason))
+        await worker.send(wire.OutputChunk(submit.request_id, start + i, (token,), cached, reason))
         await asyncio.sleep(0)
 
 
-async def stops_halfway(worker: ScriptedWorker, submit: wire.Submit) -> None:
+async def stops_halfway(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
     """Send half of the tokens, then nothing more."""
     start, tokens = answer(submit)
-    await worker.send(wire.Chunk(submit.request_id, start, tuple(tokens[: len(tokens) // 2]), 3))
+    await worker.send(wire.OutputChunk(submit.request_id, start, tuple(tokens[: len(tokens) // 2]), 3))
 
 
-async def mute(worker: ScriptedWorker, submit: wire.Submit) -> None:
+async def mute(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
     """Take the request and say nothing."""
 
 
-def rejecting(code: str) -> Callable[[ScriptedWorker, wire.Submit], Awaitable[None]]:
+def rejecting(code: str) -> Callable[[ScriptedWorker, wire.GenerationRequest], Awaitable[None]]:
     """Refuse every request."""
 
-    async def script(worker: ScriptedWorker, submit: wire.Submit) -> None:
+    async def script(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
         await worker.send(wire.Rejected(submit.request_id, code, f"no: {code}"))
 
     return script
@@ -126,7 +126,7 @@ def test_whatever_chunks_come_positions_are_delivered_once_and_in_order(arrivals
     async def story() -> None:
         for index, count, reads in arrivals:
             have = live.output_tokens
-            chunk = wire.Chunk("1", index, tuple(range(index, index + count)))  # token k stands at position k
+            chunk = wire.OutputChunk("1", index, tuple(range(index, index + count)))  # token k stands at position k
             if index > have:
                 with pytest.raises(ProtocolError, match=f"position {have} is missing"):
                     live.accept(chunk, "w")
@@ -157,7 +157,7 @@ def test_whatever_chunks_come_positions_are_delivered_once_and_in_order(arrivals
 )
 def test_tokens_tell_by_themselves_whether_more_will_come(output: Any, sampling: SamplingParams, reason: Any) -> None:
     live = RoutedRequest("r", np.array([1], np.int32), sampling, None)
-    live.accept(wire.Chunk("1", 0, output), "w")
+    live.accept(wire.OutputChunk("1", 0, output), "w")
     assert live.reason_if_complete(eos_token_ids=(2,)) == reason
 
 
@@ -201,7 +201,7 @@ async def test_many_requests_at_once_do_not_mix() -> None:
         prompts = [list(range(i, i + 20)) for i in range(60)]
         answers = await asyncio.gather(*(collect(router.generate(prompt, SHORT)) for prompt in prompts))
         assert [tokens for tokens, _ in answers] == [expected_tokens(prompt, 12) for prompt in prompts]
-        assert all(len(worker.got(wire.Submit)) == 30 for worker in workers)
+        assert all(len(worker.got(wire.GenerationRequest)) == 30 for worker in workers)
         assert router.stats()["finished"] == 60
 
 
@@ -210,7 +210,7 @@ async def test_sampling_and_namespace_go_along() -> None:
     async with fleet(good) as (router, (worker,)):
         sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_p=0.9, stop_token_ids=(7,), seed=11)
         await collect(router.generate(PROMPT, sampling, namespace=("lora", 3)))
-        (submit,) = worker.got(wire.Submit)
+        (submit,) = worker.got(wire.GenerationRequest)
         assert submit.sampling == sampling and submit.namespace == ("lora", 3) and submit.output_offset == 0
 
 
@@ -218,12 +218,12 @@ async def test_sampling_and_namespace_go_along() -> None:
 async def test_a_consumer_that_reads_late_gets_everything_in_few_chunks() -> None:
     read_first = asyncio.Event()
 
-    async def waits(worker: ScriptedWorker, submit: wire.Submit) -> None:
+    async def waits(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
         _, tokens = answer(submit)
-        await worker.send(wire.Chunk(submit.request_id, 0, tuple(tokens[:1]), 0))
+        await worker.send(wire.OutputChunk(submit.request_id, 0, tuple(tokens[:1]), 0))
         await read_first.wait()
         for i in range(1, 50):
-            await worker.send(wire.Chunk(submit.request_id, i, (tokens[i],), None, "length" if i == 49 else None))
+            await worker.send(wire.OutputChunk(submit.request_id, i, (tokens[i],), None, "length" if i == 49 else None))
 
     async with fleet(waits) as (router, _):
         stream = router.generate(PROMPT, SamplingParams(max_new_tokens=50))
@@ -257,7 +257,7 @@ async def test_text_is_encoded_by_whatever_tokenizer_was_given() -> None:
         async with fleet(good, router_options={"tokenizer": tokenizer}) as (router, (worker,)):
             for text in ("hello", "again"):
                 await collect(router.generate(text, SHORT))
-            assert [submit.token_ids.tolist() for submit in worker.got(wire.Submit)] == [PROMPT, PROMPT]
+            assert [submit.token_ids.tolist() for submit in worker.got(wire.GenerationRequest)] == [PROMPT, PROMPT]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ async def test_a_bad_prompt_is_refused_at_once_and_changes_nothing(prompt: Any, 
     async with fleet(good) as (router, (worker,)):
         with pytest.raises(error, match=complaint):
             router.generate(prompt)
-        assert router.stats()["requests"] == 0 and not worker.got(wire.Submit)
+        assert router.stats()["requests"] == 0 and not worker.got(wire.GenerationRequest)
 
 
 @asynchronous
@@ -323,11 +323,11 @@ def test_link_and_fleet_times_are_checked() -> None:
 
 @asynchronous
 async def test_tokens_sent_twice_are_dropped_and_counted() -> None:
-    async def stutters(worker: ScriptedWorker, submit: wire.Submit) -> None:
+    async def stutters(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
         _, tokens = answer(submit)
-        await worker.send(wire.Chunk(submit.request_id, 0, tuple(tokens[:4])))
-        await worker.send(wire.Chunk(submit.request_id, 0, tuple(tokens[:4])))
-        await worker.send(wire.Chunk(submit.request_id, 2, tuple(tokens[2:]), None, "length"))
+        await worker.send(wire.OutputChunk(submit.request_id, 0, tuple(tokens[:4])))
+        await worker.send(wire.OutputChunk(submit.request_id, 0, tuple(tokens[:4])))
+        await worker.send(wire.OutputChunk(submit.request_id, 2, tuple(tokens[2:]), None, "length"))
 
     async with fleet(stutters) as (router, _):
         tokens, _ = await collect(router.generate(PROMPT, SHORT))
@@ -337,16 +337,16 @@ async def test_tokens_sent_twice_are_dropped_and_counted() -> None:
 
 @asynchronous
 async def test_a_skipped_position_moves_the_request_and_no_token_is_lost() -> None:
-    async def skips(worker: ScriptedWorker, submit: wire.Submit) -> None:
+    async def skips(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
         _, tokens = answer(submit)
-        await worker.send(wire.Chunk(submit.request_id, 0, tuple(tokens[:4])))
-        await worker.send(wire.Chunk(submit.request_id, 5, tuple(tokens[5:]), None, "length"))
+        await worker.send(wire.OutputChunk(submit.request_id, 0, tuple(tokens[:4])))
+        await worker.send(wire.OutputChunk(submit.request_id, 5, tuple(tokens[5:]), None, "length"))
 
     async with fleet(skips, good) as (router, workers):
         tokens, _ = await collect(router.generate(PROMPT, SHORT))
         assert tokens == expected_tokens(PROMPT, 12)
         assert router.stats()["token_gaps"] == 1 and router.stats()["resumed"] == 1
-        (resumed,) = workers[1].got(wire.Submit)
+        (resumed,) = workers[1].got(wire.GenerationRequest)
         assert resumed.output_offset == 4 and resumed.token_ids.tolist() == PROMPT + tokens[:4]
         assert resumed.sampling.max_new_tokens == 12, "counted from the first output token"
         await until(lambda: workers[0].got(wire.Abort), "the first worker is told to stop")
@@ -354,8 +354,8 @@ async def test_a_skipped_position_moves_the_request_and_no_token_is_lost() -> No
 
 @asynchronous
 async def test_more_tokens_than_asked_for_are_cut_and_counted() -> None:
-    async def talkative(worker: ScriptedWorker, submit: wire.Submit) -> None:
-        await worker.send(wire.Chunk(submit.request_id, 0, tuple(range(20))))
+    async def talkative(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await worker.send(wire.OutputChunk(submit.request_id, 0, tuple(range(20))))
 
     async with fleet(talkative) as (router, (worker,)):
         tokens, chunks = await collect(router.generate(PROMPT, SHORT))
@@ -366,10 +366,10 @@ async def test_more_tokens_than_asked_for_are_cut_and_counted() -> None:
 
 @asynchronous
 async def test_chunks_of_requests_that_are_over_are_dropped_and_counted() -> None:
-    async def lingers(worker: ScriptedWorker, submit: wire.Submit) -> None:
+    async def lingers(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
         await good(worker, submit)
-        await worker.send(wire.Chunk(submit.request_id, 12, (1,)))
-        await worker.send(wire.Chunk("never-heard-of", 0, (1,)))
+        await worker.send(wire.OutputChunk(submit.request_id, 12, (1,)))
+        await worker.send(wire.OutputChunk("never-heard-of", 0, (1,)))
         await worker.send(wire.Rejected("never-heard-of", "invalid", ""))
 
     async with fleet(lingers) as (router, _):
@@ -380,8 +380,8 @@ async def test_chunks_of_requests_that_are_over_are_dropped_and_counted() -> Non
 
 @asynchronous
 async def test_frames_of_another_epoch_or_session_are_dropped_and_counted() -> None:
-    async def haunted(worker: ScriptedWorker, submit: wire.Submit) -> None:
-        chunk = wire.Chunk(submit.request_id, 0, (666,), None, "stop")
+    async def haunted(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        chunk = wire.OutputChunk(submit.request_id, 0, (666,), None, "stop")
         await worker.send_raw(wire.encode(chunk, epoch=999, session=worker.session, seq=worker.seq))
         await worker.send_raw(wire.encode(chunk, epoch=worker.epoch, session=worker.session + 5, seq=worker.seq))
         await good(worker, submit)
@@ -394,8 +394,8 @@ async def test_frames_of_another_epoch_or_session_are_dropped_and_counted() -> N
 
 @asynchronous
 async def test_a_worker_that_reports_more_cached_tokens_than_there_are_is_not_believed() -> None:
-    async def boasts(worker: ScriptedWorker, submit: wire.Submit) -> None:
-        await worker.send(wire.Chunk(submit.request_id, 0, (1,), 10**6, "stop"))
+    async def boasts(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await worker.send(wire.OutputChunk(submit.request_id, 0, (1,), 10**6, "stop"))
 
     async with fleet(boasts) as (router, (worker,)):
         _, chunks = await collect(router.generate(PROMPT, SHORT))
@@ -495,17 +495,17 @@ async def test_a_malformed_frame_is_counted_and_the_worker_is_told() -> None:
 async def test_a_request_without_output_yet_moves_too() -> None:
     async with fleet(mute, good) as (router, workers):
         running = asyncio.ensure_future(collect(router.generate(PROMPT, SHORT)))
-        await until(lambda: workers[0].got(wire.Submit), "the first worker has it")
+        await until(lambda: workers[0].got(wire.GenerationRequest), "the first worker has it")
         await workers[0].close()
         tokens, _ = await running
         assert tokens == expected_tokens(PROMPT, 12)
-        assert workers[1].got(wire.Submit)[0].output_offset == 0
+        assert workers[1].got(wire.GenerationRequest)[0].output_offset == 0
 
 
 @asynchronous
 async def test_a_lost_last_word_needs_no_other_worker() -> None:
-    async def forgets_to_finish(worker: ScriptedWorker, submit: wire.Submit) -> None:
-        await worker.send(wire.Chunk(submit.request_id, 0, tuple(answer(submit)[1])))
+    async def forgets_to_finish(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await worker.send(wire.OutputChunk(submit.request_id, 0, tuple(answer(submit)[1])))
 
     async with fleet(forgets_to_finish) as (router, (worker,)):
         stream = router.generate(PROMPT, SHORT)
@@ -523,7 +523,7 @@ async def test_attempts_are_bounded() -> None:
     async with fleet(*scripts, router_options={"config": fast(max_attempts=3)}) as (router, workers):
         with pytest.raises(WorkerLost, match="gave up after 3 attempts.*engine_failed"):
             await collect(router.generate(PROMPT, SHORT))
-        assert sum(len(worker.got(wire.Submit)) for worker in workers) == 3
+        assert sum(len(worker.got(wire.GenerationRequest)) for worker in workers) == 3
         assert router.stats()["failed"] == 1
 
 
@@ -572,23 +572,23 @@ async def test_requests_leave_a_silent_worker_and_it_is_used_again_when_it_speak
         assert state["state"] == "quiet" and state["quiet_spells"] == 1 and state["losses"] == 0
         for _ in range(4):  # nothing new goes there
             await collect(router.generate(PROMPT, SHORT))
-        assert len(hung.got(wire.Submit)) == 1
+        assert len(hung.got(wire.GenerationRequest)) == 1
         hung.silent, hung.script = False, good
-        (submit,) = hung.got(wire.Submit)
-        await hung.send(wire.Chunk(submit.request_id, 6, (1,)))  # what it still had to say
+        (submit,) = hung.got(wire.GenerationRequest)
+        await hung.send(wire.OutputChunk(submit.request_id, 6, (1,)))  # what it still had to say
         await until(lambda: router.stats()["workers"][hung.endpoint]["state"] == "ready", "it is back")
         assert router.stats()["late_chunks"] == 1
         assert len(hung.got(wire.Hello)) == 1, "the session went on"
         assert [a.request_id for a in hung.got(wire.Abort)] == [submit.request_id]
         await collect(router.generate(PROMPT, SHORT))
-        assert len(hung.got(wire.Submit)) == 2
+        assert len(hung.got(wire.GenerationRequest)) == 2
 
 
 @asynchronous
 async def test_a_worker_whose_engine_is_stuck_counts_as_hung_though_it_answers() -> None:
     async with fleet(mute, good, router_options={"config": fast(stalled_after_seconds=5.0)}) as (router, (stuck, _)):
         running = asyncio.ensure_future(collect(router.generate(PROMPT, SHORT)))
-        await until(lambda: stuck.got(wire.Submit), "it has the request")
+        await until(lambda: stuck.got(wire.GenerationRequest), "it has the request")
         await stuck.send(wire.Pong(0, 0, step_ms=6000))
         tokens, _ = await running
         assert tokens == expected_tokens(PROMPT, 12)
@@ -616,7 +616,7 @@ async def test_a_worker_at_its_bound_is_passed_over(code: str) -> None:
         for _ in range(4):
             tokens, chunks = await collect(router.generate(PROMPT, SHORT))
             assert tokens == expected_tokens(PROMPT, 12) and chunks[0].worker == "w1"
-        assert full.got(wire.Submit) and router.stats()["resumed"] == 0
+        assert full.got(wire.GenerationRequest) and router.stats()["resumed"] == 0
 
 
 @asynchronous
@@ -624,7 +624,7 @@ async def test_queue_full_is_raised_when_every_worker_is_at_its_bound() -> None:
     async with fleet(rejecting("queue_full"), rejecting("queue_full")) as (router, workers):
         with pytest.raises(QueueFull, match="w0, w1"):
             await collect(router.generate(PROMPT, SHORT))
-        assert [len(worker.got(wire.Submit)) for worker in workers] == [1, 1]
+        assert [len(worker.got(wire.GenerationRequest)) for worker in workers] == [1, 1]
         assert router.stats()["queue_full"] == 1
 
 
@@ -635,7 +635,7 @@ async def test_a_request_that_has_run_waits_for_room() -> None:
         tokens = list((await anext(stream)).token_ids)
         await first.close()
         rest = asyncio.ensure_future(anext(stream))
-        await until(lambda: len(second.got(wire.Submit)) >= 3, "it has asked again and again")
+        await until(lambda: len(second.got(wire.GenerationRequest)) >= 3, "it has asked again and again")
         second.script = good
         tokens += (await rest).token_ids
         async for chunk in stream:
@@ -655,10 +655,10 @@ async def test_the_router_has_a_bound_of_its_own() -> None:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def error_chunk(worker: ScriptedWorker, submit: wire.Submit) -> None:
+async def error_chunk(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
     """The engine fails this request after some output."""
-    await worker.send(wire.Chunk(submit.request_id, 0, (1, 2)))
-    await worker.send(wire.Chunk(submit.request_id, 2, (), None, "error", "cache exploded"))
+    await worker.send(wire.OutputChunk(submit.request_id, 0, (1, 2)))
+    await worker.send(wire.OutputChunk(submit.request_id, 2, (), None, "error", "cache exploded"))
 
 
 @pytest.mark.parametrize(
@@ -677,7 +677,7 @@ async def test_a_request_that_the_engine_will_not_do_is_not_tried_elsewhere(
     async with fleet(script, script) as (router, workers):
         with pytest.raises(error, match=complaint):
             await collect(router.generate(PROMPT, SHORT))
-        assert sum(len(worker.got(wire.Submit)) for worker in workers) == 1
+        assert sum(len(worker.got(wire.GenerationRequest)) for worker in workers) == 1
         assert router.stats()["failed"] == 1
 
 
@@ -725,7 +725,9 @@ async def test_a_consumer_that_leaves_cancels_the_booking_and_aborts_the_request
         assert_books_are_even(router)
         assert router.stats()["cancelled"] == 1
         await until(lambda: worker.got(wire.Abort), "the worker is told")
-        assert [a.request_id for a in worker.got(wire.Abort)] == [s.request_id for s in worker.got(wire.Submit)]
+        assert [a.request_id for a in worker.got(wire.Abort)] == [
+            s.request_id for s in worker.got(wire.GenerationRequest)
+        ]
 
 
 @asynchronous
@@ -762,8 +764,8 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> 
         await until(lambda: router.stats()["workers"][drains.endpoint]["state"] == "draining", "it is known")
         for _ in range(3):
             assert (await collect(router.generate(PROMPT, SHORT)))[1][0].worker == "w1"
-        (submit,) = drains.got(wire.Submit)
-        await drains.send(wire.Chunk(submit.request_id, 6, tuple(answer(submit)[1][6:]), None, "length"))
+        (submit,) = drains.got(wire.GenerationRequest)
+        await drains.send(wire.OutputChunk(submit.request_id, 6, tuple(answer(submit)[1][6:]), None, "length"))
         async for chunk in stream:
             assert chunk.worker == "w0"
             tokens += chunk.token_ids
@@ -801,7 +803,7 @@ async def test_route_books_while_the_block_runs() -> None:
         async with router.route(PROMPT) as decision:
             router.scheduler.finish(decision.request_id, output_tokens=3)
         assert router.scheduler.stats()["finished"] == 2
-        assert not worker.got(wire.Submit), "sending is the application's business"
+        assert not worker.got(wire.GenerationRequest), "sending is the application's business"
 
 
 # --- handshakes -------------------------------------------------------------------------------------------------------
@@ -1039,7 +1041,7 @@ async def test_a_load_that_differs_from_what_is_booked_is_shown() -> None:
             return router.scheduler.stats()["workers"]["w0"]["drift_requests"]
 
         running = asyncio.ensure_future(collect(router.generate(PROMPT, SHORT)))
-        await until(lambda: worker.got(wire.Submit), "it has the request")
+        await until(lambda: worker.got(wire.GenerationRequest), "it has the request")
         worker.silent = True  # from now on it says only what the test says
         await worker.send(wire.Pong(0, 0, running=3, waiting=1))
         await until(lambda: drift() == 3, "it has three requests that nobody here knows")

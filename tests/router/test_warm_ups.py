@@ -44,9 +44,9 @@ def tally(router: Any) -> tuple[int, int]:
 
 @asynchronous
 async def test_a_warm_up_runs_on_the_worker_that_the_plan_names() -> None:
-    seen: list[wire.Submit] = []
+    seen: list[wire.GenerationRequest] = []
 
-    async def noting(worker: Any, submit: wire.Submit) -> None:
+    async def noting(worker: Any, submit: wire.GenerationRequest) -> None:
         seen.append(submit)
         await good(worker, submit)
 

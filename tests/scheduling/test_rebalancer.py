@@ -9,7 +9,7 @@ import pytest
 
 from preble import AllBlocksCleared, CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.errors import CapacityExceeded, InvalidConfig, InvalidInput
-from preble.scheduling.rebalance_planner import REBALANCE, REPLICA, Group, Plan, Proposal
+from preble.scheduling.rebalance_planner import REBALANCE, REPLICA, Group, Proposal
 from preble.scheduling.rebalancer import HISTORY_MAX, PLANS_MAX
 
 # 10 ms and a millisecond a token, wherever the tokens stand.

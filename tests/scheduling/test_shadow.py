@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preble import BlockStored, Decision, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec, sim
-from preble._placement.request_api import DecisionObserver, RequestApi
+from preble._placement.request_api import RequestApi, RequestObserver
 from preble.errors import InvalidConfig, InvalidTokens, NoWorkers, PrebleError
 from preble.policies.base import RequestView, WorkersView
 from preble.scheduling.records import Recording
@@ -174,7 +174,7 @@ def test_by_default_nothing_is_watched() -> None:
     assert "schedule" not in vars(GlobalScheduler)  # it is the compiled one
 
 
-class Notes(DecisionObserver):
+class Notes(RequestObserver):
     """Writes down what it is told."""
 
     def __init__(self) -> None:

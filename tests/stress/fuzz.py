@@ -162,10 +162,10 @@ def _frames() -> list[bytes]:
     )
     messages = [
         wire.Hello("router", "w", "m", "t", 16),
-        wire.Submit("r", ids, SamplingParams(stop_token_ids=(1, 2)), ("a", 1, None, b"x"), 2),
+        wire.GenerationRequest("r", ids, SamplingParams(stop_token_ids=(1, 2)), ("a", 1, None, b"x"), 2),
         *(wire.Abort("r"), wire.Ping(1), wire.Replay(7), wire.Bye(), wire.Refused("no"), wire.Draining()),
         wire.Welcome("w", "e", "m", "t", 1, 1000, 3, 4096, (2,), "tcp://127.0.0.1:5", 9, 1 << 20, True),
-        wire.Chunk("r", 3, (1, 2, 3), 4, "length", "text", 12),
+        wire.OutputChunk("r", 3, (1, 2, 3), 4, "length", "text", 12),
         *(
             wire.Rejected("r", "invalid", "why"),
             wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True),

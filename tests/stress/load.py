@@ -240,11 +240,11 @@ class Probe:
         """Tokens of a prompt that the engine had cached; it has all of them afterwards."""
         self._number += 1
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
-        self._peer.send(wire.Submit(f"probe{self._number}", np.array(prompt, np.int32), sampling))
-        first = self._peer.expect(wire.Chunk)
+        self._peer.send(wire.GenerationRequest(f"probe{self._number}", np.array(prompt, np.int32), sampling))
+        first = self._peer.expect(wire.OutputChunk)
         chunk = first
         while chunk.finish_reason is None:
-            chunk = self._peer.expect(wire.Chunk)
+            chunk = self._peer.expect(wire.OutputChunk)
         return int(first.cached_tokens)
 
     def close(self) -> None:

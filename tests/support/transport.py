@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from preble import CostModel, LocalConfig, Policy, SamplingParams
 from preble.engines.base import GenerationRequest
@@ -153,7 +154,9 @@ class ScriptedWorker:
     that they can be lost, doubled and reordered.
     """
 
-    def __init__(self, script: Callable[[ScriptedWorker, wire.Submit], Awaitable[None]], **facts: Any) -> None:
+    def __init__(
+        self, script: Callable[[ScriptedWorker, wire.GenerationRequest], Awaitable[None]], **facts: Any
+    ) -> None:
         self.script = script
         self.epoch = 1000
         self.context = zmq.asyncio.Context()
@@ -164,7 +167,7 @@ class ScriptedWorker:
         events_port = self.publisher.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         basic = wire.Welcome("scripted", "script", "", "", 1, 100_000, None, 1 << 20, (), "", 0, wire.MAX_FRAME_BYTES)
-        self.facts = replace(basic, events_endpoint=f"tcp://127.0.0.1:{events_port}", **facts)
+        self.facts = structs.replace(basic, events_endpoint=f"tcp://127.0.0.1:{events_port}", **facts)
         self.batches: list[tuple[Any, ...]] = []  # by number: what a replay gives
         self.first_kept = 0
         self.received: list[wire.Message] = []
@@ -189,12 +192,12 @@ class ScriptedWorker:
                 continue
             if isinstance(message, wire.Hello):
                 self.session, self.seq = envelope.session, 0
-                await self.send(replace(self.facts, next_event_seq=len(self.batches)))
+                await self.send(structs.replace(self.facts, next_event_seq=len(self.batches)))
             elif isinstance(message, wire.Ping):
                 await self.send(wire.Pong(message.nonce, len(self.batches)))
             elif isinstance(message, wire.Replay):
                 await self._replay(message.from_seq)
-            elif isinstance(message, wire.Submit):
+            elif isinstance(message, wire.GenerationRequest):
                 self._start(self.script(self, message))
 
     async def _replay(self, from_seq: int) -> None:

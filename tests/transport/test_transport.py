@@ -103,17 +103,17 @@ def test_the_replay_buffer_keeps_the_newest_within_both_bounds(
 
 def test_waiting_chunks_of_one_request_merge_and_other_messages_keep_their_place() -> None:
     box = Outbox(max_messages=10, max_tokens=100)
-    box.push(wire.Chunk("a", 0, (1, 2), cached_tokens=7, next_event_seq=5))
-    box.push(wire.Chunk("b", 4, (9,)))
+    box.push(wire.OutputChunk("a", 0, (1, 2), cached_tokens=7, next_event_seq=5))
+    box.push(wire.OutputChunk("b", 4, (9,)))
     box.push(wire.Pong(1, 0))
-    box.push(wire.Chunk("a", 2, (3,)))
-    box.push(wire.Chunk("a", 3, (4,), finish_reason="length", next_event_seq=6))
+    box.push(wire.OutputChunk("a", 2, (3,)))
+    box.push(wire.OutputChunk("a", 3, (4,), finish_reason="length", next_event_seq=6))
     sent = []
     while box:
         sent.append(box.peek())
         box.pop()
-    merged = wire.Chunk("a", 0, (1, 2, 3, 4), 7, "length", None, 5)  # events that follow its first part follow it
-    assert sent == [merged, wire.Chunk("b", 4, (9,)), wire.Pong(1, 0)]
+    merged = wire.OutputChunk("a", 0, (1, 2, 3, 4), 7, "length", None, 5)  # events that follow its first part follow it
+    assert sent == [merged, wire.OutputChunk("b", 4, (9,)), wire.Pong(1, 0)]
     assert box.tokens == 0 and box.merged == 2
 
 
@@ -125,12 +125,12 @@ def test_the_outbox_loses_and_doubles_no_token(pushes: list[tuple[str, int, bool
 
     def send() -> None:
         chunk = box.peek()
-        assert isinstance(chunk, wire.Chunk) and chunk.index == len(got[chunk.request_id])
+        assert isinstance(chunk, wire.OutputChunk) and chunk.index == len(got[chunk.request_id])
         got[chunk.request_id] += chunk.token_ids
         box.pop()
 
     for name, count, router_reads in pushes:
-        box.push(wire.Chunk(name, made[name], tuple(range(made[name], made[name] + count))))
+        box.push(wire.OutputChunk(name, made[name], tuple(range(made[name], made[name] + count))))
         made[name] += count
         if router_reads:
             send()
@@ -142,14 +142,14 @@ def test_the_outbox_loses_and_doubles_no_token(pushes: list[tuple[str, int, bool
 
 def test_a_full_outbox_refuses_and_changes_nothing() -> None:
     box = Outbox(max_messages=2, max_tokens=3)
-    box.push(wire.Chunk("a", 0, (1, 2)))
+    box.push(wire.OutputChunk("a", 0, (1, 2)))
     box.push(wire.Pong(1, 0))
     with pytest.raises(QueueFull, match="outbox holds 2 messages"):
         box.push(wire.Pong(2, 0))
-    box.push(wire.Chunk("a", 2, (3,)))  # merges, so it takes no place
+    box.push(wire.OutputChunk("a", 2, (3,)))  # merges, so it takes no place
     with pytest.raises(QueueFull, match="3 output tokens"):
-        box.push(wire.Chunk("a", 3, (4,)))
-    assert box.peek() == wire.Chunk("a", 0, (1, 2, 3)) and len(box) == 2
+        box.push(wire.OutputChunk("a", 3, (4,)))
+    assert box.peek() == wire.OutputChunk("a", 0, (1, 2, 3)) and len(box) == 2
 
 
 # --- keys and endpoints -----------------------------------------------------------------------------------------------
@@ -387,12 +387,12 @@ def test_a_router_that_does_not_read_gets_merged_chunks_and_no_token_is_lost(ser
     (session,) = server.sessions
     total = 60_000
     for position in range(total):  # far more than socket buffers hold, one token each
-        server.send(session, wire.Chunk("r", position, (position,)))
+        server.send(session, wire.OutputChunk("r", position, (position,)))
     assert server.counters.chunks_merged > 0 and session.open
     got: list[int] = []
     while len(got) < total:
         chunk = slow.receive()
-        assert isinstance(chunk, wire.Chunk) and chunk.index == len(got)
+        assert isinstance(chunk, wire.OutputChunk) and chunk.index == len(got)
         got += chunk.token_ids
     assert got == list(range(total))
 
@@ -404,7 +404,7 @@ def test_a_router_that_never_reads_loses_its_session_at_the_bound(serve: Serve, 
     (session,) = server.sessions
     position = 0
     while session.open:
-        server.send(session, wire.Chunk("r", position, (1,) * 100))
+        server.send(session, wire.OutputChunk("r", position, (1,) * 100))
         position += 100
         assert position < 50_000_000, "the bound was never reached"
     assert server.counters.sessions_overflowed == 1
@@ -419,7 +419,7 @@ def test_a_router_that_vanishes_is_noticed_when_something_is_sent_to_it(serve: S
     (session,) = server.sessions
     one.close()
     while session.open:
-        server.send(session, wire.Chunk("r", 0, (1,)))
+        server.send(session, wire.OutputChunk("r", 0, (1,)))
         ended = server.poll(0.01)
     assert [request for _, request in ended] == [SessionEnded("unreachable")]
     assert server.counters.sessions_unreachable == 1

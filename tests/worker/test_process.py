@@ -318,18 +318,18 @@ def test_requests_of_a_router_that_vanishes_are_aborted(worker: Start) -> None:
     process = worker("--max-requests", "1", time_scale=0.2)
     lost = Peer(process.endpoint)
     lost.hello()
-    lost.send(wire.Submit("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=100_000)))
-    assert isinstance(lost.receive(), wire.Chunk)
+    lost.send(wire.GenerationRequest("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=100_000)))
+    assert isinstance(lost.receive(), wire.OutputChunk)
     lost.close()
     other = Peer(process.endpoint)
     other.hello()
     deadline = time.monotonic() + HANG_SECONDS
     answer: Any = None
-    while not isinstance(answer, wire.Chunk):
+    while not isinstance(answer, wire.OutputChunk):
         assert time.monotonic() < deadline, "the place was never given back"
-        other.send(wire.Submit("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=1)))
+        other.send(wire.GenerationRequest("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=1)))
         answer = other.receive()
-        assert isinstance(answer, wire.Chunk) or answer.code == "queue_full"
+        assert isinstance(answer, wire.OutputChunk) or answer.code == "queue_full"
     other.close()
 
 
@@ -341,9 +341,9 @@ def test_malformed_frames_are_answered_and_the_process_serves_on(worker: Start) 
     for junk in (b"", b"\xc1", os.urandom(500), short, b"\0" * (17 << 20)):
         vandal.send_raw(junk)
         assert isinstance(vandal.receive(), wire.Fault)
-    honest.send(wire.Submit("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=1)))
+    honest.send(wire.GenerationRequest("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=1)))
     chunk = honest.receive()
-    assert isinstance(chunk, wire.Chunk) and list(chunk.token_ids) == expected_tokens(PROMPT, 1)
+    assert isinstance(chunk, wire.OutputChunk) and list(chunk.token_ids) == expected_tokens(PROMPT, 1)
     vandal.close()
     honest.close()
 
@@ -352,12 +352,12 @@ def test_what_the_engine_refuses_comes_back_with_its_reason(worker: Start) -> No
     process = worker("--kv-capacity-tokens", "100")
     peer = Peer(process.endpoint)
     peer.hello()
-    peer.send(wire.Submit("big", np.arange(500, dtype=np.int32)))
+    peer.send(wire.GenerationRequest("big", np.arange(500, dtype=np.int32)))
     answer = peer.receive()
     assert isinstance(answer, wire.Rejected)
     assert answer.request_id == "big" and answer.code == "invalid" and "500 tokens" in answer.text
-    peer.send(wire.Submit("r", np.array([1, 2], np.int32), SamplingParams(max_new_tokens=50)))
-    peer.send(wire.Submit("r", np.array([1, 2], np.int32), SamplingParams(max_new_tokens=50)))
+    peer.send(wire.GenerationRequest("r", np.array([1, 2], np.int32), SamplingParams(max_new_tokens=50)))
+    peer.send(wire.GenerationRequest("r", np.array([1, 2], np.int32), SamplingParams(max_new_tokens=50)))
     assert peer.expect(wire.Rejected).code == "duplicate"
     peer.close()
 
@@ -368,7 +368,7 @@ async def test_a_reader_that_stalls_delays_nobody_else(worker: Start) -> None:
     slow = Peer(process.endpoint, receive_queue=1, receive_bytes=4096)
     slow.hello()
     count = 3000
-    slow.send(wire.Submit("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=count)))
+    slow.send(wire.GenerationRequest("r", np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=count)))
     async with routing(process) as router:
         for i in range(20):
             tokens, _ = await collect(router.generate([*PROMPT, i], SamplingParams(max_new_tokens=20)))
@@ -376,7 +376,7 @@ async def test_a_reader_that_stalls_delays_nobody_else(worker: Start) -> None:
     got: list[int] = []
     while len(got) < count:
         chunk = slow.receive()
-        assert isinstance(chunk, wire.Chunk) and chunk.index == len(got)
+        assert isinstance(chunk, wire.OutputChunk) and chunk.index == len(got)
         got += chunk.token_ids
     assert got == expected_tokens(PROMPT, count)
     slow.close()
@@ -513,7 +513,7 @@ class Leashed:
     def submit(self, request_id: str, first_token: int = 1, max_new_tokens: int = 3) -> None:
         """Send a request."""
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
-        self.peer.send(wire.Submit(request_id, np.array([first_token, 2], np.int32), sampling))
+        self.peer.send(wire.GenerationRequest(request_id, np.array([first_token, 2], np.int32), sampling))
 
     def close(self) -> None:
         """End it, whatever state it is in."""
@@ -556,22 +556,22 @@ def test_heartbeats_are_answered_while_the_engine_is_in_a_long_step(leashed: Mak
             break
     assert step_ms > 30, "the worker says that its engine is busy with one step"
     one.engine.allowed.release()
-    assert one.peer.expect(wire.Chunk).token_ids == (0,)
+    assert one.peer.expect(wire.OutputChunk).token_ids == (0,)
 
 
 def test_an_abort_reaches_the_engine_between_steps(leashed: Make) -> None:
     one = leashed()
     one.submit("r", max_new_tokens=1000)
     one.engine.allowed.release()
-    assert one.peer.expect(wire.Chunk).index == 0
+    assert one.peer.expect(wire.OutputChunk).index == 0
     one.peer.send(wire.Abort("r"))
     one.peer.send(wire.Abort("nobody"))
     one.peer.send(wire.Ping(1))
     one.peer.expect(wire.Pong)
     one.engine.allowed.release()
-    chunk = one.peer.expect(wire.Chunk)
+    chunk = one.peer.expect(wire.OutputChunk)
     while chunk.finish_reason is None:
-        chunk = one.peer.expect(wire.Chunk)
+        chunk = one.peer.expect(wire.OutputChunk)
     assert chunk.finish_reason == "abort" and len(one.engine.aborted) == 1
     assert one.worker.live_requests == 0
 
@@ -586,7 +586,7 @@ def test_what_an_engine_raises_for_one_request_is_answered_and_frees_its_place(
     assert (answer.request_id, answer.code) == ("bad", code)
     one.submit("good", max_new_tokens=1)
     one.engine.allowed.release()
-    assert one.peer.expect(wire.Chunk).finish_reason == "length"
+    assert one.peer.expect(wire.OutputChunk).finish_reason == "length"
 
 
 def test_the_queue_bound_counts_requests_until_they_end(leashed: Make) -> None:
@@ -597,9 +597,9 @@ def test_the_queue_bound_counts_requests_until_they_end(leashed: Make) -> None:
     assert (refusal.request_id, refusal.code) == ("c", "queue_full") and "2 live requests" in refusal.text
     for _ in range(3):
         one.engine.allowed.release()
-    assert {one.peer.expect(wire.Chunk).request_id for _ in range(2)} == {"a", "b"}
+    assert {one.peer.expect(wire.OutputChunk).request_id for _ in range(2)} == {"a", "b"}
     one.submit("d", max_new_tokens=1)
-    assert one.peer.expect(wire.Chunk).request_id == "d"
+    assert one.peer.expect(wire.OutputChunk).request_id == "d"
 
 
 def test_an_engine_that_fails_ends_the_worker_and_tells_the_routers(leashed: Make) -> None:
@@ -618,7 +618,7 @@ def test_events_go_out_before_the_chunks_of_the_same_step(leashed: Make) -> None
     one.submit("r")
     one.engine.events = [PrefixEvicted((1, 2, 3), 1)]
     one.engine.allowed.release()
-    one.peer.expect(wire.Chunk)
+    one.peer.expect(wire.OutputChunk)
     one.peer.send(wire.Replay(0))
     events = one.peer.expect(wire.Events)
     assert events.number == 0 and events.events[-1].kept_tokens == 1
@@ -652,23 +652,23 @@ def test_what_becomes_of_each_request_is_told_to_routers_that_come_later_and_to_
     one = leashed()
     one.submit("alone", max_new_tokens=1)
     one.engine.allowed.release()
-    one.peer.expect(wire.Chunk)
+    one.peer.expect(wire.OutputChunk)
     other = Peer(one.worker.server.endpoint)
     assert other.hello("other").next_event_seq == 1, "what waited for a number has one before the first new router"
     one.submit("r", max_new_tokens=2)
     for _ in range(2):
         one.engine.allowed.release()
-        one.peer.expect(wire.Chunk)
+        one.peer.expect(wire.OutputChunk)
     one.submit("refused", first_token=13)
     one.peer.expect(wire.Rejected)
     one.submit("left", max_new_tokens=5)
     one.engine.allowed.release()
-    one.peer.expect(wire.Chunk)
+    one.peer.expect(wire.OutputChunk)
     one.peer.send(wire.Abort("left"))
     one.peer.send(wire.Ping(1))
     one.peer.expect(wire.Pong)
     one.engine.allowed.release()
-    while one.peer.expect(wire.Chunk).finish_reason != "abort":
+    while one.peer.expect(wire.OutputChunk).finish_reason != "abort":
         continue
     assert story(replayed(other)) == [
         *(("raw-router", "alone", [1, 2], 1), ("raw-router", "alone", "prefilled", 0)),
@@ -684,10 +684,10 @@ def test_what_becomes_of_each_request_is_told_to_routers_that_come_later_and_to_
 def test_a_resumed_request_is_told_with_the_tokens_it_may_still_have(leashed: Make) -> None:
     one = leashed()
     prompt = np.array([1, 2, 3, 4], np.int32)
-    one.peer.send(wire.Submit("r", prompt, SamplingParams(max_new_tokens=5), output_offset=3))
+    one.peer.send(wire.GenerationRequest("r", prompt, SamplingParams(max_new_tokens=5), output_offset=3))
     for _ in range(2):
         one.engine.allowed.release()
-        one.peer.expect(wire.Chunk)
+        one.peer.expect(wire.OutputChunk)
     other = Peer(one.worker.server.endpoint)
     other.hello("other")
     told = story(replayed(other))
@@ -704,7 +704,7 @@ def test_the_requests_of_a_router_that_goes_are_told_as_ended(leashed: Make) -> 
     other.hello("other")
     one.submit("r", max_new_tokens=50)
     one.engine.allowed.release()
-    one.peer.expect(wire.Chunk)
+    one.peer.expect(wire.OutputChunk)
     one.peer.send(wire.Bye())
     deadline = time.monotonic() + HANG_SECONDS
     while ("raw-router", "r", "ended", None) not in story(replayed(other)):
@@ -721,11 +721,11 @@ def test_a_request_older_than_what_a_replay_keeps_is_told_again_to_a_router_that
     one.submit("old", max_new_tokens=50)
     for _ in range(4):
         one.engine.allowed.release()
-        one.peer.expect(wire.Chunk)
+        one.peer.expect(wire.OutputChunk)
     for number in range(4):
         one.submit(f"short{number}", max_new_tokens=1)
         one.engine.allowed.release()
-        while one.peer.expect(wire.Chunk).request_id == "old":
+        while one.peer.expect(wire.OutputChunk).request_id == "old":
             one.engine.allowed.release()
     others[1].hello("second")
     deadline = time.monotonic() + HANG_SECONDS
@@ -755,7 +755,7 @@ def test_a_router_that_is_alone_is_not_sent_its_own_requests_and_misses_no_numbe
         one.engine.events = [AllBlocksCleared()]
         one.submit("r", max_new_tokens=1)
         one.engine.allowed.release()
-        one.peer.expect(wire.Chunk)
+        one.peer.expect(wire.OutputChunk)
         return heard() if subscriber.poll(200) else None
 
     while (first := event()) is None:
@@ -784,13 +784,13 @@ def test_a_draining_worker_refuses_new_requests_and_ends_when_the_last_one_does(
     one = leashed()
     one.submit("r", max_new_tokens=2)
     one.engine.allowed.release()
-    one.peer.expect(wire.Chunk)
+    one.peer.expect(wire.OutputChunk)
     one.worker.drain()
     one.peer.expect(wire.Draining)
     one.submit("late")
     assert one.peer.expect(wire.Rejected).code == "draining"
     one.engine.allowed.release()
-    assert one.peer.expect(wire.Chunk).finish_reason == "length"
+    assert one.peer.expect(wire.OutputChunk).finish_reason == "length"
     assert one.peer.expect(wire.Closed).code == "shutdown"
     one.thread.join(HANG_SECONDS)
     assert not one.thread.is_alive() and one.error is None
@@ -811,10 +811,10 @@ def test_two_routers_may_use_the_same_request_ids(leashed: Make) -> None:
     other = Peer(one.worker.server.endpoint)
     other.hello()
     one.submit("r", max_new_tokens=1)
-    other.send(wire.Submit("r", np.array([7], np.int32), SamplingParams(max_new_tokens=1)))
+    other.send(wire.GenerationRequest("r", np.array([7], np.int32), SamplingParams(max_new_tokens=1)))
     for _ in range(4):
         one.engine.allowed.release()
-    assert one.peer.expect(wire.Chunk).request_id == other.expect(wire.Chunk).request_id == "r"
+    assert one.peer.expect(wire.OutputChunk).request_id == other.expect(wire.OutputChunk).request_id == "r"
     other.close()
 
 

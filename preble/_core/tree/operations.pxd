@@ -11,7 +11,6 @@ cdef void set_limit(Tree* t, uint32_t index, bint told) noexcept nogil
 cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
 cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil
 cdef uint32_t sweep_ghosts(Tree* t, uint32_t marks_max) noexcept nogil
-cdef bint marks_a_child(Tree* t, uint32_t i, uint32_t worker, uint32_t spared) noexcept nogil
 cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_tokens) noexcept nogil
 cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens) noexcept nogil
 cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double now) noexcept nogil

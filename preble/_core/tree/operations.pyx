@@ -41,6 +41,7 @@ from preble._core.tree.parts cimport (
     hits_add,
     hits_seen,
     hits_take,
+    marks_a_child,
     new_run,
     run_bytes,
     set_end,
@@ -56,7 +57,6 @@ from preble._core.tree.victims cimport victims_cut
 cdef enum:
     SHED_STEPS = 256             # aging nodes looked at in one insert, at most
     SHED_IDLE = 8                # uncached nodes passed over in a row before cached ones are tried
-    UNDO_CHILDREN = 64           # children looked at before a belief is kept
     LATE_PART = 4                # of its capacity a worker may be believed to hold more while its word is awaited
 
 cdef struct Needs:               # what an operation will allocate, at most
@@ -319,17 +319,6 @@ cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_
         i = node.parent
         node = node_at(t, i)
     return dropped
-
-
-cdef bint marks_a_child(Tree* t, uint32_t i, uint32_t worker, uint32_t spared) noexcept nogil:
-    """Whether the worker marks a child of node `i` other than `spared`; True also where there are too many to look."""
-    cdef uint32_t child = node_at(t, i).first_child, looked = 0
-    while child != NONE:
-        if looked == UNDO_CHILDREN or (child != spared and find_entry(node_at(t, child), worker).end):
-            return True
-        looked += 1
-        child = node_at(t, child).next_sibling
-    return False
 
 
 cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double now) noexcept nogil:

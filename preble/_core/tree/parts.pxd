@@ -28,6 +28,7 @@ from preble._core.tree.victims cimport victims_gone
 cdef enum:
     HITS_MAX = (1 << 20) - 1     # a window counter saturates here
     WINDOW_MAX = (1 << 24) - 1   # window numbers run over here
+    CHILDREN_LOOKED = 64         # before a belief is kept
 
 
 # --- window counters --------------------------------------------------------------------------------------------------
@@ -211,6 +212,16 @@ cdef inline Entry find_entry(Node* node, uint32_t worker) noexcept nogil:
         entry.end = end_of(block.words[entry.at])
         entry.mark = block_marks(block)[entry.at]
     return entry
+
+cdef inline bint marks_a_child(Tree* t, uint32_t i, uint32_t worker, uint32_t spared) noexcept nogil:
+    # Whether the worker marks a child of node `i` other than `spared`; True also where there are too many to look.
+    cdef uint32_t child = node_at(t, i).first_child, looked = 0
+    while child != NONE:
+        if looked == CHILDREN_LOOKED or (find_entry(node_at(t, child), worker).end and child != spared):
+            return True
+        looked += 1
+        child = node_at(t, child).next_sibling
+    return False
 
 cdef inline void set_end(Node* node, uint32_t worker, Entry entry, uint32_t end) noexcept nogil:
     # Let an entry that is there end elsewhere.

@@ -150,7 +150,7 @@ class Admin:
         if books is not None:
             names = ("live_requests", "waiting_requests", "load_seconds", "cached_tokens", "trust")
             card |= {name: books[name] for name in names}
-        return card | {"load": None if worker.pong is None else asdict(worker.pong)}
+        return card | {"load": None if worker.pong is None else msgspec.structs.asdict(worker.pong)}
 
 
 def is_address(text: str) -> bool:

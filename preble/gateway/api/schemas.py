@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ...transport.fields import MAX_STOP_TOKENS
+from ...transport.messages import MAX_STOP_TOKENS
 from ...types import SamplingParams
 from ..core.http_errors import ApiError, wrong
 

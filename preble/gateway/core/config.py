@@ -17,15 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
+from msgspec import Meta
+
 from ...config import SchedulerConfig
 from ...errors import InvalidConfig, MissingExtra
 from ...policies.base import resolve
-
-try:
-    import msgspec
-    from msgspec import Meta
-except ImportError as error:
-    raise MissingExtra("preble serve needs msgspec: pip install 'preble[gateway]'") from error
 
 T = TypeVar("T")
 PREFIX = "PREBLE_"

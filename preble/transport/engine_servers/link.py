@@ -207,7 +207,7 @@ class ServerLink:
             raise TransportError(f"link to {self.address} is closed")
         if isinstance(message, wire.Abort):
             self._abort(message.request_id)
-        elif isinstance(message, wire.Submit):
+        elif isinstance(message, wire.GenerationRequest):
             if len(self._requests) >= self._server.options.max_requests:
                 raise QueueFull(f"{len(self._requests)} requests are at {self.address}, the bound of this link")
             if not self._requests:
@@ -234,12 +234,12 @@ class ServerLink:
         """What the request is called at the server: unlike any other router's, session's or attempt's."""
         return f"{self._prefix}-{request_id}"
 
-    async def _request(self, submit: wire.Submit) -> None:
+    async def _request(self, submit: wire.GenerationRequest) -> None:
         refusal = await self._stream(submit)
         if refusal is not None and not self._closed:
             self._listener.on_message(refusal)
 
-    async def _stream(self, submit: wire.Submit) -> wire.Rejected | None:
+    async def _stream(self, submit: wire.GenerationRequest) -> wire.Rejected | None:
         """Pass the answer on; the refusal to report if it did not come to its end."""
         index = submit.output_offset
         sampling = replace(submit.sampling, max_new_tokens=max(submit.sampling.max_new_tokens - index, 1))
@@ -257,7 +257,9 @@ class ServerLink:
                 self._heard()
                 self._still_seconds = 0.0
                 self._listener.on_message(
-                    wire.Chunk(submit.request_id, index, piece.token_ids, piece.cached_tokens, piece.finish_reason)
+                    wire.OutputChunk(
+                        submit.request_id, index, piece.token_ids, piece.cached_tokens, piece.finish_reason
+                    )
                 )
                 index += len(piece.token_ids)
         except PrebleError as error:

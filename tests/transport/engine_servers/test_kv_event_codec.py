@@ -1,6 +1,6 @@
-"""Engines' cache events as objects: recorded engines against a naive replay and an independent reader, both forms, namespaces, load frames, and
-bytes that are damaged. What the scheduler does with the same bytes is in kv_index/test_apply_raw.py, sockets in
-test_kv_event_subscriber.py."""
+"""Engines' cache events as objects: recorded engines against a naive replay and an independent reader, both forms,
+namespaces, load frames, and bytes that are damaged. What the scheduler does with the same bytes is in
+kv_index/test_apply_raw.py, sockets are in test_kv_event_subscriber.py."""
 
 from __future__ import annotations
 

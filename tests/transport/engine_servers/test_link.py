@@ -460,6 +460,14 @@ def test_a_namespace_comes_back_from_the_keys_that_the_engine_tells(namespace: A
         assert namespace_of(told) == namespace
 
 
+def test_nobody_chooses_the_namespace_of_another_by_a_salt() -> None:
+    theirs, _ = keys_of(("tenant", 1))
+    for namespace in (("salt", theirs), ("lora", "a", "salt", theirs)):
+        for salt, lora in (keys_of(namespace), (salt_of(namespace), "")):
+            assert (salt, lora) != (theirs, "")
+            assert namespace_of(BlockKeys(lora or None, None, salt, ())) == namespace
+
+
 def test_salts_of_others_are_themselves_and_never_an_error() -> None:
     for salt in ("preble:", "preble:!!", "preble:AAAA", "other", "preble:" + "é"):
         assert namespace_of(BlockKeys(None, None, salt, ())) in (("salt", salt), 0)

@@ -1,0 +1,334 @@
+"""What travels in another form than it is held in: texts, token ids, sampling parameters, namespaces and cache events.
+Owns these forms and the limits that no annotation can say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import DecodeError, Meta, Raw, Struct
+from msgspec.msgpack import Decoder
+
+from .._core.token_ids import token_words, word_count, word_tuple
+from ..types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    PrefixEvicted,
+    RequestEnded,
+    RequestPlaced,
+    RequestPrefilled,
+    SamplingParams,
+)
+from .messages import (
+    MAX_EVENTS,
+    MAX_ID_BYTES,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_TOKENS,
+    MAX_TEXT_BYTES,
+    BlockSize,
+    Count,
+    Id,
+    Number,
+    Positive,
+    Text,
+)
+from .namespaces import MAX_ELEMENTS, NIL, Elements, Unfit, pack_namespace, read_namespace
+
+
+class Form(NamedTuple):
+    """How a field travels: msgspec writes and reads `kind`, which `pack` makes of the value and `read` makes it of.
+    Both may raise `Unfit`. Neither changes a value of which the expression `plain` is true."""
+
+    kind: Any
+    pack: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+    plain: str | None = None
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def _check_id(text: str, where: str = "") -> str:
+    if not text or (4 * len(text) > MAX_ID_BYTES and len(text.encode()) > MAX_ID_BYTES):
+        raise Unfit(f"{where} must be a text of 1 to {MAX_ID_BYTES} bytes")
+    return text
+
+
+def _check_text(text: str | None, where: str = "") -> str | None:
+    if text is not None and 4 * len(text) > MAX_TEXT_BYTES and len(text.encode()) > MAX_TEXT_BYTES:
+        raise Unfit(f"{where} must be a text of 0 to {MAX_TEXT_BYTES} bytes")
+    return text
+
+
+def _clip(text: str | None) -> str | None:
+    """Cut a text to what the wire takes; surrogates (undecodable bytes in a path) become question marks."""
+    if text is None or (text.isascii() and len(text) <= MAX_TEXT_BYTES):
+        return text
+    return text.encode("utf-8", "replace")[:MAX_TEXT_BYTES].decode("utf-8", "ignore")
+
+
+# --- token ids: raw words, which are little-endian like the machines that Preble is built for -------------------------
+
+_INT32 = np.dtype(np.int32)
+_array_of = np.frombuffer  # read-only, as bytes are
+
+
+def _words(most: int) -> Meta:
+    return Meta(max_length=4 * most, description=f"whole int32 words, at most {most}")
+
+
+_Words = Annotated[bytes, _words(MAX_PROMPT_TOKENS)]
+_StopWords = Annotated[bytes, _words(MAX_STOP_TOKENS)]
+
+
+def _pack_ids(token_ids: Any) -> Any:
+    if type(token_ids) in (tuple, list):
+        return token_words(token_ids)
+    return np.ascontiguousarray(token_ids, _INT32).data
+
+
+def _pack_stop(token_ids: Sequence[int], where: str = "") -> bytes:
+    if len(token_ids) > MAX_STOP_TOKENS:
+        raise Unfit(f"{where} has more than {MAX_STOP_TOKENS} ids")
+    return token_words(tuple(token_ids))
+
+
+def _count(words: bytes, where: str = "") -> int:
+    """How many token ids these are, at least one."""
+    count = word_count(words)
+    if count < 1:
+        raise Unfit(f"{where} {'must be whole int32 words, none of them negative' if words else 'is empty'}")
+    return count
+
+
+def _read_prompt(words: bytes) -> npt.NDArray[np.int32]:
+    """A read-only array."""
+    _count(words)
+    return _array_of(words, _INT32)
+
+
+def _read_tuple(words: bytes, where: str = "") -> tuple[int, ...]:
+    ids = word_tuple(words)
+    if ids is None:
+        raise Unfit(f"{where} must be whole int32 words, none of them negative")
+    return ids
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+_Real = Annotated[float, Meta(description="a number")]
+
+
+class _Sampling(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """`SamplingParams`, which judges numbers itself."""
+
+    max_new_tokens: Positive
+    temperature: _Real
+    top_p: _Real
+    stop_token_ids: _StopWords
+    ignore_eos: bool
+    seed: Number
+
+
+def _pack_sampling(value: SamplingParams) -> _Sampling:
+    stop = _pack_stop(value.stop_token_ids, ".stop_token_ids")
+    return _Sampling(value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed)
+
+
+def _read_sampling(value: _Sampling) -> SamplingParams:
+    stop = _read_tuple(value.stop_token_ids, ".stop_token_ids")
+    return SamplingParams(value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed)
+
+
+# --- cache events: a letter and its fields ----------------------------------------------------------------------------
+
+_HASH_META = Meta(description="a 64-bit int or 1 to 64 bytes")
+_Hash = Annotated[int | Annotated[bytes, Meta(min_length=1, max_length=64)], _HASH_META]
+_HASHES: Decoder[tuple[int | bytes, ...]] = Decoder(Annotated[tuple[_Hash, ...], Meta(max_length=MAX_ELEMENTS)])
+
+
+def _read_hashes(raw: Raw, elements: Elements) -> tuple[int | bytes, ...]:
+    try:
+        hashes = _HASHES.decode(raw)
+    except DecodeError as error:
+        raise Unfit(f".block_hashes must be an array, each {_HASH_META.description}") from error
+    elements.take(len(hashes))
+    return hashes
+
+
+def _read_namespace(raw: Raw, elements: Elements) -> Hashable:
+    try:
+        return None if raw == NIL else read_namespace(raw, elements)
+    except Unfit as error:
+        raise Unfit(f".namespace{error}") from error
+
+
+def _pack_namespace(namespace: Hashable) -> Any:
+    try:
+        return None if namespace is None else pack_namespace(namespace)
+    except Unfit as error:
+        raise Unfit(f".namespace{error}") from error
+
+
+class _Event(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What is typed `Raw` is read only while the frame's `Elements` are counted; when packed it is the value itself."""
+
+    def event(self, elements: Elements) -> CacheEvent:
+        raise NotImplementedError
+
+
+class _Evicted(_Event, frozen=True, tag="E"):
+    token_ids: _Words
+    kept_tokens: Count
+    namespace: Raw
+
+    def event(self, elements: Elements) -> PrefixEvicted:
+        count = _count(self.token_ids, ".token_ids")
+        if self.kept_tokens > count:
+            raise Unfit(f".kept_tokens must be an int in [0, {count}]")
+        token_ids: Any = _array_of(self.token_ids, _INT32)
+        return PrefixEvicted(token_ids, self.kept_tokens, _read_namespace(self.namespace, elements))
+
+
+class _Stored(_Event, frozen=True, tag="S"):
+    block_hashes: Raw
+    parent_block_hash: _Hash | None
+    token_ids: _Words
+    block_size: BlockSize
+    namespace: Raw
+    medium: Text | None
+
+    def event(self, elements: Elements) -> BlockStored:
+        if self.token_ids:
+            _count(self.token_ids, ".token_ids")
+        token_ids: Any = _array_of(self.token_ids, _INT32)
+        return BlockStored(
+            _read_hashes(self.block_hashes, elements),
+            self.parent_block_hash,
+            token_ids,
+            self.block_size,
+            _read_namespace(self.namespace, elements),
+            _check_text(self.medium, ".medium"),
+        )
+
+
+class _Removed(_Event, frozen=True, tag="R"):
+    block_hashes: Raw
+    medium: Text | None
+
+    def event(self, elements: Elements) -> BlockRemoved:
+        return BlockRemoved(_read_hashes(self.block_hashes, elements), _check_text(self.medium, ".medium"))
+
+
+class _Cleared(_Event, frozen=True, tag="C"):
+    def event(self, elements: Elements) -> AllBlocksCleared:
+        return AllBlocksCleared()
+
+
+class _Placed(_Event, frozen=True, tag="Q"):
+    router: Id
+    request_id: Id
+    token_ids: _Words
+    namespace: Raw
+    max_new_tokens: Positive | None
+
+    def event(self, elements: Elements) -> RequestPlaced:
+        router, request_id = _check_id(self.router, ".router"), _check_id(self.request_id, ".request_id")
+        _count(self.token_ids, ".token_ids")
+        token_ids: Any = _array_of(self.token_ids, _INT32)
+        namespace = _read_namespace(self.namespace, elements)
+        return RequestPlaced(router, request_id, token_ids, namespace, self.max_new_tokens)
+
+
+class _Prefilled(_Event, frozen=True, tag="F"):
+    router: Id
+    request_id: Id
+    cached_tokens: Count | None
+
+    def event(self, elements: Elements) -> RequestPrefilled:
+        router, request_id = _check_id(self.router, ".router"), _check_id(self.request_id, ".request_id")
+        return RequestPrefilled(router, request_id, self.cached_tokens)
+
+
+class _Ended(_Event, frozen=True, tag="X"):
+    router: Id
+    request_id: Id
+    output_tokens: Count | None
+
+    def event(self, elements: Elements) -> RequestEnded:
+        router, request_id = _check_id(self.router, ".router"), _check_id(self.request_id, ".request_id")
+        return RequestEnded(router, request_id, self.output_tokens)
+
+
+_AnyEvent = _Evicted | _Stored | _Removed | _Cleared | _Placed | _Prefilled | _Ended
+EVENT_KINDS: Mapping[str, type[Struct]] = {str(cls.__struct_config__.tag): cls for cls in get_args(_AnyEvent)}
+_PACKS: Mapping[type, Callable[[Any], _Event]] = {
+    PrefixEvicted: lambda e: _Evicted(_pack_ids(e.token_ids), e.kept_tokens, _pack_namespace(e.namespace)),
+    BlockStored: lambda e: _Stored(
+        list(e.block_hashes),  # type: ignore[arg-type]
+        e.parent_block_hash,
+        _pack_ids(e.token_ids),
+        e.block_size,
+        _pack_namespace(e.namespace),
+        _clip(e.medium),
+    ),
+    BlockRemoved: lambda e: _Removed(list(e.block_hashes), _clip(e.medium)),  # type: ignore[arg-type]
+    AllBlocksCleared: lambda e: _Cleared(),
+    RequestPlaced: lambda e: _Placed(
+        *_pack_names(e), _pack_ids(e.token_ids), _pack_namespace(e.namespace), e.max_new_tokens
+    ),
+    RequestPrefilled: lambda e: _Prefilled(*_pack_names(e), e.cached_tokens),
+    RequestEnded: lambda e: _Ended(*_pack_names(e), e.output_tokens),
+}
+
+
+def _pack_names(event: RequestPlaced | RequestPrefilled | RequestEnded) -> tuple[str, str]:
+    return _check_id(event.router, ".router"), _check_id(event.request_id, ".request_id")
+
+
+def _pack_events(events: Sequence[CacheEvent]) -> list[_Event]:
+    if len(events) > MAX_EVENTS:
+        raise Unfit(f": {len(events)} events do not fit one frame (at most {MAX_EVENTS})")
+    packed: list[_Event] = []
+    try:
+        for event in events:
+            packed.append(_PACKS[type(event)](event))
+    except KeyError as error:
+        raise Unfit(f": events of {error} do not travel") from error
+    except Unfit as error:
+        raise Unfit(f"[{len(packed)}]{error}") from error
+    return packed
+
+
+def _read_events(events: list[_Event]) -> tuple[CacheEvent, ...]:
+    found: list[CacheEvent] = []
+    elements = Elements()
+    try:
+        for event in events:
+            found.append(event.event(elements))
+    except Unfit as error:
+        raise Unfit(f"[{len(found)}]{error}") from error
+    return tuple(found)
+
+
+# --- by annotation ----------------------------------------------------------------------------------------------------
+
+_EVENTS_META = Meta(max_length=MAX_EVENTS, description=f"an array of at most {MAX_EVENTS} events")
+
+
+FORMS: Mapping[Any, Form] = {
+    Id: Form(Id, _check_id, _check_id, f"0 < len({{}}) <= {MAX_ID_BYTES // 4}"),
+    Text: Form(Text, _clip, _check_text),
+    Text | None: Form(Text | None, _clip, _check_text, "{} is None"),
+    npt.NDArray[np.int32]: Form(_Words, _pack_ids, _read_prompt),
+    Sequence[int]: Form(_Words, token_words, _read_tuple),
+    tuple[int, ...]: Form(_StopWords, _pack_stop, _read_tuple),
+    SamplingParams: Form(_Sampling, _pack_sampling, _read_sampling),
+    Hashable: Form(Raw, pack_namespace, read_namespace, "{} is None"),
+    tuple[CacheEvent, ...]: Form(Annotated[list[_AnyEvent], _EVENTS_META], _pack_events, _read_events),
+}
