@@ -16,7 +16,7 @@ from .._placement.request_api import RequestObserver, explanation, output_limit
 from ..policies.base import Policy, RequestView
 from ..types import Explanation
 from .records import DecisionRecord, Recording, Records
-from .shadow import Answer, Shadow
+from .shadow import Shadow, ShadowAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Before:
     """What was known before a decision. `why` is None where it goes unrecorded; `backlog`: seconds by worker."""
 
     sequence: int
-    answer: Answer | None
+    answer: ShadowAnswer | None
     why: Explanation | None
     backlog: Mapping[str, float]
 

@@ -15,7 +15,7 @@ import pytest
 
 from preble import GlobalScheduler, ManualClock
 from preble.errors import TransportError
-from preble.gateway.dashboard import events
+from preble.gateway.dashboard import events as events_module
 from preble.gateway.dashboard import state as live_module
 from preble.gateway.dashboard.events import DashboardEvents
 from preble.gateway.dashboard.history import UNKNOWN, Ratio, Series, percentile
@@ -93,12 +93,12 @@ def test_a_plan_that_came_and_went_between_two_ticks_is_told_in_full() -> None:
 
 def test_events_are_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     events = DashboardEvents()
-    for number in range(events.EVENTS_MAX + 7):
+    for number in range(events_module.EVENTS_MAX + 7):
         events.worker("a", "ready", "quiet", f"{number}", float(number))
     told = events.latest(1000.0)
-    assert len(told) == events.EVENTS_SHOWN
-    assert events.total == told[0]["number"] == events.EVENTS_MAX + 7
-    assert len(events._events) == events.EVENTS_MAX
+    assert len(told) == events_module.EVENTS_SHOWN
+    assert events.total == told[0]["number"] == events_module.EVENTS_MAX + 7
+    assert len(events._events) == events_module.EVENTS_MAX
 
 
 def test_another_policy_is_an_event_and_the_first_one_is_none() -> None:

@@ -36,7 +36,8 @@ from preble.errors import (
     UnknownWorker,
     WorkerLost,
 )
-from preble.router import Router, RouterConfig, fleet
+from preble.router import Router, RouterConfig
+from preble.router import fleet as fleet_module
 from preble.router.request import RoutedRequest
 from preble.transport import wire
 from preble.types import AllBlocksCleared, BlockRemoved, PrefixEvicted
@@ -1119,7 +1120,7 @@ async def test_a_lost_cancellation_does_not_keep_a_router_from_closing(caplog: p
 async def test_a_socket_that_was_left_open_does_not_keep_a_router_from_closing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(fleet_module, "CLOSE_SECONDS", 0.05)
     async with fleet(good) as (router, _):
         left = router.fleet._context.socket(zmq.DEALER)
     assert "a socket of this router is still open" in caplog.text
