@@ -1,4 +1,5 @@
-"""Builds the compiled core: every `.pyx` under `preble/` is one extension. Owns build modes; metadata is in pyproject.toml.
+"""Builds the compiled core: every `.pyx` under `preble/` is one extension. Owns build modes; metadata is in
+pyproject.toml.
 
 PREBLE_DEBUG=1 turns on bounds checks, C asserts and debug symbols. PREBLE_SANITIZE=address,undefined adds those
 sanitizers (run Python with their runtime preloaded). A build in another mode than the last one rebuilds everything.

@@ -36,7 +36,7 @@ async def main() -> None:
     gone = sum(isinstance(result, asyncio.CancelledError) for result in results)
     print(f"served {len(results) - gone}, cancelled {gone}, still booked {stats['live_requests']}")
     for name, worker in stats["workers"].items():
-        print(f"{name}: {worker['window_requests']} requests, {worker['cached_tokens']} tokens believed cached")
+        print(f"{name}: {worker['window_requests']} requests, {worker['cached_tokens']} tokens estimated cached")
 
 
 if __name__ == "__main__":

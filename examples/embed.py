@@ -1,4 +1,4 @@
-"""Embedding in fifteen lines: choose a worker for each prompt, tell how it went. Runs in the base install."""
+"""Embedding in fifteen lines: choose a worker for each prompt, report how it went. Runs in the base install."""
 
 import preble
 

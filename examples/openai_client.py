@@ -34,7 +34,7 @@ async def ask(client: AsyncOpenAI, model: str, name: str, question: str) -> None
     async for event in answer.parse():
         if event.choices:
             pieces.append(event.choices[0].delta.content or "")
-        else:  # the last event tells the usage
+        else:  # the last event reports the usage
             prompt, cached = event.usage.prompt_tokens, event.usage.prompt_tokens_details.cached_tokens
     print(f"{name}: {question} {''.join(pieces)!r}")
     print(f"  {len(pieces)} pieces from {answer.headers['x-preble-worker']}, {cached} of {prompt} prompt tokens cached")

@@ -52,7 +52,7 @@ cdef struct Lease:               # one live request
     float renewed_seconds        # from the booking to its last renewal, rounded up; 0: never renewed
     int64_t serial               # of this booking, never used again; 0 once it has ended
     uint32_t worker
-    uint32_t worker_generation   # tells whether the worker is still the same one
+    uint32_t worker_generation   # shows whether the worker is still the same one
     uint32_t leaf                # the prompt's last node
     uint32_t leaf_generation
     uint32_t prompt_tokens
@@ -63,10 +63,10 @@ cdef struct Lease:               # one live request
     int64_t bucket               # slice of the window it was booked in
     double booked_at
     bint prefilled               # its first token has come
-    uint32_t told                # its cached tokens have been reported
+    uint32_t hit_reported        # its cached tokens have been reported
     uint32_t share               # of a prefix group it was counted in, and 1; 0: in none
     uint32_t first_decodes       # requests that decoded then, with it
-    uint32_t seen_tokens         # its worker's gauge then: tokens prefilled, moments
+    uint32_t seen_tokens         # its worker's samples then: tokens prefilled, moments
     uint32_t seen_moments
     double first_at              # when it came
 
@@ -85,7 +85,7 @@ cdef struct Row:                 # 64 bytes
     uint32_t alike               # the lowest worker with the same cost model
     uint32_t name                # a number made of its name, which is the same for every router
 
-cdef struct WorkerBook:
+cdef struct WorkerLoad:
     bint used
     uint32_t generation
     double joined_at
@@ -97,8 +97,8 @@ cdef struct WorkerBook:
     int64_t live_output_tokens   # expected output of live requests
     Bucket ring[BUCKETS]
 
-cdef class LoadBook:
-    cdef WorkerBook* workers
+cdef class LoadTracker:
+    cdef WorkerLoad* workers
     cdef Row* rows
     cdef uint32_t room
     cdef readonly uint32_t end   # one past the highest index in use

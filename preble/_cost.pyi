@@ -1,4 +1,4 @@
-"""Types of the cost model and the load book; what they own is said in `_cost.pyx`."""
+"""Types of the cost model and the load tracker; what they own is said in `_cost.pyx`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
@@ -36,7 +36,7 @@ class CostModel:
     ) -> float: ...
     def coefficients(self) -> dict[str, object]: ...
 
-class LoadBook:
+class LoadTracker:
     window_seconds: float
     join_seconds: float
     end: int

@@ -1,5 +1,5 @@
-"""What work costs, and who has how much of it. Owns `CostModel` (seconds as a function of tokens) and `LoadBook` (per
-worker: the work assigned in the history window, the work outstanding, and the leases of live requests).
+"""What work costs, and who has how much of it. Owns `CostModel` (seconds as a function of tokens) and `LoadTracker`
+(per worker: the work assigned in the history window, the work outstanding, and the leases of live requests).
 
 Neither knows prompts, policies or clocks; times are arguments. Sums are integers of nanoseconds and tokens, so they
 never drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLTIME and DECODETIME).
@@ -29,14 +29,14 @@ from .costs.presets import PRESETS
 from .errors import InvalidConfig, InvalidInput, UnknownWorker
 
 cdef enum:
-    BATCH_LEAST = 8              # usual decode batch assumed while fewer requests run
-    BATCH_MOST = 64
-    PRESSURE_MOST = 4            # seconds others wait for a second of work, at most
+    BATCH_MIN = 8                # usual decode batch assumed while fewer requests run
+    BATCH_MAX = 64
+    PRESSURE_MAX = 4             # seconds others wait for a second of work, at most
     LEASES_MAX = 1 << 26         # at once; a key is serial * LEASES_MAX + index
     ROWS_MAX = 65536             # workers; untouched rows take no memory
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
 
-cdef double PREFILL_MOST = 1e6   # seconds booked for one prefill at most, so that sums of nanoseconds cannot overflow
+cdef double PREFILL_MAX = 1e6    # seconds booked for one prefill at most, so that sums of nanoseconds cannot overflow
 
 cdef extern from * nogil:
     void store_cost "preble_store"(const Cost** p, const Cost* value)
@@ -79,7 +79,7 @@ cdef double token_seconds(const Cost* cost, double context, double batch) noexce
 
 
 cdef int64_t nanoseconds(double seconds) noexcept nogil:
-    return <int64_t> (min(seconds, PREFILL_MOST) * 1e9)
+    return <int64_t> (min(seconds, PREFILL_MAX) * 1e9)
 
 
 cdef double amount(str name, object value, double low=0.0) except? -1.0:
@@ -333,7 +333,7 @@ cdef inline void bucket_add(Bucket* total, const Bucket* part, int64_t sign) noe
     total.finished_tokens += sign * part.finished_tokens
 
 
-cdef class LoadBook:
+cdef class LoadTracker:
     """Work per worker: assigned within the window, and outstanding. Not thread-safe by itself: its scheduler calls it
     in single steps.
 
@@ -352,7 +352,7 @@ cdef class LoadBook:
         self.fleet_output = -1
         self.rows = <Row*> calloc(ROWS_MAX, sizeof(Row))
         if self.rows == NULL or slab_init(&self.leases, sizeof(Lease)):
-            raise MemoryError("LoadBook")
+            raise MemoryError("LoadTracker")
 
     def __dealloc__(self):
         cdef uint32_t i
@@ -367,18 +367,18 @@ cdef class LoadBook:
     cdef int open(self, uint32_t worker, const Cost* cost, double now) except -1:
         """Start an empty account for a worker index, which keeps `cost` until `close` returns it."""
         cdef uint32_t room = max(16, self.room), alike = 0
-        cdef WorkerBook* grown
+        cdef WorkerLoad* grown
         while worker >= room:
             room *= 2
         if room > self.room:
-            grown = <WorkerBook*> realloc(self.workers, room * sizeof(WorkerBook))
+            grown = <WorkerLoad*> realloc(self.workers, room * sizeof(WorkerLoad))
             if grown == NULL:
-                raise MemoryError("LoadBook.open")
-            memset(grown + self.room, 0, (room - self.room) * sizeof(WorkerBook))
+                raise MemoryError("LoadTracker.open")
+            memset(grown + self.room, 0, (room - self.room) * sizeof(WorkerLoad))
             self.workers = grown
             self.room = room
         self.advance(now)
-        memset(&self.workers[worker], 0, sizeof(WorkerBook))
+        memset(&self.workers[worker], 0, sizeof(WorkerLoad))
         self.generations += 1
         self.workers[worker].used = True
         store32(&self.used, self.used + 1)
@@ -399,7 +399,7 @@ cdef class LoadBook:
         what is returned, once nobody reads it."""
         cdef const Cost* cost = self.rows[worker].cost
         bucket_add(&self.fleet, &self.workers[worker].window, -1)
-        memset(&self.workers[worker], 0, sizeof(WorkerBook))
+        memset(&self.workers[worker], 0, sizeof(WorkerLoad))
         store32(&self.used, self.used - 1)
         store32(&self.rows[worker].eligible, 0)
         store_cost(&self.rows[worker].cost, NULL)
@@ -429,13 +429,13 @@ cdef class LoadBook:
 
     cdef void publish(self, uint32_t worker) noexcept nogil:
         """Bring a worker's row up to date with its account."""
-        cdef WorkerBook* book = &self.workers[worker]
+        cdef WorkerLoad* loads = &self.workers[worker]
         cdef Row* row = &self.rows[worker]
         store_double(&row.load_seconds, self.load_seconds(worker))
-        store_double(&row.queue_seconds, book.waiting_prefill_ns * 1e-9)
-        store32(&row.live_requests, <uint32_t> book.live_requests)
-        store_signed(&row.live_output_tokens, book.live_output_tokens)
-        store32(<uint32_t*> &row.mean_output_tokens, <uint32_t> mean_output(&book.window))
+        store_double(&row.queue_seconds, loads.waiting_prefill_ns * 1e-9)
+        store32(&row.live_requests, <uint32_t> loads.live_requests)
+        store_signed(&row.live_output_tokens, loads.live_output_tokens)
+        store32(<uint32_t*> &row.mean_output_tokens, <uint32_t> mean_output(&loads.window))
         store_signed(&self.fleet_output, mean_output(&self.fleet))
         store_double(&self.fleet_load, self.fleet.prefill_ns * 1e-9 + self.fleet.output_tokens * self.output_seconds)
         store_double(&self.reuse, self.fleet.matched_tokens
@@ -485,7 +485,7 @@ cdef class LoadBook:
         for i in range(self.end):
             workers += self.workers[i].used
             live += self.workers[i].live_requests
-        batch = min(<double> BATCH_MOST, max(<double> BATCH_LEAST, live / <double> max(workers, 1)))
+        batch = min(<double> BATCH_MAX, max(<double> BATCH_MIN, live / <double> max(workers, 1)))
         for i in range(self.end):
             if self.workers[i].used:
                 context = self.workers[i].window.prompt_tokens / <double> max(self.workers[i].window.requests, 1)
@@ -498,7 +498,7 @@ cdef class LoadBook:
         cdef uint32_t i
         for i in range(self.end):
             output += self.workers[i].output_token_seconds         # 0 where nobody is
-        store_double(&self.output_seconds, min(output / <double> max(self.used, 1), PREFILL_MOST))
+        store_double(&self.output_seconds, min(output / <double> max(self.used, 1), PREFILL_MAX))
         for i in range(self.end):
             if self.workers[i].used:
                 self.publish(i)
@@ -506,7 +506,7 @@ cdef class LoadBook:
     cdef double pressure(self, double longest) noexcept nogil:
         """kappa: seconds that others wait for each second of work, rho / (1 - rho), from the mean load rho."""
         cdef double rho = load_double(&self.fleet_load) / (longest * max(load32(&self.used), 1))
-        return min(PRESSURE_MOST, max(rho, 0.0) / (1.0 - min(rho, 0.9)))
+        return min(PRESSURE_MAX, max(rho, 0.0) / (1.0 - min(rho, 0.9)))
 
     cdef double longest_observed(self, double now) noexcept nogil:
         """How long the oldest worker has been observed, at most the window."""
@@ -520,8 +520,8 @@ cdef class LoadBook:
 
     cdef double load_seconds(self, uint32_t worker) noexcept nogil:
         """L: seconds of prefill and decode assigned within the window (paper, Algorithm 2), unscaled."""
-        cdef WorkerBook* book = &self.workers[worker]
-        return book.window.prefill_ns * 1e-9 + book.window.output_tokens * book.output_token_seconds
+        cdef WorkerLoad* loads = &self.workers[worker]
+        return loads.window.prefill_ns * 1e-9 + loads.window.output_tokens * loads.output_token_seconds
 
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil:
         """Output tokens to expect: mean seen on the worker, else in the fleet, else 128; never above `max_new_tokens`
@@ -535,14 +535,14 @@ cdef class LoadBook:
 
     cdef int64_t book(self, uint32_t worker, Lease lease, double now) noexcept nogil:
         """Assign a request: returns the key of its lease. Needs slab_reserve of one lease, and `advance`."""
-        cdef WorkerBook* book = &self.workers[worker]
+        cdef WorkerLoad* loads = &self.workers[worker]
         cdef Bucket change
         cdef uint32_t index = slab_take(&self.leases)
         self.serials += 1
         lease.serial = self.serials
         lease.index = index
         lease.worker = worker
-        lease.worker_generation = book.generation
+        lease.worker_generation = loads.generation
         lease.bucket = self.now_bucket
         lease.booked_at = now
         lease.prefilled = False
@@ -553,24 +553,24 @@ cdef class LoadBook:
         change.prompt_tokens = lease.prompt_tokens
         change.matched_tokens = lease.matched_tokens
         change.output_tokens = lease.expected_output
-        book.live_requests += 1
-        book.waiting_requests += 1
-        book.waiting_prefill_ns += lease.prefill_ns
-        book.live_output_tokens += lease.expected_output
+        loads.live_requests += 1
+        loads.waiting_requests += 1
+        loads.waiting_prefill_ns += lease.prefill_ns
+        loads.live_output_tokens += lease.expected_output
         self.enter(&lease, &change, 1)
         return self.serials * LEASES_MAX + index
 
     cdef void enter(self, Lease* lease, const Bucket* change, int64_t sign) noexcept nogil:
         """Add to the slice a lease was booked in, while that slice is within the window."""
-        cdef WorkerBook* book = &self.workers[lease.worker]
+        cdef WorkerLoad* loads = &self.workers[lease.worker]
         if self.now_bucket - lease.bucket < BUCKETS:
-            bucket_add(&book.ring[lease.bucket % BUCKETS], change, sign)
-            bucket_add(&book.window, change, sign)
+            bucket_add(&loads.ring[lease.bucket % BUCKETS], change, sign)
+            bucket_add(&loads.window, change, sign)
             bucket_add(&self.fleet, change, sign)
         self.publish(lease.worker)
 
     cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil:
-        """The engine told how much it really had to prefill."""
+        """The engine reported how much it really had to prefill."""
         cdef Bucket change
         memset(&change, 0, sizeof(Bucket))
         change.prefill_ns = prefill_ns - lease.prefill_ns
@@ -593,7 +593,7 @@ cdef class LoadBook:
         self.publish(lease.worker)
 
     cdef void end_lease(self, Lease* lease, int64_t output_tokens) noexcept nogil:
-        """A request finished with `output_tokens` (-1: not told)."""
+        """A request finished with `output_tokens` (-1: not reported)."""
         cdef Bucket change
         if self.is_current(lease):
             self.prefilled(lease)
@@ -627,21 +627,21 @@ cdef class LoadBook:
         slab_give(&self.leases, index)
 
     def account(self, uint32_t worker) -> dict[str, float]:
-        """One worker's books: what is outstanding, what the window holds."""
-        cdef WorkerBook* book
+        """One worker's load: what is outstanding, what the window holds."""
+        cdef WorkerLoad* loads
         if worker >= self.end or not self.workers[worker].used:
             raise UnknownWorker(f"no worker with index {worker}")
-        book = &self.workers[worker]
+        loads = &self.workers[worker]
         return {
-            "live_requests": book.live_requests,
-            "waiting_requests": book.waiting_requests,
-            "waiting_prefill_seconds": book.waiting_prefill_ns * 1e-9,
-            "live_output_tokens": book.live_output_tokens,
-            "window_requests": book.window.requests,
-            "window_prefill_seconds": book.window.prefill_ns * 1e-9,
-            "window_output_tokens": book.window.output_tokens,
+            "live_requests": loads.live_requests,
+            "waiting_requests": loads.waiting_requests,
+            "waiting_prefill_seconds": loads.waiting_prefill_ns * 1e-9,
+            "live_output_tokens": loads.live_output_tokens,
+            "window_requests": loads.window.requests,
+            "window_prefill_seconds": loads.window.prefill_ns * 1e-9,
+            "window_output_tokens": loads.window.output_tokens,
             "load_seconds": self.load_seconds(worker),
-            "mean_output_tokens": book.window.finished_tokens / <double> max(book.window.finished, 1),
+            "mean_output_tokens": loads.window.finished_tokens / <double> max(loads.window.finished, 1),
         }
 
     @property

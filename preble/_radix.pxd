@@ -30,7 +30,7 @@ cdef class RadixTree:
     cdef int forget_empty_roots(self) except -1
     cdef tuple path_to(self, uint32_t i, uint32_t end)
     cdef int need_worker(self, uint32_t worker) except -1
-    cdef int need_beliefs(self) except -1
+    cdef int need_estimates(self) except -1
     cdef int reserve_worker(self, uint32_t i) except -1
     cdef void read_path(self, TokenView* view, Held* found, uint32_t slot) noexcept nogil
     cdef int look(self, object token_ids, object namespace, Held* found) except -1

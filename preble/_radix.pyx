@@ -1,10 +1,11 @@
-"""The Python face of the token radix tree. Owns which prefixes exist, which worker is believed to cache how much of
+"""The Python face of the token radix tree. Owns which prefixes exist, which worker is estimated to cache how much of
 each, how often each was hit within the window, and each worker's recency order. Knows no sockets, no clock (times are
 arguments), no policy.
 
-The algorithms are in `_core/tree/operations.pyx` and `_core/tree/nodes.pyx`, layout, pictures and invariants in `_core/tree/layout.pxd`, `check` and `show`
-in `_core/tree/audit.pyx`. Threads may share a tree: what changes it holds the writers' lock, `match` holds a reader's slot and no
-lock. Workers are dense indices here; their names belong to the scheduler. Paper section 4.2.
+The algorithms are in `_core/tree/operations.pyx` and `_core/tree/nodes.pyx`, layout, pictures and invariants in
+`_core/tree/layout.pxd`, `check` and `show` in `_core/tree/audit.pyx`. Threads may share a tree: what changes it holds
+the writers' lock, `match` holds a reader's slot and no lock. Workers are dense indices here; their names belong to the
+scheduler. Paper section 4.2.
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ from preble._core.atomic cimport load32, load64, store32, store64, store_signed
 from preble._core.tree.audit cimport check_tree, show_tree
 from preble._core.prefix_compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
 from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
-from preble._core.writer_lock cimport await_python, guard_close, guard_enter, guard_init, guard_leave, guard_try
+from preble._core.writer_lock cimport await_python, lock_close, lock_enter, lock_init, lock_leave, lock_try
 from preble._core.tree.layout cimport (
     LIVE,
     Entry,
@@ -125,7 +126,7 @@ cdef class RadixTree:
         self.t.ghost.recency.oldest = self.t.ghost.recency.newest = NONE
         self.t.table = new_table(&self.t.budget, TABLE_START)
         if (self.t.table == NULL or slab_init(&self.t.nodes, sizeof(Node)) or slab_init(&self.t.marks, sizeof(Mark))
-                or epochs_init(&self.t.epochs) or guard_init(&self.t.guard)):
+                or epochs_init(&self.t.epochs) or lock_init(&self.t.writer_lock)):
             raise MemoryError("RadixTree")
         self._roots = {}
         self._names = {}
@@ -149,21 +150,21 @@ cdef class RadixTree:
         free(self.t.table)
         free(self.t.workers)
         epochs_close(&self.t.epochs)
-        guard_close(&self.t.guard)
+        lock_close(&self.t.writer_lock)
 
     # --- the lock ---
 
     cdef void enter(self) noexcept:
         """Become the writer; with Python's lock, which is let go while waiting. May be nested."""
-        if guard_try(&self.t.guard):
+        if lock_try(&self.t.writer_lock):
             return
         with nogil:
-            guard_enter(&self.t.guard)
+            lock_enter(&self.t.writer_lock)
             await_python()
 
     cdef void leave(self) noexcept:
         reclaim(&self.t)
-        guard_leave(&self.t.guard)
+        lock_leave(&self.t.writer_lock)
 
     def __enter__(self):
         self.enter()
@@ -227,7 +228,7 @@ cdef class RadixTree:
             raise UnknownWorker(f"no worker with index {worker}")
         return 0
 
-    cdef int need_beliefs(self) except -1:
+    cdef int need_estimates(self) except -1:
         """Refuse writes that would leave a slot tree with tokens that have no slot, or slots that have no tokens."""
         if self.t.with_slots:
             raise InvalidInput("a SlotTree changes by hold, extend, release and evict only")
@@ -284,11 +285,11 @@ cdef class RadixTree:
             store64(&self.t.worker_changes, self.t.worker_changes + 1)
 
     def clear_worker(self, uint32_t worker, *, uint32_t sweep_marks=SWEEP_SLICE) -> int:
-        """Its cache is empty now: nobody believes its marks any more; returns the tokens dropped. O(1): what its marks
+        """Its cache is empty now: nobody counts its marks any more; returns the tokens dropped. O(1): what its marks
         take is given back by `sweep`, the first `sweep_marks` of them here."""
         cdef int64_t dropped = 0
         with self:
-            self.need_beliefs()
+            self.need_estimates()
             self.need_worker(worker)
             dropped = clear_marks(&self.t, worker)
             sweep_ghosts(&self.t, sweep_marks)
@@ -301,10 +302,10 @@ cdef class RadixTree:
         with nogil:
             while found and swept < marks_max:
                 slice_max = min(marks_max - swept, <uint32_t> SWEEP_SLICE)
-                guard_enter(&self.t.guard)
+                lock_enter(&self.t.writer_lock)
                 found = sweep_ghosts(&self.t, slice_max)
                 reclaim(&self.t)
-                guard_leave(&self.t.guard)
+                lock_leave(&self.t.writer_lock)
                 swept += found
             await_python()
         return swept
@@ -312,7 +313,7 @@ cdef class RadixTree:
     # --- reads ---
 
     def match(self, token_ids, *, namespace=None) -> tuple[int, dict[int, int]]:
-        """(tokens known, {worker: tokens believed cached, zeros left out}). Changes nothing, takes no lock; O(tokens +
+        """(tokens known, {worker: tokens estimated cached, zeros left out}). Changes nothing, takes no lock; O(tokens +
         workers)."""
         cdef Held found
         cdef uint32_t i
@@ -325,7 +326,7 @@ cdef class RadixTree:
     cdef int look(self, object token_ids, object namespace, Held* found) except -1:
         """What each worker holds of a prompt, without a lock. The caller frees `found.held`.
 
-        Asks again if a worker came or went meanwhile, so that no tokens are told of the wrong one.
+        Asks again if a worker came or went meanwhile, so that no tokens are informed of the wrong one.
         """
         cdef TokenView view
         cdef uint64_t changes
@@ -393,7 +394,7 @@ cdef class RadixTree:
         return True
 
     def matched(self, token_ids, uint32_t worker=0, *, namespace=None) -> int:
-        """Tokens of the longest prefix believed cached on `worker`. Changes nothing."""
+        """Tokens of the longest prefix estimated cached on `worker`. Changes nothing."""
         self.need_worker(worker)
         return self.match(token_ids, namespace=namespace)[1].get(worker, 0)
 
@@ -413,7 +414,7 @@ cdef class RadixTree:
         return ends
 
     def worker_tokens(self, uint32_t worker) -> int:
-        """Tokens believed cached on a worker."""
+        """Tokens estimated cached on a worker."""
         with self:
             self.need_worker(worker)
             return self.t.workers[worker].tokens
@@ -464,7 +465,7 @@ cdef class RadixTree:
         cdef TokenView view
         cdef uint32_t index = NONE
         cdef double at = finite(now)
-        self.need_beliefs()
+        self.need_estimates()
         view_tokens(token_ids, &view)
         try:
             check_tokens(&view, 0)
@@ -497,7 +498,7 @@ cdef class RadixTree:
         """The worker dropped every cached prefix through token_ids[kept_tokens]; returns the tokens unmarked."""
         cdef Walk walk
         with self:
-            self.need_beliefs()
+            self.need_estimates()
             self.need_worker(worker)
             if not self.walk_python(token_ids, namespace, &walk) or walk.matched <= kept_tokens:
                 return 0
@@ -515,20 +516,20 @@ cdef class RadixTree:
         self.sweep(left)
         with nogil:
             while more:
-                guard_enter(&self.t.guard)
+                lock_enter(&self.t.writer_lock)
                 left = min(left, self.t.nodes.live)
                 found = forget_dead(&self.t, at, min(left, <uint32_t> EXPIRE_SLICE))
                 removed += found
                 left -= min(left, <uint32_t> EXPIRE_SLICE)
                 more = left > 0 and (found > 0 or has_dead(&self.t, at))
                 reclaim(&self.t)
-                guard_leave(&self.t.guard)
+                lock_leave(&self.t.writer_lock)
             await_python()
         with self:
             self.forget_empty_roots()
         return removed
 
-    # --- facts ---
+    # --- questions ---
 
     @property
     def bytes_used(self) -> int:

@@ -26,7 +26,7 @@ class SchedulerConfig:
     live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.
     lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
     cancelled by `tick`, and counted.
-    handover_prefixes_max: a draining worker gives at most so many of its hottest prefixes away; 0: none.
+    handover_prefixes_max: a draining worker gives at most so many of its hot prefixes away; 0: none.
     join_share: a worker that joins a busy fleet is given prefixes that make up this share of the mean load; 0: none.
     tick_seconds: how often the background thread of `start` ticks.
     calibrate: learn from requests' times what workers really cost (docs/calibration.md). "auto": where the scheduler

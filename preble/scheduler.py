@@ -1,10 +1,10 @@
-"""The global scheduler. Owns the tree, the books, the workers and their caches' events; the only place where they are
-changed.
+"""The global scheduler. Owns the tree, the bookings, the workers and their caches' events; the only place where they
+are changed.
 
-The calls of a request's life are compiled, complete in themselves, and extended here (`_placement/request_api.pyx`). Every other method
-that changes something is one step, or a few short ones, under the same writers' lock (`with self._lock`). Policies
-compute, only a scheduler books. Nothing here opens a socket or blocks on I/O, so all of it may be called from any
-thread and from asyncio. Paper sections 4.1 and 4.2.
+The calls of a request's life are compiled, complete in themselves, and extended here (`_placement/request_api.pyx`).
+Every other method that changes something is one step, or a few short ones, under the same writers' lock
+(`with self._lock`). Policies compute, only a scheduler books. Nothing here opens a socket or blocks on I/O, so all of
+it may be called from any thread and from asyncio. Paper sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ._cost import CostModel, LoadBook
+from ._cost import CostModel, LoadTracker
 from ._kv_index.block_index import BlockIndex
 from ._kv_index.event_batch import EventBatch
 from ._placement.bookings import DecisionCore
@@ -34,7 +34,7 @@ from .errors import (
 )
 from .policies.base import Policy, resolve
 from .scheduling import peer_bookings
-from .scheduling.cache_mismatch import Truth, look, warn
+from .scheduling.cache_mismatch import CacheMismatches, look, warn
 from .scheduling.calibration import NEUTRAL, Calibrator
 from .scheduling.leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .scheduling.membership import Handover, Membership
@@ -47,8 +47,8 @@ from .types import (
 )
 
 if TYPE_CHECKING:
-    from .scheduling.policy_state import PolicyBooks
-    from .scheduling.rebalancer import Shifts, WarmUp
+    from .scheduling.policy_state import PolicyState
+    from .scheduling.rebalancer import Rebalancer, WarmUp
     from .scheduling.recording import Recorder
     from .scheduling.records import DecisionRecord, Recording
     from .scheduling.snapshot import Parts, Snapshot
@@ -70,7 +70,7 @@ class _Worker:
     blocks: BlockIndex
     draining: bool = False
     drift: Drift = field(default_factory=Drift)
-    truth: Truth = field(default_factory=Truth)
+    cache_mismatches: CacheMismatches = field(default_factory=CacheMismatches)
 
 
 class GlobalScheduler(RequestApi):
@@ -82,7 +82,7 @@ class GlobalScheduler(RequestApi):
     `shadow`: a policy, as `policy`, that is asked what it would do, without effect.
     """
 
-    _policy_state: PolicyBooks | None
+    _policy_state: PolicyState | None
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class GlobalScheduler(RequestApi):
             self.config = replace(self.config, calibrate=cost_model is None)
         core = DecisionCore(
             RadixTree(max_bytes=self.config.max_bytes, window_seconds=self.config.history_seconds),
-            LoadBook(self.config.history_seconds, self.config.join_seconds),
+            LoadTracker(self.config.history_seconds, self.config.join_seconds),
             exploit_ratio=self.config.exploit_ratio,
             escape_seconds=self.config.escape_seconds,
             decode_ratio=self.config.decode_ratio,
@@ -122,11 +122,11 @@ class GlobalScheduler(RequestApi):
             monotonic if clock is None else clock,
             seed,
             policy=rule,
-            policy_state=_open_books(rule, self._recorder, core.tree),
+            policy_state=_open_policy_state(rule, self._recorder, core.tree),
             observer=self._recorder,
         )
         self._calibrator = Calibrator(core, self.config.history_seconds) if self.config.calibrate else None
-        self._shifts = _open_shifts(core, self.config) if rule is None else None
+        self._rebalancer = _open_rebalancer(core, self.config) if rule is None else None
         self._workers: dict[str, _Worker] = {}
         self._membership = Membership(core, self.config, gives=rule is None)
         self._lock = core.tree  # the writers' lock: recursive, and let go of Python's while it waits
@@ -164,19 +164,19 @@ class GlobalScheduler(RequestApi):
         engine has is renewed. What it has and nobody booked there is returned and counted (`unknown_requests`).
         Raises UnknownWorker, InvalidInput, InvalidTime; then nothing has changed. O(live requests + ids).
         """
-        told, now = request_ids_in("live_request_ids", live_request_ids), self.now()
+        reported, now = request_ids_in("live_request_ids", live_request_ids), self.now()
         grace = finite_time("grace_seconds", grace_seconds)
         if grace < 0.0:
             raise InvalidInput(f"grace_seconds must not be negative, got {grace_seconds!r}")
-        found = reconcile(self.core, self._give_back, self._worker(worker_id).spec.id, told, now - grace, now)
+        found = reconcile(self.core, self._give_back, self._worker(worker_id).spec.id, reported, now - grace, now)
         self._count("reconciled_leases", len(found.given_back))
         self._count("unknown_requests", len(found.unknown))
         return found
 
     def reconcile_counts(self, worker_id: str, *, running: int, waiting: int) -> int:
-        """Where an engine tells only how many requests it runs and keeps waiting: returns how many more it has than are
-        booked on it, and keeps that for `stats` (`drift_requests`, and `drift_seconds`, for how long it has been on the
-        same side of zero). Changes no booking, for nobody knows which is wrong.
+        """Where an engine reports only how many requests it runs and keeps waiting: returns how many more it has than
+        are booked on it, and keeps that for `stats` (`drift_requests`, and `drift_seconds`, for how long it has been on
+        the same side of zero). Changes no booking, for nobody knows which is wrong.
 
         A difference that goes away is a message on its way. One that lasts is, below zero, bookings that leak, above,
         requests of others, or lost ones that still run. Raises UnknownWorker, InvalidInput.
@@ -187,24 +187,24 @@ class GlobalScheduler(RequestApi):
         )
         with self._lock:
             worker = self._worker(worker_id)
-            booked = int(self.core.book.account(worker.index)["live_requests"])
-            return worker.drift.told(engine_requests, booked, self.now())
+            booked = int(self.core.loads.account(worker.index)["live_requests"])
+            return worker.drift.update(engine_requests, booked, self.now())
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, sizes now, and per worker its books and cache. A plain dict, safe to keep."""
+        """Counters since the start, sizes now, and per worker its bookings and cache. A plain dict, safe to keep."""
         with self._lock:
             return {
                 "policy": self.policy,
                 **self._counts(),
                 **self._counts_here,
                 "live_requests": len(self.core.leases),
-                "mirrored_live": sum(map(peer_bookings.is_mirrored, list(self.core.leases))),  # which changes meanwhile
+                "peer_bookings": sum(map(peer_bookings.is_peer, list(self.core.leases))),  # which changes meanwhile
                 "reasons": self._reason_counts(),
                 "tree": self.core.tree.stats(),
-                "policy_books": {} if self._policy_state is None else self._policy_state.stats(),
-                "plans": {} if self._shifts is None else self._shifts.stats(),
+                "policy_state": {} if self._policy_state is None else self._policy_state.stats(),
+                "plans": {} if self._rebalancer is None else self._rebalancer.stats(),
                 "membership": self._membership.stats(),
                 "scaling": self._membership.advice(),
                 "workers": {name: self._worker_stats(worker) for name, worker in self._workers.items()},
@@ -212,7 +212,7 @@ class GlobalScheduler(RequestApi):
             }
 
     def check(self) -> None:
-        """Assert every invariant of tree, books and workers. O(everything); for tests and doubt."""
+        """Assert every invariant of tree, bookings and workers. O(everything); for tests and doubt."""
         with self._lock:
             self.core.check()
             known = {name: worker.index for name, worker in self._workers.items()}
@@ -223,8 +223,8 @@ class GlobalScheduler(RequestApi):
             for one in (self._policy_state, self._recorder):
                 if one is not None:
                     one.check(self.core.leases)
-            if self._shifts is not None:
-                self._shifts.check()
+            if self._rebalancer is not None:
+                self._rebalancer.check()
 
     def records(self) -> tuple[DecisionRecord, ...]:
         """The decision records that are kept, oldest first; empty without `record`."""
@@ -262,7 +262,7 @@ class GlobalScheduler(RequestApi):
         """Keep what belongs to a worker that the core knows."""
         blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
         worker = _Worker(spec, index, BlockIndex(self.core.tree, index, blocks_max), draining)
-        worker.blocks.watch(self.core.trust, spec.block_size)
+        worker.blocks.watch(self.core.accuracy, spec.block_size)
         self._workers[spec.id] = worker
         self.core.set_eligible(index, not draining)
         if not draining:
@@ -275,7 +275,7 @@ class GlobalScheduler(RequestApi):
         return worker
 
     def drain_worker(self, worker_id: str, *, handover_seconds: float = 0.0) -> Handover:
-        """Give a worker no more requests; those it has go on. Its hottest prefixes are given to others: at once, or in
+        """Give a worker no more requests; those it has go on. Its hot prefixes are given to others: at once, or in
         the course of `handover_seconds`, in which it still takes requests for what it has not given away. Idempotent;
         a later call may shorten the time. Returns what goes where. Raises UnknownWorker, InvalidInput."""
         seconds, now = finite_time("handover_seconds", handover_seconds), self.now()
@@ -293,8 +293,8 @@ class GlobalScheduler(RequestApi):
         with self._lock:
             worker, now = self._worker(worker_id), self.now()
             orphans = self.core.close_worker(worker.index)
-            if self._shifts is not None:
-                self._shifts.worker_left(worker.index, now)
+            if self._rebalancer is not None:
+                self._rebalancer.worker_left(worker.index, now)
             del self._workers[worker_id]
             self._membership.removed(worker_id)
             if self._calibrator is not None:
@@ -305,12 +305,12 @@ class GlobalScheduler(RequestApi):
 
     def clear_worker(self, worker_id: str) -> int:
         """A worker's cache is empty: its engine was restarted or its cache reset. Forgets what it cached; its bookings
-        stay. Returns the tokens that were believed cached. O(its known blocks), marks are swept by `tick`."""
+        stay. Returns the tokens that were estimated cached. O(its known blocks), marks are swept by `tick`."""
         with self._lock:
             worker = self._worker(worker_id)
-            believed: int = self.core.tree.worker_tokens(worker.index)
+            dropped: int = self.core.tree.worker_tokens(worker.index)
             worker.blocks.apply((AllBlocksCleared(),), self.now())
-            return believed
+            return dropped
 
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
         """Take a worker's word on its cache and on other routers' requests; returns how many events were news.
@@ -322,10 +322,10 @@ class GlobalScheduler(RequestApi):
         changed = 0
         with self._lock:
             worker, now = self._worker(worker_id), self.now()
-            for told, run in peer_bookings.runs_of(iterable("events", events)):
-                if told:
-                    books = self._mirror()
-                    changed += sum(books.take(worker_id, worker.index, event, now) for event in run)
+            for reported, run in peer_bookings.runs_of(iterable("events", events)):
+                if reported:
+                    peers = self._bookings_of_peers()
+                    changed += sum(peers.take(worker_id, worker.index, event, now) for event in run)
                     continue
                 try:
                     changed += worker.blocks.apply(run, now)
@@ -333,18 +333,20 @@ class GlobalScheduler(RequestApi):
                     self._counts_here["events"] += worker.blocks.taken
         return changed
 
-    def forget_mirrored(self, worker_id: str) -> int:
+    def forget_peer_bookings(self, worker_id: str) -> int:
         """Give back what is booked on a worker for other routers, where its events were lost for good; returns how many
         bookings that were. Raises UnknownWorker."""
         with self._lock:
             live = self.core.live_on(self._worker(worker_id).index)
             return len(live) - len(peer_bookings.forget(self._give_back, live, self.now()))
 
-    def _mirror(self) -> peer_bookings.Mirror:
+    def _bookings_of_peers(self) -> peer_bookings.PeerBookings:
         """Made anew each time: one that was kept would keep its scheduler alive. What a subclass makes of the calls is
         for its own requests."""
         first_token = partial(RequestApi.first_token, self)
-        return peer_bookings.Mirror(self.core, self._book_on, first_token, self._end, self._give_back, self._count)
+        return peer_bookings.PeerBookings(
+            self.core, self._book_on, first_token, self._end, self._give_back, self._count
+        )
 
     def apply_raw(
         self,
@@ -355,17 +357,17 @@ class GlobalScheduler(RequestApi):
         namespace_of: Callable[[BlockKeys], Hashable] | None = None,
     ) -> int:
         """Take a batch of cache events as an engine publishes it, MessagePack `[time, events, rank]`; returns how many
-        events changed a belief.
+        events changed an estimate.
 
         `payload`: bytes-like, of SGLang or vLLM, events as arrays or as maps. Each data-parallel rank is a worker of
         its own; the rank in the batch is not looked at. Unknown tags, hashes and parents are ignored and counted
         (`stats`).
 
-        `namespace`: that of blocks told apart by their tokens only. Blocks with a LoRA, a salt or extra keys are never
-        among them: theirs is `namespace_of(BlockKeys)`, asked once for each distinct keys and remembered (up to 4096),
-        or else `BlockKeys.namespace`: ("lora", name), ("salt", salt), ("extra", keys). Schedule their requests with the
-        same. A block with a parent is in its parent's namespace. Keys that begin in the middle of a prompt (an image)
-        have none: such blocks and what follows them are ignored, and counted as "keyed_blocks".
+        `namespace`: that of blocks distinguished by their tokens only. Blocks with a LoRA, a salt or extra keys are
+        never among them: theirs is `namespace_of(BlockKeys)`, asked once for each distinct keys and remembered (up to
+        4096), or else `BlockKeys.namespace`: ("lora", name), ("salt", salt), ("extra", keys). Schedule their requests
+        with the same. A block with a parent is in its parent's namespace. Keys that begin in the middle of a prompt (an
+        image) have none: such blocks and what follows them are ignored, and counted as "keyed_blocks".
 
         Raises UnknownWorker, and InvalidInput saying what is wrong at which byte; then nothing of the batch has been
         applied. After a MemoryError the events before it have been.
@@ -390,7 +392,7 @@ class GlobalScheduler(RequestApi):
         """The whole scheduler as bytes, for `restore`: settings, workers, tree, load, live requests, blocks, counters.
 
         Namespaces and request ids must be None, bool, int, float, str, bytes or tuples of these; InvalidInput names one
-        that is not, and a policy whose books are not kept. Records and shadow are left out, as is a request whose
+        that is not, and a policy whose state is not kept. Records and shadow are left out, as is a request whose
         `schedule` has not returned. Other threads' decisions wait while memory is copied, `match` does not.
         O(everything). See docs/snapshot.md.
         """
@@ -432,7 +434,7 @@ class GlobalScheduler(RequestApi):
             policy=self._policy,
             cost_model=self._cost_model,
             workers=self._workers,
-            shifts=self._shifts,
+            shifts=self._rebalancer,
             counts=self._counts_here,
             reasons=self._reason_counts(beyond=True),
         )
@@ -460,11 +462,11 @@ class GlobalScheduler(RequestApi):
         if unseen:
             self._count("expired_leases", give_back(self.core, self._give_back, unseen, before, at))
         with self._lock:
-            self.core.trust.fade(at)
+            self.core.accuracy.fade(at)
             workers = list(self._workers.values())
-        warn(look(self.core.trust, workers, self._lock, self.core.scheduled_heads))
-        if self._shifts is not None:
-            self._shifts.tick(at)
+        warn(look(self.core.accuracy, workers, self._lock, self.core.scheduled_heads))
+        if self._rebalancer is not None:
+            self._rebalancer.tick(at)
         if self._calibrator is not None:
             self._calibrator.tick(at)
 
@@ -472,12 +474,12 @@ class GlobalScheduler(RequestApi):
         """What plans ask workers to prefill before traffic moves (`SchedulerConfig.warm_up_seconds`): send each as an
         ordinary request for one token to that very worker, then call `warmed`. Each is handed out once."""
         with self._lock:
-            return [] if self._shifts is None else self._shifts.warm_ups()
+            return [] if self._rebalancer is None else self._rebalancer.warm_ups()
 
     def warmed(self, plan: int) -> bool:
         """The worker of a plan has prefilled its prefix: let the traffic move. False if the plan does not wait."""
         with self._lock:
-            return self._shifts is not None and self._shifts.warmed(plan)
+            return self._rebalancer is not None and self._rebalancer.warmed(plan)
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
@@ -523,14 +525,14 @@ class GlobalScheduler(RequestApi):
 
     def _worker_stats(self, worker: _Worker) -> dict[str, Any]:
         return {
-            **self.core.book.account(worker.index),
+            **self.core.loads.account(worker.index),
             "cached_tokens": self.core.tree.worker_tokens(worker.index),
             "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
             "draining": worker.draining,
             **worker.blocks.stats(),
             **worker.drift.stats(),
-            **self.core.trust.stats(worker.index),
-            **worker.truth.stats(),
+            **self.core.accuracy.stats(worker.index),
+            **worker.cache_mismatches.stats(),
             "cost": {} if self._calibrator is None else self._calibrator.stats(worker.spec.id),
         }
 
@@ -555,23 +557,23 @@ def _open_recorder(record: Recording | None, shadow: Any, seed: int) -> Recorder
     return Recorder(record, shadow, seed)
 
 
-def _open_books(policy: Policy | None, recorder: Recorder | None, tree: RadixTree) -> PolicyBooks | None:
-    """The books that policy and shadow need; None for those that need none, which load nothing for it."""
+def _open_policy_state(policy: Policy | None, recorder: Recorder | None, tree: RadixTree) -> PolicyState | None:
+    """The state that policy and shadow need; None for those that need none, which load nothing for it."""
     needs = (() if policy is None else tuple(policy.needs)) + (() if recorder is None else recorder.needs)
     if not needs:
         return None
-    from .scheduling.policy_state import PolicyBooks
+    from .scheduling.policy_state import PolicyState
 
-    return PolicyBooks(needs, tree)
+    return PolicyState(needs, tree)
 
 
-def _open_shifts(core: DecisionCore, config: SchedulerConfig) -> Shifts | None:
+def _open_rebalancer(core: DecisionCore, config: SchedulerConfig) -> Rebalancer | None:
     """Rebalancing and copies of hot prefixes; None, and nothing is loaded or counted for it, where both are off."""
     if not config.rebalance_ratio and config.replicas_max < 2:
         return None
-    from .scheduling.rebalancer import Shifts
+    from .scheduling.rebalancer import Rebalancer
 
-    return Shifts(
+    return Rebalancer(
         core,
         history_seconds=config.history_seconds,
         rebalance_ratio=config.rebalance_ratio,

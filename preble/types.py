@@ -86,8 +86,8 @@ class BlockStored:
 
 
 class BlockKeys(NamedTuple):
-    """What an engine tells a block apart by beside its tokens: LoRA, salt, and vLLM's extra keys (salts, images, prompt
-    embeddings; the LoRA's name left out)."""
+    """What an engine distinguishes a block by beside its tokens: LoRA, salt, and vLLM's extra keys (salts, images,
+    prompt embeddings; the LoRA's name left out)."""
 
     lora_name: str | None
     lora_id: int | str | None
@@ -137,8 +137,8 @@ class PrefixStored:
     namespace: Hashable = None
 
 
-# Where several routers use one worker, it tells all of them what each one's requests do there. Whoever is told books
-# them like its own (`preble/scheduling/peer_bookings.py`), so every router's books are of the whole fleet.
+# Where several routers use one worker, it informs all of them of what each one's requests do there. Whoever is informed
+# books them like its own (`preble/scheduling/peer_bookings.py`), so every router's bookings are of the whole fleet.
 
 
 @dataclass(frozen=True, slots=True)

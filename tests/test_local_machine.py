@@ -54,7 +54,7 @@ class LocalMachine(RuleBasedStateMachine):
         self.real = LocalScheduler(config, clock=self.clock)
         self.model = NaiveLocal(config)
         self.device = PretendDevice()
-        self.believed: set = set()  # what a router would believe is cached, by the events alone
+        self.estimated: set = set()  # what a router would expect is cached, by the events alone
         self.outputs: dict[str, list[int]] = {}
         self.discarded = False  # was any iteration?
         self.requests: dict[str, tuple] = {}
@@ -153,15 +153,15 @@ class LocalMachine(RuleBasedStateMachine):
         assert load.kv_used_tokens == self.config.kv_capacity_tokens - self.model.available()
 
     @invariant()
-    def events_tell_the_truth(self):
-        """Whoever adds what is cached and obeys the events never believes that an evicted prefix is still there."""
+    def events_match_the_cache(self):
+        """Whoever adds what is cached and obeys the events never expects that an evicted prefix is still there."""
         if not hasattr(self, "real"):
             return
         for event in self.real.take_events():
             assert 0 <= event.kept_tokens < len(event.token_ids)
-            self.believed = {key for key in self.believed if not ends(event, *key)}
-        self.believed |= set(self.model.cache.entries)
-        assert self.believed == set(self.model.cache.entries)
+            self.estimated = {key for key in self.estimated if not ends(event, *key)}
+        self.estimated |= set(self.model.cache.entries)
+        assert self.estimated == set(self.model.cache.entries)
 
     def teardown(self):
         """Everything left runs to its end, with the output it would have had alone."""
@@ -237,7 +237,7 @@ def long_run(seed, actions):
             machine.iterate(fails=rng.random() < 0.05, cancelled=rng.choice([0, 2] + [None] * 18))
             machine.clock.advance(rng.choice([0.0, 0.5, 1.0]))
         machine.holds_together()
-        machine.events_tell_the_truth()
+        machine.events_match_the_cache()
     machine.teardown()
     return machine.real.stats()
 

@@ -436,7 +436,7 @@ def test_the_engines_word_on_reuse_corrects_the_load() -> None:
     assert sched.stats()["workers"]["a"]["window_prefill_seconds"] - before == pytest.approx(0.052)
 
 
-def test_a_cancelled_request_leaves_no_belief_and_no_hit() -> None:
+def test_a_cancelled_request_leaves_no_estimates_and_no_hit() -> None:
     sched = scheduler("a", "b")
     serve(sched, DOCUMENT, "a")
     prompt = [*DOCUMENT, *fresh(50)]
@@ -457,8 +457,8 @@ def test_a_cancelled_request_keeps_what_another_one_is_computing() -> None:
     assert sched.match(DOCUMENT).matched_tokens == {}
 
 
-def test_a_burst_of_cancelled_requests_leaves_no_belief() -> None:
-    """Each but the first believed in what the one before was going to compute; none of it ever was."""
+def test_a_burst_of_cancelled_requests_leaves_no_estimates() -> None:
+    """Each but the first estimated in what the one before was going to compute; none of it ever was."""
     sched = scheduler("a", "b")
     burst = [sched.schedule([*DOCUMENT, i]) for i in range(20)]
     assert {decision.worker for decision in burst} == {"a"}
@@ -469,7 +469,7 @@ def test_a_burst_of_cancelled_requests_leaves_no_belief() -> None:
     sched.check()
 
 
-def test_a_request_cancelled_after_its_first_token_was_computed_and_is_believed() -> None:
+def test_a_request_cancelled_after_its_first_token_was_computed_and_is_estimated() -> None:
     sched = scheduler("a")
     sched.schedule(DOCUMENT, request_id="r")
     sched.first_token("r")
@@ -491,7 +491,7 @@ def test_a_worker_that_lost_a_prefix_loses_what_hung_on_it() -> None:
     sched.check()
 
 
-def test_a_prompt_that_was_unmarked_while_it_waited_is_believed_once_it_is_computed() -> None:
+def test_a_prompt_that_was_unmarked_while_it_waited_is_estimated_once_it_is_computed() -> None:
     """A lie about the document unmarks a question that is still in the queue; its own first token brings it back."""
     sched = scheduler("a")
     serve(sched, DOCUMENT, "a")
@@ -513,8 +513,8 @@ def test_a_prefix_that_is_only_predicted_is_no_lie() -> None:
     assert sched.match([*DOCUMENT, 1, 9]).matched_tokens == {"a": 101}
 
 
-def test_a_miss_told_twice_does_not_unmark_what_came_between() -> None:
-    """A router tells `cached_tokens` with the first token and again at the end; other prompts hang there by then."""
+def test_a_miss_reported_twice_does_not_unmark_what_came_between() -> None:
+    """A router reports `cached_tokens` with the first token and again at the end; other prompts hang there by then."""
     sched = scheduler("a")
     serve(sched, DOCUMENT, "a")
     sched.schedule([*DOCUMENT, 1], request_id="early")
@@ -601,7 +601,7 @@ def test_a_tree_without_room_for_a_single_node_remembers_nothing_and_places_ever
     assert sched.apply("w0", [BlockStored([1], None, DOCUMENT, 100), BlockRemoved([1])]) == 0
     assert sched.first_token("x", cached_tokens=0) and sched.finish("x") and sched.cancel("y") and sched.finish("z")
     assert sched.stats()["tree"]["refused_tokens"] == 400
-    assert_books_are_zero(sched)
+    assert_bookings_are_zero(sched)
 
 
 def test_a_failing_allocation_books_nothing() -> None:
@@ -671,7 +671,7 @@ def test_a_clock_that_jumps_back_changes_nothing() -> None:
 
 @pytest.mark.parametrize("start", [-1e12, -5.0, 0.0, 1e-300, 1e9, 1e12])
 @pytest.mark.parametrize("history", [1e-3, 180.0, 1e9])
-def test_times_and_costs_at_the_edge_of_sense_keep_the_books_right(start: float, history: float) -> None:
+def test_times_and_costs_at_the_edge_of_sense_keep_the_bookings_right(start: float, history: float) -> None:
     absurd = CostModel([(0, 1e290), (1, 1e300)], context=(0, 0, 0, 1e290))
     config = SchedulerConfig(history_seconds=history, join_seconds=history, lease_seconds=1e9)
     sched = GlobalScheduler(
@@ -689,7 +689,7 @@ def test_times_and_costs_at_the_edge_of_sense_keep_the_books_right(start: float,
             sched.cancel(second.request_id)
             sched.tick()
             sched.check()
-    assert_books_are_zero(sched)
+    assert_bookings_are_zero(sched)
 
 
 @pytest.mark.parametrize("answer", [float("nan"), float("inf"), 1e13, -1e300, 10**400, "now", None])
@@ -783,7 +783,7 @@ def test_eight_threads_may_call_anything_at_once() -> None:
     for thread in threads:
         thread.join(120)
     assert not errors and not any(thread.is_alive() for thread in threads)
-    assert_books_are_zero(sched)
+    assert_bookings_are_zero(sched)
     assert sched.stats()["scheduled"] == 8 * 400
 
 
@@ -831,7 +831,7 @@ def test_a_worker_removed_the_moment_after_a_decision_is_still_explained(monkeyp
     assert list(sched.workers) == ["b"]
 
 
-def assert_books_are_zero(sched: GlobalScheduler) -> None:
+def assert_bookings_are_zero(sched: GlobalScheduler) -> None:
     sched.check()
     assert sched.stats()["live_requests"] == 0
     for account in sched.stats()["workers"].values():
@@ -861,7 +861,7 @@ def test_coroutines_may_schedule_directly() -> None:
     workers = asyncio.run(everybody())
     assert set(workers) == {"a", "b"}
     assert (sched.stats()["finished"], sched.stats()["cancelled"]) == (171, 29)
-    assert_books_are_zero(sched)
+    assert_bookings_are_zero(sched)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

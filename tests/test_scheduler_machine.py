@@ -1,4 +1,4 @@
-"""State machine: the global scheduler decides, books and believes exactly what the naive model does."""
+"""State machine: the global scheduler decides, books and expects exactly what the naive model does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import preble
 from preble import AllBlocksCleared, BlockRemoved, BlockStored, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidInput, NoWorkers, QueueFull
-from preble.scheduling.peer_bookings import is_mirrored, mirrored_id
+from preble.scheduling.peer_bookings import is_peer, peer_id
 from preble.types import RequestEnded, RequestPlaced, RequestPrefilled
 from tests.models.scheduler import Choice, NaiveScheduler, Path
 
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.accounts)
     @rule(which=st.integers(0, 99), path=paths, limit=limits, times=st.integers(1, 3))
     def placed_elsewhere(self, which: int, path: Path, limit: int | None, times: int) -> None:
-        """Other routers place requests; this one is told."""
+        """Other routers place requests; this one is reported."""
         for _ in range(times):
             self.number += 1
             name, told = self.worker(which), RequestPlaced("other", str(self.number), path[1], path[0], limit)
@@ -179,14 +179,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.real.apply(name, [told]) == (not full)
             if not full:
                 self.asked.append(path)
-                own_id = mirrored_id(name, "other", str(self.number))
+                own_id = peer_id(name, "other", str(self.number))
                 self.model.book(own_id, path, name, limit, self.clock(), mirrored=True)
 
     @precondition(lambda self: self.model.live)
     @rule(which=st.integers(0, 99), share=st.sampled_from([None, 0.0, 0.5, 1.0]))
     def first_token(self, which: int, share: float | None) -> None:
         request_id, cached = self.pick(which, share)
-        if is_mirrored(request_id):
+        if is_peer(request_id):
             assert self.real.apply(request_id[1], [RequestPrefilled(*request_id[2:], cached)]) == 1
         else:
             assert self.real.first_token(request_id, cached_tokens=cached)
@@ -200,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def finish(self, which: int, share: float | None, output: int | None) -> None:
         request_id, cached = self.pick(which, share)
-        if is_mirrored(request_id):
+        if is_peer(request_id):
             self.end_elsewhere(request_id, output)
             return
         assert self.real.finish(request_id, output_tokens=output, cached_tokens=cached)
@@ -218,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def cancel(self, which: int) -> None:
         request_id, _ = self.pick(which, None)
-        if is_mirrored(request_id):
+        if is_peer(request_id):
             self.end_elsewhere(request_id, None)
             return
         assert self.real.cancel(request_id)
@@ -234,14 +234,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.live and self.model.accounts)
     @rule(which=st.integers(0, 99), told=st.sets(st.integers(0, 9)), grace=st.sampled_from([0.0, 5.0, 20.0]))
     def reconcile(self, which: int, told: set[int], grace: float) -> None:
-        """An engine tells which requests it has; beliefs and load are those of so many cancellations."""
+        """An engine reports which requests it has; estimates and load are those of so many cancellations."""
         name = self.worker(which)
         has = [request_id for place, request_id in enumerate(self.model.live) if place in told]
         found = self.real.reconcile(name, has, grace_seconds=grace)
         assert list(found.given_back) == self.model.reconcile(name, has, grace, self.clock())
 
     def pick(self, which: int, share: float | None) -> tuple[int, int | None]:
-        """A live request, and what its engine says it reused: nothing, all that was believed, or a lie."""
+        """A live request, and what its engine says it reused: nothing, all that was estimated, or a lie."""
         request_id = list(self.model.live)[which % len(self.model.live)]
         matched = self.model.live[request_id].matched
         return request_id, None if share is None else int(share * matched)
@@ -331,7 +331,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.apply(self.worker(which), AllBlocksCleared())
 
     def apply(self, name: str, event: object) -> None:
-        """The same event to both. What it returns is whether a belief changed; at its limit it may count a change
+        """The same event to both. What it returns is whether an estimate changed; at its limit it may count a change
         that its own eviction undid."""
         before = self.beliefs(name)
         changed = self.real.apply(name, [event])
@@ -341,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.real._workers[name].blocks) == len(self.model.accounts[name].blocks)
 
     def beliefs(self, name: str) -> set[Path]:
-        """Every prefix that a worker is believed to cache, whatever nodes the tree has."""
+        """Every prefix that a worker is estimated to cache, whatever nodes the tree has."""
         tree, found = self.model.tree, set()
         for space, tokens in tree.recency[name]:
             start = tree.start((space, tokens))
@@ -381,14 +381,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert shown_tree(self.real) == mine
 
     @invariant()
-    def books_are_the_models(self) -> None:
+    def bookings_are_the_models(self) -> None:
         stats = self.real.stats()
         assert stats["live_requests"] == len(self.model.live)
         assert list(stats["workers"]) == list(self.model.accounts)
         for name, account in self.model.accounts.items():
             for key, value in self.model.sums(account).items():
                 assert math.isclose(stats["workers"][name][key], value, rel_tol=1e-9, abs_tol=1e-12), (name, key)
-            told = account.trust.stats()
+            told = account.accuracy.stats()
             assert {key: stats["workers"][name][key] for key in told} == told
 
     @invariant()
@@ -401,7 +401,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.real.core.tree.victims(index, 10**9, self.clock()) == mine
 
     def teardown(self) -> None:
-        """Once everything has ended nothing is left: no live request, no load, no belief, no node."""
+        """Once everything has ended nothing is left: no live request, no load, no estimate, no node."""
         if not hasattr(self, "real"):
             return
         for request_id in list(self.model.live):

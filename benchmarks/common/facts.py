@@ -56,7 +56,7 @@ def typed_today(command: str) -> str:
     return re.sub(r"\bbenchmarks/(\w+)\.py", module, command)
 
 
-def facts(seed: int) -> dict[str, Any]:
+def environment(seed: int) -> dict[str, Any]:
     """All of it."""
     import numpy as np
 

@@ -30,7 +30,7 @@ import msgpack
 import numpy as np
 
 import preble
-from benchmarks.common.facts import facts
+from benchmarks.common.facts import environment
 from benchmarks.decision import limits
 from benchmarks.decision.cells import pin
 from benchmarks.decision.shapes import VOCABULARY, Tokens, prompts
@@ -258,7 +258,7 @@ def main() -> int:
     rows = [found for name in args.only for found in BENCHES[name](args.seed)]
     print(table(rows))
     if args.json:
-        args.json.write_text(json.dumps({"facts": facts(args.seed), "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"facts": environment(args.seed), "rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -1,6 +1,7 @@
 """How long a decision takes: `GlobalScheduler.schedule` with E2 and everything on, beside the machine's limit and
 beside peers for the same prompts. Owns the choice of what is measured and the result's file; each cell is measured in a
-process of its own (`cells.py`, `peers.py`, `scheduling/autoscaling.py`, `long_run.py`), and `report.py` makes the tables.
+process of its own (`cells.py`, `peers.py`, `scheduling/autoscaling.py`, `long_run.py`), and `report.py` makes the
+tables.
 
 Placement (hit fraction, load spread) is printed with the speed, because speed bought with bad placement does not count.
 
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.facts import facts
+from benchmarks.common.facts import environment
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import rounded
 from benchmarks.decision import report
@@ -72,7 +73,7 @@ class Measurement:
         self.left_out[what] = why
 
     def wanted(self, shape: str, workers: int, **more: Any) -> Found:
-        """What every measuring process is told."""
+        """What every measuring process is reported."""
         count = self._args.count // 4 if shape in LONG else self._args.count
         cell = {"shape": shape, "workers": workers, "count": count, "seed": self._args.seed}
         return {**cell, "trace": str(self._args.trace), **more}
@@ -181,7 +182,7 @@ def measured(args: argparse.Namespace) -> Found:
         print(f"run {number + 1} of {args.runs}", flush=True)
         runs.append(measurement.one_run())
     minutes = round((time.monotonic() - started) / 60, 1)
-    return {"facts": {**facts(args.seed), "minutes": minutes}, "left_out": measurement.left_out, "runs": runs}
+    return {"facts": {**environment(args.seed), "minutes": minutes}, "left_out": measurement.left_out, "runs": runs}
 
 
 def lines_of(parts: Iterable[str]) -> str:

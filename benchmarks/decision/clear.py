@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.facts import facts
+from benchmarks.common.facts import environment
 from preble._radix import RadixTree
 
 SLICE_MARKS = 256
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rows = [cleared(marks, args.seed) for marks in args.marks]
-    print(json.dumps({"rows": rows, "facts": facts(args.seed)}, indent=1))
+    print(json.dumps({"rows": rows, "facts": environment(args.seed)}, indent=1))
 
 
 if __name__ == "__main__":

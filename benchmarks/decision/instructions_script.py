@@ -1,7 +1,7 @@
 """The fixed script whose instructions are counted. Owns the operations; `instructions.py` runs it under callgrind.
 
 Every operation is made ready first: prompts exist, the tree is warm, the interpreter has seen the call. Then a loop
-makes it many times between `begin` and `end`, and a like loop around a call that does nothing tells what the loop
+makes it many times between `begin` and `end`, and a like loop around a call that does nothing reports what the loop
 costs. Everything is seeded and the clock is a manual one, so every run executes the same instructions.
 
     python -m benchmarks.decision.instructions_script REQUEST_MODULE

@@ -4,7 +4,7 @@ is in limit.c, and nothing of preble is used.
 A decision cannot do less than compare the prompt with what is stored of it and store the rest. So the limit is, in one
 C call from Python: borrow the buffer (or convert the list), memcmp with the stored prefix, memcpy of the unique suffix
 to the end of a growing pool. What many prompts share is stored once, as in a radix tree: 200 tools are 200 stored
-documents. Finding the prefix, choosing a worker and all books are free here.
+documents. Finding the prefix, choosing a worker and all bookings are free here.
 
 The prompt is copied into one hot buffer just before each call (a list is built just before it), for the limit as for
 everything it stands beside: that is how a tokenizer leaves a prompt. Without this one measures how fast DRAM brings a

@@ -232,13 +232,13 @@ def main() -> int:
     trace = Path(wanted.get("trace", DEFAULT_TRACE))
     stream = prompts(cell["shape"], cell["count"], seed=cell["seed"], trace=trace)
     record, grown = run(cell["peer"], stream, cell["workers"])
-    facts = {
+    environment = {
         "rss_bytes_per_prompt": grown / len(stream),
         "version": version(PACKAGES[cell["peer"]]),
         "prompts": len(stream),
         "digest": digest(stream),
     }
-    print(json.dumps({**cell, **record.figures(stream, len(stream) // 4, cell["workers"]), **facts}))
+    print(json.dumps({**cell, **record.figures(stream, len(stream) // 4, cell["workers"]), **environment}))
     return 0
 
 

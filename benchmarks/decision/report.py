@@ -321,13 +321,13 @@ def leads(theirs: list[Found], mine: list[Found]) -> Iterator[tuple[str, str]]:
             yield what, f"{shorter(his)} against {shorter(own)}"
 
 
-def facts_line(result: Found) -> str:
+def environment_line(result: Found) -> str:
     """What repeats the result."""
-    facts = result["facts"]
-    parts = [f"{name} {value}" for name, value in facts.items() if name != "command"]
+    environment = result["facts"]
+    parts = [f"{name} {value}" for name, value in environment.items() if name != "command"]
     loads = ", ".join(str(run.get("load_1_minute", "?")) for run in result["runs"])
     left = "".join(f"\n\nLeft out: {what} ({why})." for what, why in result["left_out"].items())
-    return f"`{typed_today(facts['command'])}`: {', '.join(parts)}; load before each run {loads}.{left}"
+    return f"`{typed_today(environment['command'])}`: {', '.join(parts)}; load before each run {loads}.{left}"
 
 
 def tables(result: Found, earlier: Found) -> Iterator[str]:
@@ -343,7 +343,7 @@ def tables(result: Found, earlier: Found) -> Iterator[str]:
         ("Placement", placement_table(result, earlier)),
         ("Losses", "\n".join(f"- {loss}" for loss in losses(result))),
     )
-    yield facts_line(result)
+    yield environment_line(result)
     for title, text in made:
         if text:
             yield f"### {title}\n\n{text}"

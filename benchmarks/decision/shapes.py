@@ -48,7 +48,7 @@ def prompts(shape: str, count: int, *, seed: int = 0, trace: Path | None = None)
 
 
 def digest(stream: list[Tokens]) -> str:
-    """Tells whether two processes, with numpy of two versions perhaps, made the same stream."""
+    """Reports whether two processes, with numpy of two versions perhaps, made the same stream."""
     checksum = 0
     for tokens in stream:
         checksum = zlib.crc32(tokens.tobytes(), checksum)

@@ -67,7 +67,7 @@ def main() -> None:
     data = scheduler.snapshot()
     array = np.frombuffer(data, np.uint8)
     saved = numpy_round(array)
-    facts = {
+    environment = {
         **vars(asked),
         "tree": scheduler.stats()["tree"],
         "snapshot_bytes": len(data),
@@ -77,9 +77,9 @@ def main() -> None:
         "numpy_save_seconds": seconds_of(lambda: numpy_round(array), asked.rounds),
         "numpy_load_seconds": seconds_of(lambda: np.load(io.BytesIO(saved)), asked.rounds),
     }
-    facts["snapshot_per_copy"] = facts["snapshot_seconds"] / facts["copy_seconds"]
-    facts["restore_per_copy"] = facts["restore_seconds"] / facts["copy_seconds"]
-    print(json.dumps(facts, indent=2))
+    environment["snapshot_per_copy"] = environment["snapshot_seconds"] / environment["copy_seconds"]
+    environment["restore_per_copy"] = environment["restore_seconds"] / environment["copy_seconds"]
+    print(json.dumps(environment, indent=2))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.facts import facts, typed_today
+from benchmarks.common.facts import environment, typed_today
 from benchmarks.common.paths import DOCS, ROOT
 
 PAGE = DOCS / "benchmarks.md"
@@ -80,7 +80,7 @@ class Process:
         return self.popen.stdout.readline().split()[1:]
 
     def tell(self, line: str) -> None:
-        """Write a line and wait until it is heard."""
+        """Write a line and wait until it is received."""
         assert self.popen.stdin is not None
         self.popen.stdin.write(line + "\n")
         self.popen.stdin.flush()
@@ -389,7 +389,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Start everything, measure, print."""
     args = arguments()
-    told = facts(args.seed)
+    told = environment(args.seed)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     cores = [cores[0], cores[-1]]
     if hasattr(os, "sched_setaffinity"):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common.facts import facts
+from benchmarks.common.facts import environment
 from preble.gateway.text.tokenizing import SWITCH_SECONDS, TextCodec
 
 PROMPTS = 200
@@ -105,7 +105,7 @@ def main() -> None:
             print(f"| {threads} | {name} | {rate:.0f} | {held} |")
             codec.close()
     plain.close()
-    told = facts(0)
+    told = environment(0)
     print(f"\n`{told['command']}`, commit {told['commit']}, {told['machine']}, Python {told['python']}")
 
 

@@ -1,4 +1,4 @@
-"""The workers of `bench_gateway.py`: they answer after a time that they are told, without computing anything.
+"""The workers of `bench_gateway.py`: they answer after a time that they are informed, without computing anything.
 
     python -m benchmarks.gateway.gateway_mock http    two HTTP servers on free ports: SGLang's /generate, OpenAI's chat
     python -m benchmarks.gateway.gateway_mock zmq     two `preble worker`s in one process
@@ -44,14 +44,14 @@ class Pace:
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------
 
-FACTS = {
+ENVIRONMENT = {
     **{"version": "0.5.23", "served_model_name": MODEL, "model_path": MODEL, "page_size": 1, "context_length": 32768},
     **{"max_total_num_tokens": CAPACITY_TOKENS, "max_running_requests": 4096, "dp_size": 1, "is_generation": True},
     **{"startup_time": {"start": 1.0}, "tp_size": 1, "weight_version": "1", "incremental_streaming_output": True},
 }
 LOAD = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0, "dp_rank": 0}
 GETS: dict[str, Any] = {
-    **dict.fromkeys(("/server_info", "/get_server_info", "/model_info", "/get_model_info"), FACTS),
+    **dict.fromkeys(("/server_info", "/get_server_info", "/model_info", "/get_model_info"), ENVIRONMENT),
     "/v1/models": {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "mock"}]},
     "/v1/loads": {"loads": [{**LOAD, "max_total_num_tokens": CAPACITY_TOKENS}]},
     **dict.fromkeys(("/health", "/health_generate"), {}),
@@ -109,7 +109,7 @@ GENERATE_EVENTS = {whole: [chunked(event) for event in sglang_events(whole)] for
 
 
 class Connection(asyncio.Protocol):
-    """One client. Reads as much HTTP as the gateways write: a head, a body of a told length."""
+    """One client. Reads as much HTTP as the gateways write: a head, a body of a reported length."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -206,7 +206,7 @@ class MockEngine:
         return known
 
     def step(self) -> list[OutputChunk]:
-        """What is due; sleeps a little if nothing is, so that what was submitted meanwhile is heard soon."""
+        """What is due; sleeps a little if nothing is, so that what was submitted meanwhile is received soon."""
         if self._due:
             time.sleep(min(max(0.0, self._due[0][0] - time.monotonic()), 0.0005))
         chunks, now = [], time.monotonic()

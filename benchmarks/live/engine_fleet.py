@@ -91,9 +91,9 @@ def sglang_command(python: Path, shape: Shape, number: int) -> list[str]:
     return [*command, "--mem-fraction-static", f"{share_of_free(number, shape.engines):.3f}"]
 
 
-def cpu_dtype(facts: Path) -> str:
+def cpu_dtype(environment: Path) -> str:
     """Numbers an engine computes with on this CPU: without AMX, bfloat16 is several times slower than float32."""
-    return "bfloat16" if facts.exists() and "amx_bf16" in facts.read_text() else "float32"
+    return "bfloat16" if environment.exists() and "amx_bf16" in environment.read_text() else "float32"
 
 
 def events_port(shape: Shape, number: int) -> int:

@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Progress:
-    """What has come of an answer: output tokens so far, and cached prompt tokens once the engine has told them."""
+    """What has come of an answer: output tokens so far, and cached prompt tokens once the engine has reported them."""
 
     output_tokens: int
     cached_tokens: int | None = None
@@ -109,7 +109,7 @@ def make_requests(
 
 def shifted(requests: Sequence[Request], by: int, vocabulary: int) -> list[Request]:
     """The same requests in other tokens: what they share among each other stays, with earlier ones they share nothing.
-    This stands in for emptying the caches of engines that cannot be told to."""
+    This stands in for emptying the caches of engines that cannot be reported to."""
     return [
         Request(one.document, [(token + by) % vocabulary for token in one.token_ids], one.arrival_seconds)
         for one in requests

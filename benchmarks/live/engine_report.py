@@ -132,10 +132,10 @@ def balance_lines(result: Found) -> Iterator[str]:
 
 def page(result: Found) -> str:
     """The generated part: tables, losses, and what repeats the result."""
-    facts, settings = result["facts"], result["settings"]
+    environment, settings = result["facts"], result["settings"]
     lost = list(losses(result))
     verdict = "\n".join(f"- {loss}" for loss in lost) if lost else "None: E2 has the best mean of every measure."
-    repeats = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command")
+    repeats = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "command")
     parts = [
         f"Measured {result['date']}: {result['fleet']}.",
         f"Settings: {', '.join(f'{name} {value}' for name, value in settings.items())}.",
@@ -145,7 +145,7 @@ def page(result: Found) -> str:
         "Requests by engine in each repetition: " + "; ".join(balance_lines(result)) + ".",
         f"**Losses.**\n\n{verdict}",
         *(f"Left out: {what} ({why})." for what, why in result["left_out"].items()),
-        f"`{typed_today(facts['command'])}`: {repeats}.",
+        f"`{typed_today(environment['command'])}`: {repeats}.",
     ]
     return "\n\n".join(parts)
 

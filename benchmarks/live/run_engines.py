@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.facts import facts
+from benchmarks.common.facts import environment
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import rounded
 from benchmarks.live import engine_fleet
@@ -183,7 +183,7 @@ async def measure(args: argparse.Namespace) -> Found:
     texts = (path.read_text(errors="replace") for path in stdlib_files())
     documents = choose_documents((tokenizer.encode(text).ids for text in texts), load.documents, *DOCUMENT_TOKENS)
     loads = [load.of_repetition(n, documents, lambda t: tokenizer.encode(t).ids) for n in range(args.repetitions)]
-    found = facts(args.seed)
+    found = environment(args.seed)
     async with fleet_of(args, model) as (fleet, engines):
         runs = await compare(fleet, loads, args.output_tokens)
         settings = {name.replace("_", " "): getattr(args, name) for name in SETTINGS}

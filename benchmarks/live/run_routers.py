@@ -30,7 +30,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.common.facts import facts, typed_today
+from benchmarks.common.facts import environment, typed_today
 from benchmarks.common.paths import DOCS, ROOT
 from benchmarks.common.tables import markdown
 from benchmarks.live import engine_fleet
@@ -109,7 +109,7 @@ class Routers:
 
 
 async def believed(session: aiohttp.ClientSession, url: str, prompts: Sequence[list[int]]) -> list[dict[str, int]]:
-    """Tokens of each prompt that a router believes cached, by worker."""
+    """Tokens of each prompt that a router expects cached, by worker."""
     found = []
     for prompt in prompts:
         async with session.post(f"{url}/v1/preble/explain", json={"token_ids": prompt}) as response:
@@ -119,7 +119,7 @@ async def believed(session: aiohttp.ClientSession, url: str, prompts: Sequence[l
 
 
 async def until_it_knows(session: aiohttp.ClientSession, late: str, other: str, prompts: Sequence[list[int]]) -> float:
-    """Wait until a late router believes as much cached as another one does; the seconds that took."""
+    """Wait until a late router expects as much cached as another one does; the seconds that took."""
     started = time.perf_counter()
     wanted = await believed(session, other, prompts)
     while time.perf_counter() - started < READY_SECONDS:
@@ -180,8 +180,8 @@ async def trouble(
 
 
 async def bookings_left(session: aiohttp.ClientSession, urls: Sequence[str]) -> int:
-    """Requests that routers still have in their books after all have ended, own and others'. Waits for the last words
-    of the workers, a while at most."""
+    """Requests that routers still have in their bookings after all have ended, own and others'. Waits for the last
+    words of the workers, a while at most."""
     deadline = time.perf_counter() + READY_SECONDS / 4
     while True:
         left = 0
@@ -283,7 +283,7 @@ def page(result: Found) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
     return (
         f"{markdown(names, lines)}\n\nThe router that joins:\n\n{markdown(titles, joins)}\n\n"
-        f"`{typed_today(result['facts']['command'])}`: {told}; {settings}."
+        f"`{typed_today(result['environment']['command'])}`: {told}; {settings}."
     )
 
 
@@ -302,7 +302,7 @@ SETTINGS = ("workers", "capacity_tokens", "max_running", "requests", "groups", "
 async def measure(args: argparse.Namespace, model: Path) -> Found:
     """All arms, in turn."""
     settings = {"model": MODEL, **{name.replace("_", " "): getattr(args, name) for name in SETTINGS}}
-    result: Found = {"facts": facts(args.seed), "settings": settings, "runs": []}
+    result: Found = {"facts": environment(args.seed), "settings": settings, "runs": []}
     vocabulary = SPECS[MODEL].vocab_size
     for repetition in range(1, args.repetitions + 1):
         requests = make_requests(args, vocabulary, args.seed + repetition)

@@ -46,7 +46,7 @@ REMARK = """
 
 @dataclass(frozen=True)
 class Stage:
-    """A system of the ablation: what the scheduler and the workers' queues are told."""
+    """A system of the ablation: what the scheduler and the workers' queues are reported."""
 
     title: str
     system: str

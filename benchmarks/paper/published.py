@@ -354,7 +354,7 @@ ABLATION = (
     ("prefill_decode", ("mean_latency", "p99_latency")),
     ("priority_queue", ("p99_latency",)),
 )
-# Requests a second through the global scheduler, by workload and number of prefix groups where that is told.
+# Requests a second through the global scheduler, by workload and number of prefix groups where that is reported.
 SCHEDULER_REQUESTS_PER_SECOND = {("tool_use", 200): 634.0, ("tool_use", 1500): 245.0, ("video_qa", None): 2931.0}
 # KV tokens of one GPU: of the authors' A6000 with Mistral-7B, and of another of their hosts.
 A6000_KV_TOKENS = 198_516

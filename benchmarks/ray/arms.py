@@ -13,7 +13,7 @@ from benchmarks.ray import times as ray_times  # the module, not what is in it: 
 from preble.integrations.ray_serve import PrebleRequestRouter
 
 
-class Watched:
+class RecordingScheduler:
     """Notes how long a choice takes, waiting included, and what follows once the request is placed."""
 
     async def choose_replicas(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,17 +29,17 @@ class Watched:
         ray_times.TIMES.after_ms.append(1e3 * (time.perf_counter() - started))
 
 
-class PowerOfTwo(Watched, PowerOfTwoChoicesRequestRouter):
+class PowerOfTwo(RecordingScheduler, PowerOfTwoChoicesRequestRouter):
     """Ray Serve's default."""
 
 
-class PrefixAffinity(Watched, PrefixCacheAffinityRouter):
+class PrefixAffinity(RecordingScheduler, PrefixCacheAffinityRouter):
     """Ray Serve LLM's. The public name, `ray.serve.llm.request_router.PrefixCacheAffinityRouter`, is an empty subclass
     whose module loads pyarrow and vLLM or SGLang; this one loads with ray[serve] alone."""
 
 
-class Preble(Watched, PrebleRequestRouter):
-    """Preble's, which tells what its choices rest on."""
+class Preble(RecordingScheduler, PrebleRequestRouter):
+    """Preble's, which reports what its choices rest on."""
 
     def initialize_state(self, **options: Any) -> None:
         super().initialize_state(**options)

@@ -37,7 +37,7 @@ import ray  # Ray reads the environment when it is imported
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from benchmarks.common.facts import facts
+from benchmarks.common.facts import environment
 from benchmarks.common.tables import rounded
 from benchmarks.ray.fleet import Answer, Client, CompletionRequest, Replica, Sent, Shape, text_of, write_tokenizer
 from benchmarks.ray.report import Case, costs, order_of, summary, write_docs
@@ -48,7 +48,7 @@ LEAD_SECONDS = 1.0  # between giving the clients their requests and the first ar
 WARM_UP_REQUESTS = 24
 CASES = (Case("even", 0.8, 1), Case("even", 0.5, 1), Case("zipf", 1.2, 1), Case("even", 0.8, 2))
 ARMS = ("power_of_two", "prefix_affinity", "preble")
-ALONE = "preble_alone"  # its routers tell each other nothing; only where there are several
+ALONE = "preble_alone"  # its routers notify each other nothing; only where there are several
 TREE = "LlmPrefixTreeActor"  # the detached actor of Ray's prefix router
 
 
@@ -81,7 +81,7 @@ class Fleet:
     tokenizer: str
 
     def router(self, arm: str) -> RequestRouterConfig:
-        """How Ray is told to route in an arm."""
+        """How Ray is asked to route in an arm."""
         kwargs: Found = {}
         if arm.startswith("preble"):
             kwargs = {"tokenizer": self.tokenizer, "cost_model": self.shape.cost_model, "share": arm == "preble"}
@@ -226,7 +226,7 @@ def main() -> int:
             if repetition not in done:
                 result["runs"] += compare(fleet, load, args, rps, repetition)
                 result["date"] = datetime.date.today().isoformat()
-                result["facts"] = {**facts(args.seed), "ray": ray.__version__}
+                result["facts"] = {**environment(args.seed), "ray": ray.__version__}
                 if args.json:
                     args.json.write_text(json.dumps(rounded(result), indent=1) + "\n")
     if args.docs:

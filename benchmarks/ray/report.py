@@ -41,9 +41,10 @@ caches. Each run has fresh replicas and {requests} requests, the first {first} o
 request's arrival at the process that holds the handle, to its first token there. Hits are what the replicas found in
 their caches.
 
-Ray's routers have their default settings, and so has Preble's, told a tokenizer and the replicas' cost model; replicas
-tell it the size of their caches. Two handles are two processes that share the load by turns; each has a router of its
-own. Preble's tell each other of what they book through an actor, Ray's prefix routers share one tree in an actor.
+Ray's routers have their default settings, and so has Preble's, reported a tokenizer and the replicas' cost model;
+replicas report it the size of their caches. Two handles are two processes that share the load by turns; each has a
+router of its own. Preble's inform each other of what they book through an actor, Ray's prefix routers share one tree in
+an actor.
 """
 COSTS = """
 A choice is `choose_replicas`, waiting included: Preble reads and tokenises the prompt in a thread, Ray's prefix router
@@ -208,16 +209,16 @@ def costs_table(result: Found, case: Case) -> str:
 
 def section(result: Found) -> str:
     """The section: losses, tables, what they cost, and what repeats the result."""
-    facts, settings, found = result["facts"], result["settings"], cases(result)
+    environment, settings, found = result["facts"], result["settings"], cases(result)
     lost = [f"- {loss}" for loss in losses(result)]
-    repeats = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command")
+    repeats = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "command")
     repetitions = 1 + max(run["repetition"] for run in result["runs"])
     parts = ["## Inside Ray Serve, against Ray's own routers", introduction(settings, repetitions)]
     parts += ["**Losses.** Where Preble's mean is worse:", "\n".join(lost) if lost else "none."]
     for case in found:
         parts += [f"### {case.title()}", times_table(result, case), differences_table(result, case)]
     parts += ["### What routing costs", COSTS.strip(), f"{found[0].title()}:", costs_table(result, found[0])]
-    parts += [f"`{typed_today(facts['command'])}`, {result['date']}: {repeats}."]
+    parts += [f"`{typed_today(environment['command'])}`, {result['date']}: {repeats}."]
     return "\n\n".join(parts) + "\n"
 
 

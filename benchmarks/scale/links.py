@@ -2,7 +2,7 @@
 links a router opens before it fails. Owns that measurement; it is part of `scale.py`.
 
 A real server of a worker runs in another process and sends what it is asked for; all links go to it, on the loopback of
-one machine. The router's side is this process, and its CPU time is what is told.
+one machine. The router's side is this process, and its CPU time is what is reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT_TOKENS = 1840  # as ToolBench's
 LOT = 100  # frames that are asked for at once
 IDLE_SECONDS = 3.0
 ROUTER, OTHER, WORKER = "r0", "r1", "w0"
-PATIENT = LinkConfig(handshake_seconds=20.0, quiet_after_seconds=60.0, give_up_seconds=120.0)
+PATIENT = LinkConfig(handshake_seconds=20.0, suspect_after_seconds=60.0, give_up_seconds=120.0)
 MAX_SOCKETS = 65_535
 LINKS_FILES = 16_384  # file descriptors, so that these are not what ends it
 
@@ -39,8 +39,8 @@ LINKS_FILES = 16_384  # file descriptors, so that these are not what ends it
 def serve(connection: Any) -> None:
     """A worker's server. Each Submit asks for LOT frames: its namespace says of what, its prompt with which number it
     begins."""
-    facts = wire.Welcome(WORKER, "none", "m", "", 1, 198_516, None, 1 << 20, (), "", 0, 1)
-    server = Server(ServerConfig(max_sessions=4096, session_timeout_seconds=600.0), facts, epoch=1)
+    environment = wire.Welcome(WORKER, "none", "m", "", 1, 198_516, None, 1 << 20, (), "", 0, 1)
+    server = Server(ServerConfig(max_sessions=4096, session_timeout_seconds=600.0), environment, epoch=1)
     connection.send(server.endpoint)
     token_ids: Any = np.arange(PROMPT_TOKENS, dtype=np.int32)
     while not connection.poll():
@@ -64,7 +64,7 @@ def _event(what: str, number: int, token_ids: Any) -> CacheEvent:
 
 
 class Books:
-    """Books what a link tells, as the fleet of a router does."""
+    """Books what a link reports, as the fleet of a router does."""
 
     def __init__(self) -> None:
         self.scheduler = GlobalScheduler([WORKER])
@@ -73,7 +73,7 @@ class Books:
         self._peers = PeerRequests(ROUTER)
 
     def on_events(self, batch: Sequence[CacheEvent], *, past: bool) -> None:
-        """Of now or of the past: both are booked, as here nothing else is told."""
+        """Of now or of the past: both are booked, as here nothing else is reported."""
         self.scheduler.apply(WORKER, self._peers.take(batch, past=past))
         self.batches += 1
         if self.batches == self.wanted:
@@ -91,10 +91,10 @@ class Books:
     def on_resync(self) -> None:
         raise AssertionError("events were lost: the measurement is void")
 
-    def on_quiet(self, reason: str) -> None:
+    def on_suspect(self, reason: str) -> None:
         """A busy machine."""
 
-    def on_heard(self) -> None:
+    def on_recovered(self) -> None:
         """It speaks again."""
 
 

@@ -1,4 +1,4 @@
-"""What plans bring where load shifts: the table of docs/shifts.md, in the simulator. Owns the loads and what is
+"""What plans bring where load shifts: the table of docs/rebalancing.md, in the simulator. Owns the loads and what is
 printed; the rule is `preble/scheduling/rebalance_planner.py`.
 
     python -m benchmarks.scale.rebalancing

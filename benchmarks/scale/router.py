@@ -56,8 +56,8 @@ Told = Sequence[CacheEvent]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `routers` share the requests alike; `told`: workers tell of "requests" and evictions, or, as engines do,
-    of "blocks" only; `calibrate`: as `SchedulerConfig`'s, which is on where no cost model is given."""
+    """One run. `routers` share the requests alike; `told`: workers report of "requests" and evictions, or, as engines
+    do, of "blocks" only; `calibrate`: as `SchedulerConfig`'s, which is on where no cost model is given."""
 
     workload: str
     requests: int
@@ -167,7 +167,7 @@ class FleetWorker:
         return [_removed(event) for event in evicted] if self._blocks else evicted
 
     def prefilled(self, running: Running, now: float) -> Told:
-        """A prompt is computed and cached: what there is to tell of it."""
+        """A prompt is computed and cached: what there is to report of it."""
         if running.hold is not None and running.slots is not None:
             count = len(running.token_ids)
             self._cache.publish(running.hold, running.token_ids, running.slots[:count].copy(), now)
@@ -323,7 +323,7 @@ class Run:
             self.timer.sent("chunk", len(frame))
 
     def _publish(self, running: Running, what: str, events: Told) -> None:
-        """A worker tells all routers. One that is alone is not told of its own requests."""
+        """A worker notifies all routers. One that is alone is not reported of its own requests."""
         worker = running.worker
         if self.cell.routers == 1 and what in ("placed", "prefilled", "ended"):
             return
@@ -342,7 +342,7 @@ class Run:
             self.others.apply(worker.name, events)
 
     def _decode(self, worker: str, frame: bytes) -> Told:
-        """What this router's scheduler is to be told of a frame."""
+        """What this router's scheduler is to be informed of a frame."""
         message = wire.decode(frame, EVENTS_ONLY).message
         assert isinstance(message, wire.Events)
         return self._peers[worker].take(message.events, past=False)
@@ -371,7 +371,7 @@ def measured(cell: Cell, on_counting: Callable[[], None] = lambda: None) -> dict
         "tree": stats["tree"],
         "live_requests": run.live_requests,
         "uncached": sum(worker.uncached for worker in run.workers.values()),
-        "counts": {name: stats[name] for name in ("mirrored_requests", "mirrored_ignored", "unknown_requests")},
+        "counts": {name: stats[name] for name in ("peer_requests", "peer_events_ignored", "unknown_requests")},
         "run_seconds": time.perf_counter() - started,
     }
     found["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

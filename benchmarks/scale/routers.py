@@ -2,8 +2,8 @@
 
     python -m benchmarks.scale.routers --json benchmarks/results/routers.json --docs
 
-Each request comes to one of the routers by chance; the others hear of it from its worker, `event_delay_seconds` after
-it got there. One router hears of its own requests' tokens as late. Every cell runs with all seeds; ratios are to one
+Each request comes to one of the routers by chance; the others learn of it from its worker, `event_delay_seconds` after
+it got there. One router learns of its own requests' tokens as late. Every cell runs with all seeds; ratios are to one
 router with the same requests and the same delay, geometric means over the seeds. See docs/routers.md.
 """
 
@@ -184,8 +184,8 @@ def section(record: Mapping[str, Any]) -> str:
         "## One, two, four, eight routers",
         "",
         f"{WORKERS} workers (A6000, Mistral-7B) in simulation; each request comes to one of the routers by chance, the",
-        "others hear of it as late as the column says. Ratios to one router that hears of its own requests' tokens as",
-        f"late; geometric means over seeds {', '.join(map(str, seeds))}. How routers agree: [routers.md](routers.md).",
+        "others learn of it as late as the column says. Ratios to one router that learns of its own requests' tokens",
+        f"as late; geometric means over seeds {', '.join(map(str, seeds))}. How routers agree: [routers.md](routers.md).",
         "",
         "At 50 ms, eight routers have a p99 TTFT more than 10 % over one router's in: "
         + (", ".join(late) or "none")

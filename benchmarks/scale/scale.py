@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.facts import facts, typed_today
+from benchmarks.common.facts import environment, typed_today
 from benchmarks.common.paths import DOCS, RESULTS, ROOT
 from benchmarks.scale import links as scale_links
 from benchmarks.scale.router import KV_TOKENS, SOURCES, Cell, measured
@@ -42,7 +42,7 @@ CALLS = {
     "finish": "own: end",
     "submit encode": "own: frame to the worker",
     "chunk decode": "own: frame of one token",
-    **{f"own {what} decode": f"own, told anyway: {what}, decode" for what in ("placed", "prefilled", "ended")},
+    **{f"own {what} decode": f"own, reported anyway: {what}, decode" for what in ("placed", "prefilled", "ended")},
     "placed decode": "another's: placed, decode",
     "placed apply": "another's: placed, book",
     "prefilled decode": "another's: first token, decode",
@@ -176,14 +176,14 @@ def run_all(quick: bool, kept: Kept, beside: str, only: str | None) -> dict[str,
             more = beside if name == "title" else ""
             runs = [kept.get(json.dumps(asdict(cell)), partial(in_own_process, measured_beside, cell, more))
                     for cell in listed]  # fmt: skip
-            record[name] = {"facts": facts(0), "runs": runs}
+            record[name] = {"facts": environment(0), "runs": runs}
     if only in (None, "links"):
         runs = [kept.get("links", partial(in_own_process, links, quick))]
-        record["links"] = {"facts": facts(0), "runs": runs}
+        record["links"] = {"facts": environment(0), "runs": runs}
     if only in (None, "fleet"):
         runs = [kept.get(json.dumps(asdict(fleet)), partial(in_own_process, simulated, fleet))
                 for fleet in fleets(quick)]  # fmt: skip
-        record["fleet"] = {"facts": facts(0), "runs": runs}
+        record["fleet"] = {"facts": environment(0), "runs": runs}
     return record
 
 
@@ -276,7 +276,7 @@ def bytes_in(run: Figures) -> dict[str, float]:
 
 
 def events_per_request(run: Figures) -> float:
-    """Events that a router is told for each request of the fleet."""
+    """Events that a router is informed for each request of the fleet."""
     return sum(n for what, n in run["events"].items() if what not in ("chunk", "submit")) / run["requests_counted"]
 
 
@@ -310,12 +310,12 @@ def summary_table(run: Figures) -> str:
     rows = [
         ["requests of the fleet a second", f"{rate:,.0f}"],
         ["mean prompt; of it cached", f"{run['prompt_tokens_mean']:,.0f} tokens; {run['hit_fraction']:.1%}"],
-        ["events told to each router", f"{per:.2f} a request, {per * rate:,.0f} a second"],
+        ["events reported to each router", f"{per:.2f} a request, {per * rate:,.0f} a second"],
         ["bytes to each router", f"{told:,.0f} a request, {told * rate / 1e6:,.0f} MB/s"],
         ["of them prompts of placed requests; of evictions; answers",
          "; ".join(f"{size[name]:,.0f}" for name in ("told", "cache", "answers"))],
         ["bytes from each router", f"{run['bytes']['submit'] / run['requests_counted']:,.0f} a request of the fleet"],
-        ["time for an own request: decision and life; frames; told of it",
+        ["time for an own request: decision and life; frames; reported of it",
          "; ".join(f"{cost[name]:,.1f} us" for name in ("decide_us", "stream_us", "passed_by_us"))],
         ["time for another router's: decode; apply", f"{cost['decode_us']:,.1f} us; {cost['apply_us']:,.1f} us"],
         ["time for cache events, a request", f"{cost['cache_us']:,.1f} us"],
@@ -427,7 +427,7 @@ def sections(record: Figures) -> Iterator[str]:
         "routers": ("Routers", lambda run: f"{run['routers']}"),
         "workers": ("Workers", lambda run: f"{run['workers']:,}"),
         "prompts": ("Prompts", lambda run: f"{run['workload']}, {run['prompt_tokens_mean']:,.0f} tokens"),
-        "told": ("What workers tell", told_title),
+        "told": ("What workers report", reported_title),
     }
     for name, (title, what) in sweeps.items():
         if name in record:
@@ -453,7 +453,7 @@ def made_by(part: Figures) -> str:
     )
 
 
-def told_title(run: Figures) -> str:
+def reported_title(run: Figures) -> str:
     """What differs in that table."""
     told = "blocks only" if run["told"] == "blocks" else "requests and evictions"
     return f"{told}; calibrating" if run["calibrate"] else told
@@ -480,7 +480,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", choices=[*cells(True), "links", "fleet"], help="this part; the JSON keeps the others")
     parser.add_argument("--beside", default="", help="start this command when the big run's times begin to count")
     args = parser.parse_args(arguments)
-    kept = Kept(ROOT / "build" / f"scale-{'quick-' * args.quick}{facts(0)['commit']}.jsonl")
+    kept = Kept(ROOT / "build" / f"scale-{'quick-' * args.quick}{environment(0)['commit']}.jsonl")
     earlier = json.loads(args.json.read_text()) if args.only and args.json.exists() else {}
     record = {**earlier, **run_all(args.quick, kept, args.beside, args.only)}
     args.json.write_text(json.dumps(record, indent=1) + "\n")

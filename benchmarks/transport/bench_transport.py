@@ -10,7 +10,7 @@ Each round measures, one after the other, so that the machine's mood moves all a
   - latency: from `Router.generate` to the first token, one request after the other, decision and booking included;
   - cost: microseconds of CPU per streamed token in the router's process and in the worker's, engine included, 64
     streams of one worker, a token for each every `PACE_SECONDS`;
-  - flood: 4 workers with 64 streams each, as fast as they go. Every token is checked: its value tells its request and
+  - flood: 4 workers with 64 streams each, as fast as they go. Every token is checked: its value reports its request and
     its position.
 
 The router runs on the first core this process may use, everything else on the second.
@@ -33,7 +33,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from benchmarks.common.facts import facts, typed_today
+from benchmarks.common.facts import environment, typed_today
 from benchmarks.common.paths import DOCS, ROOT
 from benchmarks.common.tables import markdown
 from preble import Router, SamplingParams
@@ -328,7 +328,7 @@ def page(result: dict[str, Any]) -> str:
     holds = "holds in every round" if max(found) < BAR_US else "**does not hold in every round**"
     told = ", ".join(f"{name} {value}" for name, value in result["facts"].items() if name != "command")
     bar = f"Bar: first token under {BAR_US:g} us at the median; it {holds}."
-    return f"{table(result)}\n\n{bar}\n\n`{typed_today(result['facts']['command'])}`: {told}."
+    return f"{table(result)}\n\n{bar}\n\n`{typed_today(result['environment']['command'])}`: {told}."
 
 
 def write_docs(result: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ def main() -> int:
     if args.role:
         return run_echo() if args.role == "echo" else run_worker(args.pace)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    result: dict[str, Any] = {"facts": facts(args.seed), "runs": []}
+    result: dict[str, Any] = {"facts": environment(args.seed), "runs": []}
     pin(cores[0])
     for number in range(args.rounds):
         result["runs"].append(one_round(cores[-1], args.requests, args.tokens, args.seed + number))

@@ -130,7 +130,7 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
                 [("{{worker}}", "sum by (worker) (preble_worker_inflight_tokens{#})")],
             ),
             (
-                "timeseries", "Believed cached, of what fits", "percentunit", 8,
+                "timeseries", "Estimated cached, of what fits", "percentunit", 8,
                 [
                     (
                         "{{worker}}",

@@ -12,7 +12,7 @@ cdef double finite(str name, seconds) except? -1.0:
 
 
 cdef class ManualClock:
-    """A clock that moves only when told to; for tests and simulation. Not thread-safe."""
+    """A clock that moves only when asked to; for tests and simulation. Not thread-safe."""
 
     def __init__(self, start_seconds=0.0):
         self.seconds = finite("start_seconds", start_seconds)

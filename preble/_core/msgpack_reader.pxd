@@ -1,7 +1,7 @@
 # A MessagePack reader as inline C: heads, skipping, runs of token ids. Owns no state and makes no objects: it points
 # into the caller's buffer. What the values mean is the caller's business (`_kv_index/event_batch.pyx`).
 #
-# Every length that a value claims is checked against the bytes that are left before it is believed, an element being at
+# Every length that a value claims is checked against the bytes that are left before it is accepted, an element being at
 # least one byte, so that no loop and no allocation can be larger than the payload. Skipping counts the values still to
 # come instead of descending into them: however deep a payload nests, nothing is stacked.
 

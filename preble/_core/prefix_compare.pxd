@@ -1,7 +1,7 @@
 # How many leading tokens two runs share, with the widest instructions this machine has. Owns no state.
 #
 # The kernel is picked once, when a module is loaded, by what the processor says it can do; so one build serves all,
-# also under valgrind, which knows no AVX-512. `kernel_name` tells which it was.
+# also under valgrind, which knows no AVX-512. `kernel_name` says which it was.
 
 from libc.stdint cimport int32_t, uint32_t
 

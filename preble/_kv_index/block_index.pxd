@@ -5,12 +5,12 @@ from libc.stdint cimport uint32_t, uint64_t
 from preble._kv_index.block_layout cimport Blocks
 from preble._kv_index.event_batch cimport EventBatch
 from preble._radix cimport RadixTree
-from preble._kv_index.cache_accuracy cimport TrustBook
+from preble._kv_index.cache_accuracy cimport CacheAccuracy
 
 cdef class BlockIndex:
     cdef Blocks b
     cdef RadixTree tree
-    cdef TrustBook trust         # who is told what events come; None: nobody
+    cdef CacheAccuracy accuracy  # who is given what events come; None: nobody
     cdef dict rows               # (namespace, digests) -> row in `spaces`
     cdef list names              # the same by row, None where free
     cdef list free_rows

@@ -3,7 +3,7 @@ they are in; tokens and marks belong to the tree. What events do is in `block_up
 `event_batch.pyx`.
 
 Bounded: at `blocks_max` everything is forgotten and the worker's cache counts as unknown, which is counted and safe,
-since beliefs only ever cost a miss. Everything happens under the tree's writers' lock.
+since estimates only ever cost a miss. Everything happens under the tree's writers' lock.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -20,13 +20,13 @@ from preble._core.tree.layout cimport Node, generation, node_at
 from preble._core.memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
 from preble._core.tree.operations cimport set_limit
-from preble._kv_index.cache_accuracy cimport TrustBook
+from preble._kv_index.cache_accuracy cimport CacheAccuracy
 
 from ..errors import InvalidConfig, InvalidInput, TreeFull
 from ..types import PrefixEvicted, check_int
 
 cdef enum:
-    BLOCKS_LIMIT = 1 << 26       # of a slab
+    BLOCKS_MAX = 1 << 26         # of a slab
     SPACES_MAX = 65535           # namespaces of one worker at a time
     EVENTS_AT_ONCE = 4096        # event objects decoded before they are applied
 
@@ -44,7 +44,7 @@ cdef class BlockIndex:
             raise InvalidConfig(f"blocks_max must be positive, got {blocks_max}")
         self.tree = tree
         self.b.index = worker
-        self.b.blocks_max = <uint32_t> min(blocks_max, <int64_t> BLOCKS_LIMIT)
+        self.b.blocks_max = <uint32_t> min(blocks_max, <int64_t> BLOCKS_MAX)
         self.rows = {}
         self.names = []
         self.free_rows = []
@@ -60,9 +60,9 @@ cdef class BlockIndex:
 
     # --- what it is compared with ---
 
-    def watch(self, TrustBook trust not None, uint32_t block_size) -> None:
-        """Tell `trust` what events come, and compare blocks with the size that was said."""
-        self.trust = trust
+    def watch(self, CacheAccuracy accuracy not None, uint32_t block_size) -> None:
+        """Let `accuracy` know what events come, and compare blocks with the size that was said."""
+        self.accuracy = accuracy
         self.b.block_size = block_size
 
     @property
@@ -96,15 +96,15 @@ cdef class BlockIndex:
         return (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
                 tuple(prompts))
 
-    def compare_on(self, object facts) -> None:
+    def compare_on(self, object state) -> None:
         """Go on from what `compared` said. Raises ValueError, TypeError or OverflowError."""
         cdef uint32_t at, i
         cdef Odd* odd
         (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
-         prompts) = facts
+         prompts) = state
         if len(prompts) != min(self.b.odd_count, <uint32_t> ODD_MAX) or max([len(one[2]) for one in prompts] + [0]) > (
                 ODD_TOKENS) or min(self.b.stores, self.b.runs, self.b.overlaps) < 0:
-            raise ValueError("what was heard of a cache is out of its range")
+            raise ValueError("what was reported of a cache is out of its range")
         for at in range(len(prompts)):
             odd = &self.b.odd[at]
             odd.root, odd.generation, tokens = prompts[at]
@@ -115,8 +115,8 @@ cdef class BlockIndex:
     # --- events ---
 
     def apply(self, object events, double now) -> int:
-        """Apply event objects; returns how many changed a belief. An event that is none or does not fit together raises
-        InvalidInput; those before it have been applied."""
+        """Apply event objects; returns how many changed an estimate. An event that is none or does not fit together
+        raises InvalidInput; those before it have been applied."""
         cdef EventBatch batch = EventBatch()
         cdef int64_t changed = 0
         self.taken = 0
@@ -138,7 +138,7 @@ cdef class BlockIndex:
         return changed + self.run_batch(batch, None, now)
 
     def resolve(self, EventBatch batch not None, object namespace, object namespace_of) -> None:
-        """Find the namespaces of a batch's blocks that are told apart by more than tokens. Runs the caller's
+        """Find the namespaces of a batch's blocks that are distinguished by more than tokens. Runs the caller's
         `namespace_of`, which may do anything; nothing else of this index is in its middle then."""
         if namespace_of is not self.namespace_of and namespace_of != self.namespace_of:
             self.known_namespaces.clear()
@@ -148,7 +148,7 @@ cdef class BlockIndex:
             self.known_namespaces.clear()
 
     def apply_batch(self, EventBatch batch not None, double now, object namespace=None) -> int:
-        """Apply a decoded and resolved batch; returns how many events changed a belief. See
+        """Apply a decoded and resolved batch; returns how many events changed an estimate. See
         `GlobalScheduler.apply_raw`."""
         self.taken = 0
         return self.run_batch(batch, namespace, now)
@@ -158,7 +158,7 @@ cdef class BlockIndex:
         cdef int outcome = DONE
         cdef int64_t stores = self.b.stores, runs = self.b.runs, overlaps = self.b.overlaps
         with self.tree:
-            self.tree.need_beliefs()
+            self.tree.need_estimates()
             self.tree.need_worker(self.b.index)
             self.b.worker = key = self.tree.t.workers[self.b.index].key
             try:
@@ -167,10 +167,10 @@ cdef class BlockIndex:
                     outcome = apply_batch(&self.b, &self.tree.t, &batch.batch, now, &changed)
             finally:
                 self.release_room()
-            if self.trust is not None and self.b.worker != key:
-                self.trust.cleared(self.b.index)
-            if self.trust is not None and self.b.stores != stores:
-                self.trust.heard(self.b.index, self.b.runs - runs, self.b.overlaps - overlaps, self.b.odd_runs)
+            if self.accuracy is not None and self.b.worker != key:
+                self.accuracy.cleared(self.b.index)
+            if self.accuracy is not None and self.b.stores != stores:
+                self.accuracy.stored(self.b.index, self.b.runs - runs, self.b.overlaps - overlaps, self.b.odd_runs)
                 set_limit(&self.tree.t, self.b.index, True)
         if outcome != DONE:
             raise MemoryError("cache events")
@@ -178,7 +178,7 @@ cdef class BlockIndex:
         return changed
 
     cdef bint evicted(self, object event) except -1:
-        """Apply a PrefixEvicted; whether it changed a belief."""
+        """Apply a PrefixEvicted; whether it changed an estimate."""
         cdef uint64_t version = self.tree.t.version
         kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
         try:
@@ -275,7 +275,7 @@ cdef class BlockIndex:
         self.free_rows.clear()
         return 0
 
-    # --- facts ---
+    # --- questions ---
 
     @property
     def blocks_max(self) -> int:

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from preble._kv_index.block_table cimport Table
 
 cdef enum:
-    COPIES_MAX = 16              # kinds of copies told apart; those beyond share the last bit
+    COPIES_MAX = 16              # kinds of copies distinguished; those beyond share the last bit
     MEDIUM_BYTES = 24
     ODD_MAX = 4
     ODD_TOKENS = 128

@@ -17,11 +17,11 @@ cdef enum:
 
 
 cdef inline uint32_t marked_end(Node* node, uint32_t worker) noexcept nogil:
-    # The position up to which the worker is believed to cache the prompt, by its mark on this node; 0 without one.
+    # The position up to which the worker is estimated to cache the prompt, by its mark on this node; 0 without one.
     return find_entry(node, worker).end
 
 cdef inline uint32_t marked_above(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
-    # The position up to which the worker is believed to cache the path to node `i`. O(path).
+    # The position up to which the worker is estimated to cache the path to node `i`. O(path).
     cdef Node* node = node_at(t, i)
     cdef uint32_t end = marked_end(node, worker)
     while end == 0 and node.parent != NONE:

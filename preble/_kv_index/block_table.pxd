@@ -16,7 +16,8 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from preble._kv_index.decode cimport Key
-from preble._core.memory cimport NONE, Budget, Slab, budget_alloc, budget_free, slab_at, slab_close, slab_give, slab_init
+from preble._core.memory cimport (NONE, Budget, Slab, budget_alloc, budget_free, slab_at, slab_close, slab_give,
+                                  slab_init)
 from preble._core.memory cimport slab_reserve, slab_take
 
 cdef extern from *:

@@ -18,7 +18,7 @@ cdef struct Run:                 # blocks about to be stored: of one event, or o
     uint32_t events
     uint32_t keys_at
     uint32_t count               # blocks
-    uint32_t keyed               # more blocks, which are told apart by more than tokens and so are left out
+    uint32_t keyed               # more blocks, which are distinguished by more than tokens and so are left out
     uint32_t size                # tokens of each
     uint32_t start
     uint32_t end
@@ -31,6 +31,6 @@ cdef struct Run:                 # blocks about to be stored: of one event, or o
     uint32_t fresh               # blocks not known before
     uint32_t leaf                # holds what the tree took of them, and up to where
     uint32_t leaf_end
-    uint32_t marked              # position up to which the worker was believed to cache this prompt before
+    uint32_t marked              # position up to which the worker was estimated to cache this prompt before
 
 cdef Outcome apply_batch(Blocks* x, Tree* t, Batch* b, double now, uint32_t* changed) noexcept nogil

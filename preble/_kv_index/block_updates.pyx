@@ -1,16 +1,17 @@
 """What events about blocks do to the index of one worker and to the tree, as C functions without Python objects. Owns
-the algorithms, no state: each function takes the `Blocks` and the `Tree` it works on. The Python face is `block_index.pyx`,
-the hash table is in `block_table.pxd`, places in `block_positions.pxd`, decoding in `decode.pyx`.
+the algorithms, no state: each function takes the `Blocks` and the `Tree` it works on. The Python face is
+`block_index.pyx`, the hash table is in `block_table.pxd`, places in `block_positions.pxd`, decoding in `decode.pyx`.
 
     event: blocks 7, 8 after block 3                 the tree                       the index
                                                      [ ... 3's tokens ]  w          3 -> this node, position 48
       hash 3 is known and ends at position 48          └─ [ 7's, 8's ]   w:new      7 -> the new one, 64
       the walk begins there, not at the root                                        8 -> the new one, 80
 
-A place is a node and its generation, with the position the block ends at. Nodes are split and forgotten without telling
-this index. After a split the position may be in a node further up, so a look climbs to the one that holds it. After the
-node was forgotten its generation differs, and the place is found again from the block before: by the first token, then
-by the fingerprint of all of them. This costs a step per block, of which every stored block pays for a few in advance.
+A place is a node and its generation, with the position the block ends at. Nodes are split and forgotten without
+notice to this index. After a split the position may be in a node further up, so a look climbs to the one that holds it.
+After the node was forgotten its generation differs, and the place is found again from the block before: by the first
+token, then by the fingerprint of all of them. This costs a step per block, of which every stored block pays for a few
+in advance.
 
 A stored run leaves the tree as a request for the same tokens would: it ends at the end of a node.
 
@@ -21,7 +22,8 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.atomic cimport store32
-from preble._kv_index.block_layout cimport COPIES_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS, Copy, Odd, Space
+from preble._kv_index.block_layout cimport (COPIES_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS, Copy, Odd,
+                                            Space)
 from preble._kv_index.block_positions cimport (
     is_chain_known,
     marked_above,
@@ -103,7 +105,7 @@ cdef uint16_t copy_bit(Blocks* x, Event* event, bint is_new) noexcept nogil:
 # are taken one by one.
 
 cdef uint32_t allowed_blocks(Blocks* x, Event* event, uint32_t space) noexcept nogil:
-    """How many of an event's blocks, from the first, belong to a namespace. Blocks that an engine tells apart by more
+    """How many of an event's blocks, from the first, belong to a namespace. Blocks that an engine distinguishes by more
     than tokens from the middle of a prompt on have no namespace of their own, and must not be taken for others."""
     cdef Space* row = &x.spaces[space]
     if event.has_parent and (
@@ -179,8 +181,8 @@ cdef Outcome look_up(Blocks* x, Batch* b, Run* run) noexcept nogil:
     return DONE
 
 
-cdef bint is_believed(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
-    """Whether a run of known blocks is believed cached, as the engine's word, and ends at a node's end. Its path is in
+cdef bint is_estimated(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
+    """Whether a run of known blocks is estimated cached, as the engine's word, and ends at a node's end. Its path is in
     use then."""
     cdef uint32_t i = place_of(x, t, b.found[run.keys_at + run.count - 1])
     cdef Entry entry
@@ -320,7 +322,7 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
     cdef Outcome outcome = look_up(x, b, run)
     if outcome != DONE:
         return outcome
-    if run.fresh == 0 and run.count and is_believed(x, t, b, run):
+    if run.fresh == 0 and run.count and is_estimated(x, t, b, run):
         run.marked = run.end
         note_copies(x, b, run)
         return DONE
@@ -407,7 +409,7 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
 
 cdef uint32_t kept_end(Tree* t, uint32_t i, uint32_t worker, uint32_t start) noexcept nogil:
     """How far, from `start` on, the worker needs the path to node `i` for another prompt that leaves it above that
-    node. Changes nothing. Where a node has too many children to look, less than a block stays believed that is gone.
+    node. Changes nothing. Where a node has too many children to look, less than a block stays estimated that is gone.
     """
     cdef uint32_t below = i
     cdef Node* node

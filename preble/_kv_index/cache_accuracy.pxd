@@ -1,17 +1,17 @@
-# How far beliefs about each worker's cache can be relied on: contents of `cache_accuracy.pyx`.
+# How accurate the estimates of each worker's cache are: contents of `cache_accuracy.pyx`.
 
 from libc.stdint cimport int64_t, uint32_t
 
 cdef enum:
     PROMPTS_KEPT = 8             # places of recent prompts, to compare with what the engine stored
-    FULL_TRUST = 8               # trust is counted in eighths
+    FULL_ACCURACY = 8            # accuracy is counted in eighths
 
 cdef struct Place:               # a node as it was when it was noted, and a position on the path to it
     uint32_t node
     uint32_t generation
     uint32_t end
 
-cdef struct Served:              # a request that was served, as far as it tells of a cache
+cdef struct Served:              # a request that was served, as far as it reports of a cache
     uint32_t worker
     uint32_t block_size
     uint32_t prompt_tokens
@@ -23,7 +23,7 @@ cdef struct Served:              # a request that was served, as far as it tells
     bint marked                  # and marked up to its end
     int64_t cached_tokens        # reported; -1: nothing was
 
-cdef struct Trust:               # what was heard of one worker's cache
+cdef struct WorkerAccuracy:      # what was reported of one worker's cache
     double known                 # decayed: tokens it was known to hold, in requests whose report came
     double kept                  # decayed: of these, found there
     double reports               # decayed: these requests
@@ -31,27 +31,27 @@ cdef struct Trust:               # what was heard of one worker's cache
     int64_t known_total
     int64_t kept_total
     int64_t surplus_total        # tokens reported beyond what was counted on
-    uint32_t eighths             # (r) what is believed of what is marked; FULL_TRUST: all
+    uint32_t eighths             # (r) what is estimated of what is marked; FULL_ACCURACY: all
     uint32_t misses              # reports in a row of less than one block where one or more was known
-    uint32_t told_events         # whether the engine has ever told what it stores
-    uint32_t told_reports        # whether it has ever reported a hit, or a miss
-    uint32_t quiet_events        # prompts with new blocks since it last told what it stores
-    uint32_t quiet_reports       # prompts since its last report
+    uint32_t seen_events         # whether the engine has ever reported what it stores
+    uint32_t seen_reports        # whether it has ever reported a hit, or a miss
+    uint32_t prompts_since_events  # prompts with new blocks since it last reported what it stores
+    uint32_t prompts_since_report  # prompts since its last report
     uint32_t apart_prompts       # remembered prompts with new blocks since stored blocks last began like one
     uint32_t apart_runs          # runs of blocks stored since then
     uint32_t odd_runs            # runs in a row of blocks of another size than was said
     Place prompts[PROMPTS_KEPT]  # the last of these prompts
 
-cdef class TrustBook:
-    cdef Trust* rows             # by worker index, in memory that never moves
+cdef class CacheAccuracy:
+    cdef WorkerAccuracy* rows    # by worker index, in memory that never moves
     cdef uint32_t end            # one past the highest index in use
-    cdef uint32_t distrusted     # (r) workers of which less than all is believed
+    cdef uint32_t inaccurate     # (r) workers of which less than all is estimated
     cdef double half_life_seconds
     cdef double faded_at
     cdef void open(self, uint32_t worker) noexcept
     cdef bint on_events(self, uint32_t worker) noexcept nogil
     cdef void prompt_done(self, const Served* one) noexcept nogil
     cdef void reported(self, const Served* one) noexcept nogil
-    cdef void heard(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil
+    cdef void stored(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil
-    cdef uint32_t believed(self, uint32_t worker, uint32_t tokens) noexcept nogil
+    cdef uint32_t estimated(self, uint32_t worker, uint32_t tokens) noexcept nogil

@@ -1,16 +1,16 @@
-"""How far beliefs about each worker's cache can be relied on. Owns, per worker, what was heard of its cache and how
+"""How accurate the estimates of each worker's cache are. Owns, per worker, what was reported of its cache and how
 often it agreed with what was known; nobody's marks. What is made of it in words is in `scheduling/cache_mismatch.py`.
 
 Three sources say what a worker caches, the best first: cache events, `cached_tokens` reported with a request, and the
 estimate, which is that a prompt once sent there stays until there is no room. A worker is on the best one that was
-heard lately: within the last QUIET_PROMPTS prompts that should have been heard of.
+received lately: within the last SILENT_PROMPTS prompts that should have been reported.
 
-Trust is the share of what a worker was known to hold that its reports found there. A prefix that was only predicted,
-because its first request still runs, does not count: that is no lie. It is 1 as long as the share is at least
+Accuracy is the share of what a worker was known to hold that its reports found there. A prefix that was only predicted,
+because its first request still runs, does not count: that is no error. It is 1 as long as the share is at least
 AGREED, and quantised, so that decisions change seldom; then what is marked counts for less. It fades with time, so a
-worker that gets no more requests is believed again some minutes later, and has to show what it has.
+worker that gets no more requests is estimated again some minutes later, and has to show what it has.
 
-Everything is done as the tree's writer; `eighths` and `distrusted` are also read without.
+Everything is done as the tree's writer; `eighths` and `inaccurate` are also read without.
 """
 
 from libc.math cimport ceil, exp2
@@ -27,77 +27,77 @@ from ..errors import InvalidConfig
 
 cdef enum:
     WORKERS_MAX = 65536          # untouched rows take no memory
-    REPORTS_LEAST = 8            # before so many trust is full
-    QUIET_PROMPTS = 32           # prompts without a word, after which a source counts as silent
+    REPORTS_MIN = 8              # before so many it counts as full
+    SILENT_PROMPTS = 32          # prompts without a word, after which a source counts as silent
     APART_PROMPTS = 32           # prompts, and runs of stored blocks, of which none is like another: that is no chance
     APART_RUNS = 8
     MISSES = 32                  # reports in a row of nothing, where something was known
-    COUNT_MOST = 1 << 30
+    COUNT_MAX = 1 << 30
 
 cdef double DECAY = 1.0 - 1.0 / 64.0
 cdef double AGREED = 0.75
-cdef double AMOUNT_MOST = 1e15
+cdef double AMOUNT_MAX = 1e15
 
 _EVENTS = "events"
 _REPORTS = "reports"
 _ESTIMATE = "estimate"
 
 
-cdef class TrustBook:
-    """What was heard of each worker's cache, by worker index. `half_life_seconds`: of what reports have taught."""
+cdef class CacheAccuracy:
+    """What was reported of each worker's cache, by worker index. `half_life_seconds`: of what reports have taught."""
 
     def __cinit__(self, double half_life_seconds):
         if not half_life_seconds > 0.0:
             raise InvalidConfig(f"half_life_seconds must be positive, got {half_life_seconds!r}")
         self.half_life_seconds = half_life_seconds
-        self.rows = <Trust*> calloc(WORKERS_MAX, sizeof(Trust))
+        self.rows = <WorkerAccuracy*> calloc(WORKERS_MAX, sizeof(WorkerAccuracy))
         if self.rows == NULL:
-            raise MemoryError("TrustBook")
+            raise MemoryError("CacheAccuracy")
 
     def __dealloc__(self):
         free(self.rows)
 
     cdef void open(self, uint32_t worker) noexcept:
-        """A new worker: believed, and not yet heard of."""
-        if worker < self.end and self.rows[worker].eighths < <uint32_t> FULL_TRUST:
-            store32(&self.distrusted, self.distrusted - 1)
-        memset(&self.rows[worker], 0, sizeof(Trust))
-        store32(&self.rows[worker].eighths, FULL_TRUST)
+        """A new worker: estimated, and nothing reported yet."""
+        if worker < self.end and self.rows[worker].eighths < <uint32_t> FULL_ACCURACY:
+            store32(&self.inaccurate, self.inaccurate - 1)
+        memset(&self.rows[worker], 0, sizeof(WorkerAccuracy))
+        store32(&self.rows[worker].eighths, FULL_ACCURACY)
         while self.end <= worker:                # rows in between are of workers that have not come yet
-            store32(&self.rows[self.end].eighths, FULL_TRUST)
+            store32(&self.rows[self.end].eighths, FULL_ACCURACY)
             self.end += 1
 
-    # --- what is heard ---
+    # --- what is received ---
 
     cdef bint on_events(self, uint32_t worker) noexcept nogil:
-        cdef Trust* row = &self.rows[worker]
-        return row.told_events and row.quiet_events < <uint32_t> QUIET_PROMPTS
+        cdef WorkerAccuracy* row = &self.rows[worker]
+        return row.seen_events and row.prompts_since_events < <uint32_t> SILENT_PROMPTS
 
     cdef void prompt_done(self, const Served* one) noexcept nogil:
-        """A prompt was computed: from now on its new blocks should be heard of."""
-        cdef Trust* row = &self.rows[one.worker]
+        """A prompt was computed: from now on its new blocks should be reported."""
+        cdef WorkerAccuracy* row = &self.rows[one.worker]
         cdef Place* place
         cdef int64_t held = max(<int64_t> one.matched_tokens, one.cached_tokens)
-        row.quiet_reports += row.quiet_reports < <uint32_t> COUNT_MOST
+        row.prompts_since_report += row.prompts_since_report < <uint32_t> COUNT_MAX
         if one.prompt_tokens - 1 - held < one.block_size:        # the last token is computed in any case
             return
-        row.quiet_events += row.quiet_events < <uint32_t> COUNT_MOST
-        if row.quiet_events == <uint32_t> QUIET_PROMPTS:
+        row.prompts_since_events += row.prompts_since_events < <uint32_t> COUNT_MAX
+        if row.prompts_since_events == <uint32_t> SILENT_PROMPTS:
             self.publish(one.worker)
         if one.remembered:
             place = &row.prompts[row.apart_prompts % <uint32_t> PROMPTS_KEPT]
             place.node = one.leaf
             place.generation = one.leaf_generation
             place.end = one.prompt_tokens
-            row.apart_prompts += row.apart_prompts < <uint32_t> COUNT_MOST
+            row.apart_prompts += row.apart_prompts < <uint32_t> COUNT_MAX
 
     cdef void reported(self, const Served* one) noexcept nogil:
         """The first report for a request. The worker is judged by it only where its prompt was marked all the time:
-        what was known to have gone is no lie."""
-        cdef Trust* row = &self.rows[one.worker]
+        what was known to have gone is no error."""
+        cdef WorkerAccuracy* row = &self.rows[one.worker]
         cdef int64_t known = min(one.confirmed_tokens, one.prompt_tokens - 1), kept
-        row.told_reports = True
-        row.quiet_reports = 0
+        row.seen_reports = True
+        row.prompts_since_report = 0
         if one.cached_tokens > one.matched_tokens:
             row.surplus_total += one.cached_tokens - one.matched_tokens
         known -= known % one.block_size
@@ -112,22 +112,22 @@ cdef class TrustBook:
         row.kept = row.kept * DECAY + kept
         if one.cached_tokens >= one.block_size:
             row.misses = 0
-        elif row.misses < <uint32_t> COUNT_MOST:
+        elif row.misses < <uint32_t> COUNT_MAX:
             row.misses += 1
-        if row.kept < AGREED * row.known or row.eighths != <uint32_t> FULL_TRUST:
+        if row.kept < AGREED * row.known or row.eighths != <uint32_t> FULL_ACCURACY:
             self.publish(one.worker)
 
-    cdef void heard(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil:
-        """The engine has told of blocks it stored: `runs` of new ones, of which `overlaps` begin like a prompt that was
-        sent there; the last `odd_runs` are of another block size than was said."""
-        cdef Trust* row = &self.rows[worker]
-        row.told_events = True
-        row.quiet_events = 0
+    cdef void stored(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil:
+        """The engine has reported of blocks it stored: `runs` of new ones, of which `overlaps` begin like a prompt that
+        was sent there; the last `odd_runs` are of another block size than was said."""
+        cdef WorkerAccuracy* row = &self.rows[worker]
+        row.seen_events = True
+        row.prompts_since_events = 0
         row.odd_runs = odd_runs
-        row.apart_runs = <uint32_t> min(row.apart_runs + runs, <int64_t> COUNT_MOST)
+        row.apart_runs = <uint32_t> min(row.apart_runs + runs, <int64_t> COUNT_MAX)
         if overlaps:
             row.apart_runs = row.apart_prompts = 0
-        if row.eighths != <uint32_t> FULL_TRUST:
+        if row.eighths != <uint32_t> FULL_ACCURACY:
             self.publish(worker)
 
     def cleared(self, uint32_t worker) -> None:
@@ -155,31 +155,31 @@ cdef class TrustBook:
     # --- what follows ---
 
     cdef void publish(self, uint32_t worker) noexcept nogil:
-        """Work out the trust anew. Events need none: what they say is not estimated."""
-        cdef Trust* row = &self.rows[worker]
-        cdef uint32_t eighths = FULL_TRUST
-        if row.reports >= REPORTS_LEAST and row.kept < AGREED * row.known and not self.on_events(worker):
-            eighths = max(<uint32_t> 1, <uint32_t> ceil(FULL_TRUST * row.kept / row.known))
+        """Work out the accuracy anew. Events need none: what they say is not estimated."""
+        cdef WorkerAccuracy* row = &self.rows[worker]
+        cdef uint32_t eighths = FULL_ACCURACY
+        if row.reports >= REPORTS_MIN and row.kept < AGREED * row.known and not self.on_events(worker):
+            eighths = max(<uint32_t> 1, <uint32_t> ceil(FULL_ACCURACY * row.kept / row.known))
         if eighths != row.eighths:
-            store32(&self.distrusted, self.distrusted + (eighths < <uint32_t> FULL_TRUST)
-                    - (row.eighths < <uint32_t> FULL_TRUST))
+            store32(&self.inaccurate, self.inaccurate + (eighths < <uint32_t> FULL_ACCURACY)
+                    - (row.eighths < <uint32_t> FULL_ACCURACY))
             store32(&row.eighths, eighths)
 
-    cdef uint32_t believed(self, uint32_t worker, uint32_t tokens) noexcept nogil:
+    cdef uint32_t estimated(self, uint32_t worker, uint32_t tokens) noexcept nogil:
         """What to make of marks that cover so many tokens; at least one, so that it stays met."""
-        return max(<uint32_t> 1, tokens // <uint32_t> FULL_TRUST * load32(&self.rows[worker].eighths))
+        return max(<uint32_t> 1, tokens // <uint32_t> FULL_ACCURACY * load32(&self.rows[worker].eighths))
 
     def stats(self, uint32_t worker) -> dict[str, object]:
-        """One worker's source, trust, and the counts behind it."""
-        cdef Trust* row = &self.rows[worker]
+        """One worker's source, accuracy, and the counts behind it."""
+        cdef WorkerAccuracy* row = &self.rows[worker]
         source = _ESTIMATE
         if self.on_events(worker):
             source = _EVENTS
-        elif row.told_reports and row.quiet_reports < <uint32_t> QUIET_PROMPTS:
+        elif row.seen_reports and row.prompts_since_report < <uint32_t> SILENT_PROMPTS:
             source = _REPORTS
         return {
             "cache_source": source,
-            "trust": row.eighths / <double> FULL_TRUST,
+            "cache_accuracy": row.eighths / <double> FULL_ACCURACY,
             "judged_reports": row.reports_total,
             "known_tokens": row.known_total,
             "kept_tokens": row.kept_total,
@@ -188,7 +188,7 @@ cdef class TrustBook:
 
     def is_apart(self, uint32_t worker) -> bool:
         """Whether no stored block has begun like a prompt for too long."""
-        cdef Trust* row = &self.rows[worker]
+        cdef WorkerAccuracy* row = &self.rows[worker]
         return row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS
 
     def misses(self, uint32_t worker) -> bool:
@@ -203,7 +203,7 @@ cdef class TrustBook:
         """Workers whose events or reports have had nothing in common with what they were sent for too long.
         O(workers)."""
         cdef uint32_t i
-        cdef Trust* row
+        cdef WorkerAccuracy* row
         found = []
         for i in range(self.end):
             row = &self.rows[i]
@@ -215,7 +215,7 @@ cdef class TrustBook:
     def prompts(self, RadixTree tree not None, uint32_t worker, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
         """(namespace, first tokens) of some prompts that were computed on a worker lately. As the writer."""
         cdef uint32_t at
-        cdef Trust* row = &self.rows[worker]
+        cdef WorkerAccuracy* row = &self.rows[worker]
         cdef Place* place
         cdef Node* node
         found = []
@@ -230,19 +230,19 @@ cdef class TrustBook:
     # --- as plain numbers, for snapshots ---
 
     def state(self, uint32_t worker) -> tuple[float, ...]:
-        """All that was heard of a worker."""
-        cdef Trust* row = &self.rows[worker]
+        """All that was reported of a worker."""
+        cdef WorkerAccuracy* row = &self.rows[worker]
         cdef uint32_t at
         places = tuple((row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end)
                        for at in range(PROMPTS_KEPT))
         return ((row.known, row.kept, row.reports),
                 (row.reports_total, row.known_total, row.kept_total, row.surplus_total),
-                (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,
-                 row.apart_runs, row.odd_runs), places)
+                (row.misses, row.seen_events, row.seen_reports, row.prompts_since_events, row.prompts_since_report,
+                 row.apart_prompts, row.apart_runs, row.odd_runs), places)
 
     def restore(self, uint32_t worker, object state) -> None:
         """Let a worker be as `state` said, new if that is None. Raises ValueError, TypeError or OverflowError."""
-        cdef Trust* row = &self.rows[worker]
+        cdef WorkerAccuracy* row = &self.rows[worker]
         cdef uint32_t at
         self.open(worker)
         if state is None:
@@ -250,12 +250,12 @@ cdef class TrustBook:
         sums, totals, counts, places = state
         row.known, row.kept, row.reports = sums
         row.reports_total, row.known_total, row.kept_total, row.surplus_total = totals
-        (row.misses, row.told_events, row.told_reports, row.quiet_events, row.quiet_reports, row.apart_prompts,
-         row.apart_runs, row.odd_runs) = counts
-        if len(places) != PROMPTS_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MOST or min(totals) < 0:
-            raise ValueError("what was heard of a cache is out of its range")
-        if not 0.0 <= row.reports <= AMOUNT_MOST or max(counts) > COUNT_MOST:
-            raise ValueError("what was heard of a cache is out of its range")
+        (row.misses, row.seen_events, row.seen_reports, row.prompts_since_events, row.prompts_since_report,
+         row.apart_prompts, row.apart_runs, row.odd_runs) = counts
+        if len(places) != PROMPTS_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MAX or min(totals) < 0:
+            raise ValueError("what was reported of a cache is out of its range")
+        if not 0.0 <= row.reports <= AMOUNT_MAX or max(counts) > COUNT_MAX:
+            raise ValueError("what was reported of a cache is out of its range")
         for at in range(PROMPTS_KEPT):
             row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end = places[at]
         self.publish(worker)
@@ -272,8 +272,9 @@ cdef class TrustBook:
     def check(self) -> None:
         """Assert that what decisions read agrees with what it is made of."""
         cdef uint32_t i
-        assert self.distrusted == sum(self.rows[i].eighths < <uint32_t> FULL_TRUST for i in range(self.end)), (
-            f"{self.distrusted} workers counted as distrusted")
+        assert self.inaccurate == sum(self.rows[i].eighths < <uint32_t> FULL_ACCURACY for i in range(self.end)), (
+            f"{self.inaccurate} workers counted as inaccurate")
         for i in range(self.end):
-            assert 1 <= self.rows[i].eighths <= <uint32_t> FULL_TRUST, f"worker {i}: trust {self.rows[i].eighths}/8"
+            assert 1 <= self.rows[i].eighths <= <uint32_t> FULL_ACCURACY, (
+                f"worker {i}: accuracy {self.rows[i].eighths}/8")
             assert 0.0 <= self.rows[i].kept <= self.rows[i].known, f"worker {i} kept more than was known"

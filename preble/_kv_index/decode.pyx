@@ -1,6 +1,6 @@
 """Engines' batches of cache events, decoded. Owns which fields an event has in which generation of the wire format, and
-what must fit together; makes no Python object. `event_batch.pyx` is its Python face, `_core/msgpack_reader.pxd` reads the values.
-Nothing else in the package decodes these bytes.
+what must fit together; makes no Python object. `event_batch.pyx` is its Python face, `_core/msgpack_reader.pxd` reads
+the values. Nothing else in the package decodes these bytes.
 
 A batch is `[time, events, rank]`. Each event is a map with its tag under "type" (SGLang from 0.5.20, vLLM from 0.24) or
 an array that begins with it (before these); names and order of the fields are the engines' own. Fields and tags that

@@ -63,7 +63,7 @@ cdef enum:
     SPARE_MAX = 1 << 20          # bytes of arrays kept for the next batch
     KNOWN_MAX = 4096             # namespaces remembered by what their blocks name
 
-cdef Batch _spare                # the arrays of a batch that is gone, for the next one; the GIL guards them
+cdef Batch _spare                # the arrays of a batch that is gone, for the next one; the GIL protects them
 memset(&_spare, 0, sizeof(Batch))
 
 _FIELD_NAMES = ("", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -247,7 +247,7 @@ cdef class EventBatch:
         return BlockStored(tuple(hashes[:kept]), parent, tokens, event.block_size, space, self.medium_of(event))
 
     cdef object medium_of(self, Event* event):
-        """The medium as named; copies in different cache groups are told apart like copies in different media."""
+        """The medium as named; copies in different cache groups are distinguished like copies in different media."""
         cdef const uint8_t* data = event.medium.data
         medium = None
         if self.batch.reader.begin <= data < self.batch.reader.end:

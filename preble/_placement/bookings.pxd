@@ -4,8 +4,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from preble._placement.decision cimport Decision
 from preble._cost cimport Lease
-from preble._placement.e2 cimport Choice, E2, Order
-from preble._placement.timing_samples cimport Gauges
+from preble._placement.e2 cimport Choice, E2, Placement
+from preble._placement.timing_samples cimport TimingSamples
 from preble._core.tree.layout cimport Walk
 from preble._core.token_ids cimport TokenView
 
@@ -29,23 +29,24 @@ cdef class DecisionCore(E2):
     cdef tuple names_now         # the same, never changed
     cdef readonly dict leases    # request id -> lease key, or PENDING
     cdef readonly uint32_t live_max
-    cdef readonly Gauges gauges  # what the workers' speed is known by; None: nobody wants to know
+    cdef readonly TimingSamples timings  # what the workers' speed is known by; None: nobody wants to know
     cdef readonly uint32_t eligible_workers
     cdef uint64_t turnover       # +1 whenever a worker may take other requests than before
     cdef readonly dict left_out  # workers left out of the decision being made, by index: which requests they take else
     cdef public int64_t late_calls               # about requests that were not live
     cdef int serve(self, uint32_t index, uint32_t eligible) except -1
-    cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens, double now) except -1
-    cdef int bind_root(self, Order* order, object namespace, bint create) except -1
-    cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE
-    cdef Decision booked(self, Order* order, Choice* choice, object request_id, object namespace, str reason,
+    cdef int begin(self, Placement* request, TokenView* view, object namespace, int64_t max_new_tokens,
+                   double now) except -1
+    cdef int bind_root(self, Placement* request, object namespace, bint create) except -1
+    cdef uint32_t choose_with(self, object policy, object asked, Placement* request) except? 0xFFFFFFFE
+    cdef Decision booked(self, Placement* request, Choice* choice, object request_id, object namespace, str reason,
                          object costs)
-    cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil
-    cdef str choose(self, Order* order, object policy, object asked, Choice* choice)
+    cdef void look_again(self, const Placement* request, uint32_t worker) noexcept nogil
+    cdef str choose(self, Placement* request, object policy, object asked, Choice* choice)
     cdef int need_workers(self) except -1
-    cdef str decide(self, TokenView* view, object namespace, Order* order, Choice* choice)
-    cdef int walk_and_book(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil
-    cdef int commit(self, const Order* order, Choice* choice) noexcept nogil
+    cdef str decide(self, TokenView* view, object namespace, Placement* request, Choice* choice)
+    cdef int walk_and_book(self, TokenView* view, Placement* request, Choice* choice, bint checked) noexcept nogil
+    cdef int commit(self, const Placement* request, Choice* choice) noexcept nogil
     cdef str chosen_name(self, const Choice* choice)
     cdef int raise_outcome(self, int outcome) except -1
     cdef Lease* live_lease(self, int64_t key) noexcept nogil

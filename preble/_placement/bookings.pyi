@@ -3,13 +3,13 @@
 from collections.abc import Hashable
 from typing import Any
 
-from .._cost import CostModel, LoadBook
+from .._cost import CostModel, LoadTracker
 from .._radix import RadixTree, TokenIds
 from ..errors import NoWorkers
 from ..policies.base import Policy, RequestView, WorkersView
 from .decision import Decision
 from .e2 import E2
-from .timing_samples import Gauges
+from .timing_samples import TimingSamples
 
 REASON_NAMES: tuple[str, ...]
 
@@ -19,12 +19,12 @@ class DecisionCore(E2):
     late_calls: int
     leases: dict[Hashable, int]
     live_max: int
-    gauges: Gauges | None
+    timings: TimingSamples | None
     eligible_workers: int
     def __init__(
         self,
         tree: RadixTree,
-        book: LoadBook,
+        loads: LoadTracker,
         *,
         exploit_ratio: float,
         escape_seconds: float,
@@ -33,7 +33,7 @@ class DecisionCore(E2):
         live_max: int,
         calibrate: bool = True,
     ) -> None: ...
-    def hear(self, worker: int, facts: object) -> None: ...
+    def restore_accuracy(self, worker: int, state: object) -> None: ...
     def open_worker(self, name: str, capacity_tokens: int, block_size: int, cost: CostModel, now: float) -> int: ...
     def close_worker(self, index: int) -> list[Hashable]: ...
     def set_eligible(self, index: int, eligible: int) -> None: ...

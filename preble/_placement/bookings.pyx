@@ -15,11 +15,12 @@ from libc.string cimport memset
 
 from preble._placement.decision cimport Decision, new_decision
 from preble._core.atomic cimport load64, store32
-from preble._cost cimport Cost, CostModel, Lease, LoadBook, Row, nanoseconds, prefill_seconds
-from preble._placement.e2 cimport ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Order, Prices, Scratch, clear_scratch
+from preble._cost cimport Cost, CostModel, Lease, LoadTracker, Row, nanoseconds, prefill_seconds
+from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices, Scratch,
+                                   clear_scratch)
 from preble._core.epochs cimport reader_enter, reader_leave
-from preble._placement.timing_samples cimport Gauges, note_end, note_first
-from preble._core.writer_lock cimport await_python, guard_enter, guard_leave, guard_try
+from preble._placement.timing_samples cimport TimingSamples, note_end, note_first
+from preble._core.writer_lock cimport await_python, lock_enter, lock_leave, lock_try
 from preble._core.tree.layout cimport LIVE, Node, Tree, Walk, WorkerMarks, generation, node_at, run_end
 from preble._core.tree.parts cimport find_entry
 from preble._core.memory cimport NONE, slab_reserve
@@ -46,16 +47,17 @@ cdef class DecisionCore(E2):
     """One scheduler's compiled state: tree, book, leases. Whoever changes it holds the tree's lock
     (`with core.tree:`)."""
 
-    def __init__(self, RadixTree tree not None, LoadBook book not None, *, double exploit_ratio, double escape_seconds,
+    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
+                 double escape_seconds,
                  double decode_ratio, uint32_t victims_max, uint32_t live_max, bint calibrate=True):
-        E2.__init__(self, tree, book, exploit_ratio=exploit_ratio, escape_seconds=escape_seconds,
+        E2.__init__(self, tree, loads, exploit_ratio=exploit_ratio, escape_seconds=escape_seconds,
                     decode_ratio=decode_ratio, victims_max=victims_max)
         self.names = []
         self.names_now = ()
         self.leases = {}
         self.left_out = {}
         self.live_max = live_max
-        self.gauges = Gauges() if calibrate else None
+        self.timings = TimingSamples() if calibrate else None
 
     # --- workers ---
 
@@ -70,18 +72,18 @@ cdef class DecisionCore(E2):
             index = self.tree.add_worker(capacity_tokens)
             try:
                 self.grow(index + 1)
-                if self.gauges is not None:
-                    self.gauges.open(index)
-                self.book.open(index, own, now)
+                if self.timings is not None:
+                    self.timings.open(index)
+                self.loads.open(index, own, now)
             except MemoryError:
                 self.tree.drop_worker(index)
                 raise
         except BaseException:
             free(own)
             raise
-        self.trust.open(index)
-        store32(&self.book.rows[index].block_size, block_size)
-        store32(&self.book.rows[index].name, crc32(name.encode()))
+        self.accuracy.open(index)
+        store32(&self.loads.rows[index].block_size, block_size)
+        store32(&self.loads.rows[index].name, crc32(name.encode()))
         while len(self.names) <= index:
             self.names.append(None)
         self.names[index] = name
@@ -92,7 +94,7 @@ cdef class DecisionCore(E2):
     def close_worker(self, uint32_t index) -> list[object]:
         """Forget a worker: marks, account, index. Its leases live on until they end; returns their requests' ids.
 
-        Python's lock is held from end to end, so a request that is booked here and whose caller has not been told yet
+        Python's lock is held from end to end, so a request that is booked here and whose caller does not know it yet
         finds out (`chosen_name`).
         """
         cdef const Cost* cost
@@ -100,11 +102,11 @@ cdef class DecisionCore(E2):
         self.left_out.pop(index, None)
         self.set_eligible(index, False)
         self.tree.drop_worker(index)
-        cost = self.book.close(index)
+        cost = self.loads.close(index)
         retire_thing(&self.tree.t, <void*> cost, PLAIN, 0)
-        self.trust.open(index)
-        if self.gauges is not None:
-            self.gauges.close(index)
+        self.accuracy.open(index)
+        if self.timings is not None:
+            self.timings.close(index)
         self.names[index] = None
         self.names_now = tuple(self.names)
         return orphans
@@ -118,8 +120,8 @@ cdef class DecisionCore(E2):
             self.serve(index, eligible)
 
     cdef int serve(self, uint32_t index, uint32_t eligible) except -1:
-        self.eligible_workers += (eligible == ANY_REQUEST) - (self.book.rows[index].eligible == ANY_REQUEST)
-        store32(&self.book.rows[index].eligible, eligible)
+        self.eligible_workers += (eligible == ANY_REQUEST) - (self.loads.rows[index].eligible == ANY_REQUEST)
+        store32(&self.loads.rows[index].eligible, eligible)
         self.turnover += 1
         return 0
 
@@ -131,7 +133,7 @@ cdef class DecisionCore(E2):
         self.need_workers()
         left_out = [index for index in indices if index not in self.left_out]
         for index in left_out:
-            service = self.book.rows[index].eligible
+            service = self.loads.rows[index].eligible
             self.serve(index, False)
             self.left_out[index] = service
         return left_out
@@ -150,46 +152,46 @@ cdef class DecisionCore(E2):
             raise UnknownWorker(f"no worker {name!r}; there are {there or 'none'}")
         return self.names.index(name)
 
-    cdef int begin(self, Order* order, TokenView* view, object namespace, int64_t max_new_tokens,
+    cdef int begin(self, Placement* request, TokenView* view, object namespace, int64_t max_new_tokens,
                    double now) except -1:
-        """An order for these tokens, walked as far as the tree goes. For writers."""
-        order.tokens = view.data
-        order.count = view.count
-        order.max_new_tokens = max_new_tokens
-        order.now = now
-        order.everyone = order.writer = True
-        order.mirrored = False
-        self.bind_root(order, namespace, False)
-        if order.root != NONE:
-            order.walk = tree_walk(&self.tree.t, order.walk, view.data, view.count)
-        check_tokens(view, order.walk.matched)
+        """A placement request for these tokens, walked as far as the tree goes. For writers."""
+        request.tokens = view.data
+        request.count = view.count
+        request.max_new_tokens = max_new_tokens
+        request.now = now
+        request.everyone = request.writer = True
+        request.from_peer = False
+        self.bind_root(request, namespace, False)
+        if request.root != NONE:
+            request.walk = tree_walk(&self.tree.t, request.walk, view.data, view.count)
+        check_tokens(view, request.walk.matched)
         return 0
 
-    cdef int bind_root(self, Order* order, object namespace, bint create) except -1:
-        """Start the order's walk at its namespace's root. Made on demand, as the writer, if `create`: where the tree
+    cdef int bind_root(self, Placement* request, object namespace, bint create) except -1:
+        """Start the request's walk at its namespace's root. Made on demand, as the writer, if `create`: where the tree
         has no room for one it stays without, and its tokens are counted as refused."""
-        order.root = self.tree.root_of(namespace, False)
-        if order.root == NONE and create:
+        request.root = self.tree.root_of(namespace, False)
+        if request.root == NONE and create:
             with self.tree:
                 try:
-                    order.root = self.tree.root_of(namespace, True)
+                    request.root = self.tree.root_of(namespace, True)
                 except TreeFull:
-                    self.tree.t.refused_tokens += order.count
-        order.walk = at_root(&self.tree.t, order.root)
-        order.root_generation = order.walk.generation
+                    self.tree.t.refused_tokens += request.count
+        request.walk = at_root(&self.tree.t, request.root)
+        request.root_generation = request.walk.generation
         return 0
 
     # --- Python policies ---
 
-    cdef uint32_t choose_with(self, object policy, object asked, Order* order) except? 0xFFFFFFFE:
+    cdef uint32_t choose_with(self, object policy, object asked, Placement* request) except? 0xFFFFFFFE:
         """Let a Python policy choose among the eligible workers; it sees every term and changes nothing."""
         cdef uint32_t i
         cdef Scratch* s = &self.scratch
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
-        s.next = order.walk.node
-        cdef Prices prices = self.prices(order.now)
-        self.weigh_all(s, order, &prices)
+        s.next = request.walk.node
+        cdef Prices prices = self.prices(request.now)
+        self.weigh_all(s, request, &prices)
         indices = []
         for i in range(s.workers):
             if s.terms[i].weighed:
@@ -208,52 +210,52 @@ cdef class DecisionCore(E2):
             load_seconds=[self.scratch.terms[i].load for i in indices],
             eviction_seconds=[self.scratch.terms[i].eviction for i in indices],
             prefill_seconds=[self.scratch.terms[i].prefill for i in indices],
-            live_requests=[self.book.workers[i].live_requests for i in indices],
-            waiting_requests=[self.book.workers[i].waiting_requests for i in indices],
-            waiting_prefill_seconds=[self.book.workers[i].waiting_prefill_ns * 1e-9 for i in indices],
-            live_output_tokens=[self.book.workers[i].live_output_tokens for i in indices],
+            live_requests=[self.loads.workers[i].live_requests for i in indices],
+            waiting_requests=[self.loads.workers[i].waiting_requests for i in indices],
+            waiting_prefill_seconds=[self.loads.workers[i].waiting_prefill_ns * 1e-9 for i in indices],
+            live_output_tokens=[self.loads.workers[i].live_output_tokens for i in indices],
             cached_tokens=[self.tree.t.workers[i].tokens for i in indices],
             kv_capacity_tokens=[self.tree.t.workers[i].capacity for i in indices],
         )
 
     # --- whole decisions ---
 
-    cdef str decide(self, TokenView* view, object namespace, Order* order, Choice* choice):
+    cdef str decide(self, TokenView* view, object namespace, Placement* request, Choice* choice):
         """Decide by E2 and book; returns the worker's id. Anew where the namespace vanishes under it, or the chosen
-        worker before it can be told. Raises what `schedule` says; then nothing is booked."""
+        worker before it can be reported. Raises what `schedule` says; then nothing is booked."""
         cdef Tree* t = &self.tree.t
         cdef uint32_t slot, tries = 0
         cdef int outcome
         cdef str name = None
-        order.tokens = view.data
-        order.count = view.count
-        order.everyone = False
-        order.writer = True
-        order.mirrored = False
+        request.tokens = view.data
+        request.count = view.count
+        request.everyone = False
+        request.writer = True
+        request.from_peer = False
         while name is None:
             self.need_eligible()
-            self.bind_root(order, namespace, False)
-            if order.root == NONE:
+            self.bind_root(request, namespace, False)
+            if request.root == NONE:
                 check_tokens(view, 0)
                 if tries < ROOT_TRIES:
-                    self.bind_root(order, namespace, True)
+                    self.bind_root(request, namespace, True)
             tries += 1
-            if view.count <= SHORT_TOKENS and guard_try(&t.guard):
-                outcome = self.walk_and_book(view, order, choice, False)
-                guard_leave(&t.guard)
+            if view.count <= SHORT_TOKENS and lock_try(&t.writer_lock):
+                outcome = self.walk_and_book(view, request, choice, False)
+                lock_leave(&t.writer_lock)
             else:
                 with nogil:
-                    if order.root != NONE:
+                    if request.root != NONE:
                         slot = reader_enter(&t.epochs)
-                        if generation(node_at(t, order.root)) == order.root_generation:
-                            order.walk = tree_walk(t, order.walk, view.data, view.count)
+                        if generation(node_at(t, request.root)) == request.root_generation:
+                            request.walk = tree_walk(t, request.walk, view.data, view.count)
                         reader_leave(&t.epochs, slot)
-                    if has_negative(view, order.walk.matched):
+                    if has_negative(view, request.walk.matched):
                         outcome = NEGATIVE_TOKEN
                     else:
-                        guard_enter(&t.guard)
-                        outcome = self.walk_and_book(view, order, choice, True)
-                        guard_leave(&t.guard)
+                        lock_enter(&t.writer_lock)
+                        outcome = self.walk_and_book(view, request, choice, True)
+                        lock_leave(&t.writer_lock)
                     await_python()
             if outcome == BOOKED:
                 name = self.chosen_name(choice)
@@ -264,30 +266,30 @@ cdef class DecisionCore(E2):
                 self.raise_outcome(outcome)
         return name
 
-    cdef int walk_and_book(self, TokenView* view, Order* order, Choice* choice, bint checked) noexcept nogil:
-        """Walk on from where the order's walk is, choose by E2 and book, as the writer; `checked` if no token is
+    cdef int walk_and_book(self, TokenView* view, Placement* request, Choice* choice, bint checked) noexcept nogil:
+        """Walk on from where the request's walk is, choose by E2 and book, as the writer; `checked` if no token is
         negative. Returns an Outcome. Whatever is not BOOKED has changed nothing."""
         cdef Tree* t = &self.tree.t
         cdef Scratch* s = &self.scratch
         cdef int outcome = NOBODY_ELIGIBLE
-        if order.root != NONE:
-            if generation(node_at(t, order.root)) != order.root_generation:
+        if request.root != NONE:
+            if generation(node_at(t, request.root)) != request.root_generation:
                 return ROOT_GONE
-            if not walk_holds(t, order.walk):
-                order.walk = at_root(t, order.root)
-            order.walk = tree_walk(t, order.walk, order.tokens, order.count)
-        if not checked and has_negative(view, order.walk.matched):
+            if not walk_holds(t, request.walk):
+                request.walk = at_root(t, request.root)
+            request.walk = tree_walk(t, request.walk, request.tokens, request.count)
+        if not checked and has_negative(view, request.walk.matched):
             return NEGATIVE_TOKEN
-        self.book.advance(order.now)
+        self.loads.advance(request.now)
         s.workers = t.worker_end
-        choice[0] = self.choose_e2(s, order)
+        choice[0] = self.choose_e2(s, request)
         clear_scratch(s)
         if choice.worker != NONE:
-            outcome = self.commit(order, choice)
+            outcome = self.commit(request, choice)
         reclaim(t)
         return outcome
 
-    cdef int commit(self, const Order* order, Choice* choice) noexcept nogil:
+    cdef int commit(self, const Placement* request, Choice* choice) noexcept nogil:
         """Book the decision: a lease, the load, the prompt's marks and hits. When memory is out nothing stays booked.
 
         A prompt for whose namespace the tree has no room is booked all the same, and not remembered.
@@ -295,28 +297,28 @@ cdef class DecisionCore(E2):
         cdef Lease lease
         cdef Lease* booked
         cdef uint32_t leaf
-        cdef Row* row = &self.book.rows[choice.worker]
+        cdef Row* row = &self.loads.rows[choice.worker]
         cdef uint32_t key = self.tree.t.workers[choice.worker].key
-        cdef double seconds = prefill_seconds(row.cost, order.count - choice.usable, order.count)
-        if slab_reserve(&self.book.leases, &self.book.budget, 1):
+        cdef double seconds = prefill_seconds(row.cost, request.count - choice.usable, request.count)
+        if slab_reserve(&self.loads.leases, &self.loads.budget, 1):
             return NO_MEMORY
         memset(&lease, 0, sizeof(Lease))
-        lease.prompt_tokens = order.count
+        lease.prompt_tokens = request.count
         lease.matched_tokens = choice.usable
         lease.leaf_generation = NO_GENERATION
-        if order.root != NONE:
-            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, order.walk, key)
-        lease.expected_output = self.book.expected_output(choice.worker, order.max_new_tokens)
+        if request.root != NONE:
+            lease.confirmed_tokens = confirmed_tokens(&self.tree.t, request.walk, key)
+        lease.expected_output = self.loads.expected_output(choice.worker, request.max_new_tokens)
         lease.prefill_ns = nanoseconds(seconds)
-        choice.lease = self.book.book(choice.worker, lease, order.now)
-        self.note_placer(order.mirrored)
+        choice.lease = self.loads.book(choice.worker, lease, request.now)
+        self.note_placer(request.from_peer)
         choice.changes = self.tree.t.worker_changes
-        if order.root == NONE:
+        if request.root == NONE:
             return BOOKED
-        if tree_insert(&self.tree.t, order.walk, order.tokens, order.count, key, True, order.now, &leaf):
-            self.book.void_lease(self.book.lease_of(choice.lease))
+        if tree_insert(&self.tree.t, request.walk, request.tokens, request.count, key, True, request.now, &leaf):
+            self.loads.void_lease(self.loads.lease_of(choice.lease))
             return NO_MEMORY
-        booked = self.book.lease_of(choice.lease)
+        booked = self.loads.lease_of(choice.lease)
         booked.leaf = leaf
         booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
         if choice.reason != EXPLORE and choice.reason != RENDEZVOUS:
@@ -330,10 +332,10 @@ cdef class DecisionCore(E2):
         if choice.changes == load64(&self.tree.t.worker_changes):
             return self.names_now[choice.worker]
         with self.tree:
-            lease = self.book.lease_of(choice.lease)
-            if self.book.is_current(lease):
+            lease = self.loads.lease_of(choice.lease)
+            if self.loads.is_current(lease):
                 return self.names[choice.worker]
-            self.book.void_lease(lease)
+            self.loads.void_lease(lease)
         return None
 
     cdef int raise_outcome(self, int outcome) except -1:
@@ -349,23 +351,23 @@ cdef class DecisionCore(E2):
         """Decide and book with every worker weighed, under both locks. `policy` None is E2; else a `Policy`, given
         `asked` (its RequestView). Errors change nothing."""
         cdef TokenView view
-        cdef Order order
+        cdef Placement request
         cdef Choice choice
         self.need_room(request_id)
         self.need_eligible()
         view_tokens(token_ids, &view)
         try:
-            self.begin(&order, &view, namespace, max_new_tokens, now)
-            self.book.advance(now)
-            reason = self.choose(&order, policy, asked, &choice)
+            self.begin(&request, &view, namespace, max_new_tokens, now)
+            self.loads.advance(now)
+            reason = self.choose(&request, policy, asked, &choice)
             if policy is not None:
                 self.need_room(request_id)     # a policy that called this scheduler may have changed anything
                 self.need_chosen(choice.worker, reason)
-                self.begin(&order, &view, namespace, max_new_tokens, now)
-                self.look_again(&order, choice.worker)
+                self.begin(&request, &view, namespace, max_new_tokens, now)
+                self.look_again(&request, choice.worker)
             choice.usable = self.scratch.terms[choice.worker].usable
             costs = self.costs() if with_costs else None
-            return self.booked(&order, &choice, request_id, namespace, reason, costs)
+            return self.booked(&request, &choice, request_id, namespace, reason, costs)
         finally:
             release_tokens(&view)
 
@@ -373,49 +375,49 @@ cdef class DecisionCore(E2):
                 double now) -> Decision:
         """Book a request that was placed on a worker elsewhere. Errors change nothing."""
         cdef TokenView view
-        cdef Order order
+        cdef Placement request
         cdef Choice choice
         self.need_room(request_id)
         view_tokens(token_ids, &view)
         try:
-            self.begin(&order, &view, namespace, max_new_tokens, now)
-            order.mirrored = True
-            self.book.advance(now)
-            self.look_again(&order, worker)
+            self.begin(&request, &view, namespace, max_new_tokens, now)
+            request.from_peer = True
+            self.loads.advance(now)
+            self.look_again(&request, worker)
             choice.worker = worker
             choice.usable = self.scratch.terms[worker].usable
-            choice.reason = EXPLOIT if choice.usable > order.count * self.exploit_ratio else EXPLORE
-            return self.booked(&order, &choice, request_id, namespace, "mirrored", None)
+            choice.reason = EXPLOIT if choice.usable > request.count * self.exploit_ratio else EXPLORE
+            return self.booked(&request, &choice, request_id, namespace, "peer", None)
         finally:
             release_tokens(&view)
 
-    cdef Decision booked(self, Order* order, Choice* choice, object request_id, object namespace, str reason,
+    cdef Decision booked(self, Placement* request, Choice* choice, object request_id, object namespace, str reason,
                          object costs):
         """Book what was chosen, in a namespace that may be new."""
-        if order.root == NONE:
-            self.bind_root(order, namespace, True)
-        self.raise_outcome(self.commit(order, choice))
+        if request.root == NONE:
+            self.bind_root(request, namespace, True)
+        self.raise_outcome(self.commit(request, choice))
         self.leases[request_id] = choice.lease
-        return new_decision(request_id, self.names[choice.worker], choice.usable, order.count, reason, costs)
+        return new_decision(request_id, self.names[choice.worker], choice.usable, request.count, reason, costs)
 
-    cdef void look_again(self, const Order* order, uint32_t worker) noexcept nogil:
+    cdef void look_again(self, const Placement* request, uint32_t worker) noexcept nogil:
         """Size up one worker anew."""
         cdef Scratch* s = &self.scratch
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
-        s.next = order.walk.node
-        self.gather(s, order.walk, 0)
-        self.size_up(&s.terms[worker], worker, s.held[worker], order.count)
+        s.next = request.walk.node
+        self.gather(s, request.walk, 0)
+        self.size_up(&s.terms[worker], worker, s.held[worker], request.count)
         clear_scratch(s)
 
-    cdef str choose(self, Order* order, object policy, object asked, Choice* choice):
+    cdef str choose(self, Placement* request, object policy, object asked, Choice* choice):
         """Choose with every worker weighed; returns the reason."""
         if policy is not None:
-            choice.worker = self.choose_with(policy, asked, order)
+            choice.worker = self.choose_with(policy, asked, request)
             return str(policy.reason)
         clear_scratch(&self.scratch)
         self.scratch.workers = self.tree.t.worker_end
-        choice[0] = self.choose_e2(&self.scratch, order)
+        choice[0] = self.choose_e2(&self.scratch, request)
         clear_scratch(&self.scratch)
         return REASON_NAMES[choice.reason]
 
@@ -428,7 +430,7 @@ cdef class DecisionCore(E2):
 
     def need_chosen(self, uint32_t worker, str reason) -> None:
         """Raise InvalidInput if a policy has taken the worker it chose out of service."""
-        if worker >= self.tree.t.worker_end or not self.book.rows[worker].eligible:
+        if worker >= self.tree.t.worker_end or not self.loads.rows[worker].eligible:
             raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
 
     cdef int need_workers(self) except -1:
@@ -451,21 +453,21 @@ cdef class DecisionCore(E2):
         """Total seconds of each eligible worker in the decision just made."""
         cdef uint32_t i
         return {self.names[i]: self.scratch.terms[i].total for i in range(self.tree.t.worker_end)
-                if self.book.rows[i].eligible}
+                if self.loads.rows[i].eligible}
 
     def scheduled_heads(self, uint32_t worker) -> list[object]:
         """(namespace, first tokens) of some prompts computed on a worker lately. Under the lock."""
-        return self.trust.prompts(self.tree, worker, HEAD_TOKENS)
+        return self.accuracy.prompts(self.tree, worker, HEAD_TOKENS)
 
-    def hear(self, uint32_t worker, object facts) -> None:
-        """Restore what was heard of a worker's cache, and with it how much it may be believed to hold."""
+    def restore_accuracy(self, uint32_t worker, object state) -> None:
+        """Restore what was reported of a worker's cache, and with it how much it may be estimated to hold."""
         with self.tree:
-            self.trust.restore(worker, facts)
-            set_limit(&self.tree.t, worker, self.trust.on_events(worker))
+            self.accuracy.restore(worker, state)
+            set_limit(&self.tree.t, worker, self.accuracy.on_events(worker))
 
     def advance(self, double now) -> None:
         """Let assigned work that is older than the window expire."""
-        self.book.advance(now)
+        self.loads.advance(now)
 
     # --- the rest of a request's life: as the writer, by lease ---
 
@@ -477,56 +479,56 @@ cdef class DecisionCore(E2):
             return LATE
         if cached_tokens > lease.prompt_tokens:
             return TOO_MANY_CACHED
-        if self.gauges is not None and not lease.prefilled and self.book.is_current(lease):
-            note_first(self.gauges.at[lease.worker], lease, lease.prompt_tokens - <uint32_t> (
+        if self.timings is not None and not lease.prefilled and self.loads.is_current(lease):
+            note_first(self.timings.at[lease.worker], lease, lease.prompt_tokens - <uint32_t> (
                 lease.matched_tokens if cached_tokens < 0 else cached_tokens), self.decodes_on(lease.worker), now)
         self.first_seen(lease, cached_tokens, now)
         return DONE
 
     cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil:
         """Requests of a worker that have their first token."""
-        return self.book.workers[worker].live_requests - self.book.workers[worker].waiting_requests
+        return self.loads.workers[worker].live_requests - self.loads.workers[worker].waiting_requests
 
     cdef Lease* live_lease(self, int64_t key) noexcept nogil:
-        return self.book.lease_of(key) if key != PENDING else NULL
+        return self.loads.lease_of(key) if key != PENDING else NULL
 
     cdef void first_seen(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
-        self.book.advance(now)
-        if self.book.is_current(lease):
+        self.loads.advance(now)
+        if self.loads.is_current(lease):
             self.correct(lease, cached_tokens, now)
             if lease.share and not lease.prefilled:
                 self.groups.first_token(lease, now)
-            self.book.prefilled(lease)
+            self.loads.prefilled(lease)
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
-        """Bring load and marks in line with what the engine told. What it was known to hold and held no longer took
-        along all that hung below, unless events tell what goes; what it has computed is there in any case."""
+        """Bring load and marks in line with what the engine reported. What it was known to hold and held no longer took
+        along all that hung below, unless events report what goes; what it has computed is there in any case."""
         cdef bint alive = self.is_remembered(lease)
         cdef uint32_t key = self.tree.t.workers[lease.worker].key
         cdef double seconds
         self.learn(lease, cached_tokens, alive, key)
         if cached_tokens >= 0:
-            seconds = prefill_seconds(self.book.rows[lease.worker].cost, lease.prompt_tokens - cached_tokens,
+            seconds = prefill_seconds(self.loads.rows[lease.worker].cost, lease.prompt_tokens - cached_tokens,
                                       lease.prompt_tokens)
             if lease.share:
                 self.groups.corrected(lease, nanoseconds(seconds) - lease.prefill_ns, 0)
-            self.book.correct_prefill(lease, nanoseconds(seconds))
+            self.loads.correct_prefill(lease, nanoseconds(seconds))
             if (alive and cached_tokens < lease.matched_tokens and cached_tokens < lease.confirmed_tokens
-                    and not self.trust.on_events(lease.worker)):
+                    and not self.accuracy.on_events(lease.worker)):
                 drop_beside(&self.tree.t, lease.leaf, key, <uint32_t> cached_tokens)
-            # Told once: what is computed from now on hangs there for good, also if `finish` says the number again.
+            # Reported once: what is computed from now on hangs there for good, also if `finish` says the number again.
             lease.confirmed_tokens = min(lease.confirmed_tokens, <uint32_t> cached_tokens)
         if alive and not lease.prefilled:
             self.remark(lease, now)
             confirm_path(&self.tree.t, lease.leaf, key)
 
     cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:
-        """Note how beliefs about the worker's cache fared, before they are corrected."""
+        """Note how the estimates of the worker's cache fared, before they are corrected."""
         cdef Node* leaf = node_at(&self.tree.t, lease.leaf)
         cdef WorkerMarks* marks = &self.tree.t.workers[lease.worker]
         cdef Served one
         one.worker = lease.worker
-        one.block_size = max(self.book.rows[lease.worker].block_size, 1)
+        one.block_size = max(self.loads.rows[lease.worker].block_size, 1)
         one.prompt_tokens = lease.prompt_tokens
         one.matched_tokens = lease.matched_tokens
         one.confirmed_tokens = lease.confirmed_tokens
@@ -536,11 +538,11 @@ cdef class DecisionCore(E2):
         one.marked = alive and find_entry(leaf, key).end == run_end(leaf.run)
         one.cached_tokens = cached_tokens
         if not lease.prefilled:
-            self.trust.prompt_done(&one)
-        if cached_tokens >= 0 and not lease.told:
-            lease.told = True
-            self.trust.reported(&one)
-        if marks.limit > marks.capacity and not self.trust.on_events(lease.worker):
+            self.accuracy.prompt_done(&one)
+        if cached_tokens >= 0 and not lease.hit_reported:
+            lease.hit_reported = True
+            self.accuracy.reported(&one)
+        if marks.limit > marks.capacity and not self.accuracy.on_events(lease.worker):
             set_limit(&self.tree.t, lease.worker, False)
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
@@ -552,7 +554,7 @@ cdef class DecisionCore(E2):
         return leaf.state & LIVE and generation(leaf) == lease.leaf_generation
 
     cdef void remark(self, Lease* lease, double now) noexcept nogil:
-        """Mark the prompt again if it was unmarked while it waited. Out of memory the belief stays what it was."""
+        """Mark the prompt again if it was unmarked while it waited. Out of memory the estimate stays what it was."""
         cdef Walk walk = self.leaf_walk(lease)
         cdef uint32_t leaf, key = self.tree.t.workers[lease.worker].key
         if find_entry(node_at(&self.tree.t, walk.node), key).end < walk.matched:
@@ -569,38 +571,38 @@ cdef class DecisionCore(E2):
         return walk
 
     cdef int ended(self, int64_t key, int64_t output_tokens, int64_t cached_tokens, double now) noexcept nogil:
-        """The request is done. Counts as first token if that was not told. Returns an Ending."""
+        """The request is done. Counts as first token if that was not reported. Returns an Ending."""
         cdef Lease* lease = self.live_lease(key)
         if lease == NULL:
             return LATE
         if cached_tokens > lease.prompt_tokens:
             return TOO_MANY_CACHED
-        if self.gauges is not None and lease.prefilled and self.book.is_current(lease):
-            note_end(self.gauges.at[lease.worker], lease, output_tokens, self.decodes_on(lease.worker),
-                     self.book.workers[lease.worker].waiting_prefill_ns, now)
+        if self.timings is not None and lease.prefilled and self.loads.is_current(lease):
+            note_end(self.timings.at[lease.worker], lease, output_tokens, self.decodes_on(lease.worker),
+                     self.loads.workers[lease.worker].waiting_prefill_ns, now)
         if cached_tokens >= 0 or not lease.prefilled:
             self.first_seen(lease, cached_tokens, now)
-        self.book.advance(now)
+        self.loads.advance(now)
         if lease.share and output_tokens >= 0:
             self.groups.corrected(lease, 0, output_tokens - <int64_t> lease.expected_output)
-        self.book.end_lease(lease, output_tokens)
+        self.loads.end_lease(lease, output_tokens)
         return DONE
 
     cdef int cancelled(self, int64_t key, double now) noexcept nogil:
-        """Give a booking back; before the first token also the belief that the prompt is cached, as far as no engine
+        """Give a booking back; before the first token also the estimate that the prompt is cached, as far as no engine
         has confirmed it and no other request has passed lately. Returns an Ending."""
         cdef Lease* lease = self.live_lease(key)
         cdef uint32_t known, owner
         if lease == NULL:
             return LATE
-        self.book.advance(now)
-        if self.book.is_current(lease) and not lease.prefilled and self.is_remembered(lease):
+        self.loads.advance(now)
+        if self.loads.is_current(lease) and not lease.prefilled and self.is_remembered(lease):
             owner = self.tree.t.workers[lease.worker].key
             known = confirmed_tokens(&self.tree.t, self.leaf_walk(lease), owner)
             take_back(&self.tree.t, lease.leaf, owner, known, now)
         if lease.share:
             self.groups.taken_back(lease)
-        self.book.void_lease(lease)
+        self.loads.void_lease(lease)
         return DONE
 
     def renew(self, object request_id, double now) -> bool:
@@ -652,7 +654,7 @@ cdef class DecisionCore(E2):
         with self.tree:
             while PyDict_Next(self.leases, &place, &request_id, &key):
                 lease = self.live_lease(<int64_t> <object> key)
-                if lease != NULL and lease.worker == worker and self.book.is_current(lease):
+                if lease != NULL and lease.worker == worker and self.loads.is_current(lease):
                     found.append(<object> request_id)
         return found
 
@@ -661,7 +663,7 @@ cdef class DecisionCore(E2):
         cdef Lease* lease = self.live_lease(<int64_t> self.leases[request_id])
         if lease == NULL:                        # being placed, or just ended
             return {"worker": None, "prefilled": False, "booked_at": INFINITY}
-        current = self.book.is_current(lease)
+        current = self.loads.is_current(lease)
         return {
             "worker": self.names[lease.worker] if current else None,
             "prompt_tokens": lease.prompt_tokens,
@@ -676,16 +678,17 @@ cdef class DecisionCore(E2):
         cdef uint32_t i
         cdef bint named, booked, marked
         self.tree.check()
-        self.book.check()
-        self.trust.check()
+        self.loads.check()
+        self.accuracy.check()
         known = [key for key in self.leases.values() if self.live_lease(key) != NULL]
         pending = sum(1 for key in self.leases.values() if key == PENDING)
-        assert len(known) <= self.book.live <= len(known) + pending, f"{len(known)} leases known, {self.book.live} open"
+        assert len(known) <= self.loads.live <= len(known) + pending, (
+            f"{len(known)} leases known, {self.loads.live} open")
         for i in range(len(self.names)):
             named = self.names[i] is not None
-            booked = i < self.book.end and bool(self.book.workers[i].used)
+            booked = i < self.loads.end and bool(self.loads.workers[i].used)
             marked = i < self.tree.t.worker_end and self.tree.t.workers[i].capacity > 0
             assert named == booked == marked, f"worker {i}: name {named}, book {booked}, tree {marked}"
-            assert named or not self.book.rows[i].eligible, f"free worker {i} is eligible"
+            assert named or not self.loads.rows[i].eligible, f"free worker {i} is eligible"
             assert not named or self.tree.t.workers[i].limit == limit_of(
-                self.tree.t.workers[i].capacity, self.trust.on_events(i)), f"worker {i}: limit"
+                self.tree.t.workers[i].capacity, self.accuracy.on_events(i)), f"worker {i}: limit"

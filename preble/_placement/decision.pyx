@@ -11,7 +11,7 @@ cimport cython
 @cython.freelist(64)
 @cython.no_gc
 cdef class Decision:
-    """Where a request goes. `matched_tokens` are believed cached on `worker`; `costs` maps workers to seconds when
+    """Where a request goes. `matched_tokens` are estimated cached on `worker`; `costs` maps workers to seconds when
     asked for.
 
     `reason` is "exploit" or "explore" for E2, else the policy's own word. Immutable, so thread-safe.
@@ -39,7 +39,7 @@ cdef Decision new_decision(object request_id, str worker, uint32_t matched, uint
 
 
 cdef class Match:
-    """What is believed cached of a prompt. `matched_tokens` maps worker id to tokens (0 left out), in whole blocks and
+    """What is estimated cached of a prompt. `matched_tokens` maps worker id to tokens (0 left out), in whole blocks and
     at most the prompt less one.
 
     `known_tokens` is the longest prefix in the tree, cached anywhere or not. Immutable, so thread-safe.
@@ -63,7 +63,7 @@ cdef class Match:
 
     @property
     def best_tokens(self) -> int:
-        """The longest believed-cached prefix over all workers, in tokens."""
+        """The longest estimated-cached prefix over all workers, in tokens."""
         return max(self.matched_tokens.values(), default=0)
 
     def __eq__(self, other) -> bool:

@@ -1,21 +1,21 @@
 """Types of the E2 rule; what it owns is said in `e2.pyx`."""
 
-from .._cost import LoadBook
-from .._kv_index.cache_accuracy import TrustBook
+from .._cost import LoadTracker
+from .._kv_index.cache_accuracy import CacheAccuracy
 from .._radix import RadixTree
 from .prefix_groups import Groups
-from .redirects import Steers
+from .redirects import Redirects
 
 class E2:
     groups: Groups
-    steers: Steers
+    redirects: Redirects
     tree: RadixTree
-    book: LoadBook
-    trust: TrustBook
+    loads: LoadTracker
+    accuracy: CacheAccuracy
     def __init__(
         self,
         tree: RadixTree,
-        book: LoadBook,
+        loads: LoadTracker,
         *,
         exploit_ratio: float,
         escape_seconds: float,

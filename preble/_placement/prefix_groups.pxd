@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int64_t, uint32_t
 
-from preble._cost cimport Lease, LoadBook
+from preble._cost cimport Lease, LoadTracker
 from preble._core.tree.layout cimport Tree
 from preble._radix cimport RadixTree
 
@@ -34,7 +34,7 @@ cdef uint32_t key_node(Tree* t, uint32_t i, uint32_t limit) noexcept nogil
 
 cdef class Groups:
     cdef readonly RadixTree tree
-    cdef readonly LoadBook book
+    cdef readonly LoadTracker loads
     cdef Share* shares           # NULL: nothing is counted
     cdef readonly int64_t crowded_out
     cdef int64_t half_now(self) noexcept nogil

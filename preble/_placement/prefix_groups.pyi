@@ -3,14 +3,14 @@
 from collections.abc import Hashable
 from typing import Any
 
-from .._cost import LoadBook
+from .._cost import LoadTracker
 from .._radix import RadixTree
 
 class Groups:
     tree: RadixTree
-    book: LoadBook
+    loads: LoadTracker
     crowded_out: int
-    def __init__(self, tree: RadixTree, book: LoadBook) -> None: ...
+    def __init__(self, tree: RadixTree, loads: LoadTracker) -> None: ...
     def start(self) -> None: ...
     def rows(self, start: int, count: int, now: float, least_load: float) -> list[tuple[Any, ...]]: ...
     def workers(self, now: float) -> list[tuple[int, bool, float, float]]: ...

@@ -1,5 +1,6 @@
 """How much work each hot prefix makes, and where. Owns the book of prefix groups: for a prefix on a worker, the work
-assigned and the waits seen within the history window. What to do about it is `scheduling/rebalance_planner.py`'s business.
+assigned and the waits seen within the history window. What to do about it is `scheduling/rebalance_planner.py`'s
+business.
 
 A group is the key portion of a request that went where its prefix is cached: the deepest node of the tree that is
 longer than all before it (paper section 3). A share is a group on one worker. It counts in two halves of the window, so
@@ -15,7 +16,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from preble._cost cimport Lease, LoadBook, prefill_seconds
+from preble._cost cimport Lease, LoadTracker, prefill_seconds
 from preble._core.tree.layout cimport LIVE, Node, TokenRun, Tree, generation, node_at, run_end
 from preble._core.tree.parts cimport find_entry, hits_estimate
 from preble._core.memory cimport NONE
@@ -48,9 +49,9 @@ cdef uint32_t set_of(uint32_t node, uint32_t worker) noexcept nogil:
 cdef class Groups:
     """The prefix groups of one scheduler. Counts nothing until `start`."""
 
-    def __init__(self, RadixTree tree not None, LoadBook book not None):
+    def __init__(self, RadixTree tree not None, LoadTracker loads not None):
         self.tree = tree
-        self.book = book
+        self.loads = loads
 
     def __dealloc__(self):
         free(self.shares)
@@ -65,7 +66,7 @@ cdef class Groups:
     # --- places ---
 
     cdef int64_t half_now(self) noexcept nogil:
-        return <int64_t> (<uint64_t> self.book.now_bucket // HALF_BUCKETS)
+        return <int64_t> (<uint64_t> self.loads.now_bucket // HALF_BUCKETS)
 
     cdef bint is_stale(self, const Share* share) noexcept nogil:
         """Whether nothing of it is within the window: no request whose booking counts."""
@@ -189,12 +190,12 @@ cdef class Groups:
 
     cdef double seconds_of(self, const Share* share, const Half* half) noexcept nogil:
         """Seconds of the worker's time."""
-        return half.prefill_ns * 1e-9 + half.output_tokens * self.book.workers[share.worker].output_token_seconds
+        return half.prefill_ns * 1e-9 + half.output_tokens * self.loads.workers[share.worker].output_token_seconds
 
     cdef double observed_seconds(self, const Share* share, double now) noexcept nogil:
         """Over how many seconds a share's recent work came: half a window, or less for a younger one."""
-        cdef double age = now - share.since * self.book.bucket_seconds
-        return max(self.book.join_seconds, min(age, self.book.window_seconds / 2))
+        cdef double age = now - share.since * self.loads.bucket_seconds
+        return max(self.loads.join_seconds, min(age, self.loads.window_seconds / 2))
 
     def rows(self, uint32_t start, uint32_t count, double now, double least_load) -> list[tuple]:
         """Shares at places from `start` on that take `least_load` of their worker or more, as tuples of
@@ -207,9 +208,9 @@ cdef class Groups:
         cdef Share* share
         cdef double part, load, window
         found = []
-        if self.shares == NULL or self.book.now_bucket < 0:
+        if self.shares == NULL or self.loads.now_bucket < 0:
             return found
-        part = (now / self.book.bucket_seconds) / HALF_BUCKETS - self.half_now()
+        part = (now / self.loads.bucket_seconds) / HALF_BUCKETS - self.half_now()
         part = min(max(part, 0.0), 1.0)
         for at in range(start, min(start + count, <uint32_t> SHARES)):
             share = &self.shares[at]
@@ -232,23 +233,24 @@ cdef class Groups:
     def is_on_worker(self, uint32_t at) -> bool:
         """Whether the worker of a share is still the one it was."""
         cdef Share* share = &self.shares[at]
-        return (share.worker < self.book.end
-                and self.book.workers[share.worker].generation == share.worker_generation)
+        return (share.worker < self.loads.end
+                and self.loads.workers[share.worker].generation == share.worker_generation)
 
     def workers(self, double now) -> list[tuple]:
         """Of each worker (index, eligible, L in seconds scaled as decisions do, seconds of prefill that wait)."""
-        cdef double longest = self.book.longest_observed(now)
+        cdef double longest = self.loads.longest_observed(now)
         cdef uint32_t i
-        return [(i, self.book.rows[i].eligible != 0, self.book.rows[i].load_seconds * self.book.scale(i, now, longest),
-                 self.book.workers[i].waiting_prefill_ns * 1e-9)
-                for i in range(self.book.end) if self.book.workers[i].used]
+        return [(i, self.loads.rows[i].eligible != 0, self.loads.rows[i].load_seconds * self.loads.scale(i, now,
+                                                                                                         longest),
+                 self.loads.workers[i].waiting_prefill_ns * 1e-9)
+                for i in range(self.loads.end) if self.loads.workers[i].used]
 
     def lives(self, uint32_t node, uint32_t node_generation) -> bool:
         """Whether a prefix is still the one that was meant."""
         return bool(self.is_live(node, node_generation))
 
     def held(self, uint32_t node, uint32_t worker) -> int:
-        """Tokens of the prefix that ends with a live node that a worker is believed to cache. O(depth)."""
+        """Tokens of the prefix that ends with a live node that a worker is estimated to cache. O(depth)."""
         cdef Tree* t = &self.tree.t
         cdef uint32_t i = node, end, key = t.workers[worker].key
         while i != NONE and node_at(t, i).parent != NONE:
@@ -261,7 +263,7 @@ cdef class Groups:
     def recompute_seconds(self, uint32_t node, uint32_t worker) -> float:
         """Seconds a worker would take to prefill what it lacks of the prefix that ends with a live node."""
         cdef uint32_t end = run_end(node_at(&self.tree.t, node).run)
-        return prefill_seconds(self.book.rows[worker].cost, end - <uint32_t> self.held(node, worker), end)
+        return prefill_seconds(self.loads.rows[worker].cost, end - <uint32_t> self.held(node, worker), end)
 
     def children(self, uint32_t node, double now, uint32_t looked_max) -> list[tuple]:
         """(node, generation, prefix tokens, requests within the window) of the children of a live node that had more
@@ -348,7 +350,7 @@ cdef class Groups:
             key = (share.node, share.generation, share.worker, share.worker_generation)
             assert set_of(share.node, share.worker) == at // WAYS, f"share {at} is in the wrong set"
             assert key not in seen, f"two shares of {key}"
-            assert share.half <= self.half_now() and share.since <= self.book.now_bucket, f"share {at} is of later"
+            assert share.half <= self.half_now() and share.since <= self.loads.now_bucket, f"share {at} is of later"
             assert min(half_tuple(&share.now)) >= 0 and min(half_tuple(&share.before)) >= 0, f"share {at} below zero"
             seen.add(key)
 

@@ -2,7 +2,7 @@
 Owns the search over one worker's marks and the copying of marks. Who gets what, and when, is `membership.py`.
 
 A prefix is handed over by marking it on its new worker as if a request had just been placed there: from then on the
-ordinary rule sends its requests to that one worker, the first computes it, and its siblings land together. Nothing is
+ordinary rule sends its requests to that one worker, the first computes it, and those like it land together. Nothing is
 asked in a decision that was not asked before.
 """
 
@@ -36,7 +36,7 @@ cdef enum:
     HOT_MAX = 512                # of these, marks asked for more than once
     SLICE_MARKS = 2048           # the same in one hold of the lock, which is some 0.3 ms
     SLICE_HOT = 128
-    HEAD_TOKENS = 8              # token ids that tell a person which prefix is meant
+    HEAD_TOKENS = 8              # token ids that show a person which prefix is meant
 
 cdef double HOT_HITS = 1.0       # a prefix that was asked for no more often than this has never been used again
 
@@ -47,7 +47,7 @@ cdef class HotPrefix:
     `hits`: requests that had it and no longer one of these prefixes, on this worker, within the window. `hot_seconds`:
     what all that had it would have taken to compute without the cache. `loss_seconds`: what it takes to compute it
     once elsewhere. `tokens`: from the prompt's start to where its first node ends; `head`: the first ids of that node,
-    which tell it from its siblings.
+    which distinguish it from its siblings.
     """
 
     cdef readonly object namespace
@@ -77,7 +77,7 @@ cdef bint is_held_elsewhere(DecisionCore core, Node* node, uint32_t worker) noex
         word = block.words[at]
         other = index_of(worker_of(word))
         if (end_of(word) >= run_end(node.run) and other != worker and t.workers[other].key == worker_of(word)
-                and core.book.rows[other].eligible == ANY_REQUEST):
+                and core.loads.rows[other].eligible == ANY_REQUEST):
             return True
     return False
 
@@ -169,7 +169,7 @@ cdef class Search:
         prefix = self.found.get(top)
         if prefix is None:
             prefix = self.found[top] = new_prefix(self.core, top, self.worker, self.now)
-        seconds = prefill_seconds(self.core.book.rows[self.worker].cost, entry.end - node.run.start, entry.end)
+        seconds = prefill_seconds(self.core.loads.rows[self.worker].cost, entry.end - node.run.start, entry.end)
         prefix.hot_seconds += hits_estimate(mark.hits, self.now, t.window_seconds) * seconds
         prefix.loss_seconds += seconds
         prefix.nodes.append((mark.node, generation(node)))
@@ -250,23 +250,23 @@ def open_workers(DecisionCore core not None, double now) -> list[tuple[float, in
     cdef uint32_t i
     cdef double longest
     with core.tree:
-        core.book.advance(now)
-        longest = core.book.longest_observed(now)
-        return [(core.book.rows[i].load_seconds * core.book.scale(i, now, longest), i, core.names[i],
+        core.loads.advance(now)
+        longest = core.loads.longest_observed(now)
+        return [(core.loads.rows[i].load_seconds * core.loads.scale(i, now, longest), i, core.names[i],
                  core.tree.t.workers[i].capacity)
-                for i in range(core.tree.t.worker_end) if core.book.rows[i].eligible == ANY_REQUEST]
+                for i in range(core.tree.t.worker_end) if core.loads.rows[i].eligible == ANY_REQUEST]
 
 
 def takes_any(DecisionCore core not None, uint32_t index, str name) -> bool:
     """Whether the worker of an index is still the one of that name, and takes any request."""
-    return index < len(core.names) and core.names[index] == name and core.book.rows[index].eligible == ANY_REQUEST
+    return index < len(core.names) and core.names[index] == name and core.loads.rows[index].eligible == ANY_REQUEST
 
 
 def joined_at(DecisionCore core not None, uint32_t index) -> float:
     """When a worker joined."""
-    return core.book.rows[index].joined_at
+    return core.loads.rows[index].joined_at
 
 
 def oldest_joined(DecisionCore core not None) -> float:
     """When the oldest worker joined; infinity without workers."""
-    return core.book.oldest_joined
+    return core.loads.oldest_joined

@@ -1,4 +1,4 @@
-# Steers: contents of `redirects.pyx`.
+# Redirects: contents of `redirects.pyx`.
 
 from libc.stdint cimport uint32_t
 
@@ -6,10 +6,10 @@ from preble._core.tree.layout cimport Tree, Walk
 from preble._radix cimport RadixTree
 
 cdef enum:
-    STEERS_MAX = 1024
+    REDIRECTS_MAX = 1024
     TARGETS_MAX = 8
 
-cdef struct Steer:               # requests for one prefix
+cdef struct Redirect:            # requests for one prefix
     uint32_t node                # that the prefix ends with; NONE: an empty place of the table
     uint32_t generation          # of the node
     uint32_t tokens              # of the prefix
@@ -18,20 +18,20 @@ cdef struct Steer:               # requests for one prefix
     uint32_t count               # of `targets`
     uint32_t targets[TARGETS_MAX]
 
-cdef struct SteerTable:          # never changed once published
+cdef struct RedirectTable:       # never changed once published
     uint32_t size                # places, a power of two
-    uint32_t shortest            # least tokens of a steered prefix
-    Steer steers[1]              # `size` of them, by node
+    uint32_t shortest            # least tokens of a redirected prefix
+    Redirect redirects[1]        # `size` of them, by node
 
 cdef extern from * nogil:
-    SteerTable* load_steers "preble_load"(SteerTable** p)
+    RedirectTable* load_redirects "preble_load"(RedirectTable** p)
 
-cdef inline uint32_t steer_place(uint32_t node, uint32_t size) noexcept nogil:
+cdef inline uint32_t redirect_place(uint32_t node, uint32_t size) noexcept nogil:
     return (node * <uint32_t> 2654435761) >> 7 & (size - 1)
 
-cdef const Steer* find_steer(const SteerTable* table, Tree* t, Walk walk, uint32_t source) noexcept nogil
+cdef const Redirect* find_redirect(const RedirectTable* table, Tree* t, Walk walk, uint32_t source) noexcept nogil
 
-cdef class Steers:
+cdef class Redirects:
     cdef readonly RadixTree tree
-    cdef SteerTable* table       # (r) NULL: nothing is steered
+    cdef RedirectTable* table    # (r) NULL: nothing is redirected
     cdef readonly uint32_t count

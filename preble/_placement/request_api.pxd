@@ -6,7 +6,7 @@ from preble._placement.decision cimport Decision
 from preble._placement.bookings cimport DecisionCore
 from preble._placement.e2 cimport REASONS
 
-cdef enum Call:                  # what observers are told of
+cdef enum Call:                  # what observers are informed of
     FIRST_TOKEN = 0
     FINISHED = 1
     CANCELLED = 2
@@ -25,7 +25,7 @@ cdef class RequestApi:
     cdef int64_t cancelled
     cdef int64_t reasons[REASONS]    # of the quick way
     cdef double time(self) except? -1.0
-    cdef bint is_watched(self, bint* explain) except -1
+    cdef bint is_observed(self, bint* explain) except -1
     cdef object claim(self, object request_id)
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
@@ -37,5 +37,5 @@ cdef class RequestApi:
     cdef bint give_back(self, object request_id, double now) except -1
     cdef bint answer(self, int ending, Call call, object request_id, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1
-    cdef int tell(self, Call call, object request_id, double now, int64_t cached_tokens,
-                  int64_t output_tokens) except -1
+    cdef int report_ending(self, Call call, object request_id, double now, int64_t cached_tokens,
+                           int64_t output_tokens) except -1

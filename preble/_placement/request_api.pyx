@@ -1,6 +1,6 @@
 """The calls of a request's life, compiled: `schedule`, `first_token`, `finish`, `cancel`, and the questions `match` and
-`explain`. Owns the way in and out: the arguments, the request ids, the two locks, the counts, and who is told of it.
-What the calls do to tree and books is in `bookings.pyx`; workers, events and background work are `scheduler.py`'s.
+`explain`. Owns the way in and out: the arguments, the request ids, the two locks, the counts, and who is informed of
+it. What the calls do to tree and books is in `bookings.pyx`; workers, events and background work are `scheduler.py`'s.
 
     with Python's lock        arguments, tokens borrowed, the clock read, the request id claimed    here
     with Python's lock        the namespace's root                                                  DecisionCore.decide
@@ -24,9 +24,9 @@ from preble._placement.decision cimport Decision, Match, new_decision
 from preble._core.atomic cimport load64
 from preble._placement.bookings cimport LATE, PENDING, TOO_MANY_CACHED, DecisionCore
 from preble._core.manual_clock cimport ManualClock
-from preble._placement.e2 cimport Choice, Order, Scratch, Terms, free_scratch, new_scratch, rows_of
+from preble._placement.e2 cimport Choice, Placement, Scratch, Terms, free_scratch, new_scratch, rows_of
 from preble._core.epochs cimport reader_enter, reader_leave
-from preble._core.writer_lock cimport await_python, guard_leave, guard_try
+from preble._core.writer_lock cimport await_python, lock_leave, lock_try
 from preble._core.tree.layout cimport Tree, generation, node_at
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, tree_walk
@@ -49,10 +49,10 @@ cdef extern from "Python.h":
 
 cdef enum:
     EXPLAIN_ATTEMPTS = 8         # of an explanation without a lock, while workers come and go
-    TOKENS_MOST = 2147483647
+    TOKENS_MAX = 2147483647
     REASONS_MAX = 64             # counted apart; a policy that makes up more has the rest counted as "other"
 
-cdef double TIME_MOST = 1e12     # seconds either way, so that the number of a slice of the window always fits 64 bits
+cdef double TIME_MAX = 1e12      # seconds either way, so that the number of a slice of the window always fits 64 bits
 
 cdef bytes _PREFIX = b"request-"
 
@@ -71,8 +71,8 @@ def finite_time(str name, seconds) -> float:
         value = seconds
     except OverflowError:
         value = INFINITY
-    if not -TIME_MOST <= value <= TIME_MOST:
-        raise InvalidTime(f"{name} must be finite and within {TIME_MOST:g} seconds, got {seconds!r}")
+    if not -TIME_MAX <= value <= TIME_MAX:
+        raise InvalidTime(f"{name} must be finite and within {TIME_MAX:g} seconds, got {seconds!r}")
     return value
 
 
@@ -97,10 +97,10 @@ cdef int64_t whole(str name, object value, int64_t low) except -2:
     cdef int64_t number
     if PyLong_CheckExact(value):
         number = PyLong_AsLongLongAndOverflow(value, &overflow)
-        if low <= number <= TOKENS_MOST and not overflow:
+        if low <= number <= TOKENS_MAX and not overflow:
             return number
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= TOKENS_MOST:
-        raise InvalidInput(f"{name} must be an int in [{low}, {TOKENS_MOST}], got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= TOKENS_MAX:
+        raise InvalidInput(f"{name} must be an int in [{low}, {TOKENS_MAX}], got {value!r}")
     return value
 
 
@@ -129,8 +129,8 @@ def output_limit(max_new_tokens) -> int:
 # --- who looks on -----------------------------------------------------------------------------------------------------
 
 class RequestObserver:
-    """Base of those who are told of requests: whoever looks on overrides what concerns it. Every call comes under the
-    writers' lock, with the clock's time in seconds. Of a call that fails, or is late, nobody is told."""
+    """Base of those who are informed of requests: whoever looks on overrides what concerns it. Every call comes under
+    the writers' lock, with the clock's time in seconds. Of a call that fails, or is late, nobody is informed."""
 
     def on_decision(self, decision, before, double now) -> None:
         """A request was placed. `before`: what this observer was given, or has noted itself, before the decision."""
@@ -161,7 +161,7 @@ class RequestObserver:
 # --- questions --------------------------------------------------------------------------------------------------------
 
 cdef Match believed(DecisionCore core, object token_ids, object namespace):
-    """What each worker is believed to cache. Changes nothing, takes no lock."""
+    """What each worker is estimated to cache. Changes nothing, takes no lock."""
     cdef Match match = Match.__new__(Match)
     cdef Terms terms
     cdef uint32_t at, i
@@ -181,7 +181,7 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
     """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, Q, total,
     candidate), names). E2 takes no lock for it; a Python policy is asked under both, with its `request`."""
     cdef TokenView view
-    cdef Order order
+    cdef Placement placement
     cdef Choice choice
     cdef uint64_t changes
     core.need_eligible()
@@ -189,23 +189,23 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
     try:
         if policy is not None:
             with core.tree:
-                core.begin(&order, &view, namespace, max_new_tokens, now)
-                core.book.advance(now)
-                reason = core.choose(&order, policy, request, &choice)
+                core.begin(&placement, &view, namespace, max_new_tokens, now)
+                core.loads.advance(now)
+                reason = core.choose(&placement, policy, request, &choice)
                 return choice.worker, reason, view.count, rows_of(&core.scratch), core.names_now
-        order.tokens = view.data
-        order.count = view.count
-        order.max_new_tokens = max_new_tokens
-        order.now = now
-        order.everyone, order.writer = True, False
+        placement.tokens = view.data
+        placement.count = view.count
+        placement.max_new_tokens = max_new_tokens
+        placement.now = now
+        placement.everyone, placement.writer = True, False
         for _ in range(EXPLAIN_ATTEMPTS):
             changes = load64(&core.tree.t.worker_changes) + core.turnover
-            found = None if core.left_out else choose_beside_writers(core, &order, &view, namespace)
+            found = None if core.left_out else choose_beside_writers(core, &placement, &view, namespace)
             if found is not None and changes == load64(&core.tree.t.worker_changes) + core.turnover:
                 return found
         with core.tree:        # workers come and go faster than one can look: nobody does while this is held
             core.need_eligible()
-            found = choose_beside_writers(core, &order, &view, namespace)
+            found = choose_beside_writers(core, &placement, &view, namespace)
             if found is None:
                 raise AssertionError("no worker was chosen, though some may take requests and nobody writes")
             return found
@@ -213,33 +213,33 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
         release_tokens(&view)
 
 
-cdef tuple choose_beside_writers(DecisionCore core, Order* order, TokenView* view, object namespace):
-    """One look at the tree and the books as they are; None if those that could have been chosen left meanwhile. Only if
-    a slice of the window has passed, and nobody writes, are the books brought up to date first; without that an
+cdef tuple choose_beside_writers(DecisionCore core, Placement* request, TokenView* view, object namespace):
+    """One look at the tree and the bookings as they are; None if those that could have been chosen left meanwhile. Only
+    if a slice of the window has passed, and nobody writes, are the bookings brought up to date first; without that an
     explanation is late by one slice at most."""
     cdef Choice choice
     cdef Scratch own
     cdef Tree* t = &core.tree.t
     cdef uint32_t slot
     names = core.names_now
-    core.bind_root(order, namespace, False)
+    core.bind_root(request, namespace, False)
     if new_scratch(&own, len(names)):
         raise MemoryError("GlobalScheduler.explain")
     try:
         own.workers = own.room
         with nogil:
-            if core.book.is_behind(order.now) and guard_try(&t.guard):
-                core.book.advance(order.now)
-                guard_leave(&t.guard)
+            if core.loads.is_behind(request.now) and lock_try(&t.writer_lock):
+                core.loads.advance(request.now)
+                lock_leave(&t.writer_lock)
             slot = reader_enter(&t.epochs)
-            if order.root != NONE and generation(node_at(t, order.root)) == order.root_generation:
-                order.walk = tree_walk(t, order.walk, order.tokens, order.count)
+            if request.root != NONE and generation(node_at(t, request.root)) == request.root_generation:
+                request.walk = tree_walk(t, request.walk, request.tokens, request.count)
             else:
-                order.walk = at_root(t, NONE)    # the namespace has gone, and its root may be another node by now
-            choice = core.choose_e2(&own, order)
+                request.walk = at_root(t, NONE)  # the namespace has gone, and its root may be another node by now
+            choice = core.choose_e2(&own, request)
             reader_leave(&t.epochs, slot)
             await_python()
-        check_tokens(view, order.walk.matched)
+        check_tokens(view, request.walk.matched)
         if choice.worker == NONE:
             core.need_eligible()
             return None
@@ -290,7 +290,7 @@ cdef class RequestApi:
     """What callers ask of a scheduler for each request. Complete in itself; `GlobalScheduler` adds the workers, their
     events and the work in the background. Any thread may call anything.
 
-    `clock`: seconds. `policy`: None is E2. `policy_state`: what the policy is told beside columns (`known`), a
+    `clock`: seconds. `policy`: None is E2. `policy_state`: what the policy is informed beside columns (`known`), a
     RequestObserver. `observer`: who looks on; without one each call asks only whether there is one.
     """
 
@@ -316,19 +316,19 @@ cdef class RequestApi:
         O(tokens + workers). Thread-safe; other threads run meanwhile.
         """
         cdef int64_t limit = 0
-        cdef bint watched
+        cdef bint observed
         if max_new_tokens is not None:
             limit = whole("max_new_tokens", max_new_tokens, 1)
         if namespace is not None:
             hashable("namespace", namespace)
         if request_id is not None:
             hashable("request_id", request_id)
-        watched = self._observer is not None and self.is_watched(&explain)
-        if explain or watched or exclude is not _NOTHING or self._policy is not None:
+        observed = self._observer is not None and self.is_observed(&explain)
+        if explain or observed or exclude is not _NOTHING or self._policy is not None:
             return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain)
         return self.place(token_ids, request_id, namespace, limit)
 
-    cdef bint is_watched(self, bint* explain) except -1:
+    cdef bint is_observed(self, bint* explain) except -1:
         """Whether the observer looks at the decision to come; `explain` is set if it wants the costs in it."""
         if not explain[0]:
             with self.core.tree:
@@ -344,7 +344,7 @@ cdef class RequestApi:
             if type(value) is not float:
                 return finite_time("what the clock returned", value)
             seconds = value
-        if not -TIME_MOST <= seconds <= TIME_MOST:
+        if not -TIME_MAX <= seconds <= TIME_MAX:
             finite_time("what the clock returned", seconds)
         return seconds
 
@@ -374,17 +374,17 @@ cdef class RequestApi:
         """The quick way: E2 decides and books without a look at who is no candidate."""
         cdef DecisionCore core = self.core
         cdef TokenView view
-        cdef Order order
+        cdef Placement request
         cdef Choice choice
         cdef str name
-        order.now = self.time()
-        order.max_new_tokens = limit
+        request.now = self.time()
+        request.max_new_tokens = limit
         core.need_workers()
         request_id = self.claim(request_id)
         try:
             view_tokens(token_ids, &view)
             try:
-                name = core.decide(&view, namespace, &order, &choice)
+                name = core.decide(&view, namespace, &request, &choice)
             finally:
                 release_tokens(&view)
         except BaseException:
@@ -394,7 +394,7 @@ cdef class RequestApi:
         self.sequence += 1
         self.scheduled += 1
         self.reasons[<int> choice.reason] += 1
-        return new_decision(request_id, name, choice.usable, order.count,
+        return new_decision(request_id, name, choice.usable, request.count,
                             REASON_NAMES[<int> choice.reason], None)
 
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
@@ -466,7 +466,7 @@ cdef class RequestApi:
     # --- questions ---
 
     def match(self, token_ids, *, namespace=None) -> Match:
-        """How much of a prompt each worker is believed to cache. Changes nothing, takes no lock."""
+        """How much of a prompt each worker is estimated to cache. Changes nothing, takes no lock."""
         hashable("namespace", namespace)
         return believed(self.core, token_ids, namespace)
 
@@ -478,7 +478,7 @@ cdef class RequestApi:
         hashable("request_id", request_id)
         if self._policy is None:
             return explanation(self.core, None, token_ids, namespace, limit, self.time(), None)
-        with self.core.tree:                     # a Python policy's scores are of these very books
+        with self.core.tree:                     # a Python policy's scores are of these very bookings
             now = self.time()
             request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
             return explanation(self.core, self._policy, token_ids, namespace, limit, now, request)
@@ -496,7 +496,7 @@ cdef class RequestApi:
         return None if found == NULL else <object> found
 
     def first_token(self, request_id, *, cached_tokens=None) -> bool:
-        """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and beliefs.
+        """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and estimates.
 
         Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
         """
@@ -573,21 +573,22 @@ cdef class RequestApi:
 
     cdef bint answer(self, int ending, Call call, object request_id, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1:
-        """Whether the request was live; tells who looks on, and forgets the id of one that is over."""
+        """Whether the request was live; reports who looks on, and forgets the id of one that is over."""
         if ending == LATE:
             self.core.late_calls += 1
             return False
         if ending == TOO_MANY_CACHED:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
         if self._policy_state is not None or self._observer is not None:
-            self.tell(call, request_id, now, cached_tokens, output_tokens)     # before the id is free for another
+            # Before the id is free for another.
+            self.report_ending(call, request_id, now, cached_tokens, output_tokens)
         if call != FIRST_TOKEN:                  # only whoever ended the lease comes here
             del self.core.leases[request_id]
         return True
 
-    cdef int tell(self, Call call, object request_id, double now, int64_t cached_tokens,
-                  int64_t output_tokens) except -1:
-        """Tell the policy's state and the observer what has become of a request."""
+    cdef int report_ending(self, Call call, object request_id, double now, int64_t cached_tokens,
+                           int64_t output_tokens) except -1:
+        """Report to the policy's state and to the observer what has become of a request."""
         cached = None if cached_tokens < 0 else cached_tokens
         output = None if output_tokens < 0 else output_tokens
         with self.core.tree:

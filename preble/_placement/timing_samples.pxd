@@ -1,4 +1,5 @@
-# What requests' own times tell of a worker's speed: contents of `timing_samples.pyx`, and the two notes taken on the hot path.
+# What requests' own times say of a worker's speed: contents of `timing_samples.pyx`, and the two notes taken on the hot
+# path.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
@@ -20,7 +21,7 @@ cdef struct Sample:              # doubles all, so that numpy reads them as rows
     double other                 # prefill: 1 if nothing else waited as it began; decode: others' tokens computed
     double waiting               # prefill: first tokens; decode: seconds of prefill booked and not done as it ended
 
-cdef struct Gauge:               # of one worker
+cdef struct WorkerSamples:       # of one worker
     double first_at              # when its last first token came
     Sample stretch               # of prefills, still open
     uint32_t prefilled_tokens    # ever, modulo 2 ** 32
@@ -31,10 +32,10 @@ cdef struct Gauge:               # of one worker
     Sample prefill[SAMPLES]
     Sample decode[SAMPLES]
 
-cdef class Gauges:
-    cdef Gauge** at              # by worker index; NULL where there is none
+cdef class TimingSamples:
+    cdef WorkerSamples** at      # by worker index; NULL where there is none
     cdef uint32_t room
 
-cdef void note_first(Gauge* g, Lease* lease, uint32_t computed, int64_t decodes, double now) noexcept nogil
-cdef void note_end(Gauge* g, const Lease* lease, int64_t output_tokens, int64_t decodes, int64_t waiting_ns,
+cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t decodes, double now) noexcept nogil
+cdef void note_end(WorkerSamples* g, const Lease* lease, int64_t output_tokens, int64_t decodes, int64_t waiting_ns,
                    double now) noexcept nogil

@@ -1,4 +1,4 @@
-"""What requests' own times tell of a worker's speed, noted as they happen. Owns the samples; what they mean is worked
+"""What requests' own times say of a worker's speed, noted as they happen. Owns the samples; what they mean is worked
 out in `calibration.py`, in the background. Also `swap_cost`, by which a worker gets another cost model.
 
 A prefill's own time is not its TTFT, which has the queue in it. But where a request waited when the first token before
@@ -22,7 +22,7 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.atomic cimport load32, store32
-from preble._cost cimport Cost, CostModel, Lease, LoadBook
+from preble._cost cimport Cost, CostModel, Lease, LoadTracker
 from preble._core.memory cimport NONE
 from preble._radix cimport RadixTree
 from preble._core.tree.reclaim cimport PLAIN, retire_thing
@@ -39,7 +39,7 @@ cdef void push(Sample* ring, uint64_t* count, const Sample* sample) noexcept nog
     count[0] += 1
 
 
-cdef void note_first(Gauge* g, Lease* lease, uint32_t computed, int64_t decodes, double now) noexcept nogil:
+cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t decodes, double now) noexcept nogil:
     """A request's first token came; `computed` tokens of its prompt were not cached, `decodes` requests ran beside."""
     cdef bint fresh = lease.booked_at > g.first_at
     cdef double began = lease.booked_at if fresh else g.first_at
@@ -73,7 +73,7 @@ cdef void note_first(Gauge* g, Lease* lease, uint32_t computed, int64_t decodes,
     lease.seen_moments = g.moments
 
 
-cdef void note_end(Gauge* g, const Lease* lease, int64_t output_tokens, int64_t decodes, int64_t waiting_ns,
+cdef void note_end(WorkerSamples* g, const Lease* lease, int64_t output_tokens, int64_t decodes, int64_t waiting_ns,
                    double now) noexcept nogil:
     """A request ended that had its first token; `decodes` requests ran to the end, with it, and `waiting_ns` of
     prefill were booked and not done."""
@@ -94,8 +94,8 @@ cdef void note_end(Gauge* g, const Lease* lease, int64_t output_tokens, int64_t 
     push(g.decode, &g.decodes, &s)
 
 
-cdef class Gauges:
-    """The gauges of a fleet, by worker index."""
+cdef class TimingSamples:
+    """The samples of a fleet, by worker index."""
 
     def __dealloc__(self):
         cdef uint32_t i
@@ -106,23 +106,23 @@ cdef class Gauges:
     def open(self, uint32_t worker) -> None:
         """Start to measure a worker, from nothing. MemoryError changes nothing."""
         cdef uint32_t room = max(16, self.room)
-        cdef Gauge** grown
-        cdef Gauge* gauge
+        cdef WorkerSamples** grown
+        cdef WorkerSamples* row
         while worker >= room:
             room *= 2
         if room > self.room:
-            grown = <Gauge**> realloc(self.at, room * sizeof(Gauge*))
+            grown = <WorkerSamples**> realloc(self.at, room * sizeof(WorkerSamples*))
             if grown == NULL:
-                raise MemoryError("Gauges.open")
-            memset(grown + self.room, 0, (room - self.room) * sizeof(Gauge*))
+                raise MemoryError("TimingSamples.open")
+            memset(grown + self.room, 0, (room - self.room) * sizeof(WorkerSamples*))
             self.at = grown
             self.room = room
-        gauge = <Gauge*> calloc(1, sizeof(Gauge))
-        if gauge == NULL:
-            raise MemoryError("Gauges.open")
-        gauge.first_at = -INFINITY
+        row = <WorkerSamples*> calloc(1, sizeof(WorkerSamples))
+        if row == NULL:
+            raise MemoryError("TimingSamples.open")
+        row.first_at = -INFINITY
         free(self.at[worker])
-        self.at[worker] = gauge
+        self.at[worker] = row
 
     def close(self, uint32_t worker) -> None:
         """Forget what was measured of a worker; one that is not measured stays so."""
@@ -138,21 +138,21 @@ cdef class Gauges:
 
     def samples(self, uint32_t worker) -> tuple[bytes, bytes]:
         """The samples kept of prefill and of decode, as rows of 8 doubles (see `Sample`), in no order."""
-        cdef Gauge* gauge
+        cdef WorkerSamples* row
         if worker >= self.room or self.at[worker] == NULL:
             return b"", b""
-        gauge = self.at[worker]
-        return (ring_bytes(gauge.prefill, gauge.prefills), ring_bytes(gauge.decode, gauge.decodes))
+        row = self.at[worker]
+        return (ring_bytes(row.prefill, row.prefills), ring_bytes(row.decode, row.decodes))
 
 
 cdef bytes ring_bytes(const Sample* ring, uint64_t count):
     return PyBytes_FromStringAndSize(<const char*> ring, min(count, <uint64_t> SAMPLES) * sizeof(Sample))
 
 
-def swap_cost(RadixTree tree not None, LoadBook book not None, uint32_t worker, CostModel cost not None) -> None:
+def swap_cost(RadixTree tree not None, LoadTracker loads not None, uint32_t worker, CostModel cost not None) -> None:
     """Let decisions reckon with another cost model for a worker, as the tree's writer. What is booked stays booked at
     the old one. O(workers). MemoryError changes nothing."""
-    cdef const Cost* old = book.rows[worker].cost
+    cdef const Cost* old = loads.rows[worker].cost
     cdef Cost* own
     cdef uint32_t i
     cdef uint32_t number = worker
@@ -161,17 +161,17 @@ def swap_cost(RadixTree tree not None, LoadBook book not None, uint32_t worker, 
     if own == NULL:
         raise MemoryError("swap_cost")
     memcpy(own, &cost.cost, sizeof(Cost))
-    store32(&book.rows[worker].alike, NONE)
-    store_cost(&book.rows[worker].cost, own)
+    store32(&loads.rows[worker].alike, NONE)
+    store_cost(&loads.rows[worker].cost, own)
     retire_thing(&tree.t, <void*> old, PLAIN, 0)
-    book.find_alike(worker)                      # whoever went by this worker's number
-    for i in range(book.end):
-        if i != worker and book.rows[i].cost != NULL and not memcmp(book.rows[i].cost, own, sizeof(Cost)):
-            number = load32(&book.rows[i].alike)
+    loads.find_alike(worker)                     # whoever went by this worker's number
+    for i in range(loads.end):
+        if i != worker and loads.rows[i].cost != NULL and not memcmp(loads.rows[i].cost, own, sizeof(Cost)):
+            number = load32(&loads.rows[i].alike)
             break
-    store32(&book.rows[worker].alike, number)
+    store32(&loads.rows[worker].alike, number)
     forget_victims(tree, worker)
-    book.retune()
+    loads.retune()
 
 
 cdef void forget_victims(RadixTree tree, uint32_t worker) noexcept:

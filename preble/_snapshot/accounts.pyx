@@ -13,7 +13,7 @@ from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport store32
 from preble._placement.bookings cimport PENDING, DecisionCore
-from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadBook, WorkerBook
+from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadTracker, WorkerLoad
 from preble._placement.request_api cimport RequestApi
 from preble._core.tree.layout cimport LIVE, Mark, Node, generation, node_at
 from preble._placement.prefix_groups cimport SHARES
@@ -28,7 +28,7 @@ cdef enum:
     LEASE_TOKENS_MAX = 2147483647
     COUNTERS = 6                 # of RequestApi
 
-cdef double OUTPUT_SECONDS_MOST = 1e6
+cdef double OUTPUT_SECONDS_MAX = 1e6
 cdef int64_t AMOUNT_MAX = <int64_t> 1 << 57      # of a slice's sums, so that those of the window cannot overflow
 
 cdef struct BookHead:
@@ -62,7 +62,7 @@ def write_core(Writer w not None, RequestApi calls not None) -> None:
     cdef int64_t counters[COUNTERS]
     named = named_leases(core)
     write_tree(w, core.tree)
-    write_book(w, core.book)
+    write_book(w, core.loads)
     w.number(len(named))
     for request_id, key in named:
         w.number(<uint64_t> <int64_t> key)
@@ -95,7 +95,7 @@ def read_core(Reader r not None, RequestApi calls not None, list specs, list cos
 def cost_at(DecisionCore core not None, uint32_t worker) -> CostModel:
     """The cost model that decisions reckon with for a worker."""
     cdef CostModel model = CostModel.__new__(CostModel)
-    model.cost = core.book.rows[worker].cost[0]
+    model.cost = core.loads.rows[worker].cost[0]
     model.name = "restored"
     return model
 
@@ -104,40 +104,40 @@ cdef list named_leases(DecisionCore core):
     """(request id, key) of the requests whose booking is whole, in booking order. Other threads enter ids meanwhile, so
     this looks at a copy; what ids stand for changes only under the lock."""
     return [(request_id, key) for request_id, key in core.leases.copy().items()
-            if key != PENDING and core.book.lease_of(<int64_t> key) != NULL]
+            if key != PENDING and core.loads.lease_of(<int64_t> key) != NULL]
 
 
 # --- accounts ---------------------------------------------------------------------------------------------------------
 
-cdef int write_book(Writer w, LoadBook book) except -1:
+cdef int write_book(Writer w, LoadTracker loads) except -1:
     cdef BookHead head
     cdef uint32_t i
     memset(&head, 0, sizeof(head))
-    head.serials = book.serials
-    head.now_bucket = book.now_bucket
-    head.others = book.others
-    head.generations = book.generations
-    head.end = book.end
-    head.lease_chunks = book.leases.chunk_count
-    head.free_leases = book.leases.free_count
+    head.serials = loads.serials
+    head.now_bucket = loads.now_bucket
+    head.others = loads.others
+    head.generations = loads.generations
+    head.end = loads.end
+    head.lease_chunks = loads.leases.chunk_count
+    head.free_leases = loads.leases.free_count
     w.put(&head, sizeof(head))
-    for i in range(book.end):
-        write_account(w, &book.workers[i])
-    for i in range(book.leases.chunk_count):
-        w.put(book.leases.chunks[i], CHUNK * sizeof(Lease))
-    write_free(w, &book.leases)
+    for i in range(loads.end):
+        write_account(w, &loads.workers[i])
+    for i in range(loads.leases.chunk_count):
+        w.put(loads.leases.chunks[i], CHUNK * sizeof(Lease))
+    write_free(w, &loads.leases)
     return 0
 
 
-cdef int write_account(Writer w, WorkerBook* book) except -1:
+cdef int write_account(Writer w, WorkerLoad* loads) except -1:
     cdef BookRow row
     memset(&row, 0, sizeof(row))
-    if book.used:
+    if loads.used:
         row.used = True
-        row.generation = book.generation
-        row.joined_at = book.joined_at
-        row.output_token_seconds = book.output_token_seconds
-        memcpy(&row.ring[0], &book.ring[0], sizeof(row.ring))
+        row.generation = loads.generation
+        row.joined_at = loads.joined_at
+        row.output_token_seconds = loads.output_token_seconds
+        memcpy(&row.ring[0], &loads.ring[0], sizeof(row.ring))
     return w.put(&row, sizeof(row))
 
 
@@ -150,7 +150,7 @@ cdef int write_free(Writer w, Slab* slab) except -1:
 
 
 cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -1:
-    cdef LoadBook book = core.book
+    cdef LoadTracker loads = core.loads
     cdef BookHead head
     cdef BookRow row
     cdef uint32_t i
@@ -162,8 +162,8 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
         refuse(b"it ends too early")
     if not 0.0 <= head.others <= 1.0:
         refuse(b"a share is none")
-    book.others = head.others
-    book.now_bucket = head.now_bucket
+    loads.others = head.others
+    loads.now_bucket = head.now_bucket
     core.grow(head.end)
     core.names.extend([None] * head.end)
     for i in range(head.end):
@@ -176,41 +176,41 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
             open_account(core, i, specs[i], costs[i], &row)
             if row.generation > head.generations:
                 refuse(b"an account has a number that was never given")
-    book.generations = head.generations
-    book.serials = head.serials
+    loads.generations = head.generations
+    loads.serials = head.serials
     core.names_now = tuple(core.names)
     read_lease_slab(r, core, &head)
-    book.find_oldest()
+    loads.find_oldest()
     for i in range(head.end):
-        if book.workers[i].used:
-            book.workers[i].output_token_seconds = seconds[i]    # opening the next one has changed it
-    book.settle()
+        if loads.workers[i].used:
+            loads.workers[i].output_token_seconds = seconds[i]   # opening the next one has changed it
+    loads.settle()
     return 0
 
 
 cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost, BookRow* row) except -1:
     """Open a worker's account as ever, then let it be what it was."""
-    cdef LoadBook book = core.book
-    cdef WorkerBook* account
+    cdef LoadTracker loads = core.loads
+    cdef WorkerLoad* account
     cdef uint32_t slot, at
     cdef int64_t* amounts
     cdef Cost* own
-    if not isfinite(row.joined_at) or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MOST or row.generation == 0:
+    if not isfinite(row.joined_at) or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MAX or row.generation == 0:
         refuse(b"an account is out of its range")
-    if core.gauges is not None:
-        core.gauges.open(i)
+    if core.timings is not None:
+        core.timings.open(i)
     own = <Cost*> malloc(sizeof(Cost))
     if own == NULL:
         raise MemoryError("snapshot")
     own[0] = cost.cost
     try:
-        book.open(i, own, -1e15)                 # long ago, so that no slice expires
+        loads.open(i, own, -1e15)                # long ago, so that no slice expires
     except MemoryError:
         free(own)
         raise
-    account = &book.workers[i]
+    account = &loads.workers[i]
     account.generation = row.generation
-    account.joined_at = book.rows[i].joined_at = row.joined_at
+    account.joined_at = loads.rows[i].joined_at = row.joined_at
     for slot in range(BUCKETS):
         account.ring[slot] = row.ring[slot]
         amounts = <int64_t*> &account.ring[slot]
@@ -218,62 +218,62 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
             if not -AMOUNT_MAX <= amounts[at] <= AMOUNT_MAX:
                 refuse(b"an account is out of its range")
             (<int64_t*> &account.window)[at] += amounts[at]
-            (<int64_t*> &book.fleet)[at] += amounts[at]
+            (<int64_t*> &loads.fleet)[at] += amounts[at]
     for at in range(<uint32_t> (sizeof(Bucket) // 8)):
         if (<int64_t*> &account.window)[at] < 0:
             refuse(b"an account is out of its range")
     core.names[i] = spec.id
-    store32(&book.rows[i].block_size, spec.block_size)
-    store32(&book.rows[i].name, crc32(spec.id.encode()))
+    store32(&loads.rows[i].block_size, spec.block_size)
+    store32(&loads.rows[i].name, crc32(spec.id.encode()))
     return 0
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------
 
 cdef int read_lease_slab(Reader r, DecisionCore core, BookHead* head) except -1:
-    cdef LoadBook book = core.book
+    cdef LoadTracker loads = core.loads
     cdef uint32_t i, items = head.lease_chunks * <uint32_t> CHUNK, live = 0
     cdef const char* order
     cdef Lease* lease
     if head.lease_chunks > <uint32_t> CHUNKS_MAX:
         refuse(b"more leases than there may be")
-    load_slab(r, &book.leases, &book.budget, head.lease_chunks)
+    load_slab(r, &loads.leases, &loads.budget, head.lease_chunks)
     for i in range(head.lease_chunks):
-        r.copy(book.leases.chunks[i], CHUNK * sizeof(Lease))
+        r.copy(loads.leases.chunks[i], CHUNK * sizeof(Lease))
     for i in range(items):
-        lease = book.lease_at(i)
+        lease = loads.lease_at(i)
         if lease.serial:
             live += 1
             read_lease(core, lease, i)
     order = r.take(<int64_t> head.free_leases * 4)
-    if <uint64_t> live + head.free_leases != items or not are_free(book, <const uint32_t*> order, head.free_leases):
+    if <uint64_t> live + head.free_leases != items or not are_free(loads, <const uint32_t*> order, head.free_leases):
         refuse(b"its list of free leases is wrong")
     return 0
 
 
-cdef bint are_free(LoadBook book, const uint32_t* order, uint32_t count) except -1:
+cdef bint are_free(LoadTracker loads, const uint32_t* order, uint32_t count) except -1:
     """Chain the free leases, if they are just those that have ended, each once."""
     cdef uint32_t i, index
-    cdef bytearray seen = bytearray(book.leases.chunk_count * <uint32_t> CHUNK)
+    cdef bytearray seen = bytearray(loads.leases.chunk_count * <uint32_t> CHUNK)
     for i in range(count):
         memcpy(&index, order + i, 4)
-        if index >= len(seen) or seen[index] or book.lease_at(index).serial:
+        if index >= len(seen) or seen[index] or loads.lease_at(index).serial:
             return False
         seen[index] = 1
-    return chain_free(&book.leases, order, count)
+    return chain_free(&loads.leases, order, count)
 
 
 cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     """Make sure of a lease, and count it for its worker."""
-    cdef LoadBook book = core.book
-    cdef WorkerBook* account
+    cdef LoadTracker loads = core.loads
+    cdef WorkerLoad* account
     cdef Node* leaf
     lease.prefilled = lease.prefilled != 0
     lease.share = lease.share if lease.share <= <uint32_t> SHARES else 0
     lease.first_at = NAN                         # what was measured of its worker since then is not kept
-    if (lease.index != index or not 0 < lease.serial <= book.serials or not isfinite(lease.booked_at)
+    if (lease.index != index or not 0 < lease.serial <= loads.serials or not isfinite(lease.booked_at)
             or not isfinite(lease.renewed_seconds) or lease.renewed_seconds < 0
-            or not 0 <= lease.bucket <= book.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX
+            or not 0 <= lease.bucket <= loads.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX
             or lease.worker_generation == 0 or not 0 < lease.prompt_tokens <= <uint32_t> LEASE_TOKENS_MAX
             or lease.expected_output > <uint32_t> LEASE_TOKENS_MAX):
         refuse(b"a lease is out of its range")
@@ -281,8 +281,8 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
         leaf = node_at(&core.tree.t, lease.leaf) if lease.leaf < core.tree.t.nodes.chunk_count * CHUNK else NULL
         if leaf == NULL or not leaf.state & LIVE or generation(leaf) != lease.leaf_generation:
             lease.leaf_generation = NO_GENERATION        # forgotten since, and to stay so
-    if book.is_current(lease):
-        account = &book.workers[lease.worker]
+    if loads.is_current(lease):
+        account = &loads.workers[lease.worker]
         account.live_requests += 1
         account.live_output_tokens += lease.expected_output
         if not lease.prefilled:
@@ -293,25 +293,25 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
 
 cdef int read_leases(Reader r, DecisionCore core, double now) except -1:
     """Give the leases their requests' ids. Whatever has none was being placed, and is taken back."""
-    cdef LoadBook book = core.book
+    cdef LoadTracker loads = core.loads
     cdef uint64_t count = r.number()
     cdef int64_t key
     cdef uint32_t i
     cdef set taken = set()
-    if count > book.leases.live:
+    if count > loads.leases.live:
         refuse(b"more requests than leases")
     while count:
         key = <int64_t> r.number()
         request_id = r.value()
-        i = book.index_of(key)
-        if (i >= book.leases.chunk_count * <uint32_t> CHUNK or key < 0 or book.lease_of(key) == NULL or i in taken
+        i = loads.index_of(key)
+        if (i >= loads.leases.chunk_count * <uint32_t> CHUNK or key < 0 or loads.lease_of(key) == NULL or i in taken
                 or request_id in core.leases):
             refuse(b"a request has no lease")
         taken.add(i)
         core.leases[request_id] = key
         count -= 1
-    for i in range(book.leases.chunk_count * <uint32_t> CHUNK):
-        if book.lease_at(i).serial and i not in taken:
+    for i in range(loads.leases.chunk_count * <uint32_t> CHUNK):
+        if loads.lease_at(i).serial and i not in taken:
             # A key is serial * (the most leases) + index, and all of a key's low bits are its index.
-            core.cancelled(book.lease_at(i).serial * (<int64_t> book.index_of(-1) + 1) + i, now)
+            core.cancelled(loads.lease_at(i).serial * (<int64_t> loads.index_of(-1) + 1) + i, now)
     return 0

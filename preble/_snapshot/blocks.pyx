@@ -106,10 +106,10 @@ def read_blocks(Reader r not None, BlockIndex index not None) -> None:
     r.copy(&b.copies[0], sizeof(Copy) * COPIES_MAX)
     if (head.copy_count > <uint32_t> COPIES_MAX - 1 or head.space_room > <uint32_t> SPACES_MAX
             or not 0 <= head.credit <= CREDIT_MAX or min(head.counters) < 0):
-        refuse(b"facts about blocks are out of their range")
+        refuse(b"values about blocks are out of their range")
     for i in range(head.copy_count):
         if b.copies[i].length > <uint32_t> MEDIUM_BYTES:
-            refuse(b"facts about blocks are out of their range")
+            refuse(b"values about blocks are out of their range")
     index.calls = head.calls
     b.credit = head.credit
     b.orphans, b.conflicts, b.overflows, b.keyed = [head.counters[i] for i in range(4)]

@@ -3,7 +3,7 @@ Owns how a number, a slab's free list and a Python value are spelled; what they 
 its neighbours.
 
 Values are None, bool, int, float, str, bytes, and tuples of these. They are decoded piece by piece, so that no length
-is believed before the bytes for it have been seen.
+is accepted before the bytes for it have been seen.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize

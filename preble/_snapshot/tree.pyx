@@ -3,8 +3,8 @@ written, and every check that makes a tree out of bytes one that `RadixTree.chec
 
 Items keep their indices, so links, leases and places of blocks mean the same after as before; the order in which free
 items are handed out, the table's deleted slots and the room of entry blocks are kept too, so that the tree takes the
-same memory at every later step. Pointers are written as what they point to. Nothing in the bytes is believed: links are
-followed only after they are known to lead to items, and lists only as long as each item's way back is right.
+same memory at every later step. Pointers are written as what they point to. Nothing in the bytes is accepted unchecked:
+links are followed only after they are known to lead to items, and lists only as long as each item's way back is right.
 
 Sections: writing, reading, what is checked. The layout of the bytes is in docs/snapshot.md.
 """
@@ -48,7 +48,7 @@ from preble._core.tree.child_table cimport DELETED_SLOT, EMPTY_SLOT, TABLE_START
 from preble._core.tree.operations cimport limit_of, sweep_ghosts
 
 cdef enum:
-    TOKENS_MOST = 2147483647
+    TOKENS_MAX = 2147483647
     WORKER_ROWS_MAX = 1 << 17    # rows of a tree that once had the most workers allowed
     FILLED_MAX = 1 << 14         # slots of a child table in a row; of those that are 3/4 full, some hundreds may be
     CLAIMED = 1                  # in `seen` of marks: a node has it; beyond, its place in a recency list
@@ -286,7 +286,7 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.worker_room = head.worker_room
     for i in range(head.worker_end):
         r.copy(&row, sizeof(row))
-        if not 0 <= row.capacity <= TOKENS_MOST or row.epoch > <uint32_t> EPOCH_MAX:
+        if not 0 <= row.capacity <= TOKENS_MAX or row.epoch > <uint32_t> EPOCH_MAX:
             refuse(b"a capacity or an epoch is out of its range")
         t.workers[i].capacity = row.capacity
         t.workers[i].recency = row.recency
@@ -374,7 +374,7 @@ cdef const char* make_nodes(Load* x, const char* records, const char* tokens, in
                                              and is_item(copy.older, x.nodes) and is_item(copy.newer, x.nodes)):
             return b"a node leads nowhere"
         place = <uint64_t> <size_t> copy.run
-        if (<uint32_t> place == 0) != (copy.parent == NONE) or (place >> 32) + <uint32_t> place > TOKENS_MOST:
+        if (<uint32_t> place == 0) != (copy.parent == NONE) or (place >> 32) + <uint32_t> place > TOKENS_MAX:
             return b"a node has no tokens, or a root has"
         if <int64_t> <uint32_t> place > count:
             return b"it has fewer tokens than its nodes"

@@ -2,8 +2,8 @@
 evicted LRU.
 
 Owns the slots of cached tokens; free slots belong to the caller. Worker 0 is the engine itself, so marks, recency and
-pins are those of `_core/tree/operations.pyx`. Unlike in the global tree each node is cached as a whole: evicting part of a node
-splits it and removes the tail, and nothing uncached is remembered. Paper section 4.3.
+pins are those of `_core/tree/operations.pyx`. Unlike in the global tree each node is cached as a whole: evicting part
+of a node splits it and removes the tail, and nothing uncached is remembered. Paper section 4.3.
 """
 
 from array import array

@@ -57,7 +57,7 @@ class KvCache:
     """Prefix tree and slot pool as one: hold a cached prefix, take slots for new tokens, publish them, let them go.
 
     Evictions become events. Where nobody takes the events and they reach `events_max` or `event_tokens_max`, all
-    pending ones collapse into a single `AllBlocksCleared`: the router then believes less than is true, never more.
+    pending ones collapse into a single `AllBlocksCleared`: the router then expects less than is cached, never more.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""`preble attach`: what running SGLang and vLLM servers tell, and whether Preble can follow them. Owns the questions
+"""`preble attach`: what running SGLang and vLLM servers report, and whether Preble can follow them. Owns the questions
 and how the answers are printed; the client is `transport.http_server`, the feed `transport.kv_feed`.
 
 One row for each data-parallel rank. `replay` is "answers" when the batches that the engine keeps really came. With
-`--watch` a router follows the servers, and a line a second says what it hears, until interrupted.
+`--watch` a router follows the servers, and a line a second says what it receives, until interrupted.
 Exit codes: 0 all can be attached, 1 one cannot (stderr says why, and which flag is missing), 2 wrong usage.
 """
 
@@ -23,7 +23,7 @@ from ..router.router import Router
 from ..transport.engine_servers.http_client import EngineServer
 from ..transport.engine_servers.kv_event_codec import LoadReport
 from ..transport.engine_servers.kv_event_subscriber import EventFeed, within
-from ..transport.engine_servers.server_info import EventSource, ServerFacts, ServerOptions
+from ..transport.engine_servers.server_info import EventSource, ServerInfo, ServerOptions
 from .console import aligned
 
 HEADER = ("server", "engine", "model", "block", "capacity", "rank", "events", "replay", "running", "waiting")
@@ -34,16 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("urls", nargs="+", metavar="URL", help="http://host:port of a running server")
     parser.add_argument("--watch", action="store_true", help="follow their events and load until interrupted")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first line is their API key")
-    told = parser.add_argument_group("what a server does not tell (older versions of vLLM)")
-    told.add_argument("--block-size", type=int, metavar="TOKENS")
-    told.add_argument("--kv-capacity-tokens", type=int, metavar="TOKENS")
-    told.add_argument("--events-endpoint", default="", metavar="ENDPOINT", help="ZeroMQ endpoint of its cache events")
-    told.add_argument("--replay-endpoint", default="", metavar="ENDPOINT", help="where they can be asked for again")
-    told.add_argument("--events-topic", default="", metavar="TOPIC")
+    group = parser.add_argument_group("what a server does not say (older versions of vLLM)")
+    group.add_argument("--block-size", type=int, metavar="TOKENS")
+    group.add_argument("--kv-capacity-tokens", type=int, metavar="TOKENS")
+    group.add_argument("--events-endpoint", default="", metavar="ENDPOINT", help="ZeroMQ endpoint of its cache events")
+    group.add_argument("--replay-endpoint", default="", metavar="ENDPOINT", help="where they can be asked for again")
+    group.add_argument("--events-topic", default="", metavar="TOPIC")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the servers, print what they told; with --watch, follow them."""
+    """Ask the servers, print what they reported; with --watch, follow them."""
     options = ServerOptions(
         api_key=_first_line(args.api_key_file),
         block_size=args.block_size,
@@ -88,25 +88,25 @@ async def _ask_all(urls: Sequence[str], options: ServerOptions) -> list[Answer |
 async def _ask(url: str, options: ServerOptions) -> Answer | PrebleError:
     try:
         async with EngineServer(url, options) as server:
-            facts = await server.facts()
+            info = await server.info()
             loads = {load.rank: load for load in await server.load()}
-        rows = [await _row(url, facts, rank, loads.get(rank), options) for rank in range(facts.ranks)]
+        rows = [await _row(url, info, rank, loads.get(rank), options) for rank in range(info.ranks)]
     except PrebleError as error:
         return error
-    return rows, facts.advice
+    return rows, info.advice
 
 
 async def _row(
-    url: str, facts: ServerFacts, rank: int, load: LoadReport | None, options: ServerOptions
+    url: str, info: ServerInfo, rank: int, load: LoadReport | None, options: ServerOptions
 ) -> tuple[str, ...]:
-    source = facts.events[rank] if facts.events else None
+    source = info.events[rank] if info.events else None
     return (
         url,
-        f"{facts.engine} {facts.version}",
-        facts.model,
-        str(facts.block_size),
-        str(facts.kv_capacity_tokens),
-        f"{rank}/{facts.ranks}",
+        f"{info.engine} {info.version}",
+        info.model,
+        str(info.block_size),
+        str(info.kv_capacity_tokens),
+        f"{rank}/{info.ranks}",
         source.endpoint if source is not None else "none",
         await _replay_state(source, options),
         str(load.running) if load is not None else "?",
@@ -133,7 +133,7 @@ async def _replay_state(source: EventSource | None, options: ServerOptions) -> s
 
 
 class _Nobody:
-    """Hears a feed, and only its counters matter."""
+    """Receives a feed, and only its counters matter."""
 
     def on_payload(self, payload: bytes) -> None:
         """Nothing."""
@@ -157,17 +157,17 @@ async def _watch(urls: Sequence[str], options: ServerOptions) -> None:
 
 
 def watch_lines(router: Router) -> list[str]:
-    """A line for each worker: its state, what is believed of its cache, its events and load."""
-    believed = router.scheduler.stats()["workers"]
-    return [_watch_line(worker, believed.get(worker["worker_id"], {})) for worker in router.stats()["workers"].values()]
+    """A line for each worker: its state, what is estimated of its cache, its events and load."""
+    known = router.scheduler.stats()["workers"]
+    return [_watch_line(worker, known.get(worker["worker_id"], {})) for worker in router.stats()["workers"].values()]
 
 
-def _watch_line(worker: dict[str, Any], believed: dict[str, Any]) -> str:
+def _watch_line(worker: dict[str, Any], known: dict[str, Any]) -> str:
     feed = worker["feed"]
     load = worker["load"] or {"running": "?", "waiting": "?"}
     return (
         f"{worker['worker_id'] or '?'} {worker['state']} {worker['why']}".rstrip()
-        + f"  blocks {believed.get('known_blocks', 0)}  batches {feed['batches']}  gaps {feed['gaps']}"
+        + f"  blocks {known.get('known_blocks', 0)}  batches {feed['batches']}  gaps {feed['gaps']}"
         + f"  resyncs {feed['resyncs']}  restarts {feed['restarts']}"
         + f"  running {load['running']}  waiting {load['waiting']}"
     )

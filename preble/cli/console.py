@@ -292,7 +292,7 @@ def processor() -> str:
 
 
 def memory_gib() -> float | None:
-    """Physical memory, None where the system does not tell."""
+    """Physical memory, None where the system does not say."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):

@@ -56,8 +56,8 @@ def choose(records: Iterable[DecisionRecord], args: argparse.Namespace) -> Seque
     if args.id is not None:
         return deque((record for record in records if str(record.request_id) == args.id), maxlen=RECORDS_MAX)
     if args.worst_regret is not None:
-        told = (record for record in records if record.regret_seconds is not None)
-        return heapq.nlargest(args.worst_regret, told, key=lambda record: record.regret_seconds or 0.0)
+        judged = (record for record in records if record.regret_seconds is not None)
+        return heapq.nlargest(args.worst_regret, judged, key=lambda record: record.regret_seconds or 0.0)
     return deque(records, maxlen=args.last or 1)
 
 
@@ -79,8 +79,8 @@ def text_of(record: DecisionRecord) -> str:
 
 def heading(record: DecisionRecord) -> list[str]:
     """What was decided, and against what."""
-    told = f"request {printable(record.request_id)}: decision {record.sequence} at {number(record.decided_at)} s, "
-    told += f"policy {printable(record.policy)}, {record.prompt_tokens} prompt tokens"
+    head = f"request {printable(record.request_id)}: decision {record.sequence} at {number(record.decided_at)} s, "
+    head += f"policy {printable(record.policy)}, {record.prompt_tokens} prompt tokens"
     why = f"chosen {printable(record.worker)} ({printable(record.reason)})"
     if record.runner_up is None:
         why += ", the only candidate"
@@ -89,7 +89,7 @@ def heading(record: DecisionRecord) -> list[str]:
     if record.shadow is not None:
         same = "the same" if record.shadow.worker == record.worker else printable(record.shadow.worker)
         why += f"; shadow {printable(record.shadow.policy)}: {same} ({printable(record.shadow.reason)})"
-    return [told, why]
+    return [head, why]
 
 
 def ordered(record: DecisionRecord) -> list[WorkerTerms]:
@@ -129,7 +129,7 @@ def ending(record: DecisionRecord) -> list[str]:
 def pair(actual: float | None, expected: float, error: float | None, unit: str) -> str:
     """A number as it came, as it was expected, and the difference."""
     if actual is None or error is None:
-        return f"not told, {number(expected)}{unit} expected"
+        return f"not reported, {number(expected)}{unit} expected"
     sign = "+" if error >= 0 else "-"
     return f"{number(actual)}{unit}, {number(expected)}{unit} expected ({sign}{number(abs(error))})"
 

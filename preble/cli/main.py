@@ -28,7 +28,7 @@ COMMANDS = {
     "serve": ("preble.gateway", "serve an OpenAI-compatible HTTP API in front of workers"),
     "config": ("preble.cli.config", "print the configuration that `preble serve` would use"),
     "top": ("preble.cli.top", "the fleet behind a gateway, live in the terminal"),
-    "attach": ("preble.cli.attach", "what running SGLang and vLLM servers tell, and whether they can be followed"),
+    "attach": ("preble.cli.attach", "what running SGLang and vLLM servers report, and whether they can be followed"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
     "up": ("preble.cli.up", "start workers and a router together, restart what crashes, drain on SIGTERM"),
     "tiny-model": (

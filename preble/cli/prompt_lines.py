@@ -2,7 +2,7 @@
 the tasks of a run (`RunTasks`), which both kinds of `preble up` have.
 
 Reading and writing happen in two threads of their own: whoever writes prompts or reads answers slowly delays only this,
-never the router. Prompts are read when there is room for one more request; an answer waits while `MAX_WAITING_LINES`
+never the router. Prompts are read when there is room for one more request; an answer waits while `WAITING_LINES_MAX`
 are not written yet. When the reader of the answers is gone, no more prompts are read; lines that could not be written
 count as failed. Prompts are never quoted in errors.
 """
@@ -24,8 +24,8 @@ from ..types import SamplingParams
 
 logger = logging.getLogger("preble.up")
 
-MAX_LINE_CHARS = 32 << 20
-MAX_WAITING_LINES = 1024
+LINE_CHARS_MAX = 32 << 20
+WAITING_LINES_MAX = 1024
 _FULL_POLL_SECONDS = 0.01
 _LAST_LINES_SECONDS = 3.0
 _LAST_ANSWERS_SECONDS = 5.0  # for answers that are complete, but not written, when the last worker ends
@@ -199,7 +199,7 @@ def _read(prompts: TextIO, lines: asyncio.Queue[str], loop: asyncio.AbstractEven
     line = "\n"
     with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody takes lines any more
         while line:
-            line = prompts.readline(MAX_LINE_CHARS)
+            line = prompts.readline(LINE_CHARS_MAX)
             asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
 
 
@@ -210,7 +210,7 @@ class _LineWriter:
         self.broken = False
         self._output = output
         self._unwritten = 0
-        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_WAITING_LINES)
+        self._waiting: queue.Queue[str | None] = queue.Queue(WAITING_LINES_MAX)
         self._thread = threading.Thread(target=self._run, name="preble-answers", daemon=True)
         self._thread.start()
 

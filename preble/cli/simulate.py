@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--order", choices=("priority", "fcfs", "longest_prefix"), help="of a worker's queue (default: priority)")
     add = parser.add_argument_group("what goes wrong").add_argument
     add("--routers", type=int, default=1, metavar="N", help="schedulers that share the requests (default: 1)")
-    add("--event-delay", type=float, default=0.0, metavar="S", help="seconds until news are heard of (default: 0)")
+    add("--event-delay", type=float, default=0.0, metavar="S", help="seconds until events arrive (default: 0)")
     add("--event-loss", type=float, default=0.0, metavar="P", help="share of eviction news lost (default: 0)")
     add("--kill", action="append", default=[], metavar="W@S", help="worker W dies at S seconds; may be repeated")
     add = parser.add_argument_group("results").add_argument
@@ -158,7 +158,7 @@ def names_of(text: str) -> list[str]:
 
 
 def made(policy: str, workload: Workload) -> str | Policy:
-    """What `SimConfig` wants for a policy's name: the oracle must be told the groups."""
+    """What `SimConfig` wants for a policy's name: the oracle must be given the groups."""
     if policy != OraclePartition.name:
         return policy
     return OraclePartition({request.request_id: request.group for request in workload.requests})

@@ -20,13 +20,13 @@ except ImportError as error:
     raise MissingExtra("preble top needs rich: pip install 'preble[top]'") from error
 
 State = dict[str, Any]
-STYLES = {"ready": "green", "draining": "blue", "quiet": "yellow", "connecting": "dim"}
+STYLES = {"ready": "green", "draining": "blue", "suspect": "yellow", "connecting": "dim"}
 BAD = "bold red"  # every other state
-ORDER = ("lost", "refused", "quiet", "connecting", "draining", "ready")
+ORDER = ("lost", "refused", "suspect", "connecting", "draining", "ready")
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_COLUMNS = 12
 UNKNOWN = "-"
-ROWS_LEAST = 3  # of each table, however small the terminal is
+ROWS_MIN = 3  # of each table, however small the terminal is
 ROWS_AROUND = 8  # titles, headings and lines between tables
 ONCE_ROWS = 40
 
@@ -56,9 +56,9 @@ class TopScreen:
 
 def frame(state: State, height: int, trouble: str = "") -> RenderableType:
     """A state as something to print in `height` lines; the workers get half of them."""
-    rows = max(height - ROWS_AROUND, 4 * ROWS_LEAST)
-    workers = min(len(state["workers"]), max(rows // 2, ROWS_LEAST))
-    rest = max((rows - workers) // 3, ROWS_LEAST)
+    rows = max(height - ROWS_AROUND, 4 * ROWS_MIN)
+    workers = min(len(state["workers"]), max(rows // 2, ROWS_MIN))
+    rest = max((rows - workers) // 3, ROWS_MIN)
     return Group(
         header(state, trouble),
         worker_table(state["workers"], workers),
@@ -113,7 +113,7 @@ def decision_table(decisions: Sequence[State]) -> Table:
     table = _table("decided", "worker", "why", ">cached/prompt", ">L", ">M", ">P", ">total", ">first")
     for one in decisions:
         chosen, outcome = one["chosen"], one["outcome"]
-        told = "running" if outcome is None else seconds(outcome["first_token_seconds"])
+        first_token = "running" if outcome is None else seconds(outcome["first_token_seconds"])
         terms = (chosen[name] for name in ("load_seconds", "eviction_seconds", "prefill_seconds", "total_seconds"))
         _add(
             table,
@@ -122,13 +122,13 @@ def decision_table(decisions: Sequence[State]) -> Table:
             printable(one["reason"]),
             f"{chosen['matched_tokens']:,}/{one['prompt_tokens']:,}",
             *map(seconds, terms),
-            told,
+            first_token,
         )
     return table
 
 
 def prefix_table(prefixes: Sequence[State]) -> Table:
-    """The hottest prefixes, and where they are."""
+    """The hot prefixes, and where they are."""
     table = _table("prefix", ">tokens", ">requests", ">load", "workers")
     for one in prefixes:
         holders = ", ".join(printable(holder["worker"]) for holder in one["holders"][:6])

@@ -325,7 +325,7 @@ class UpRun:
         return f"{'; '.join(workers)}; requests: {request_counts(stats)}"
 
     def _worker_status(self, slot: Slot, stats: dict[str, Any]) -> str:
-        """The launcher's word for a worker, the router's where that says more, and the load it last told."""
+        """The launcher's word for a worker, the router's where that says more, and the load it last reported."""
         seen = stats["workers"].get(self._addresses.get(slot.number, ""), {})
         words = [slot.state.replace("_", " ")]
         if slot.state == "ready" and seen.get("state") != "ready":

@@ -22,7 +22,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-LEAST_SECONDS = 1e-6  # what a fitted model charges at the least
+SECONDS_MIN = 1e-6  # what a fitted model charges at the least
 BENDS = (64, 128, 256, 512, 1024, 2048)  # of the convex form
 CONVEX_END = 8192.0  # its last knot: beyond it goes on as a line
 KNOTS_MAX = 16
@@ -80,7 +80,7 @@ class Fit:
         at = np.asarray(self.form.knots)
         parts = (_hinges if self.form.convex else _ramps)(at, self.form.knots)
         rises = sum((weight * part for weight, part in zip(self.weights[7:], parts, strict=True)), np.zeros(len(at)))
-        return np.asarray(np.maximum.accumulate(max(float(self.weights[0]), LEAST_SECONDS) + rises))
+        return np.asarray(np.maximum.accumulate(max(float(self.weights[0]), SECONDS_MIN) + rises))
 
 
 def fitted(
@@ -115,7 +115,7 @@ def _with_late_attention(samples: Samples, knots: tuple[float, ...]) -> list[Fit
 
 def _thresholds(samples: Samples) -> list[float]:
     """Products of chunk and context that were measured, above which attention may start; none of few samples, which
-    would not tell."""
+    would not say."""
     products = np.unique((samples.chunk * samples.context)[samples.chunk > 1])[:-1]
     if len(products) < THRESHOLDS_MIN:
         return []

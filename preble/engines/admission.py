@@ -78,7 +78,7 @@ class AdmissionCounters:
     left_waiting: int = 0
 
 
-class _Believed:
+class _Estimate:
     """What the queue asks of a cache, answered by the scheduler of the ranks."""
 
     def __init__(self, scheduler: GlobalScheduler) -> None:
@@ -86,7 +86,7 @@ class _Believed:
         self._scheduler = scheduler
 
     def cached_tokens(self, token_ids: Int32Array, namespace: Hashable) -> int:
-        """Length of the longest prefix believed cached on any rank."""
+        """Length of the longest prefix estimated cached on any rank."""
         return self._scheduler.match(token_ids, namespace=namespace).best_tokens
 
 
@@ -116,8 +116,8 @@ class Admission:
         self._look_ahead_tokens = 2 * iteration_tokens * ranks if tokens is None else tokens
         self._look_ahead = config.look_ahead * ranks
         self._clock = clock
-        self._believed = _Believed(self.scheduler)
-        self._queue = WaitingQueue(config.queue_config(), self._believed)
+        self._estimate = _Estimate(self.scheduler)
+        self._queue = WaitingQueue(config.queue_config(), self._estimate)
         self._waiting: dict[str, tuple[LiveRequest, GenerationRequest]] = {}
         self._inside: dict[str, int] = {}  # tokens to compute until the first output, 0 from then on
         self._number = 0
@@ -160,7 +160,7 @@ class Admission:
             namespace=request.namespace,
             max_new_tokens=live.request.max_new_tokens,
         )
-        self._believed.version += 1
+        self._estimate.version += 1
         self._inside[request.request_id] = decision.prompt_tokens - decision.matched_tokens
         self._silent.add(request.request_id)
         self._silent_tokens += self._inside[request.request_id]
@@ -209,7 +209,7 @@ class Admission:
 
     def apply(self, rank: int, events: Iterable[CacheEvent]) -> None:
         """Cache events of one rank. Raises `InvalidInput` for events that make no sense."""
-        self._believed.version += 1
+        self._estimate.version += 1
         self.scheduler.apply(str(rank), events)
 
     def _tick(self, now: float) -> None:
@@ -217,7 +217,7 @@ class Admission:
             self._ticked_at = now
             self.scheduler.tick()
 
-    # --- facts --------------------------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting or request_id in self._inside
@@ -244,7 +244,7 @@ class Admission:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens believed to be in the caches of all ranks."""
+        """Tokens estimated to be in the caches of all ranks."""
         return sum(worker["cached_tokens"] for worker in self.scheduler.stats()["workers"].values())
 
     def group_sizes(self) -> Sequence[int]:
@@ -252,7 +252,7 @@ class Admission:
         return self._queue.group_sizes()
 
     def check(self) -> None:
-        """Assert that queue, sets, sums and the scheduler's books agree."""
+        """Assert that queue, sets, sums and the scheduler's bookings agree."""
         self._queue.check()
         self.scheduler.check()
         assert len(self._queue) == len(self._waiting), "queue and table list different requests"

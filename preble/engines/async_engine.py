@@ -3,7 +3,7 @@ hand-over between it and the worker's engine thread; knows no engine in particul
 
     engine's thread of the worker        one lock            thread of the event loop
       submit, abort  -> Admission  -> next request of the paper's order -> Backend.stream, one task each
-      step           <- Stream     <- what can be believed              <- what it yields
+      step           <- Stream     <- what can be accepted              <- what it yields
       take_events    <- EventRelay <- cache events                      <- the backend's own feed
 
 The hand-over is bounded by the requests in it: tokens that nobody has taken yet wait as one chunk, a request has
@@ -42,7 +42,7 @@ _TOKEN_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class BackendFacts:
+class BackendInfo:
     """What an engine turned out to be. `iteration_tokens` is what it computes at once, `vocab_size` None if unknown."""
 
     info: EngineInfo
@@ -57,7 +57,7 @@ class Backend(Protocol):
     def make_loop(self) -> asyncio.AbstractEventLoop:
         """The loop to run on. Called once, before anything else."""
 
-    async def start(self) -> BackendFacts:
+    async def start(self) -> BackendInfo:
         """Get ready."""
 
     async def feed(self, sink: EventSink) -> None:
@@ -116,16 +116,16 @@ class StreamingEngine:
         self._loop = backend.make_loop()
         self._thread = threading.Thread(target=self._run_loop, name="preble-engine-loop", daemon=True)
         self._thread.start()
-        facts = self._start(start_seconds)
-        self._info = facts.info
-        self._vocab_size = facts.vocab_size or _TOKEN_MAX + 1
-        self._ranks = facts.ranks
-        self._relay = EventRelay(facts.ranks)
+        started = self._start(start_seconds)
+        self._info = started.info
+        self._vocab_size = started.vocab_size or _TOKEN_MAX + 1
+        self._ranks = started.ranks
+        self._relay = EventRelay(started.ranks)
         self.admission = Admission(
             config or AdmissionConfig(),
-            facts.info,
-            ranks=facts.ranks,
-            iteration_tokens=facts.iteration_tokens,
+            started.info,
+            ranks=started.ranks,
+            iteration_tokens=started.iteration_tokens,
             clock=clock,
         )
         self._loop.call_soon_threadsafe(self._start_helpers)
@@ -134,7 +134,7 @@ class StreamingEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Constant facts about this engine, as it told them."""
+        """What is constant about this engine, as it reported it."""
         return self._info
 
     def submit(self, request: GenerationRequest) -> None:
@@ -166,7 +166,7 @@ class StreamingEngine:
             if stream.finish_reason is None:
                 stream.finish_reason = "abort"
                 self._let_go(stream)
-                self._tell(stream)
+                self._announce(stream)
             return True
 
     def step(self) -> list[OutputChunk]:
@@ -263,7 +263,7 @@ class StreamingEngine:
             job = EngineJob(request.request_id, request, self._streams[request.request_id].max_tokens, rank)
             self._loop.call_soon_threadsafe(self._start_job, job)
 
-    def _tell(self, stream: Stream) -> None:
+    def _announce(self, stream: Stream) -> None:
         """Something of a request is to be taken."""
         self._news[stream.request.request_id] = stream
         self._wake()
@@ -288,8 +288,8 @@ class StreamingEngine:
         finally:
             self._loop.close()
 
-    def _start(self, start_seconds: float) -> BackendFacts:
-        """Start the engine and wait for its facts; an engine that does not start is closed again."""
+    def _start(self, start_seconds: float) -> BackendInfo:
+        """Start the engine and wait for what it says of itself; an engine that does not start is closed again."""
         started = asyncio.run_coroutine_threadsafe(self._backend.start(), self._loop)
         try:
             return started.result(start_seconds)
@@ -325,7 +325,7 @@ class StreamingEngine:
         self._help(self._abort_until_gone(job_id))
 
     async def _abort_until_gone(self, job_id: str) -> None:
-        """Tell the engine; more than once, for it may not have known the request yet."""
+        """Notify the engine; more than once, for it may not have known the request yet."""
         for _ in range(_ABORT_TRIES):
             if job_id not in self._jobs:
                 return
@@ -355,7 +355,7 @@ class StreamingEngine:
                 self._let_go(stream)
             self._admit()
             if wanted:
-                self._tell(stream)
+                self._announce(stream)
 
     def _leave(self, stream: Stream) -> None:
         """A request is no longer in the engine."""
@@ -377,13 +377,13 @@ class StreamingEngine:
             if wanted:
                 if error is not None:
                     self.counters.streams_failed += 1
-                    # What an engine raises may quote the prompt, so only its kind is told.
+                    # What an engine raises may quote the prompt, so only its kind is reported.
                     stream.fail(f"the engine failed the request: {type(error).__name__}")
                 stream.end_of_stream()
             self._leave(stream)
             self._admit()
             if wanted:
-                self._tell(stream)
+                self._announce(stream)
 
     def _take_events(self, rank: int, events: Iterable[CacheEvent]) -> None:
         """The engine's cache has changed."""
@@ -400,7 +400,7 @@ class StreamingEngine:
             self._wake()
 
     def _end_feed(self, task: asyncio.Task[None]) -> None:
-        """Nothing is heard of the cache any more; where that is a fault, what was heard counts for nothing."""
+        """Nothing is reported of the cache any more; where that is a fault, what was received counts for nothing."""
         if not task.cancelled() and task.exception() is not None:
             logger.error("the feed of cache events failed", exc_info=task.exception())
             for rank in range(self._ranks):

@@ -1,8 +1,8 @@
-"""One request in an engine that streams: what it is asked, what it says, and what of that is believed.
+"""One request in an engine that streams: what it is asked, what it says, and what of that is accepted.
 
 Owns the checks of an engine's answers; knows no threads. Tokens that were sent already are dropped, a gap, an
 impossible token or an end without a reason ends the request with "error", tokens beyond the number asked for are cut
-off, and an impossible number of cached tokens counts as not told. Each is counted.
+off, and an impossible number of cached tokens counts as not reported. Each is counted.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Stream:
     cached_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
-    _hit_told: bool = False
+    _hit_reported: bool = False
 
     def take(self, part: StreamPart, vocab_size: int) -> None:
-        """Believe what can be believed. Afterwards `finish_reason` may be set, by the engine or by what was wrong."""
+        """Accept what can be accepted. Afterwards `finish_reason` may be set, by the engine or by what was wrong."""
         if part.index > self.produced:
             self.counters.gaps += 1
             self.fail(f"the engine left out {part.index - self.produced} tokens")
@@ -119,8 +119,8 @@ class Stream:
     def chunk(self) -> OutputChunk:
         """What has not been taken; the hit comes once, as soon as it is known, the reason with the last chunk."""
         token_ids, self.pending = tuple(self.pending), []
-        hit = None if self._hit_told else self.cached_tokens
-        self._hit_told = self._hit_told or hit is not None
+        hit = None if self._hit_reported else self.cached_tokens
+        self._hit_reported = self._hit_reported or hit is not None
         return OutputChunk(
             self.request.request_id,
             self.request.output_offset + self.produced - len(token_ids),

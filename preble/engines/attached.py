@@ -18,7 +18,7 @@ from ..errors import TransportError
 from ..transport.engine_servers.http_client import EngineServer
 from ..transport.engine_servers.server_info import EventSource, ServerOptions
 from ..transport.namespaces import salt_of
-from .async_engine import BackendFacts
+from .async_engine import BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
@@ -45,29 +45,29 @@ class AttachedBackend:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by job id: who reads its stream
         self._gone_seconds = gone_seconds
         self._clock = clock
-        self._heard_at = clock()
+        self._received_at = clock()
         self._failure = ""
 
     def make_loop(self) -> asyncio.AbstractEventLoop:
         """A new one."""
         return asyncio.new_event_loop()
 
-    async def start(self) -> BackendFacts:
+    async def start(self) -> BackendInfo:
         """Ask the server what it is."""
-        facts = await self._server.facts()
-        for advice in facts.advice:
+        server = await self._server.info()
+        for advice in server.advice:
             logger.warning("%s", advice)
-        self._sources, self._ranks = facts.events, facts.ranks
-        self._heard_at = self._clock()
+        self._sources, self._ranks = server.events, server.ranks
+        self._received_at = self._clock()
         info = EngineInfo(
-            engine=facts.engine,
-            model=facts.model,
-            kv_capacity_tokens=facts.kv_capacity_tokens,
-            block_size=facts.block_size,
-            max_running=facts.max_running,
-            max_model_tokens=facts.max_model_tokens,
+            engine=server.engine,
+            model=server.model,
+            kv_capacity_tokens=server.kv_capacity_tokens,
+            block_size=server.block_size,
+            max_running=server.max_running,
+            max_model_tokens=server.max_model_tokens,
         )
-        return BackendFacts(info, facts.ranks)
+        return BackendInfo(info, server.ranks)
 
     async def feed(self, sink: EventSink) -> None:
         """Cache events of all ranks, where the server publishes any."""
@@ -104,7 +104,7 @@ class AttachedBackend:
             self._failure = f"{self._server.url} broke off and does not answer: {error}"
 
     async def abort(self, job_id: str) -> None:
-        """End a request: the server is told, and the connection closed."""
+        """End a request: the server is informed, and the connection closed."""
         task = self._tasks.get(job_id)
         if task is not None:
             task.cancel()
@@ -115,10 +115,10 @@ class AttachedBackend:
         try:
             loads = await self._server.load()
         except TransportError as error:
-            if self._clock() - self._heard_at >= self._gone_seconds:
+            if self._clock() - self._received_at >= self._gone_seconds:
                 self._failure = f"{self._server.url} has not answered for {self._gone_seconds} s: {error}"
             return 0
-        self._heard_at = self._clock()
+        self._received_at = self._clock()
         return sum(load.used_tokens for load in loads)
 
     def failure(self) -> str:

@@ -20,7 +20,7 @@ __all__ = ["FINISH_REASONS", "Engine", "EngineInfo", "EngineLoad", "GenerationRe
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine tells in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds
+    """What an engine reports in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds
     prompt + output."""
 
     engine: str
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Constant facts about this engine."""
+        """What is constant about this engine."""
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed."""

@@ -2,7 +2,7 @@
 
 A worker whose engine has data-parallel ranks is one worker to routers: it caches what any of its ranks caches. So a
 block is reported as removed when the last rank has dropped it. The buffer is bounded: where nobody takes the events,
-all pending ones collapse into one `AllBlocksCleared`, so that routers believe less than is true, never more.
+all pending ones collapse into one `AllBlocksCleared`, so that routers expect less than is cached, never more.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class EventRelay:
         return not left
 
     def _cleared(self, rank: int) -> CacheEvent | None:
-        """One rank's cache was emptied. What is left on others is told apart by a removal of all that is gone."""
+        """One rank's cache was emptied. What is left on others is distinguished by a removal of all that is gone."""
         assert self._owners is not None
         mine = [key for key, owners in self._owners.items() if owners >> rank & 1]
         gone = [key for key in mine if self._dropped(rank, key)]

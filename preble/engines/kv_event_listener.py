@@ -40,7 +40,7 @@ class RankListener:
         self._sink = sink
 
     def on_payload(self, payload: bytes) -> None:
-        """Decode a batch; one that cannot be read makes everything believed so far doubtful."""
+        """Decode a batch; one that cannot be read makes everything estimated so far doubtful."""
         try:
             events = EventBatch(payload).events(namespace_of=sendable_namespace_of)
         except InvalidInput as error:
@@ -50,7 +50,7 @@ class RankListener:
         self._sink(self._rank, events)
 
     def on_resync(self) -> None:
-        """Events are lost: believe nothing."""
+        """Events are lost: expect nothing."""
         self._sink(self._rank, [AllBlocksCleared()])
 
     def on_load(self, report: LoadReport) -> None:

@@ -1,4 +1,4 @@
-"""Small facts about a model directory in transformers format, for engines that load the model themselves.
+"""What there is to know about a model directory in transformers format, for engines that load the model themselves.
 
 Owns reading them; needs neither torch nor transformers.
 """

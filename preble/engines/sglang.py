@@ -5,7 +5,7 @@ Everything about batching, memory, tensor and data parallelism is SGLang's own a
 only, cache events over a local socket. Run with SGLang 0.5.23.
 
 SGLang's scheduler processes are children of this one, and closing the engine ends all children of this process.
-Constructed in the main thread, for only there SGLang can tell that a child has died.
+Constructed in the main thread, for only there SGLang can see that a child has died.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import EngineError, InvalidConfig, MissingExtra
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import salt_of
-from .async_engine import BackendFacts
+from .async_engine import BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
@@ -80,28 +80,28 @@ class SglangBackend:
         loop: asyncio.AbstractEventLoop = self._engine.loop
         return loop
 
-    async def start(self) -> BackendFacts:
+    async def start(self) -> BackendInfo:
         """Ask the engine what it found: memory, places, lengths."""
         manager, arguments = self._engine.tokenizer_manager, self._engine.server_args.resolved_dict()
         loads = await manager.get_loads()
-        told = self._engine._scheduler_init_result.scheduler_infos[0]
+        reported = self._engine._scheduler_init_result.scheduler_infos[0]
         ranks = int(arguments.get("dp_size") or 1)
         places = max((load.max_running_requests for load in loads), default=0)
         path = Path(self._model)
         info = EngineInfo(
             engine="sglang",
             model=arguments.get("served_model_name") or model_name(self._model),
-            kv_capacity_tokens=int(told["max_total_num_tokens"]) * ranks,
+            kv_capacity_tokens=int(reported["max_total_num_tokens"]) * ranks,
             block_size=int(arguments.get("page_size") or 1),
             max_running=int(places or arguments.get("max_running_requests") or 0) or None,
-            max_model_tokens=min(int(manager.model_config.context_len), int(told["max_req_input_len"]) + 1),
+            max_model_tokens=min(int(manager.model_config.context_len), int(reported["max_req_input_len"]) + 1),
             tokenizer_fingerprint=tokenizer_fingerprint(path),
             eos_token_ids=eos_token_ids(path) or tuple(sorted(manager.model_config.hf_eos_token_id or ())),
         )
         chunk = int(arguments.get("chunked_prefill_size") or -1)
         iteration = chunk if chunk > 0 else int(arguments.get("max_prefill_tokens") or 8192)
         self._eos = info.eos_token_ids
-        return BackendFacts(info, ranks, iteration, int(manager.model_config.vocab_size))
+        return BackendInfo(info, ranks, iteration, int(manager.model_config.vocab_size))
 
     async def feed(self, sink: EventSink) -> None:
         """Cache events of all ranks."""
@@ -126,12 +126,12 @@ class SglangBackend:
             cache_salt=salt_of(job.request.namespace) or None,
         )
         async for output in outputs:
-            told, token_ids = output["meta_info"], output["output_ids"]
-            reason = told["finish_reason"]
+            reported, token_ids = output["meta_info"], output["output_ids"]
+            reason = reported["finish_reason"]
             yield StreamPart(
-                told["completion_tokens"] - len(token_ids),
+                reported["completion_tokens"] - len(token_ids),
                 token_ids,
-                told.get("cached_tokens"),
+                reported.get("cached_tokens"),
                 None if reason is None else reason["type"],
             )
 
@@ -169,7 +169,7 @@ def refuse_ours(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
 
 
 def _event_sockets(ranks: int, directory: str) -> tuple[list[EventSource], dict[str, Any]]:
-    """Where each rank publishes, and what SGLang has to be told for that."""
+    """Where each rank publishes, and what SGLang needs to be given for that."""
     if ranks == 1:
         source = EventSource(f"ipc://{directory}/events", f"ipc://{directory}/replay", TOPIC)
         sources, base = [source], source
@@ -178,8 +178,8 @@ def _event_sockets(ranks: int, directory: str) -> tuple[list[EventSource], dict[
         ends = [(f"tcp://127.0.0.1:{port + r}", f"tcp://127.0.0.1:{port + ranks + r}") for r in range(ranks)]
         sources = [EventSource(events, replay, TOPIC) for events, replay in ends]
         base = sources[0]
-    told = {"endpoint": base.endpoint, "replay_endpoint": base.replay_endpoint, "topic": TOPIC}
-    return sources, {"publisher": "zmq", "bind": True, **told}
+    ours = {"endpoint": base.endpoint, "replay_endpoint": base.replay_endpoint, "topic": TOPIC}
+    return sources, {"publisher": "zmq", "bind": True, **ours}
 
 
 def _free_ports(count: int, tries: int = 64) -> int:

@@ -97,7 +97,7 @@ class SimulatedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Constant facts about this engine."""
+        """What is constant about this engine."""
         return self._info
 
     @property

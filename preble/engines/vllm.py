@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import EngineError, InvalidConfig, MissingExtra
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import salt_of
-from .async_engine import BackendFacts
+from .async_engine import BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
@@ -70,7 +70,7 @@ class VllmBackend:
         """A new one."""
         return asyncio.new_event_loop()
 
-    async def start(self) -> BackendFacts:
+    async def start(self) -> BackendInfo:
         """Load the model and ask the engine what it found: memory, places, lengths."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -96,7 +96,7 @@ class VllmBackend:
             eos_token_ids=eos_token_ids(path),
         )
         self._eos = info.eos_token_ids
-        return BackendFacts(
+        return BackendInfo(
             info, ranks, int(config.scheduler_config.max_num_batched_tokens), int(model.get_vocab_size())
         )
 

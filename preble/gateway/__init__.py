@@ -2,7 +2,7 @@
 
 program        the process: start, signals, reload, end        config          every knob, and where it comes from
 processes      several of them on one port                     siblings        what they ask each other
-app, guard     routes; keys, limits, errors, log               state           one request from prompt to pieces
+app, middleware routes; keys, limits, errors, log               state           one request from prompt to pieces
 openai_api     chat completions, completions, models           generation      choices, stop strings, merging
 sglang_api     /generate                                       tokenizing      text to ids; `detokenizing` back
 admin_api      health, workers, explanations                   chat_template   messages to text

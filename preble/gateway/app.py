@@ -20,23 +20,23 @@ from .api.openapi import document
 from .api.sglang import Sglang
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
-from .core.sibling_processes import from_sibling, merged
-from .middleware import Guard
+from .core.sibling_processes import from_other_process, merged
+from .middleware import Middleware
 
 
-def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
+def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
     """The application for one gateway."""
     openai, sglang, admin, page = OpenAI(gateway), Sglang(gateway), Admin(gateway), Page(gateway)
 
     async def metrics(request: Request) -> Response:
         """GET /metrics. Counters are read on the loop, the text is made beside it."""
-        facts = gateway.router.stats()
-        text = await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, facts, gateway.stats())
-        siblings = gateway.siblings
-        if siblings is not None and not from_sibling(siblings, request.scope):
-            answers = await siblings.ask("GET", "/metrics")
-            told = {answer.index: answer.body if answer.status == 200 else None for answer in answers}
-            text = merged(dict(sorted({siblings.seat.index: text, **told}.items())))
+        stats = gateway.router.stats()
+        text = await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, stats, gateway.stats())
+        processes = gateway.processes
+        if processes is not None and not from_other_process(processes, request.scope):
+            answers = await processes.ask("GET", "/metrics")
+            texts = {answer.index: answer.body if answer.status == 200 else None for answer in answers}
+            text = merged(dict(sorted({processes.slot.index: text, **texts}.items())))
         return Response(text, media_type=gateway.metrics.content_type)
 
     described = json_response(document())
@@ -64,7 +64,7 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Guard:
         Route("/", page.index),
         Route("/page/{name}", page.file),
     ]
-    return Guard(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
+    return Middleware(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
 
 
 async def _no_such_path(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

@@ -22,11 +22,11 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 
 from ..clock import Clock
 from ..errors import PrebleError
-from .api.http import Receive, Send, problem_response
+from .api.http import Receive, Send, error_response
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
-from .core.request_context import Facts
-from .core.sibling_processes import from_sibling
+from .core.request_context import RequestContext
+from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
-def is_quiet(path: str) -> bool:
+def is_unlogged(path: str) -> bool:
     """Whether it is answered from memory, too often for the log and for rates."""
     return is_open(path) or path in UNLIMITED_PATHS
 
@@ -114,15 +114,15 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-class Guard:
+class Middleware:
     """ASGI: everything that comes in passes here. `configure` may be called again at any time, on the loop."""
 
     def __init__(self, app: App, gateway: Gateway, clock: Clock) -> None:
         self._app = app
         self._gateway = gateway
         self._clock = clock
-        siblings = gateway.siblings
-        self._own = [] if siblings is None else [(b"x-preble-process", str(siblings.seat.index).encode())]
+        processes = gateway.processes
+        self._own = [] if processes is None else [(b"x-preble-process", str(processes.slot.index).encode())]
         self.configure(gateway.config)
 
     def configure(self, config: GatewayConfig) -> None:
@@ -139,24 +139,24 @@ class Guard:
         started = self._clock()
         headers = HTTPConnection(scope).headers
         given = headers.get("x-request-id", "")
-        facts = Facts(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
-        facts.session = _session_of(headers)
-        tracing = None if is_quiet(scope["path"]) else self._gateway.tracing
+        context = RequestContext(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
+        context.session = _session_of(headers)
+        tracing = None if is_unlogged(scope["path"]) else self._gateway.tracing
         span = None if tracing is None else tracing.begin(headers)
         if tracing is None:
             hand_on(trace_of(headers))
-        scope["preble.facts"], scope["app"] = facts, self
+        scope["preble.context"], scope["app"] = context, self
         status = 0
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", facts.request_id.encode()), *self._own]
+                message["headers"] = [*message["headers"], (b"x-request-id", context.request_id.encode()), *self._own]
             await send(message)
 
         try:
-            await self._pass_on(scope, receive, answer, facts, headers)
+            await self._pass_on(scope, receive, answer, context, headers)
         except ClientDisconnect:
             status = CLIENT_GONE
         except PrebleError as error:
@@ -168,20 +168,20 @@ class Guard:
             defect = ApiError(500, "internal error", kind="server_error", code="internal_error")
             await self._refuse(defect, scope, receive, answer, status)
         finally:
-            self._note(scope, facts, status, self._clock() - started)
+            self._note(scope, context, status, self._clock() - started)
             if tracing is not None:
                 route = getattr(scope.get("route"), "path", OTHER)
-                tracing.end(span, scope["method"], route, status or CLIENT_GONE, facts)
+                tracing.end(span, scope["method"], route, status or CLIENT_GONE, context)
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, facts: Facts, headers: Any) -> None:
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, context: RequestContext, headers: Any) -> None:
         path = scope["path"]
-        if from_sibling(self._gateway.siblings, scope):
+        if from_other_process(self._gateway.processes, scope):
             await self._app(scope, receive, send)
             return
-        facts.key_name = self._keys.name_of(headers, path)
-        if self._limiter is not None and not is_quiet(path):
+        context.key_name = self._keys.name_of(headers, path)
+        if self._limiter is not None and not is_unlogged(path):
             client = scope.get("client") or ("unknown",)
-            wait = self._limiter.wait_seconds(facts.key_name or client[0])
+            wait = self._limiter.wait_seconds(context.key_name or client[0])
             if wait > 0.0:
                 raise ApiError(
                     429, "too many requests", kind="rate_limit_error", code="rate_limit", retry_after_seconds=wait
@@ -191,25 +191,25 @@ class Guard:
     async def _refuse(self, error: PrebleError, scope: Scope, receive: Receive, send: Send, status: int) -> None:
         """Answer with an error, unless an answer has begun."""
         if status == 0:
-            await problem_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
-    def _note(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
+    def _note(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", OTHER)
         self._gateway.metrics.request(route, status, seconds)
-        if is_quiet(route) or not logger.isEnabledFor(logging.INFO):
+        if is_unlogged(route) or not logger.isEnabledFor(logging.INFO):
             return
-        progress = facts.progress
+        progress = context.progress
         first = progress.choices[0] if progress.choices else None
         line = {
-            "request_id": facts.request_id,
+            "request_id": context.request_id,
             "method": scope["method"],
             "route": route,
             "status": status or CLIENT_GONE,
             "seconds": round(seconds, 6),
-            "key": facts.key_name,
-            "session": facts.session,
-            "stream": facts.stream,
-            "first_token_seconds": facts.first_token_seconds,
+            "key": context.key_name,
+            "session": context.session,
+            "stream": context.stream,
+            "first_token_seconds": context.first_token_seconds,
             "choices": len(progress.choices),
             "prompt_tokens": progress.prompt_tokens,
             "cached_tokens": progress.cached_tokens,

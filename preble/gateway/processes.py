@@ -2,7 +2,7 @@
 
     parent             holds the port (bound, not listening), starts the others, serves nothing
     process 0 .. N-1   each a whole gateway with a router of its own; the kernel spreads connections over them
-                       (SO_REUSEPORT), the workers' events tell all of them what is cached where
+                       (SO_REUSEPORT), the workers' events show all of them what is cached where
 
 A process that ends unasked is started again, after half a second at first and 30 s at last, for as long as it takes;
 what it was streaming breaks off. One that cannot start while none has served yet ends everything: the configuration is
@@ -35,7 +35,7 @@ from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
 from .core.config import FIELDS, GatewayConfig, load_for
 from .core.logs import log_as_json
-from .core.sibling_processes import Seat
+from .core.sibling_processes import ProcessSlot
 
 logger = logging.getLogger("preble.gateway")
 
@@ -109,8 +109,8 @@ class _Fleet:
             self._supervisor.drain()
 
     def _spawn(self, number: int) -> ChildProcess:
-        seat = Seat(number, self._count, self._port, self._directory)
-        what = json.dumps({"flags": self._flags, "seat": asdict(seat)})
+        slot = ProcessSlot(number, self._count, self._port, self._directory)
+        what = json.dumps({"flags": self._flags, "slot": asdict(slot)})
         argv = [sys.executable, "-m", "preble.gateway.processes", what]
         return ChildProcess(argv, on_output=lambda line: None, on_log=_pass_on)
 
@@ -140,14 +140,14 @@ def main(what: str) -> int:
     """Be one of the processes."""
     from .program import serve_until_stopped
 
-    told = json.loads(what)
-    seat = Seat(**told["seat"])
-    flags = told["flags"]
+    given = json.loads(what)
+    slot = ProcessSlot(**given["slot"])
+    flags = given["flags"]
     args = argparse.Namespace(**{name: value for name, value in flags.items() if name != "config"})
     args.config = None if flags["config"] is None else Path(flags["config"])
     try:
         end_with_stdin(load_for(args, os.environ).config.drain_seconds + END_MARGIN_SECONDS)
-        return serve_until_stopped(lambda: load_for(args, os.environ), seat)
+        return serve_until_stopped(lambda: load_for(args, os.environ), slot)
     except PrebleError as error:
         sys.stderr.write(f"preble serve: {error}\n")
         return 1

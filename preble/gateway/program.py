@@ -31,7 +31,7 @@ from ..scheduling.records import Recording
 from ..transport.security import load_client_keys
 from .core.config import GatewayConfig, Loaded, changes
 from .core.logs import log_as_json
-from .core.sibling_processes import Seat, Siblings
+from .core.sibling_processes import GatewayProcesses, ProcessSlot
 
 try:
     import uvicorn
@@ -41,7 +41,7 @@ try:
     from .core.metrics import Metrics
     from .core.tracing import Tracing
     from .dashboard.state import RECORDS_PER_SECOND
-    from .middleware import Guard
+    from .middleware import Middleware
     from .text.tokenizing import SWITCH_SECONDS, TextCodec, first_difference
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
@@ -55,16 +55,16 @@ DESCRIPTORS_PER_REQUEST = 2  # the client's connection, and one to a server over
 RECORDS_KEPT = 1024
 
 
-def serve_until_stopped(load: Callable[[], Loaded], seat: Seat | None = None) -> int:
-    """Run the gateway that `load` describes, in this thread; with a `seat` it is one of several. Main thread only, for
+def serve_until_stopped(load: Callable[[], Loaded], slot: ProcessSlot | None = None) -> int:
+    """Run the gateway that `load` describes, in this thread; with a `slot` it is one of several. Main thread only, for
     the signals."""
     config = load().config
     # The pool's threads are as many as were asked for; the library need not start its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
-    log_as_json(config.log_level, {} if seat is None else {"process": seat.index})
+    log_as_json(config.log_level, {} if slot is None else {"process": slot.index})
     _allow_descriptors(DESCRIPTORS_OWN + DESCRIPTORS_PER_REQUEST * config.max_live_requests)
-    _run_loop(_serve(config, load, seat))
+    _run_loop(_serve(config, load, slot))
     return 0
 
 
@@ -78,22 +78,22 @@ def _run_loop(work: Coroutine[Any, Any, None]) -> None:
         uvloop.run(work)
 
 
-async def _serve(config: GatewayConfig, load: Callable[[], Loaded], seat: Seat | None) -> None:
-    listeners = [_listen(config.host, config.port if seat is None else seat.port, shared=seat is not None)]
-    siblings = None if seat is None else Siblings(seat)
+async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: ProcessSlot | None) -> None:
+    listeners = [_listen(config.host, config.port if slot is None else slot.port, shared=slot is not None)]
+    processes = None if slot is None else GatewayProcesses(slot)
     codec = tracing = None
     try:
         tracing = None if config.traces_endpoint is None else Tracing(config.traces_endpoint)
         codec = _codec(config)
         metrics = Metrics(time.monotonic)
-        running = None if siblings is None else await siblings.workers()
+        running = None if processes is None else await processes.workers()
         router = _router(config, metrics, codec, running)
         await _start(router, config, codec)
         _drain_like(router, running or [])
-        if seat is not None:
-            listeners.append(seat.listen())
+        if slot is not None:
+            listeners.append(slot.listen())
         try:
-            gateway = Gateway(router, codec, config, metrics, siblings=siblings, tracing=tracing)
+            gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing)
             await _run(make_app(gateway), gateway, listeners, load)
         finally:
             await router.close()
@@ -107,7 +107,7 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], seat: Seat |
             tracing.close()
 
 
-async def _run(app: Guard, gateway: Gateway, listeners: list[socket.socket], load: Callable[[], Loaded]) -> None:
+async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket], load: Callable[[], Loaded]) -> None:
     server = _Server(
         uvicorn.Config(
             app,
@@ -150,7 +150,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and tell it."""
+        """Start, and report that."""
         await super().startup(sockets)
         if self.started:
             host, port = self._listener.getsockname()[:2]
@@ -268,7 +268,7 @@ def _compare_tokenizers(codec: TextCodec, welcome: Any) -> None:
 class Reloading:
     """Reads the configuration again, one time after the other. Belongs to the loop."""
 
-    def __init__(self, gateway: Gateway, app: Guard, load: Callable[[], Loaded]) -> None:
+    def __init__(self, gateway: Gateway, app: Middleware, load: Callable[[], Loaded]) -> None:
         self._gateway = gateway
         self._app = app
         self._load = load
@@ -279,7 +279,7 @@ class Reloading:
         """Reload soon; asked while one goes on, once more after it."""
         self._again = True
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._reload_until_quiet())
+            self._task = asyncio.ensure_future(self._reload_until_settled())
 
     async def close(self) -> None:
         """Wait for the one that goes on."""
@@ -287,7 +287,7 @@ class Reloading:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _reload_until_quiet(self) -> None:
+    async def _reload_until_settled(self) -> None:
         while self._again:
             self._again = False
             try:

@@ -24,7 +24,7 @@ class AutoscaleConfig:
     """Bounds and times of following the advice. Raises `InvalidConfig` naming the field.
 
     `down_ratio`: workers go only if the others would then be below this share of `target_utilisation`. `look_seconds`
-    between two looks; `min_observed_seconds`: a fleet watched for less is left alone.
+    between two looks; `min_observed_seconds`: a fleet observed for less is left alone.
     """
 
     min_workers: int = 1
@@ -61,7 +61,7 @@ class AutoscaleConfig:
 
 
 class Autoscaler:
-    """Decides from one load after another. Not thread-safe; time is what it is told."""
+    """Decides from one load after another. Not thread-safe; time is what it is reported."""
 
     def __init__(self, config: AutoscaleConfig) -> None:
         self.config = config

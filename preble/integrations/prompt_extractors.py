@@ -131,14 +131,14 @@ def _only(prompt: Any) -> Any:
 def _template(read: Callable[[str], Any]) -> dict[str, Any]:
     """What a chat's template is rendered with beside its messages, as vLLM and SGLang do."""
     own = read("chat_template_kwargs")
-    told: dict[str, Any] = dict(own) if isinstance(own, Mapping) else {}
+    options: dict[str, Any] = dict(own) if isinstance(own, Mapping) else {}
     for name in ("tools", "documents"):
         values = read(name)
         if isinstance(values, list | tuple) and values:
-            told[name] = [one.model_dump() if hasattr(one, "model_dump") else one for one in values]
+            options[name] = [one.model_dump() if hasattr(one, "model_dump") else one for one in values]
     if isinstance(read("add_generation_prompt"), bool):
-        told["add_generation_prompt"] = read("add_generation_prompt")
-    return told
+        options["add_generation_prompt"] = read("add_generation_prompt")
+    return options
 
 
 def _is_read(message: Any) -> bool:

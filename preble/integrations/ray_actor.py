@@ -1,5 +1,5 @@
 """What runs on a Ray node for each worker: an actor that keeps one `preble worker` as its child. Owns the child, and
-what is told of it; who places actors, and what routers do, is `ray_workers.py`'s.
+what is reported of it; who places actors, and what routers do, is `ray_workers.py`'s.
 
 The worker is a process of its own, not a thread of the actor: an engine that crashes, or is killed for its memory,
 takes nobody along, its signals and its main thread are its own, and its loop shares no interpreter lock with Ray. When
@@ -24,10 +24,10 @@ from ..launch.supervisor import WRONG_USAGE_CODE
 logger = logging.getLogger("preble.ray")
 
 NODE = "node"  # as a host: the address by which Ray knows the node
-GUARD_GRACE_SECONDS = 2.0
+WATCHDOG_GRACE_SECONDS = 2.0
 _LOG_LINES_KEPT = 20
 # With `-m`, Python would look in the current directory first, and might find sources that are not compiled.
-_GUARD = (
+_WATCHDOG = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
     "from preble.integrations.ray_watchdog import main; sys.exit(main())"
 )
@@ -60,11 +60,11 @@ class WorkerActor:
         self._last_lines: list[str] = []
         self._node = _node_address()
         host = self._node if plan.host == NODE else plan.host
-        command = [sys.executable, "-c", _GUARD, str(GUARD_GRACE_SECONDS), *plan.command(host)]
+        command = [sys.executable, "-c", _WATCHDOG, str(WATCHDOG_GRACE_SECONDS), *plan.command(host)]
         self._worker = ChildProcess(command, on_output=self._take_line, on_log=self._take_line)
         threading.Thread(target=self._watch, name="preble-worker-watch", daemon=True).start()
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """`address` for routers ("" until it serves), `node` address, `pid` of this actor, `failed`: why no restart
         will help, `ended`: it has stopped as it was asked to."""
         return {
@@ -76,7 +76,7 @@ class WorkerActor:
         }
 
     def stop(self) -> None:
-        """Let the worker drain; the second time: end it at once. Ask `facts` whether it has ended."""
+        """Let the worker drain; the second time: end it at once. Ask `status` whether it has ended."""
         self._stopping = True
         self._worker.terminate()
 
@@ -85,7 +85,7 @@ class WorkerActor:
         return ready_endpoints(line)[0] if line and (self._stopping or self._worker.poll() is None) else ""
 
     def _take_line(self, line: str) -> None:
-        """To the actor's own output, which Ray keeps and shows; the last lines also tell why a worker will not
+        """To the actor's own output, which Ray keeps and shows; the last lines also report why a worker will not
         start."""
         self._last_lines = [*self._last_lines[1 - _LOG_LINES_KEPT :], line]
         sys.stderr.write(f"[{self._plan.name}] {line}\n")

@@ -1,9 +1,9 @@
 """Ray Serve's request router with Preble's scheduler inside: `PrebleRequestRouter`. Owns what Ray calls and what it
-expects in return; the decisions and books are in `replicas`, the reading of prompts in `prompts`.
+expects in return; the decisions and bookings are in `replicas`, the reading of prompts in `prompts`.
 
 Ray makes one router for each process that holds a handle of the deployment, on an event loop of its own. Each learns
-from the requests that it routes itself, from what the others tell of theirs (`board`), and from the cache events of all
-replicas where these publish them.
+from the requests that it routes itself, from what the others report of theirs (`exchange`), and from the cache events
+of all replicas where these publish them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from weakref import WeakKeyDictionary
 
 from ..errors import InvalidConfig, MissingExtra, NoWorkers, PrebleError, QueueFull
 from ..types import BlockKeys
-from .booking_exchange import Board, BoardCalls, BoardClient, Heard, Note
+from .booking_exchange import BookingExchange, ExchangeCalls, ExchangeClient, Note, ReceivedNotes
 from .prompt_extractors import PromptReader, ReaderConfig, Tokens
 from .replica_events import ReplicaEvents
-from .replica_scheduler import UNREPORTED_SECONDS, ReplicaFacts, ReplicaScheduler, Ticket, facts_of, scheduler_config
+from .replica_scheduler import (
+    UNREPORTED_SECONDS,
+    ReplicaMetadata,
+    ReplicaScheduler,
+    Ticket,
+    metadata_of,
+    scheduler_config,
+)
 
 try:
     from ray.serve.request_router import (
@@ -40,9 +47,9 @@ logger = logging.getLogger("preble.integrations")
 
 # Where a pending request carries what belongs to it, so that it goes when the request does.
 TICKET = "_preble_ticket"
-WATCHED = "_preble_watched"
+FOLLOWED = "_preble_followed"
 SENT = "_preble_sent"
-BOARDS = "preble"  # Ray's namespace of the actors by which routers hear of each other
+EXCHANGES = "preble"  # Ray's namespace of the actors by which routers learn of each other
 
 
 class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
@@ -69,8 +76,8 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     ) -> None:
         """Called by Ray with `request_router_kwargs`.
 
-        `share`: tell the deployment's other routers of each booking and hear of theirs, through an actor.
-        `config`: fields of `SchedulerConfig`. `kv_capacity_tokens`, `block_size`: of a replica that tells none.
+        `share`: report each booking to the deployment's other routers and learn of theirs, through an actor.
+        `config`: fields of `SchedulerConfig`. `kv_capacity_tokens`, `block_size`: of a replica that reports none.
         `reader`: fields of `ReaderConfig` (extractor, tokenizer, threads, queue_max, read_seconds).
         Raises `InvalidConfig` naming the argument, `MissingExtra` for a tokenizer without its library.
         """
@@ -78,18 +85,20 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             reader_config = ReaderConfig(**reader)
         except TypeError as error:
             raise InvalidConfig(f"request_router_kwargs: {error}") from error
-        self._books = ReplicaScheduler(
+        self._scheduler = ReplicaScheduler(
             policy=policy,
             cost_model=cost_model,
             config=scheduler_config(config),
             kv_capacity_tokens=kv_capacity_tokens,
             block_size=block_size,
             seed=seed,
-            tell=self._tell,
+            publish=self._publish,
         )
-        self._board = BoardClient(self._connect, self._books.peer, self._books.counters) if share else None
+        self._exchange = (
+            ExchangeClient(self._connect, self._scheduler.peer, self._scheduler.counters) if share else None
+        )
         self._reader = PromptReader(reader_config)
-        self._events = ReplicaEvents(self._books.scheduler, self._books.counters)
+        self._events = ReplicaEvents(self._scheduler.scheduler, self._scheduler.counters)
         self._draws = random.Random(seed)
         self._routing: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
         self._choices = RayCounter(
@@ -105,8 +114,8 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The replica to try first, then two at random should it be full; of two, Ray takes the shorter queue."""
         self._note_routing(pending_request)
-        if self._books.tick_due():
-            self._reader.run(lambda: self._guarded(self._books.tick))
+        if self._scheduler.tick_due():
+            self._reader.run(lambda: self._shielded(self._scheduler.tick))
         allowed = self._with_model(candidate_replicas, pending_request)
         chosen, why = await self._choose(allowed, pending_request)
         self._count(why)
@@ -127,7 +136,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             if pending.future.done():  # placed by Ray or given up meanwhile: nobody would end a booking
                 return None, "too_late"
             by_name = {_name(one.replica_id): one for one in self._not_full(candidates)}
-            chosen = by_name[self._books.place(ticket, by_name)]
+            chosen = by_name[self._scheduler.place(ticket, by_name)]
             self._watch(pending, ticket)
             return chosen, "scheduled"
         except QueueFull:
@@ -154,7 +163,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
                 tokens = _in_namespace(tokens, pending.metadata.multiplexed_model_id)
             ticket = None if tokens is None else Ticket(pending.metadata.internal_request_id, tokens)
             if ticket is not None and not hasattr(pending, SENT):
-                ticket.quiet_seconds = UNREPORTED_SECONDS
+                ticket.silent_seconds = UNREPORTED_SECONDS
             setattr(pending, TICKET, ticket)
         found: Ticket | None = getattr(pending, TICKET)
         return found
@@ -178,7 +187,7 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         return super()._get_pending_request_matching_internal_request_id(request_metadata)
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, **rest: Any) -> RunningReplica:
-        """Ray calls this for all requests that it sends itself, and tells their end. It does not for those of which
+        """Ray calls this for all requests that it sends itself, and reports their end. It does not for those of which
         only the place is asked (Ray Serve LLM's direct streaming, where HAProxy sends them)."""
         setattr(pending_request, SENT, True)
         return await super()._choose_replica_for_request(pending_request, **rest)
@@ -186,10 +195,10 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def _watch(self, pending: PendingRequest, ticket: Ticket) -> None:
         """Give the booking back if the caller goes away before a replica is asked: Ray then completes nothing."""
         future = pending.future
-        if getattr(pending, WATCHED, None) is future:
+        if getattr(pending, FOLLOWED, None) is future:
             return
-        setattr(pending, WATCHED, future)
-        future.add_done_callback(lambda done: self._books.cancel(ticket) if done.cancelled() else None)
+        setattr(pending, FOLLOWED, future)
+        future.add_done_callback(lambda done: self._scheduler.cancel(ticket) if done.cancelled() else None)
 
     def _with_model(
         self, candidates: Sequence[RunningReplica], pending: PendingRequest | None
@@ -217,89 +226,89 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         return self._draws.sample(list(candidates), min(2, len(candidates)))
 
     def _count(self, choice: str) -> None:
-        self._books.counters[f"choice_{choice}"] += 1
+        self._scheduler.counters[f"choice_{choice}"] += 1
         self._choices.inc(tags={"deployment": self._deployment_id.name, "choice": choice})
 
-    # --- what Ray tells -----------------------------------------------------------------------------------------------
+    # --- what Ray reports ---------------------------------------------------------------------------------------------
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica took the request: the booking is there from now on."""
         ticket = getattr(pending_request, TICKET, None)
         if ticket is not None:
-            self._guarded(self._books.routed, ticket, _name(replica_id))
+            self._shielded(self._scheduler.routed, ticket, _name(replica_id))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request is over, or was refused. May come from any thread."""
-        self._guarded(self._books.completed, _name(replica_id), internal_request_id)
+        self._shielded(self._scheduler.completed, _name(replica_id), internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget the replica, its cache and its bookings."""
         super().on_replica_actor_died(replica_id)
         self._events.remove(_name(replica_id))
-        self._guarded(self._books.remove, _name(replica_id))
+        self._shielded(self._scheduler.remove, _name(replica_id))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Replicas came, left, or told something new."""
+        """Replicas came, left, or reported something new."""
         super().update_replicas(replicas)
-        facts = {_name(one.replica_id): self._facts(one) for one in replicas}
-        self._guarded(self._books.update, facts)
-        self._guarded(self._events.update, facts)
-        if self._board is not None:  # without replicas the deployment may be gone, while this process stays
-            self._guarded(self._board.start if replicas else self._board.close)
+        metadata = {_name(one.replica_id): self._metadata(one) for one in replicas}
+        self._shielded(self._scheduler.update, metadata)
+        self._shielded(self._events.update, metadata)
+        if self._exchange is not None:  # without replicas the deployment may be gone, while this process stays
+            self._shielded(self._exchange.start if replicas else self._exchange.close)
 
-    def _facts(self, replica: RunningReplica) -> ReplicaFacts:
+    def _metadata(self, replica: RunningReplica) -> ReplicaMetadata:
         try:
-            return facts_of(replica.replica_metadata or {}, replica.routing_stats or {})
+            return metadata_of(replica.replica_metadata or {}, replica.routing_stats or {})
         except PrebleError as error:
-            self._books.counters["facts_refused"] += 1
-            logger.warning("what replica %s tells is not used: %s", _name(replica.replica_id), error)
-            return ReplicaFacts()
+            self._scheduler.counters["metadata_refused"] += 1
+            logger.warning("what replica %s reports is not used: %s", _name(replica.replica_id), error)
+            return ReplicaMetadata()
 
-    def _guarded(self, function: Any, *args: Any) -> None:
-        """Call into the books. Ray's router must go on whatever happens there; it is counted."""
+    def _shielded(self, function: Any, *args: Any) -> None:
+        """Call into the bookings. Ray's router must go on whatever happens there; it is counted."""
         try:
             function(*args)
         except Exception as error:  # noqa: BLE001  it would end a request that had no part in it
-            self._books.counters["hook_failed"] += 1
+            self._scheduler.counters["hook_failed"] += 1
             logger.error("%s failed: %s", function.__name__, type(error).__name__)
 
     # --- other routers of the deployment ------------------------------------------------------------------------------
 
-    def _tell(self, note: Note) -> None:
-        if self._board is not None:
-            self._board.tell(note)
+    def _publish(self, note: Note) -> None:
+        if self._exchange is not None:
+            self._exchange.publish(note)
 
-    async def _connect(self) -> BoardCalls:
-        """The deployment's board; the first router makes it, and it goes with the process that made it."""
-        name = f"preble-board:{self._deployment_id.app_name}:{self._deployment_id.name}"
-        return _ActorBoard(await asyncio.to_thread(_board_actor, name))
+    async def _connect(self) -> ExchangeCalls:
+        """The deployment's booking exchange; the first router makes it, and it goes with the process that made it."""
+        name = f"preble-booking-exchange:{self._deployment_id.app_name}:{self._deployment_id.name}"
+        return _ActorExchange(await asyncio.to_thread(_exchange_actor, name))
 
     # --- for whoever looks --------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Choices by reason, bookings, event batches, and the scheduler's `stats`. Safe to keep."""
-        return {**self._books.stats(), "events_of": sorted(self._events.followed)}
+        return {**self._scheduler.stats(), "events_of": sorted(self._events.followed)}
 
 
-class _ActorBoard:
-    """A board in an actor."""
+class _ActorExchange:
+    """An exchange in an actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    async def tell(self, router: str, notes: Sequence[Note]) -> None:
-        await self._actor.tell.remote(router, notes)
+    async def publish(self, router: str, notes: Sequence[Note]) -> None:
+        await self._actor.publish.remote(router, notes)
 
-    async def hear(self, router: str, epoch: str, after: int, wait_seconds: float) -> Heard:
-        heard: Heard = await self._actor.hear.remote(router, epoch, after, wait_seconds)
-        return heard
+    async def poll(self, router: str, epoch: str, after: int, wait_seconds: float) -> ReceivedNotes:
+        received: ReceivedNotes = await self._actor.poll.remote(router, epoch, after, wait_seconds)
+        return received
 
 
-def _board_actor(name: str) -> Any:
+def _exchange_actor(name: str) -> Any:
     """The actor of that name, made where there is none. Waits for Ray: not for an event loop."""
     import ray
 
-    made = ray.remote(Board).options(name=name, namespace=BOARDS, get_if_exists=True, num_cpus=0)
+    made = ray.remote(BookingExchange).options(name=name, namespace=EXCHANGES, get_if_exists=True, num_cpus=0)
     return made.remote()
 
 

@@ -28,7 +28,7 @@ def run(grace_seconds: float, command: list[str]) -> int:
     worker = ChildProcess(command, on_output=_pass_on, on_log=_log)
     signal.signal(signal.SIGTERM, lambda *_: worker.terminate())
     closed = threading.Event()
-    threading.Thread(target=_wait_for_end, args=(closed,), name="preble-guard-stdin", daemon=True).start()
+    threading.Thread(target=_wait_for_end, args=(closed,), name="preble-watchdog-stdin", daemon=True).start()
     kill_at = float("inf")
     while (code := worker.poll()) is None:
         if closed.is_set() and kill_at == float("inf"):

@@ -1,5 +1,5 @@
 """`preble worker`s on a Ray cluster: placed, found again after restarts, drained and taken away. Owns which workers
-there should be and which addresses a router is told; Ray owns the processes and their machines.
+there should be and which addresses a router is given; Ray owns the processes and their machines.
 
     async with Router([]) as router:
         fleet = RayFleet(router, RayPlan(("--engine", "vllm", "--model", "models/m"), gpus=2))
@@ -8,8 +8,8 @@ there should be and which addresses a router is told; Ray owns the processes and
         await fleet.close()
 
 Each worker is an actor in a placement group of its own: one bundle, so all its GPUs are on one node, and they stay its
-own while Ray restarts it. An actor tells the address that its worker has; a restarted one tells another, and the router
-changes the one for the other. What runs on a worker that is lost is resumed elsewhere by the router.
+own while Ray restarts it. An actor reports the address that its worker has; a restarted one reports another, and the
+router changes the one for the other. What runs on a worker that is lost is resumed elsewhere by the router.
 
 Everything about Ray that is called here goes through `Cluster`, which tests replace.
 """
@@ -36,9 +36,9 @@ from .ray_actor import NODE, ActorPlan, WorkerActor
 logger = logging.getLogger("preble.ray")
 
 WORKERS_MAX = 1024
-_LOST_LOOKS = 5  # looks in a row at which Ray says that an actor is dead, before it is believed: it may be restarting
+_LOST_LOOKS = 5  # looks in a row at which Ray says that an actor is dead, before it is accepted: it may be restarting
 _TURN_SECONDS = 0.05
-_ROOM_SECONDS = 30.0  # after which an operator is told that Ray has not placed a worker yet
+_ROOM_SECONDS = 30.0  # after which an operator is informed that Ray has not placed a worker yet
 OURS = {"--bind", "--events-bind", "--id", "--until-stdin-closes", "--curve-keys", "--insecure"}
 
 
@@ -53,8 +53,8 @@ class ActorLost(Exception):
 class Actor(Protocol):
     """A placed actor."""
 
-    async def facts(self) -> Mapping[str, Any]:
-        """What `WorkerActor.facts` says. Waits while it is not placed yet. Raises `ActorLost`."""
+    async def status(self) -> Mapping[str, Any]:
+        """What `WorkerActor.status` says. Waits while it is not placed yet. Raises `ActorLost`."""
 
     async def stop(self) -> None:
         """Ask for a drain. Raises `ActorLost`."""
@@ -151,7 +151,7 @@ class RayFleet:
     """The workers of one router. Belongs to the router's asyncio loop.
 
     `cluster` None is the Ray cluster that this process is connected to (`ray.init`). `on_change(worker)` is called when
-    a worker has another state or address, so that other routers can be told. At its bound, 1,024 workers, `scale`
+    a worker has another state or address, so that other routers can be informed. At its bound, 1,024 workers, `scale`
     raises.
     """
 
@@ -241,7 +241,7 @@ class RayFleet:
         self.workers[name] = worker
         worker.task = asyncio.ensure_future(self._follow(worker))
         worker.task.add_done_callback(_log_failure)
-        self._tell(worker)
+        self._notify(worker)
 
     def _leavers(self, count: int) -> list[str]:
         """Who goes first, so many."""
@@ -252,7 +252,7 @@ class RayFleet:
         return [worker.name for worker in staying[: max(count, 0)]]
 
     async def _drain(self, worker: Placed) -> None:
-        """Let a worker finish: first the scheduler sends it nothing, then it tells all routers so itself."""
+        """Let a worker finish: first the scheduler sends it nothing, then it notifies all routers itself."""
         self._turn(worker, "draining")
         with contextlib.suppress(UnknownWorker):
             self._router.scheduler.drain_worker(worker.name)
@@ -270,16 +270,16 @@ class RayFleet:
         await self._leave(worker)
         worker.actor.remove()
         worker.state = "gone"
-        self._tell(worker)
+        self._notify(worker)
 
     # --- one worker ---------------------------------------------------------------------------------------------------
 
     async def _follow(self, worker: Placed) -> None:
-        """Look at a worker again and again, and tell the router of its address."""
+        """Look at a worker again and again, and notify the router of its address."""
         dead_looks, since = 0, None
         while worker.state != "failed":
             try:
-                facts = await self._facts(worker)
+                status = await self._status(worker)
             except ActorLost as error:
                 dead_looks = dead_looks + 1 if error.dead else 0
                 since = None
@@ -287,22 +287,22 @@ class RayFleet:
             else:
                 dead_looks = 0
                 since = self._clock() if since is None else since
-                await self._found(worker, facts, since)
+                await self._found(worker, status, since)
             await asyncio.sleep(self.plan.look_seconds)
 
-    async def _facts(self, worker: Placed) -> Mapping[str, Any]:
-        """What the actor says; tells, once, of one that is long in coming to be."""
-        asked = asyncio.ensure_future(worker.actor.facts())
+    async def _status(self, worker: Placed) -> Mapping[str, Any]:
+        """What the actor says; reports, once, one that is long in coming to be."""
+        asked = asyncio.ensure_future(worker.actor.status())
         try:
             if not (await asyncio.wait([asked], timeout=_ROOM_SECONDS))[0] and not worker.why:
                 needs = ", ".join(f"{name} {amount:g}" for name, amount in self.plan.bundle.items())
                 served = worker.state in ("ready", "draining")
                 worker.why = "does not answer" if served else f"waits for a node with room: {needs}"
                 logger.warning("%s %s", worker.name, worker.why)
-                self._tell(worker)
-            facts = await asked
+                self._notify(worker)
+            status = await asked
             worker.why = ""
-            return facts
+            return status
         finally:
             asked.cancel()
 
@@ -315,14 +315,14 @@ class RayFleet:
         if gone:
             self._give_up(worker, f"Ray does not restart it again: {why}")
 
-    async def _found(self, worker: Placed, facts: Mapping[str, Any], since: float) -> None:
+    async def _found(self, worker: Placed, status: Mapping[str, Any], since: float) -> None:
         """What an actor says of itself."""
-        address = facts["address"]
-        if facts["failed"]:
+        address = status["address"]
+        if status["failed"]:
             await self._leave(worker)
-            self._give_up(worker, facts["failed"])
-        elif address and is_loopback(address) and facts["node"] != self._cluster.own_node():
-            self._give_up(worker, f"it binds {address} on {facts['node']}, where this router cannot reach it")
+            self._give_up(worker, status["failed"])
+        elif address and is_loopback(address) and status["node"] != self._cluster.own_node():
+            self._give_up(worker, f"it binds {address} on {status['node']}, where this router cannot reach it")
         elif address != worker.address:
             if worker.state == "ready":  # it was restarted between two looks
                 worker.restarts += 1
@@ -349,7 +349,7 @@ class RayFleet:
         """The router forgets an address, if it knows one."""
         address, worker.address = worker.address, ""
         if address:
-            # Somebody else may have told the router, or closed it.
+            # Somebody else may have informed the router, or closed it.
             with contextlib.suppress(UnknownWorker, TransportError):
                 await self._router.remove_worker(address)
 
@@ -363,16 +363,16 @@ class RayFleet:
         if worker.state == "draining" and state != "failed":
             return
         worker.state = state
-        self._tell(worker)
+        self._notify(worker)
 
-    def _tell(self, worker: Placed) -> None:
+    def _notify(self, worker: Placed) -> None:
         if self._on_change is not None:
             self._on_change(worker)
 
 
 async def _drained(actor: Actor) -> None:
     await actor.stop()
-    while not (await actor.facts())["ended"]:
+    while not (await actor.status())["ended"]:
         await asyncio.sleep(_TURN_SECONDS)
 
 
@@ -427,10 +427,10 @@ class _RayActor:
         self._group = group
         self._handle = handle
 
-    async def facts(self) -> Mapping[str, Any]:
+    async def status(self) -> Mapping[str, Any]:
         """See `Actor`."""
-        facts: Mapping[str, Any] = await self._answer(self._handle.facts.remote())
-        return facts
+        status: Mapping[str, Any] = await self._answer(self._handle.status.remote())
+        return status
 
     async def stop(self) -> None:
         """See `Actor`."""

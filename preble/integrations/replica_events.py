@@ -1,4 +1,4 @@
-"""Cache events of replicas, followed on the router's event loop. Owns one feed for each replica that tells where its
+"""Cache events of replicas, followed on the router's event loop. Owns one feed for each replica that reports where its
 engine publishes them; sockets, gaps and replays are `transport.kv_feed`'s, and what the events mean the scheduler's.
 """
 
@@ -17,7 +17,7 @@ from ..transport.engine_servers.kv_event_codec import LoadReport
 from ..transport.engine_servers.kv_event_subscriber import EventFeed
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import namespace_of
-from .replica_scheduler import ReplicaFacts
+from .replica_scheduler import ReplicaMetadata
 
 logger = logging.getLogger("preble.integrations")
 
@@ -41,7 +41,7 @@ class ReplicaListener:
             self._counters["event_batches_malformed"] += 1
 
     def on_resync(self) -> None:
-        """Events are lost for good: believe nothing of this cache."""
+        """Events are lost for good: expect nothing of this cache."""
         self._counters["event_resyncs"] += 1
         try:
             self._scheduler.clear_worker(self._name)
@@ -49,7 +49,7 @@ class ReplicaListener:
             self._counters["event_batches_of_removed"] += 1
 
     def on_load(self, report: LoadReport) -> None:
-        """Ray Serve tells the load itself; no feed here asks for it."""
+        """Ray Serve reports the load itself; no feed here asks for it."""
 
 
 class ReplicaEvents:
@@ -59,20 +59,20 @@ class ReplicaEvents:
         self._scheduler = scheduler
         self._counters = counters
         self._context: zmq.asyncio.Context | None = None
-        self._feeds: dict[str, tuple[ReplicaFacts, asyncio.Task[None]]] = {}
+        self._feeds: dict[str, tuple[ReplicaMetadata, asyncio.Task[None]]] = {}
 
     @property
     def followed(self) -> frozenset[str]:
         """Names of the replicas whose events are followed."""
         return frozenset(self._feeds)
 
-    def update(self, replicas: Mapping[str, ReplicaFacts]) -> None:
-        """These are the replicas now. A feed whose facts have changed begins anew, with all that is still kept."""
-        for name in [name for name, (facts, _) in self._feeds.items() if replicas.get(name) != facts]:
+    def update(self, replicas: Mapping[str, ReplicaMetadata]) -> None:
+        """These are the replicas now. A feed whose metadata have changed begins anew, with all that is still kept."""
+        for name in [name for name, (metadata, _) in self._feeds.items() if replicas.get(name) != metadata]:
             self._feeds.pop(name)[1].cancel()
-        for name, facts in replicas.items():
-            if facts.events_endpoint and name not in self._feeds:
-                self._feeds[name] = (facts, asyncio.get_running_loop().create_task(self._follow(name, facts)))
+        for name, metadata in replicas.items():
+            if metadata.events_endpoint and name not in self._feeds:
+                self._feeds[name] = (metadata, asyncio.get_running_loop().create_task(self._follow(name, metadata)))
 
     def remove(self, name: str) -> None:
         """A replica is gone."""
@@ -87,10 +87,10 @@ class ReplicaEvents:
             self._context.destroy(linger=0)
             self._context = None
 
-    async def _follow(self, name: str, facts: ReplicaFacts) -> None:
+    async def _follow(self, name: str, metadata: ReplicaMetadata) -> None:
         if self._context is None:
             self._context = zmq.asyncio.Context()
-        source = EventSource(facts.events_endpoint, facts.replay_endpoint, facts.events_topic)
+        source = EventSource(metadata.events_endpoint, metadata.replay_endpoint, metadata.events_topic)
         listener = ReplicaListener(name, self._scheduler, self._counters)
         try:
             await EventFeed(source, listener, context=self._context).run()

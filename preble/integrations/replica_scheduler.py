@@ -1,6 +1,6 @@
-"""A deployment's replicas as the workers of a `GlobalScheduler`, and the books of the calls they are given. Owns which
-replica a call is booked on and when that booking ends. Knows no framework, no event loop and no socket; replicas are
-names and facts here, so that all of it runs in a test without a cluster.
+"""A deployment's replicas as the workers of a `GlobalScheduler`, and the bookings of the calls they are given. Owns
+which replica a call is booked on and when that booking ends. Knows no framework, no event loop and no socket; replicas
+are names and metadata here, so that all of it runs in a test without a cluster.
 
     place     -> booked on a replica          routed     -> it went there, or elsewhere: the booking follows
     completed -> the booking ends             a replica leaves -> its bookings end
@@ -25,13 +25,13 @@ from .booking_exchange import Note
 from .prompt_extractors import Tokens
 
 TICK_SECONDS = 1.0
-UNREPORTED_SECONDS = 10.0  # of a call whose end nobody tells: about as long as an answer takes
-PEER_SECONDS = 300.0  # of another router's call whose end is not told: that router may be gone
+UNREPORTED_SECONDS = 10.0  # of a call whose end nobody reports: about as long as an answer takes
+PEER_SECONDS = 300.0  # of another router's call whose end is not reported: that router may be gone
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """What a replica tells of its cache, None where it does not. `events_endpoint` and `replay_endpoint` are ZeroMQ
+class ReplicaMetadata:
+    """What a replica reports of its cache, None where it does not. `events_endpoint` and `replay_endpoint` are ZeroMQ
     endpoints where its engine publishes cache events, "" without."""
 
     kv_capacity_tokens: int | None = None
@@ -41,17 +41,18 @@ class ReplicaFacts:
     events_topic: str = ""
 
 
-def facts_of(*told: Mapping[str, Any]) -> ReplicaFacts:
-    """Facts from what a replica publishes (Ray: `record_replica_metadata`, `record_routing_stats`), later ones first.
+def metadata_of(*given: Mapping[str, Any]) -> ReplicaMetadata:
+    """Metadata from what a replica publishes (Ray: `record_replica_metadata`, `record_routing_stats`), later ones
+    first.
 
     Reads `kv_capacity_tokens` and `block_size`, and the endpoints from `kv_event_metadata`, as Ray Serve LLM writes
     them, or from the top. Raises `InvalidInput` naming a field that is not what it should be.
     """
     fields: dict[str, Any] = {}
-    for mapping in told:
+    for mapping in given:
         nested = mapping.get("kv_event_metadata")
         fields.update({**mapping, **(nested if isinstance(nested, Mapping) else {})})
-    return ReplicaFacts(
+    return ReplicaMetadata(
         _number(fields, "kv_capacity_tokens", 2**31 - 1),
         _number(fields, "block_size", 65_536),
         _endpoint(fields, "endpoint"),
@@ -79,15 +80,15 @@ def _endpoint(fields: Mapping[str, Any], name: str) -> str:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One call on its way: its tokens, and the booking it has, if any. `left` are replicas that it was booked on and
-    that did not take it. `quiet_seconds`: after so long without a word its call is taken to be over, None where its
-    end is sure to be told. `peer`: the router whose call it is, "" for one of this router's."""
+    that did not take it. `silent_seconds`: after so long without a word its call is taken to be over, None where its
+    end is sure to be reported. `peer`: the router whose call it is, "" for one of this router's."""
 
     call_id: str
     tokens: Tokens
     booking: int | None = None
     replica: str = ""
     routed: bool = False
-    quiet_seconds: float | None = None
+    silent_seconds: float | None = None
     peer: str = ""
     left: set[str] = field(default_factory=set)
 
@@ -96,8 +97,8 @@ class ReplicaScheduler:
     """Places calls on replicas. Thread-safe: completions may come from any thread.
 
     `policy`, `cost_model`, `seed` and `config` are those of `GlobalScheduler`; `kv_capacity_tokens` and `block_size`
-    those of a replica that tells none. `tell` hears of each booking of this router's own calls that begins or ends,
-    from the thread in which it does. Raises `InvalidConfig`.
+    those of a replica that reports none. `publish` is given each booking of this router's own calls that begins or
+    ends, from the thread in which it does. Raises `InvalidConfig`.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class ReplicaScheduler:
         block_size: int = 1,
         seed: int = 0,
         clock: Clock = monotonic,
-        tell: Callable[[Note], object] | None = None,
+        publish: Callable[[Note], object] | None = None,
     ) -> None:
         self._clock = clock
-        self._tell = tell
+        self._publish = publish
         self.scheduler = GlobalScheduler(
             (), policy=policy, cost_model=cost_model, config=config, clock=clock, seed=seed
         )
@@ -124,7 +125,7 @@ class ReplicaScheduler:
         self._by_call: dict[str, list[Ticket]] = {}  # calls made within one outer request share its id
         self._early: dict[
             str, Counter[str]
-        ] = {}  # ends told before it was told where the call went, by call and replica
+        ] = {}  # ends reported before it was known where the call went, by call and replica
         self._numbers = itertools.count(1)
         self._next_tick = clock() + TICK_SECONDS
         self._ticking = False
@@ -138,14 +139,15 @@ class ReplicaScheduler:
         with self._lock:
             return frozenset(self._specs)
 
-    def update(self, replicas: Mapping[str, ReplicaFacts]) -> None:
+    def update(self, replicas: Mapping[str, ReplicaMetadata]) -> None:
         """These are the replicas now. Those that left are forgotten, with their cache and their bookings. One whose
-        capacity or block size is another than was known begins anew, for what is believed of its cache fits neither."""
+        capacity or block size is another than was known begins anew, for what is estimated of its cache fits
+        neither."""
         with self._lock:
             for name in [name for name in self._specs if name not in replicas]:
                 self.remove(name)
-            for name, facts in replicas.items():
-                spec = self._spec(name, facts)
+            for name, metadata in replicas.items():
+                spec = self._spec(name, metadata)
                 if self._specs.get(name) == spec:
                     continue
                 if name in self._specs:
@@ -167,9 +169,11 @@ class ReplicaScheduler:
             self.counters["bookings_of_removed"] += len(lost)
             return len(lost)
 
-    def _spec(self, name: str, facts: ReplicaFacts) -> WorkerSpec:
-        capacity = facts.kv_capacity_tokens or self._defaults.kv_capacity_tokens
-        return WorkerSpec(name, kv_capacity_tokens=capacity, block_size=facts.block_size or self._defaults.block_size)
+    def _spec(self, name: str, metadata: ReplicaMetadata) -> WorkerSpec:
+        capacity = metadata.kv_capacity_tokens or self._defaults.kv_capacity_tokens
+        return WorkerSpec(
+            name, kv_capacity_tokens=capacity, block_size=metadata.block_size or self._defaults.block_size
+        )
 
     # --- a call's life ------------------------------------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class ReplicaScheduler:
                 for ticket in list(self._by_call.get(call_id, ())):
                     self._give_back(ticket) if note.given_back else self._finish(ticket)
             elif note.replica in self._specs and call_id not in self._by_call:
-                ticket = Ticket(call_id, note.tokens, quiet_seconds=PEER_SECONDS, peer=router)
+                ticket = Ticket(call_id, note.tokens, silent_seconds=PEER_SECONDS, peer=router)
                 try:
                     self._book(ticket, {note.replica})
                     self.counters["peer_bookings"] += 1
@@ -260,8 +264,8 @@ class ReplicaScheduler:
         ticket.booking, ticket.replica, ticket.routed = number, decision.worker, False
         self._tickets[number] = (ticket, self._clock())
         self._by_call.setdefault(ticket.call_id, []).append(ticket)
-        if self._tell is not None and not ticket.peer:
-            self._tell(Note(number, decision.worker, tokens))
+        if self._publish is not None and not ticket.peer:
+            self._publish(Note(number, decision.worker, tokens))
         return decision.worker
 
     def _finish(self, ticket: Ticket) -> None:
@@ -275,8 +279,8 @@ class ReplicaScheduler:
     def _forget(self, ticket: Ticket, *, given_back: bool) -> None:
         if ticket.booking is not None:
             del self._tickets[ticket.booking]
-            if self._tell is not None and not ticket.peer:
-                self._tell(Note(ticket.booking, ticket.replica, given_back=given_back))
+            if self._publish is not None and not ticket.peer:
+                self._publish(Note(ticket.booking, ticket.replica, given_back=given_back))
         mine = self._by_call[ticket.call_id]
         mine.remove(ticket)
         if not mine:
@@ -309,9 +313,9 @@ class ReplicaScheduler:
         with self._lock:
             now, lease_seconds = self._clock(), self.scheduler.config.lease_seconds
             for ticket, since in list(self._tickets.values()):
-                if ticket.quiet_seconds is not None and since + ticket.quiet_seconds <= now:
+                if ticket.silent_seconds is not None and since + ticket.silent_seconds <= now:
                     self._finish(ticket)
-                    self.counters["bookings_ended_unheard"] += 1
+                    self.counters["bookings_ended_unreported"] += 1
                 elif since + lease_seconds <= now:
                     self._give_back(ticket)
                     self.counters["bookings_expired"] += 1
@@ -327,7 +331,7 @@ class ReplicaScheduler:
             }
 
     def check(self) -> None:
-        """Assert that both books agree. O(everything); for tests and doubt."""
+        """Assert that both sets of bookings agree. O(everything); for tests and doubt."""
         with self._lock:
             assert self._specs.keys() == self.scheduler.workers.keys()
             assert self.scheduler.stats()["live_requests"] == len(self._tickets)
@@ -336,9 +340,9 @@ class ReplicaScheduler:
         self.scheduler.check()
 
 
-def scheduler_config(told: Mapping[str, Any] | None) -> SchedulerConfig:
+def scheduler_config(given: Mapping[str, Any] | None) -> SchedulerConfig:
     """A `SchedulerConfig` from JSON. Raises `InvalidConfig` naming a field that there is not."""
     try:
-        return SchedulerConfig(**(told or {}))
+        return SchedulerConfig(**(given or {}))
     except TypeError as error:
         raise InvalidConfig(f"config: {error}") from error

@@ -1,1 +1,1 @@
-"""Worker processes: started, watched, restarted, drained and logged."""
+"""Worker processes: started, supervised, restarted, drained and logged."""

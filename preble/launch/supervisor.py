@@ -186,7 +186,7 @@ class Supervisor:
     def _turn_to(self, slot: Slot, state: str) -> None:
         slot.state, slot.since = state, self._clock()
 
-    def _tell(self, slot: Slot, kind: str, text: str) -> None:
+    def _report(self, slot: Slot, kind: str, text: str) -> None:
         self._news.append(Happening(slot.number, kind, text))
 
     def _start(self, slot: Slot) -> None:
@@ -198,13 +198,13 @@ class Supervisor:
             self._failed(slot, f"cannot be started: {error}")
             return
         self._turn_to(slot, "starting")
-        self._tell(slot, "started", "" if not slot.restarts else f"restart {slot.restarts}")
+        self._report(slot, "started", "" if not slot.restarts else f"restart {slot.restarts}")
 
     def _look_at(self, slot: Slot, child: Child) -> None:
         if slot.state == "starting" and child.ready_line:
             slot.served = True
             self._turn_to(slot, "ready")
-            self._tell(slot, "ready", child.ready_line)
+            self._report(slot, "ready", child.ready_line)
         code = child.poll()
         now = self._clock()
         if code is not None:
@@ -217,7 +217,7 @@ class Supervisor:
     def _kill(self, slot: Slot, child: Child, why: str) -> None:
         child.kill()
         if not slot.killed:
-            self._tell(slot, "killed", why)
+            self._report(slot, "killed", why)
         slot.killed = True
 
     def _ended(self, slot: Slot, child: Child, code: int) -> None:
@@ -227,7 +227,7 @@ class Supervisor:
             # One that had not come to serve yet may not have known what the signal means.
             slot.exit_code = code if slot.served else 0
             self._turn_to(slot, "stopped")
-            self._tell(slot, "stopped", f"exit code {code}")
+            self._report(slot, "stopped", f"exit code {code}")
             return
         slot.killed = False
         if slot.state == "ready" and self._clock() - slot.since >= self.config.stable_seconds:
@@ -241,10 +241,10 @@ class Supervisor:
         if hopeless or slot.failures > config.max_restarts:
             self._turn_to(slot, "gave_up")
             why = "wrong usage" if hopeless else f"{slot.failures} times in a row"
-            self._tell(slot, "gave_up", f"{what}; given up: {why}")
+            self._report(slot, "gave_up", f"{what}; given up: {why}")
             return
         # The exponent is bounded, too: with many restarts allowed, 2.0 to their power would overflow.
         pause = min(config.restart_max_seconds, config.restart_min_seconds * 2.0 ** min(slot.failures - 1, 64))
         slot.start_at = self._clock() + pause
         self._turn_to(slot, "waiting")
-        self._tell(slot, "exited", f"{what}; starts again in {pause:g} s")
+        self._report(slot, "exited", f"{what}; starts again in {pause:g} s")

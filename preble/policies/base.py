@@ -3,8 +3,8 @@ books.
 
 A policy sees one request and the eligible workers as columns, scores each (lower is better) and picks one. It keeps no
 state: what it needs (a running number, chance, what `needs` names) comes with the request, so that explaining and
-making a decision agree. "e2", the default, is compiled (`_placement/e2.pyx`) and appears here by name only; the other built-in
-rules are in `preble/policies/`.
+making a decision agree. "e2", the default, is compiled (`_placement/e2.pyx`) and appears here by name only; the other
+built-in rules are in `preble/policies/`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Policy:
     """Base of all policies. Override `score`, or `pick` for rules that are not a minimum. Must not keep or change
     state.
 
-    `reason` is what decisions carry as their reason. `needs` names the books that the scheduler shall keep for this
+    `reason` is what decisions carry as their reason. `needs` names the state that the scheduler shall keep for this
     policy ("active_blocks", "placed_requests", "paper_history", "window_costs"); what they say comes with the request.
     Errors raised here reach the caller of `schedule`; nothing is booked then.
     """

@@ -1,6 +1,6 @@
 """What rules share: the types of what some must know beyond a request and the workers' columns, how an order becomes
-scores, and how chance breaks ties. The scheduler's books fill the types in (`preble/scheduling/policy_state.py`), for policies
-that name them in `needs`. Owns no rule."""
+scores, and how chance breaks ties. The scheduler's bookings fill the types in (`preble/scheduling/policy_state.py`),
+for policies that name them in `needs`. Owns no rule."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-r"""The router's workers: connecting, losing and finding them again, and what the scheduler is told about it.
+r"""The router's workers: connecting, losing and finding them again, and what the scheduler is informed about it.
 
-    connecting -> ready <-> quiet          quiet: silent for a while; its requests went elsewhere, its cache remains
+    connecting -> ready <-> suspect        suspect: silent for a while; its requests went elsewhere, its cache remains
                     |  \-> draining        draining: it asked for no new requests
                     v
                   lost -> (forgotten) -> ready again, or refused when the two sides do not fit
 
 A lost worker stays in the scheduler, unused, for `forget_after_seconds`: after a short break of the network its cache
 is as it was, and its events go on where they stopped. A worker with a new epoch has been restarted: it is removed from
-the scheduler and added afresh, so that nothing is believed about its cache.
+the scheduler and added afresh, so that nothing is estimated about its cache.
 
 Owns membership in the scheduler and the supervisor task of each address. Requests are `router`'s, bytes `transport`'s.
 """
@@ -55,7 +55,7 @@ CLOSE_SECONDS = 5.0  # for the last frames of all sockets
 _CLOSE_STEP_SECONDS = 0.005
 _CANCEL_SECONDS, _CANCELS_MAX = 2.0, 5
 
-STATES = ("connecting", "ready", "quiet", "draining", "lost", "refused")
+STATES = ("connecting", "ready", "suspect", "draining", "lost", "refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,13 @@ class AddressCounters:
     handshakes_refused: int = 0
     losses: int = 0
     restarts: int = 0
-    quiet_spells: int = 0
+    suspect_spells: int = 0
     forgotten: int = 0
     events_refused: int = 0
 
 
 class RequestsOwner(Protocol):
-    """What the fleet tells the router about requests."""
+    """What the fleet reports to the router about requests."""
 
     def on_message(self, worker: FleetWorker, message: wire.OutputChunk | wire.Rejected) -> None:
         """Something about one request."""
@@ -134,7 +134,7 @@ class FleetWorker:
         """A request's message goes to the router; draining takes the worker out of the choice."""
         if not isinstance(message, wire.Draining):
             self._fleet.owner.on_message(self, message)
-        elif self.state in ("ready", "quiet"):
+        elif self.state in ("ready", "suspect"):
             self.turn("draining", "it asked for no new requests")
 
     def on_pong(self, pong: wire.Pong) -> None:
@@ -143,7 +143,7 @@ class FleetWorker:
         self._fleet.compare_load(self, pong)
 
     def on_events(self, batch: Batch, *, past: bool) -> None:
-        """Tell the scheduler what the worker's cache lost or got, and what other routers' requests do there."""
+        """Inform the scheduler of what the worker's cache lost or got, and what other routers' requests do there."""
         self.events.update(type(event).__name__ for event in batch)
         self._fleet.apply(self, self.peers.take(batch, past=past))
 
@@ -156,21 +156,21 @@ class FleetWorker:
         self._fleet.apply_raw(self, payload)
 
     def on_resync(self) -> None:
-        """Events are lost for good: believe nothing."""
-        logger.warning("events of worker %s are lost, forgetting what is believed of it", self.worker_id)
+        """Events are lost for good: expect nothing."""
+        logger.warning("events of worker %s are lost, forgetting what is estimated of it", self.worker_id)
         self.peers.begin()
-        self._fleet.forget_told(self)
+        self._fleet.forget_reports(self)
 
-    def on_quiet(self, reason: str) -> None:
+    def on_suspect(self, reason: str) -> None:
         """Its requests go elsewhere; if it wakes up, late chunks are dropped."""
         if self.state == "ready":
-            self.counters.quiet_spells += 1
-            self.turn("quiet", reason)
+            self.counters.suspect_spells += 1
+            self.turn("suspect", reason)
         self._fleet.owner.on_unavailable(self, reason)
 
-    def on_heard(self) -> None:
+    def on_recovered(self) -> None:
         """It may take requests again."""
-        if self.state == "quiet":
+        if self.state == "suspect":
             self.turn("ready", "")
             self._fleet.owner.on_available(self)
 
@@ -354,7 +354,7 @@ class Fleet:
         """One session from handshake to loss."""
         resume_at = None
         if worker.link is not None and self._by_id.get(worker.worker_id) is worker:
-            resume_at = (worker.epoch, worker.link.next_event_seq)  # what was believed until then still is
+            resume_at = (worker.epoch, worker.link.next_event_seq)  # what was estimated until then still is
         welcome = await link.open(resume_events_at=resume_at)
         self._adopt(worker, link, welcome)
         self._add_ranks(worker, link)
@@ -431,7 +431,7 @@ class Fleet:
         self._forget(worker)
 
     def _forget(self, worker: FleetWorker) -> None:
-        """Take a worker out of the scheduler, and with it all that is believed of its cache."""
+        """Take a worker out of the scheduler, and with it all that is estimated of its cache."""
         if self._by_id.get(worker.worker_id) is worker:
             worker.counters.forgotten += 1
             del self._by_id[worker.worker_id]
@@ -445,7 +445,7 @@ class Fleet:
             logger.debug("worker %s was not in the scheduler", worker_id)
 
     def apply(self, worker: FleetWorker, batch: Batch) -> None:
-        """Give events to the scheduler; if it refuses them, it is told to forget what it was told before."""
+        """Give events to the scheduler; if it refuses them, it is asked to forget what it was given before."""
         if batch:
             self._apply(worker, lambda: self.scheduler.apply(worker.worker_id, batch))
 
@@ -461,17 +461,17 @@ class Fleet:
         except PrebleError as error:
             worker.counters.events_refused += 1
             logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)
-            self.forget_told(worker)
+            self.forget_reports(worker)
 
-    def forget_told(self, worker: FleetWorker) -> None:
-        """Forget what a worker has told: its cache, and other routers' requests."""
+    def forget_reports(self, worker: FleetWorker) -> None:
+        """Forget what a worker has reported: its cache, and other routers' requests."""
         if self._by_id.get(worker.worker_id) is worker:
             self.scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
-            self.scheduler.forget_mirrored(worker.worker_id)
+            self.scheduler.forget_peer_bookings(worker.worker_id)
 
     def compare_load(self, worker: FleetWorker, pong: wire.Pong) -> None:
-        """Tell the scheduler how many requests the worker has; what differs from the bookings of all routers is in the
-        scheduler's `stats`."""
+        """Inform the scheduler of how many requests the worker has; what differs from the bookings of all routers is in
+        the scheduler's `stats`."""
         if self._by_id.get(worker.worker_id) is not worker:
             return
         try:

@@ -1,13 +1,13 @@
-"""What one worker tells of other routers' requests, before the scheduler hears of it. Owns which of it is of the past;
-booking is the scheduler's (`mirror`).
+"""What one worker reports of other routers' requests, before the scheduler learns of it. Owns which of it is of the
+past; booking is the scheduler's (`peer_bookings`).
 
 As it happens, everything is passed on but the events of this router's own requests, which it has booked itself.
 
-A router that comes late, or comes back, is first told the past. A request that was over by then is no load now, and one
-that is still running should be booked once, as it stands at the end. So while it catches up
+A router that comes late, or comes back, is first given the past. A request that was over by then is no load now, and
+one that is still running should be booked once, as it stands at the end. So while it catches up
 
     placed       waits
-    first token  tells that its prompt is cached, now: what was evicted afterwards is told afterwards
+    first token  reports that its prompt is cached, now: what was evicted afterwards is reported afterwards
     ended        takes it out of those that wait, or ends what was booked before a break
     caught up    books those that still wait
 
@@ -29,7 +29,7 @@ _Key = tuple[str, str]
 
 @dataclass(slots=True)
 class PeerCounters:
-    """What one worker has told of requests. `peer_requests_dropped`: over the bound while catching up."""
+    """What one worker has reported of requests. `peer_requests_dropped`: over the bound while catching up."""
 
     peer_requests: int = 0
     peer_requests_past: int = 0
@@ -47,24 +47,24 @@ class PeerRequests:
         self._waiting: dict[_Key, tuple[RequestPlaced, RequestPrefilled | None]] = {}
 
     def begin(self) -> None:
-        """Nothing that was told holds: the worker is another one, or events were lost for good."""
+        """Nothing that was reported holds: the worker is another one, or events were lost for good."""
         self._waiting.clear()
 
     def take(self, batch: Sequence[CacheEvent], *, past: bool) -> Sequence[CacheEvent]:
-        """What the scheduler is to be told of a batch, in order."""
+        """What the scheduler is given of a batch, in order."""
         if not any(isinstance(event, RequestEvent) for event in batch):
             return batch
         return [*self._past(batch)] if past else [event for event in batch if self._is_news(event)]
 
     def caught_up(self) -> list[CacheEvent]:
-        """What the scheduler is to be told when the past is over: the requests that run now."""
+        """What the scheduler is given when the past is over: the requests that run now."""
         waiting, self._waiting = self._waiting, {}
-        told: list[CacheEvent] = []
+        reports: list[CacheEvent] = []
         for placed, prefilled in waiting.values():
             if placed.router != self._router_id:  # our own run elsewhere by now
                 self.counters.peer_requests += 1
-                told += [placed] if prefilled is None else [placed, prefilled]
-        return told
+                reports += [placed] if prefilled is None else [placed, prefilled]
+        return reports
 
     def _is_news(self, event: CacheEvent) -> bool:
         if isinstance(event, RequestEvent) and event.router == self._router_id:

@@ -33,7 +33,7 @@ class StreamChunk:
     """New output tokens of a request. `index` is the output position of `token_ids[0]`, counted from the prompt's end.
 
     `cached_tokens` (prompt tokens whose KV the first worker reused) comes once, with the first chunk or as soon as the
-    worker tells it; `decision` (which sent the request to its first worker) with the first chunk; `finish_reason`
+    worker reports it; `decision` (which sent the request to its first worker) with the first chunk; `finish_reason`
     ("stop", "length" or "abort") with the last, which may hold no tokens. `worker` computed the newest of the tokens.
     """
 
@@ -95,7 +95,7 @@ class RoutedRequest:
         self.error: PrebleError | None = None
         self._output = array("i")
         self._read = 0
-        self._told_cached = False
+        self._hit_reported = False
         self._last_worker = ""
         self._changed = asyncio.Event()
 
@@ -175,7 +175,7 @@ class RoutedRequest:
             start,
             tuple(self._output[start:]),
             self._last_worker,
-            self._untold_cached(),
+            self._unreported_hit(),
             self.finish_reason,
             self.decision if start == 0 else None,
         )
@@ -187,12 +187,12 @@ class RoutedRequest:
             self._read,
             (),
             self._last_worker,
-            self._untold_cached(),
+            self._unreported_hit(),
             self.finish_reason,
             self.decision if self._read == 0 else None,
         )
 
-    def _untold_cached(self) -> int | None:
-        """What was cached, for the first chunk that can tell it."""
-        told, self._told_cached = self._told_cached, self._told_cached or self.cached_tokens is not None
-        return None if told else self.cached_tokens
+    def _unreported_hit(self) -> int | None:
+        """What was cached, for the first chunk that can report it."""
+        reported, self._hit_reported = self._hit_reported, self._hit_reported or self.cached_tokens is not None
+        return None if reported else self.cached_tokens

@@ -6,7 +6,8 @@
 
 Life of a request
   1. `generate` asks the scheduler for a worker and sends the prompt there.
-  2. Chunks come back; the first one reports the prefill, and the engine's truth about the hit, to the scheduler.
+  2. Chunks come back; the first one reports the prefill, and the engine's own number of cached tokens, to the
+  scheduler.
   3. If the worker is lost, hangs, or skips a token, the booking is given back and the request goes on elsewhere: prompt
      plus the output so far. Positions on every chunk keep each token delivered exactly once (`router_request`).
      A worker at its queue bound is passed over for this request; when all are, `QueueFull`.
@@ -49,7 +50,7 @@ from ..errors import (
 )
 from ..transport import wire
 from ..transport.engine_servers.server_info import ServerOptions
-from ..transport.messages import MAX_PROMPT_TOKENS
+from ..transport.messages import PROMPT_TOKENS_MAX
 from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
 from ..types import SamplingParams
@@ -152,7 +153,7 @@ class Router:
         self._wire_ids = 0
         self._numbers = itertools.count(1)  # of requests without a name
         self._warm_ups = WarmUps(scheduler)
-        self.on_decision: Callable[[float], object] | None = None  # told how many seconds each one took
+        self.on_decision: Callable[[float], object] | None = None  # called with the seconds each one took
         self._available = asyncio.Event()
         self._fleet: Fleet | None = None
         self._tick_task: asyncio.Task[None] | None = None
@@ -161,7 +162,7 @@ class Router:
     def attach(cls, *urls: str, options: ServerOptions | None = None, **router_options: Any) -> Router:
         """A router before SGLang or vLLM servers that already run: `Router.attach("http://host:30000", ...)`.
 
-        `options` are those of every URL (API key, and what a server does not tell); where they differ, give pairs to
+        `options` are those of every URL (API key, and what a server does not say); where they differ, give pairs to
         the constructor. `router_options` are the constructor's. Needs the extra `attach`.
         """
         return cls([(url, options or ServerOptions()) for url in urls], **router_options)
@@ -250,7 +251,7 @@ class Router:
         await self.fleet.remove(address)
 
     def change_policy(self, policy: Any) -> None:
-        """Decide by another policy from now on; what is booked and what is believed of caches stays.
+        """Decide by another policy from now on; what is booked and what is estimated of caches stays.
 
         `scheduler` becomes another one, without records and shadow; the old one is left as it is. O(everything).
         Raises as `GlobalScheduler.snapshot` and `restore` do; then nothing has changed.
@@ -294,14 +295,14 @@ class Router:
 
     async def _generate(self, live: RoutedRequest) -> AsyncIterator[StreamChunk]:
         self._admit(live)
-        told = False
+        finished = False
         try:
             while live.finish_reason is None:
                 await self._place(live)
                 while (chunk := await live.next_chunk()) is not None:
-                    told = chunk.finish_reason is not None
+                    finished = chunk.finish_reason is not None
                     yield chunk
-            if not told:
+            if not finished:
                 yield live.last_chunk()
         except PrebleError as error:
             self.counters.failed += 1
@@ -317,7 +318,7 @@ class Router:
         """Decide and book only, for applications that send the request themselves.
 
         The booking is finished when the block ends, cancelled when it raises. Inside, `scheduler.first_token` and
-        `scheduler.finish` may be told more with `decision.request_id`. Raises as `schedule` does.
+        `scheduler.finish` may be given more with `decision.request_id`. Raises as `schedule` does.
         """
         decision = self._schedule(
             self._token_ids(prompt), self._new_id(None), namespace, max_new_tokens, self.fleet.unusable
@@ -327,7 +328,7 @@ class Router:
         except BaseException:
             self.scheduler.cancel(decision.request_id)
             raise
-        # Where the block has finished it, and told more than we could, this does nothing.
+        # Where the block has finished it, and reported more than we could, this does nothing.
         self.scheduler.finish(decision.request_id)
 
     def _new_id(self, request_id: Hashable) -> Hashable:
@@ -347,8 +348,8 @@ class Router:
         if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.dtype != np.int32:
             prompt = np.ascontiguousarray(prompt, np.int64)
         token_ids = np.frombuffer(prompt_words(prompt), np.int32)
-        if token_ids.size > MAX_PROMPT_TOKENS:
-            raise InvalidTokens(f"prompt has {token_ids.size} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
+        if token_ids.size > PROMPT_TOKENS_MAX:
+            raise InvalidTokens(f"prompt has {token_ids.size} tokens, at most {PROMPT_TOKENS_MAX} are allowed")
         return token_ids
 
     def _admit(self, live: RoutedRequest) -> None:
@@ -468,7 +469,7 @@ class Router:
             await asyncio.wait_for(self._available.wait(), timeout_seconds)
 
     def _end_attempt(self, live: RoutedRequest, *, abort: bool, finished: bool = False) -> None:
-        """Settle the booking of the running attempt, if any; with `abort`, tell the worker, if it can hear."""
+        """Settle the booking of the running attempt, if any; with `abort`, notify the worker, if it is reachable."""
         attempt, live.attempt = live.attempt, None
         if attempt is None:
             return
@@ -506,7 +507,7 @@ class Router:
         self.counters.finished += 1
         live.finish(reason)
 
-    # --- told by the fleet --------------------------------------------------------------------------------------------
+    # --- reported by the fleet ----------------------------------------------------------------------------------------
 
     def on_message(self, worker: FleetWorker, message: wire.OutputChunk | wire.Rejected) -> None:
         """A chunk or a refusal of one request; of an earlier attempt, it is counted and dropped."""
@@ -575,7 +576,7 @@ class Router:
         if attempt.offset == 0 and live.cached_tokens is None:
             live.cached_tokens = attempt.cached_tokens
 
-    # --- facts --------------------------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters of this router and of each worker address, and the requests alive now. Changes nothing."""

@@ -17,9 +17,9 @@ a long T it is k p own / (1 - u), Pollaczek and Khinchine's wait of an M/G/1 que
 server is slowed by decodes; for u > 1 it is T (u - 1) / 2, the mean wait while a backlog grows for T seconds. So it is
 finite and falls with n everywhere.
 
-k is not assumed but read off the books: requests that wait for their first token are counted once a second, their mean
-number divided by arrivals a second is the mean time to first token (Little 1961: true of any system), and k is such
-that the formula gives it for the workers that are there. Only the step to n + 1 and n - 1 is a model's.
+k is not assumed but read off the load tracker: requests that wait for their first token are counted once a second,
+their mean number divided by arrivals a second is the mean time to first token (Little 1961: true of any system), and k
+is such that the formula gives it for the workers that are there. Only the step to n + 1 and n - 1 is a model's.
 
 Assumed: load spreads evenly over workers, whatever their number; the hit rate stays (a worker more adds cache, and is
 cold at first); arrivals go on as in the window; all workers are alike.
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from .._cost import CostModel
     from .._placement.bookings import DecisionCore
 
-TARGET_UTILISATION = 0.7  # where `desired_workers` is not told another; at 0.7 a queue's wait is a third of that at 0.9
+TARGET_UTILISATION = 0.7  # where `desired_workers` is given no other; at 0.7 a queue's wait is a third of that at 0.9
 WORKERS_MAX = 65_536
-VARIABILITY_LEAST, VARIABILITY_MOST = 0.05, 8.0  # of k; what is beyond is noise, or a backlog from before the window
-DECODE_SHARE_MOST = 0.95  # a prefill is slowed by decodes at most twentyfold: engines leave it some of each batch
+VARIABILITY_MIN, VARIABILITY_MAX = 0.05, 8.0  # of k; what is beyond is noise, or a backlog from before the window
+DECODE_SHARE_MAX = 0.95  # a prefill is slowed by decodes at most twentyfold: engines leave it some of each batch
 SAMPLE_SECONDS = 1.0  # between two looks at who waits
 SLICE = 64  # workers in one hold of the lock
-BATCH_LEAST, BATCH_MOST = 8, 64  # the usual batch, as the load book reckons it
+BATCH_MIN, BATCH_MAX = 8, 64  # the usual batch, as the load tracker reckons it
 FULL_BATCHES = (4096, 8192)  # requests; between these a token costs what it costs where weights are read anyway
 CANDIDATES = 16  # workers looked at in turn for what their drain would cost, the least loaded
 DEPARTED_MAX = 64  # workers whose work is still to be expected elsewhere; of more the oldest are forgotten
@@ -80,7 +80,7 @@ class FleetLoad:
         return cls(**{name: scaling[name] for name in cls.__dataclass_fields__})
 
     def __add__(self, other: FleetLoad) -> FleetLoad:
-        """Two routers' requests on the workers of both, where neither hears of the other's."""
+        """Two routers' requests on the workers of both, where neither learns of the other's."""
         return FleetLoad(
             workers=max(self.workers, other.workers),
             requests_per_second=self.requests_per_second + other.requests_per_second,
@@ -106,7 +106,7 @@ def own_seconds(load: FleetLoad, workers: int) -> float:
     """A request's own prefill, slowed by the decodes beside it; 0 where nothing arrives."""
     if load.requests_per_second <= 0.0:
         return 0.0
-    decode_share = min(load.decode_load / workers, DECODE_SHARE_MOST)
+    decode_share = min(load.decode_load / workers, DECODE_SHARE_MAX)
     return load.prefill_load / load.requests_per_second / (1.0 - decode_share)
 
 
@@ -118,14 +118,14 @@ def wait_seconds(load: FleetLoad, workers: int, variability: float) -> float:
 
 
 def variability_of(load: FleetLoad) -> float:
-    """The k with which the formula gives the wait that the books show; 1 where they show no requests."""
+    """The k with which the formula gives the wait that the bookings show; 1 where they show no requests."""
     work = _work(load, load.workers) if load.workers else 0.0
     if work <= 0.0:
         return 1.0
     waited = max(0.0, measured_ttft_seconds(load) - own_seconds(load, load.workers) - load.step_seconds)
     slack = 1.0 - utilisation(load, load.workers)
     found = (2.0 * waited * waited / load.window_seconds + waited * slack) / work
-    return min(max(found, VARIABILITY_LEAST), VARIABILITY_MOST)
+    return min(max(found, VARIABILITY_MIN), VARIABILITY_MAX)
 
 
 def _work(load: FleetLoad, workers: int) -> float:
@@ -184,8 +184,8 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a worker more or less would do to the mean time to first token. `ttft_seconds` is the books' own; the others
-    are estimates. None: there is no worker to take away."""
+    """What a worker more or less would do to the mean time to first token. `ttft_seconds` is the bookings' own; the
+    others are estimates. None: there is no worker to take away."""
 
     load: FleetLoad
     utilisation: float
@@ -226,7 +226,7 @@ def advise(load: FleetLoad, drains: Mapping[str, Drain] | None = None) -> Advice
     )
 
 
-# --- what is read off the books ---------------------------------------------------------------------------------------
+# --- what is read off the load tracker --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -240,15 +240,16 @@ class _Rates:
 
 
 def _rates_of(account: Mapping[str, float], observed_seconds: float, cost: CostModel, batch: float) -> _Rates:
-    """A worker's load. The book tells decode seconds at the usual batch; the part of them that is for contexts stays in
-    a full batch, the rest becomes what a token more costs there."""
+    """A worker's load. The load tracker has decode seconds at the usual batch; the part of them that is for contexts
+    stays in a full batch, the rest becomes what a token more costs there."""
     prefill_seconds, tokens = account["window_prefill_seconds"], account["window_output_tokens"]
     booked = account["load_seconds"] - prefill_seconds
     contexts = max(0.0, booked - tokens * cost.decode_time(1, 0, batch) / batch)
     few, many = FULL_BATCHES
     token_seconds = max(0.0, cost.decode_time(1, 0, many) - cost.decode_time(1, 0, few)) / (many - few)
     decode_seconds = min(booked, contexts + tokens * token_seconds)
-    # Half an iteration is left in the mean when a request comes, if one runs: as the books have it, at the usual batch.
+    # Half an iteration is left in the mean when a request comes, if one runs: as the bookings have it, at the usual
+    # batch.
     busy = min(1.0, (prefill_seconds + booked) / observed_seconds)
     step_seconds = busy * cost.decode_time(1, 0, batch) / 2.0
     return _Rates(
@@ -259,8 +260,8 @@ def _rates_of(account: Mapping[str, float], observed_seconds: float, cost: CostM
     )
 
 
-class Books:
-    """Samples of one scheduler's books. `tick` takes the writers' lock for each slice by itself; `advice` is asked
+class LoadSampler:
+    """Samples of one scheduler's load. `tick` takes the writers' lock for each slice by itself; `advice` is asked
     under it, and rests on the last sample."""
 
     def __init__(self, core: DecisionCore, window_seconds: float, join_seconds: float) -> None:
@@ -292,9 +293,9 @@ class Books:
                 for index, name in enumerate(self._core.names[start : start + SLICE], start):
                     if name is not None:
                         observed = self._observed_seconds(joined_at(self._core, index), now)
-                        accounts[name] = self._core.book.account(index), observed, cost_at(self._core, index)
+                        accounts[name] = self._core.loads.account(index), observed, cost_at(self._core, index)
         live = sum(account["live_requests"] for account, _, _ in accounts.values())
-        batch = min(max(live / max(len(accounts), 1), BATCH_LEAST), BATCH_MOST)
+        batch = min(max(live / max(len(accounts), 1), BATCH_MIN), BATCH_MAX)
         rates = {name: _rates_of(*found, batch) for name, found in accounts.items()}
         opened = open_workers(self._core, now)
         with self._core.tree:

@@ -1,7 +1,7 @@
 """What is structurally wrong between what a worker's engine says of its cache and what was sent there, in words. Owns
-the comparison and the warnings; what was heard and how often it agreed is counted in `_kv_index/cache_accuracy.pyx`.
+the comparison and the warnings; what was received and how often it agreed is counted in `_kv_index/cache_accuracy.pyx`.
 
-Beliefs that never meet the engine's cache cost every hit and raise no error anywhere: the router templates prompts
+Estimates that never meet the engine's cache cost every hit and raise no error anywhere: the router templates prompts
 otherwise than the engine, or salts them, or splits them into other blocks. Each tick asks which workers have gone too
 long without anything in common (O(workers), nothing else while all is well), and says once per worker and cause what
 differs, at which position. A mismatch is over once they have something in common again.
@@ -18,10 +18,10 @@ from ..errors import CacheMismatchWarning
 
 if TYPE_CHECKING:
     from .._kv_index.block_index import BlockIndex
-    from .._kv_index.cache_accuracy import TrustBook
+    from .._kv_index.cache_accuracy import CacheAccuracy
 
 Head = tuple[Hashable, list[int]]  # namespace and first tokens of a prompt
-SHIFTS = (1, 2)  # tokens that one side may have put in front
+EXTRA_TOKENS = (1, 2)  # tokens that one side may have put in front
 
 CAUSES = {
     "block_size": "the engine's blocks have {found} tokens, WorkerSpec.block_size says {expected}: set it to {found}",
@@ -43,7 +43,7 @@ class Mismatch:
     """What a worker's engine and the prompts sent there differ in.
 
     `cause`: a key of CAUSES. `position`: index of the first token in which what the engine stored and the nearest
-    scheduled prompt differ, None where they agree or nothing tells; `scheduled_token`, `stored_token`: what stands
+    scheduled prompt differ, None where they agree or nothing reports; `scheduled_token`, `stored_token`: what stands
     there, None beyond an end.
     """
 
@@ -56,7 +56,7 @@ class Mismatch:
 
 
 @dataclass(slots=True)
-class Truth:
+class CacheMismatches:
     """Of one worker: which mismatches hold now, and of which causes has been warned."""
 
     holds: tuple[Mismatch, ...] = ()
@@ -70,14 +70,14 @@ class Truth:
         return tuple(tuple(asdict(mismatch).values()) for mismatch in self.holds), tuple(sorted(self.warned))
 
     @classmethod
-    def restored(cls, state: Any) -> Truth:
+    def restored(cls, state: Any) -> CacheMismatches:
         """What `state` said. Raises ValueError or TypeError."""
         holds, warned = state
         if not set(warned) <= set(CAUSES):
             raise ValueError(f"causes {warned} are unknown")
         return cls(tuple(Mismatch(*values) for values in holds), set(warned))
 
-    def told(self, found: Sequence[Mismatch]) -> list[Mismatch]:
+    def update(self, found: Sequence[Mismatch]) -> list[Mismatch]:
         """Keep what holds now; returns what has not been warned of."""
         self.holds = tuple(found)
         news = [mismatch for mismatch in found if mismatch.cause not in self.warned]
@@ -85,35 +85,38 @@ class Truth:
         return news
 
 
-def look(trust: TrustBook, workers: Iterable[Any], lock: Any, scheduled: Any) -> list[Mismatch]:
+def look(accuracy: CacheAccuracy, workers: Iterable[Any], lock: Any, scheduled: Any) -> list[Mismatch]:
     """Compare what the suspect workers stored with what was sent there; returns what is new. O(workers) where all is
     well; a suspect costs some milliseconds, once per cause, and holds the lock for a part of that.
 
-    `workers`: the scheduler's, with spec, index, blocks and truth. `scheduled`: reads prompts, given an index.
+    `workers`: the scheduler's, with spec, index, blocks and cache_mismatches. `scheduled`: reads prompts, given an
+    index.
     """
     news = []
     with lock:
-        suspects = set(trust.suspects())
-        known = list(workers) if suspects else [worker for worker in workers if worker.truth.holds]
+        suspects = set(accuracy.suspects())
+        known = list(workers) if suspects else [worker for worker in workers if worker.cache_mismatches.holds]
     for worker in known:
         found = []
         with lock:
             if worker.index in suspects:
-                found = mismatches(worker, trust, scheduled)
-            news += worker.truth.told(found)
+                found = mismatches(worker, accuracy, scheduled)
+            news += worker.cache_mismatches.update(found)
     return news
 
 
-def mismatches(worker: Any, trust: TrustBook, scheduled: Any) -> list[Mismatch]:
+def mismatches(worker: Any, accuracy: CacheAccuracy, scheduled: Any) -> list[Mismatch]:
     """What is wrong with a suspect worker, in the order in which it should be mended."""
     name, found = worker.spec.id, []
-    odd = trust.is_odd(worker.index)
+    odd = accuracy.is_odd(worker.index)
     if odd:
         found.append(_mismatch(name, "block_size", None, found=worker.blocks.odd_size, expected=worker.spec.block_size))
-    if trust.is_apart(worker.index):
-        before = [mismatch for mismatch in worker.truth.holds if mismatch.cause not in ("block_size", "reports")]
+    if accuracy.is_apart(worker.index):
+        before = [
+            mismatch for mismatch in worker.cache_mismatches.holds if mismatch.cause not in ("block_size", "reports")
+        ]
         found += before or [apart(name, worker.blocks, scheduled(worker.index), worker.spec.block_size)]
-    if trust.misses(worker.index):
+    if accuracy.misses(worker.index):
         found.append(_mismatch(name, "reports", None))
     return found
 
@@ -127,9 +130,9 @@ def apart(name: str, blocks: BlockIndex, prompts: Sequence[Head], block_size: in
     if space != other and (common >= block_size or common == min(len(sent), len(stored))):
         return _mismatch(name, "namespace", None, position=common, stored=other, scheduled=space)
     at = (common, _at(sent, common), _at(stored, common))
-    shift = shifted(sent, stored) if common == 0 else 0
-    if shift:
-        return _mismatch(name, "extra_token", at, count=shift)
+    extra = extra_tokens(sent, stored) if common == 0 else 0
+    if extra:
+        return _mismatch(name, "extra_token", at, count=extra)
     cause = "first_token" if common == 0 else "first_block" if common < block_size else "tokens"
     return _mismatch(name, cause, at, position=common)
 
@@ -141,7 +144,7 @@ def nearest_pair(prompts: Sequence[Head], stored: Sequence[Head]) -> tuple[Head,
     for one in prompts:
         for other in stored:
             common = common_tokens(one[1], other[1])
-            key = (common, 0 if common else shifted(one[1], other[1]) > 0, one[0] == other[0])
+            key = (common, 0 if common else extra_tokens(one[1], other[1]) > 0, one[0] == other[0])
             if key > best_key:
                 best, best_key = (one, other, common), key
     return best
@@ -153,32 +156,32 @@ def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i in range(count) if one[i] != other[i]), count)
 
 
-def shifted(sent: Sequence[int], stored: Sequence[int]) -> int:
+def extra_tokens(sent: Sequence[int], stored: Sequence[int]) -> int:
     """How many tokens one of them has in front of what both have then; 0 if that does not make them alike."""
-    for shift in SHIFTS:
-        for one, other in ((sent[shift:], stored), (sent, stored[shift:])):
+    for extra in EXTRA_TOKENS:
+        for one, other in ((sent[extra:], stored), (sent, stored[extra:])):
             least = min(len(one), len(other))
             if least >= 4 and common_tokens(one, other) >= min(least, 16):
-                return shift
+                return extra
     return 0
 
 
 def warn(news: Iterable[Mismatch]) -> None:
-    """Tell of new mismatches as warnings. Python's registry of what was told, which only grows, is left out of it: the
-    scheduler itself tells each once."""
+    """Report new mismatches as warnings. Python's registry of what was reported, which only grows, is left out of it:
+    the scheduler itself reports each once."""
     for mismatch in news:
         warnings.warn_explicit(
             mismatch.message, CacheMismatchWarning, "preble.scheduling.cache_mismatch", 0, registry=None
         )
 
 
-def _mismatch(name: str, cause: str, at: tuple[int, int | None, int | None] | None, **facts: Any) -> Mismatch:
+def _mismatch(name: str, cause: str, at: tuple[int, int | None, int | None] | None, **state: Any) -> Mismatch:
     head, where = f"worker {name!r}: ", ""
     if cause not in ("block_size", "reports"):
         head += "nothing that its engine stored begins like what was sent there; "
     if at is not None:
         where = f" First difference at token {at[0]}: scheduled {_name(at[1])}, stored {_name(at[2])}."
-    message = head + CAUSES[cause].format(**facts) + "." + where
+    message = head + CAUSES[cause].format(**state) + "." + where
     return Mismatch(name, cause, message, *(at or (None, None, None)))
 
 

@@ -1,16 +1,16 @@
 """What workers really cost, learned from requests' own times. Owns the estimate of four factors for each worker, on the
 terms of the cost model it was given, and the rule by which a better model is published.
 
-`_placement/timing_samples.pyx` notes samples on the hot path; `Calibrator.tick` reads them in the background. docs/calibration.md tells
-an operator what is behind it. Knows nothing of requests, prompts or policies.
+`_placement/timing_samples.pyx` notes samples on the hot path; `Calibrator.tick` reads them in the background.
+docs/calibration.md explains to an operator what is behind it. Knows nothing of requests, prompts or policies.
 
   1. What the prior says of each sample is a sum of four terms, in seconds: iterations as short as decodes' are (floor),
      what more tokens in an iteration take (rise), attention over contexts, attention of long chunks (pair). The factors
      are those that make the sums fit best: least squares of logarithms, in which newer samples weigh more and outliers
-     next to nothing. Where samples cannot tell terms apart, these keep the proportion they have in the prior.
+     next to nothing. Where samples cannot distinguish terms, these keep the proportion they have in the prior.
   2. Workers with the same prior are a group, and the factors of its middle worker are taken for all of them, newcomers
      too, as long as a worker's own are not clearly others.
-  3. A prior is believed until it is clearly wrong for what the worker usually does, and a model is published only where
+  3. A prior is kept until it is clearly wrong for what the worker usually does, and a model is published only where
      it differs enough from the one that is: workers that are alike stay exactly alike.
 """
 
@@ -32,21 +32,21 @@ from ..errors import InvalidConfig
 Floats = npt.NDArray[np.float64]
 Logs = tuple[float, float, float, float]  # logarithms of the factors on floor, rise, context and pair
 
-SAMPLES_LEAST = 8  # of both kinds together, before anything is known
+SAMPLES_MIN = 8  # of both kinds together, before anything is known
 HALF_LIFE_SAMPLES = 12  # so many samples of its kind later one weighs half
-FRESH_LEAST = 16  # samples since the last fit, for another one at once
+FRESH_MIN = 16  # samples since the last fit, for another one at once
 FIT_AGAIN_SECONDS = 10.0  # for fewer
 WORKERS_PER_TICK = 32  # looked at in one tick, in turn; each is some milliseconds
-OWN_SHARE_LEAST = 0.5  # of a decode's time, by the model, that must be its own and not others' prefills
+OWN_SHARE_MIN = 0.5  # of a decode's time, by the model, that must be its own and not others' prefills
 DECODE_TOKENS = 64  # in a batch, up to which an iteration is taken for one of decodes
 KNOTS_MAX = 16
-FACTOR_MOST = 1e3
+FACTOR_MAX = 1e3
 STEP = 0.05  # factors are rounded to multiples of it, in logarithms
 PRIOR_WRONG = 0.5  # in logarithms: 65 %. The samples' own bias is up to 25 % where a fleet is overloaded
 OTHER_THAN_GROUP = 0.5
 WORTH_PUBLISHING = 0.1
 SURE = 3.0  # standard errors
-SPREAD_LEAST = 0.1  # of samples, in logarithms; what is smaller is luck
+SPREAD_MIN = 0.1  # of samples, in logarithms; what is smaller is luck
 APART = 1.5  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
 TOGETHER = 3.0
 ROUNDS = 25
@@ -55,7 +55,7 @@ ROUNDS = 25
 PRIOR: Logs = (0.0, 0.0, 0.0, 0.0)
 
 # For an engine of which nothing is known: of the shape that measured ones have, of a size between theirs, and not
-# believed, so that it gives way as soon as there are samples.
+# estimated, so that it gives way as soon as there are samples.
 NEUTRAL = CostModel(
     [(0, 0.02), (256, 0.02), (8192, 0.64)],
     context=(0.0, 0.0, 0.0, 1e-6),
@@ -139,11 +139,11 @@ class Calibrator:
             if worker is None:
                 return
             self._workers[name] = worker  # in turn: it is the last now
-            seen = self._core.gauges.counts(worker.index)
+            seen = self._core.timings.counts(worker.index)
             fresh = sum(seen) - sum(worker.seen)
-            if not fresh or (fresh < FRESH_LEAST and abs(now - worker.fitted_at) < FIT_AGAIN_SECONDS):
+            if not fresh or (fresh < FRESH_MIN and abs(now - worker.fitted_at) < FIT_AGAIN_SECONDS):
                 return
-            prefills, decodes = self._core.gauges.samples(worker.index)
+            prefills, decodes = self._core.timings.samples(worker.index)
         worker.seen = seen
         worker.fitted_at = now
         found = estimated(worker.prior, rows_of(prefills), rows_of(decodes), now - self._window_seconds)
@@ -173,7 +173,7 @@ class Calibrator:
                     return
             if wanted == worker.published:
                 return
-            swap_cost(self._core.tree, self._core.book, worker.index, scaled(worker.prior, wanted))
+            swap_cost(self._core.tree, self._core.loads, worker.index, scaled(worker.prior, wanted))
             worker.published = wanted
             worker.changes += 1
 
@@ -183,13 +183,13 @@ class Calibrator:
         worker = self._workers[name]
         found = worker.found
         taken = (0.0, 0.0) if found is None else found.factors(worker.published)
-        told = (None, None) if found is None else tuple(math.exp(log) for log in found.factors(found.logs))
+        factors = (None, None) if found is None else tuple(math.exp(log) for log in found.factors(found.logs))
         return {
             **scaled(worker.prior, worker.published).coefficients(),
             "prefill_factor": math.exp(taken[0]),
             "decode_factor": math.exp(taken[1]),
-            "measured_prefill_factor": told[0],
-            "measured_decode_factor": told[1],
+            "measured_prefill_factor": factors[0],
+            "measured_decode_factor": factors[1],
             "prefill_confidence": 0.0 if found is None else confidence(found.prefill_error),
             "decode_confidence": 0.0 if found is None else confidence(found.decode_error),
             "prefill_samples": worker.seen[0],
@@ -212,8 +212,8 @@ def _of_group(taken: Logs, group: list[_Measured]) -> Logs:
         return taken
     known.sort(key=lambda found: sum(found.factors(found.logs)))
     found = known[(len(known) - 1) // 2]
-    believed = taken == PRIOR and group[0].prior.name != NEUTRAL.name
-    by = PRIOR_WRONG if believed else WORTH_PUBLISHING
+    kept = taken == PRIOR and group[0].prior.name != NEUTRAL.name
+    by = PRIOR_WRONG if kept else WORTH_PUBLISHING
     return _rounded(found.logs) if found.differs(taken, by) else taken
 
 
@@ -237,7 +237,7 @@ def estimated(prior: CostModel, prefills: Floats, decodes: Floats, since: float)
     prefills, decodes = prefills[prefills[:, AT] >= since], decodes[decodes[:, AT] >= since]
     prefill_terms, (decode_terms, use) = prefill_expected(parts, prefills), decode_expected(parts, decodes)
     weights = np.concatenate([_recent(len(prefills)), _recent(int(use.sum()))])
-    if len(weights) < SAMPLES_LEAST:
+    if len(weights) < SAMPLES_MIN:
         return None
     seconds = np.concatenate([prefills[:, SECONDS], decodes[use, SECONDS]])
     logs, doubt = fitted(np.concatenate([prefill_terms, decode_terms[use]]), seconds, weights)
@@ -275,7 +275,7 @@ def decode_expected(parts: CostTerms, rows: Floats) -> tuple[Floats, npt.NDArray
     own = np.maximum(rows[:, TOKENS] - others, 0.0)[:, None] * parts.terms(batch, beside, 0.0 * batch)
     mixed = others[:, None] * parts.terms(chunk + batch, chunk + beside, chunk)
     alone, shared = own.sum(axis=1), mixed.sum(axis=1)
-    return own + mixed, alone >= OWN_SHARE_LEAST * (alone + shared + rows[:, WAITING])
+    return own + mixed, alone >= OWN_SHARE_MIN * (alone + shared + rows[:, WAITING])
 
 
 def fitted(terms: Floats, seconds: Floats, weights: Floats) -> tuple[Logs, Floats]:
@@ -287,7 +287,7 @@ def fitted(terms: Floats, seconds: Floats, weights: Floats) -> tuple[Logs, Float
     usable = np.isfinite(seconds) & (seconds > 0.0) & (terms.sum(axis=1) > 0.0)
     terms, logs, weights = terms[usable], np.log(seconds[usable]), weights[usable]
     ridge = np.linalg.inv(APART**2 * np.eye(4) + TOGETHER**2 * np.ones((4, 4)))
-    limit, covariance = math.log(FACTOR_MOST), np.linalg.inv(ridge)
+    limit, covariance = math.log(FACTOR_MAX), np.linalg.inv(ridge)
     if not len(logs):
         return PRIOR, covariance
     found = np.full(4, np.clip(_median(logs - np.log(terms.sum(axis=1)), weights), -limit, limit))
@@ -295,7 +295,7 @@ def fitted(terms: Floats, seconds: Floats, weights: Floats) -> tuple[Logs, Float
         parts = terms * np.exp(found)
         sums = parts.sum(axis=1)
         errors = logs - np.log(sums)
-        spread = max(SPREAD_LEAST, 1.4826 * _median(np.abs(errors), weights))
+        spread = max(SPREAD_MIN, 1.4826 * _median(np.abs(errors), weights))
         sure = weights / (1.0 + (errors / (2.0 * spread)) ** 2) / spread**2
         slopes = parts / sums[:, None]
         covariance = np.linalg.inv(slopes.T @ (sure[:, None] * slopes) + ridge)
@@ -406,7 +406,7 @@ def logs_between(prior: CostModel, published: CostModel) -> Logs:
     pairs = list(zip(_marks(prior), _marks(published), strict=True))
     logs = [math.log(after / before) if before > 0.0 and after > 0.0 else None for before, after in pairs]
     instead = next((log for log in logs if log is not None), 0.0)
-    limit = math.log(FACTOR_MOST)
+    limit = math.log(FACTOR_MAX)
     floor, rise, context, pair = (min(max(instead if log is None else log, -limit), limit) for log in logs)
     return _rounded((floor, rise, context, pair))
 

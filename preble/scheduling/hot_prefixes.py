@@ -1,8 +1,9 @@
 """The prefixes that most work is for, and which workers have them. Owns how they are ranked and named; what is counted
-of each is `_placement/prefix_groups.pyx`'s, and nothing is counted unless E2 may move or copy prefixes (docs/shifts.md).
+of each is `_placement/prefix_groups.pyx`'s, and nothing is counted unless E2 may move or copy prefixes
+(docs/rebalancing.md).
 
-A prefix is told by its length and a name, never by its tokens: the name is a keyed hash, so that nobody without the key
-can try whether a prompt they guess is among them.
+A prefix is shown by its length and a name, never by its tokens: the name is a keyed hash, so that nobody without the
+key can try whether a prompt they guess is among them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .rebalancer import SHARES, SLICE
 
 GlobalScheduler = Any  # the class is above this module, which is handed it
 NAMES_MAX = 4096  # prefixes whose name is kept; their tokens need not be hashed again
-HOLDERS_MAX = 16  # workers told of each prefix
+HOLDERS_MAX = 16  # workers reported of each prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """A worker that serves a prefix, or caches the greater part of it. `requests` and `load` (share of the worker's
-    time) are of the window, `cached_tokens` of the prefix are believed to be there."""
+    time) are of the window, `cached_tokens` of the prefix are estimated to be there."""
 
     worker: str
     requests: int
@@ -47,7 +48,7 @@ class SharedPrefix:
 
 
 class HotPrefixes:
-    """Asks schedulers for their hottest prefixes. `key` makes the names: the same for the same prefix and key.
+    """Asks schedulers for their hot prefixes. `key` makes the names: the same for the same prefix and key.
 
     Not thread-safe; the scheduler may be in use by any thread meanwhile.
     """
@@ -58,14 +59,14 @@ class HotPrefixes:
         self._names_of: GlobalScheduler = None
 
     def top(self, scheduler: GlobalScheduler, count: int) -> list[SharedPrefix]:
-        """The `count` prefixes with most load, the hottest first; empty where none are counted. Changes nothing but
+        """The `count` prefixes with most load, the most loaded first; empty where none are counted. Changes nothing but
         names. The writers' lock is held for slices: 512 counted places, or one prefix and all workers."""
         check_int("count", count, 1, 1000)
         if scheduler is not self._names_of:
             self._names, self._names_of = {}, scheduler
         shares = by_node(_groups(scheduler))
-        hottest = sorted(shares, key=lambda node: (-sum(share.load for share in shares[node]), node))
-        found = (self._prefix(scheduler, shares[node]) for node in hottest[:count])
+        ranked = sorted(shares, key=lambda node: (-sum(share.load for share in shares[node]), node))
+        found = (self._prefix(scheduler, shares[node]) for node in ranked[:count])
         return [prefix for prefix in found if prefix is not None]
 
     def _prefix(self, scheduler: GlobalScheduler, shares: Sequence[Group]) -> SharedPrefix | None:

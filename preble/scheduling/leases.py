@@ -1,12 +1,12 @@
 """Leases that cannot leak: a booking for the length of a block, and the ways in which a lost one comes back.
 
 Owns what ends a booking whose own call never comes: leaving the block (`Lease`), its time to live (`give_back`), and
-the word of the engine that does not have the request (`reconcile`). Where an engine tells only how many it has, the
-difference is shown and nothing is ended (`Drift`). What a booking is, and how it ends, is in `_placement/bookings.pyx` and
-`_placement/request_api.pyx`.
+the word of the engine that does not have the request (`reconcile`). Where an engine reports only how many it has, the
+difference is shown and nothing is ended (`Drift`). What a booking is, and how it ends, is in `_placement/bookings.pyx`
+and `_placement/request_api.pyx`.
 
-A booking is told from a later one under the same request id by its key, which is never used again. Whoever acts on one
-holds the writers' lock, compares, and then calls: the id cannot be booked anew in between.
+A booking is distinguished from a later one under the same request id by its key, which is never used again. Whoever
+acts on one holds the writers' lock, compares, and then calls: the id cannot be booked anew in between.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class Lease:
 
     def first_token(self, *, cached_tokens: int | None = None) -> bool:
         """As `GlobalScheduler.first_token`."""
-        return self._tell(self._calls.first_token, cached_tokens=cached_tokens)
+        return self._report(self._calls.first_token, cached_tokens=cached_tokens)
 
     def renew(self) -> bool:
         """As `GlobalScheduler.renew`: the time to live begins anew."""
-        return self._tell(self._calls.renew)
+        return self._report(self._calls.renew)
 
     def finish(self, *, output_tokens: int | None = None, cached_tokens: int | None = None) -> bool:
         """As `GlobalScheduler.finish`. The lease is over; leaving the block does nothing more."""
@@ -113,7 +113,7 @@ class Lease:
         return self._end(self._calls.cancel)
 
     def reroute(self, *, exclude: Iterable[str] = ()) -> Decision:
-        """Give the booking back and book the same prompt anew, on none of the workers it has been on or was told to
+        """Give the booking back and book the same prompt anew, on none of the workers it has been on or was asked to
         avoid, nor on those in `exclude`; of the former, workers that have left are forgotten.
 
         A booking that has expired meanwhile is simply made anew. Raises InvalidInput once the lease is over and
@@ -143,17 +143,17 @@ class Lease:
         self._key = self._core.leases.get(decision.request_id)
         return decision
 
-    def _tell(self, call: Callable[..., bool], **told: int | None) -> bool:
+    def _report(self, call: Callable[..., bool], **reported: int | None) -> bool:
         with self._core.tree:
             request_id = self.request_id
             if self.live:
-                return call(request_id, **told)
+                return call(request_id, **reported)
             self._core.late_calls += 1
             return False
 
-    def _end(self, call: Callable[..., bool], **told: int | None) -> bool:
+    def _end(self, call: Callable[..., bool], **reported: int | None) -> bool:
         with self._core.tree:
-            ended = self._tell(call, **told)
+            ended = self._report(call, **reported)
             self._over = True
             return ended
 
@@ -196,13 +196,13 @@ def reconcile(
 ) -> Reconciliation:
     """Bring the bookings of a worker in line with what its engine has: those it has are renewed, the others cancelled
     unless they were seen since `before`. O(live requests + ids), the lock held for one cancellation at a time."""
-    told = dict.fromkeys(live_request_ids)
+    reported = dict.fromkeys(live_request_ids)
     with core.tree:
         if worker_id not in core.names:
             raise UnknownWorker(f"worker {worker_id!r} was removed")
-        missing = [one for one in core.live_on(core.names.index(worker_id)) if one not in told]
-        unknown = tuple(one for one in told if _is_unknown(core, worker_id, one))
-        for one in told.keys() - unknown:
+        missing = [one for one in core.live_on(core.names.index(worker_id)) if one not in reported]
+        unknown = tuple(one for one in reported if _is_unknown(core, worker_id, one))
+        for one in reported.keys() - unknown:
             core.renew(one, now)
     given_back = tuple(one for one in missing if _give_back_unseen(core, cancel, one, before, now))
     return Reconciliation(given_back, unknown)
@@ -219,37 +219,37 @@ def _is_unknown(core: DecisionCore, worker_id: str, request_id: Hashable) -> boo
 
 @dataclass(slots=True)
 class Drift:
-    """What an engine's own count of its requests says against the books. `requests`: the engine's, less those booked,
-    by the last report; `since`: from when on every report has disagreed in the same direction."""
+    """What an engine's own count of its requests says against the bookings. `requests`: the engine's, less those
+    booked, by the last report; `since`: from when on every report has disagreed in the same direction."""
 
     reports: int = 0
     requests: int = 0
     since: float = 0.0
-    told_at: float = 0.0
+    reported_at: float = 0.0
 
-    def told(self, engine_requests: int, booked_requests: int, now: float) -> int:
+    def update(self, engine_requests: int, booked_requests: int, now: float) -> int:
         """A report came; returns the difference."""
         difference = engine_requests - booked_requests
         if difference * self.requests <= 0:
             self.since = now
-        self.reports, self.requests, self.told_at = self.reports + 1, difference, now
+        self.reports, self.requests, self.reported_at = self.reports + 1, difference, now
         return difference
 
     def state(self) -> tuple[int, int, float, float]:
         """All of it as plain values, for snapshots."""
-        return int(self.reports), int(self.requests), float(self.since), float(self.told_at)
+        return int(self.reports), int(self.requests), float(self.since), float(self.reported_at)
 
     @classmethod
     def restored(cls, state: tuple[int, int, float, float]) -> Drift:
         """What `state` said. Raises ValueError, TypeError or InvalidTime."""
-        reports, requests, since, told_at = state
+        reports, requests, since, reported_at = state
         if type(reports) is not int or type(requests) is not int or reports < 0:
             raise ValueError("an engine's reports are no number")
-        return cls(reports, requests, finite_time("since", since), finite_time("told_at", told_at))
+        return cls(reports, requests, finite_time("since", since), finite_time("reported_at", reported_at))
 
     def stats(self) -> dict[str, float]:
         """For the worker's part of `GlobalScheduler.stats`."""
-        seconds = max(0.0, self.told_at - self.since) if self.requests else 0.0
+        seconds = max(0.0, self.reported_at - self.since) if self.requests else 0.0
         return {"load_reports": self.reports, "drift_requests": self.requests, "drift_seconds": seconds}
 
 

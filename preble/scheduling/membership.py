@@ -1,7 +1,7 @@
 """Workers that join and leave: which prefixes they are given and which they give away. Owns the plans and what became
 of them; the marks are changed by `_placement/prefix_handoff.pyx`, workers come and go by `scheduler.py`.
 
-Who leaves gives its hottest prefixes away, those first that are computed again soonest, so that the requests of each
+Who leaves gives its hot prefixes away, those first that are computed again soonest, so that the requests of each
 go to one other worker and not to several. Who joins is given hot prefixes of the busiest, up to a share of the mean
 load: as long as everything asked for is cached somewhere, the rule alone would leave it idle. Work is done in `tick`,
 one worker's marks or one prefix in a hold of the lock.
@@ -26,7 +26,7 @@ from .._placement.prefix_handoff import (
     takes_any,
 )
 from ..errors import UnknownWorker
-from .autoscaling import Books
+from .autoscaling import LoadSampler
 
 if TYPE_CHECKING:
     from .._placement.bookings import DecisionCore
@@ -39,7 +39,7 @@ TAKERS_MAX = 64  # workers that a leaver's prefixes are shared out to, the least
 GIVERS_MAX = 64  # workers searched for prefixes that newcomers could have, the busiest first
 GIVERS_A_TICK = 8
 ROUND_SECONDS = 5.0  # between two rounds of giving to newcomers who have not got their share
-LOAD_SECONDS_LEAST = 1.0  # of the mean worker within the window; below that nobody needs relief
+LOAD_SECONDS_MIN = 1.0  # of the mean worker within the window; below that nobody needs relief
 REPLICAS_MAX = 64  # newcomers that one prefix is given to in a round
 
 
@@ -131,7 +131,7 @@ class Membership:
         self._next_round = float("-inf")
         self._moves: deque[PrefixMove] = deque(maxlen=MOVES_KEPT)
         self._counts = {"given_by_leavers": 0, "given_to_newcomers": 0, "left_out": 0}
-        self._books = Books(core, config.history_seconds, config.join_seconds)
+        self._load_sampler = LoadSampler(core, config.history_seconds, config.join_seconds)
 
     def tick(self, now: float) -> None:
         """Give away what is due by now."""
@@ -139,11 +139,11 @@ class Membership:
             self._give_due(name, leaving, now)
         if self._newcomers:
             self._welcome(now)
-        self._books.tick(now)
+        self._load_sampler.tick(now)
 
     def advice(self) -> dict[str, Any]:
         """What a worker more, or one less, would do (docs/scaling.md). Under the writers' lock."""
-        return self._books.advice()
+        return self._load_sampler.advice()
 
     def removed(self, name: str) -> None:
         """A worker has gone, with whatever it had still to give."""
@@ -186,14 +186,14 @@ class Membership:
         return CACHED_ONLY if leaving is not None and leaving.is_gradual and leaving.prefixes else NO_REQUEST
 
     def _plan(self, index: int, now: float, seconds: float) -> _Leaving:
-        """The hottest prefixes that only this worker has, each with the worker that will have it: by load, the heaviest
+        """The hot prefixes that only this worker has, each with the worker that will have it: by load, the heaviest
         first to the least loaded. They go in the order of what it takes to compute them again."""
         takers = nsmallest(TAKERS_MAX, (row for row in open_workers(self._core, now) if row[1] != index))
-        hottest: list[HotPrefix] = []
+        ranked: list[HotPrefix] = []
         if self._prefixes_max and takers:
-            hottest = hot_prefixes(self._core, index, now, exclusive=True)
-            hottest.sort(key=lambda prefix: -prefix.hot_seconds)
-        chosen = sorted(hottest[: self._prefixes_max], key=lambda prefix: -prefix.hits)
+            ranked = hot_prefixes(self._core, index, now, exclusive=True)
+            ranked.sort(key=lambda prefix: -prefix.hot_seconds)
+        chosen = sorted(ranked[: self._prefixes_max], key=lambda prefix: -prefix.hits)
         rooms = {taker: capacity for _, taker, _, capacity in takers}
         expected = {taker: load for load, taker, _, _ in takers}
         seconds_per_hit = self._seconds_per_request(index)
@@ -206,13 +206,13 @@ class Membership:
                 planned.append((prefix, taker))
         planned.sort(key=lambda pair: pair[0].loss_seconds)
         moves = [self._move(prefix, index, taker, "drain") for prefix, taker in planned]
-        left_out = len(hottest) - len(planned)
+        left_out = len(ranked) - len(planned)
         return _Leaving(index, now, now + seconds, moves, deque(planned), left_out)
 
     def _seconds_per_request(self, index: int) -> float:
         """A worker's load within the window, for each of its requests."""
         with self._lock:
-            account = self._core.book.account(index)
+            account = self._core.loads.account(index)
         return account["load_seconds"] / max(account["window_requests"], 1)
 
     def _move(self, prefix: HotPrefix, giver: int, taker: int, reason: str) -> PrefixMove:
@@ -266,7 +266,7 @@ class Membership:
             if not self._givers:
                 self._next_round = now + ROUND_SECONDS
                 self._givers.extend(nlargest(GIVERS_MAX, old, key=lambda name: old[name] - self._given.get(name, 0.0)))
-        if not self._newcomers or mean < LOAD_SECONDS_LEAST:
+        if not self._newcomers or mean < LOAD_SECONDS_MIN:
             self._givers.clear()
         for _ in range(GIVERS_A_TICK):
             with self._lock:

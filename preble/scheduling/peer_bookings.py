@@ -1,11 +1,11 @@
-"""What workers tell of requests and prompts that this scheduler did not place, because other routers did. Owns how they
-are booked; the books themselves are the scheduler's.
+"""What workers report of requests and prompts that this scheduler did not place, because other routers did. Owns how
+they are booked; the bookings themselves are the scheduler's.
 
     router A -- request --> worker -- RequestPlaced, RequestPrefilled, RequestEnded --> router B
                                                                                          books it as if placed there
 
-So the books of each router are of the whole fleet, as late as the network: queues, load, hits and predicted caches. A
-mirrored booking is a booking like any other, under an id that no request of this scheduler has; it expires with its
+So the bookings of each router are of the whole fleet, as late as the network: queues, load, hits and predicted caches.
+A peer booking is a booking like any other, under an id that no request of this scheduler has; it expires with its
 lease, and leaves with its worker. Its events may come twice, or late, or for a booking that is gone: that is counted,
 and changes nothing.
 """
@@ -21,35 +21,35 @@ from ..errors import InvalidInput
 from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
 from .leases import Cancel
 
-TOLD = (PrefixStored, RequestPlaced, RequestPrefilled, RequestEnded)
-COUNTED = ("mirrored_requests", "mirrored_ignored")
-_TYPES = frozenset(TOLD)
+PEER_EVENTS = (PrefixStored, RequestPlaced, RequestPrefilled, RequestEnded)
+COUNTED = ("peer_requests", "peer_events_ignored")
+_TYPES = frozenset(PEER_EVENTS)
 _MARK = "mirrored"
 
 
-def mirrored_id(worker_id: str, router: str, request_id: str) -> tuple[str, str, str, str]:
+def peer_id(worker_id: str, router: str, request_id: str) -> tuple[str, str, str, str]:
     """What another router's request is booked under."""
     return (_MARK, worker_id, router, request_id)
 
 
-def is_mirrored(request_id: Hashable) -> bool:
+def is_peer(request_id: Hashable) -> bool:
     """Whether a live request was booked for another router."""
     return type(request_id) is tuple and len(request_id) == 4 and request_id[0] == _MARK
 
 
 def runs_of(events: Iterable[Any]) -> Iterable[tuple[bool, Iterable[Any]]]:
-    """Cut events into those of an engine's blocks and those told by a worker (True); the usual lot stays whole."""
+    """Cut events into those of an engine's blocks and those reported by a worker (True); the usual lot stays whole."""
     if type(events) in (list, tuple) and _TYPES.isdisjoint(map(type, events)):
         return ((False, events),)
-    return groupby(events, _is_told)
+    return groupby(events, _is_peer_event)
 
 
-def _is_told(event: Any) -> bool:
-    return isinstance(event, TOLD)
+def _is_peer_event(event: Any) -> bool:
+    return isinstance(event, PEER_EVENTS)
 
 
-class Mirror:
-    """Books what workers tell, always under the writers' lock.
+class PeerBookings:
+    """Books what workers report, always under the writers' lock.
 
     `book_on(worker index, token_ids, request_id, namespace, max_new_tokens, now)`, `first_token`, `end(request_id,
     output_tokens)` and `cancel` are a scheduler's, and `count(counter, times)` is its counter.
@@ -77,12 +77,12 @@ class Mirror:
             news = self._store(index, event, now)
             self._count("events", 1)
             return news
-        request_id = mirrored_id(worker_id, _name("router", event.router), _name("request_id", event.request_id))
+        request_id = peer_id(worker_id, _name("router", event.router), _name("request_id", event.request_id))
         if isinstance(event, RequestPlaced):
             news = self._place(request_id, index, event, now)
         else:
             news = request_id in self._core.leases and self._go_on(request_id, event, now)
-        self._count("events" if news else "mirrored_ignored", 1)
+        self._count("events" if news else "peer_events_ignored", 1)
         return news
 
     def _store(self, index: int, event: PrefixStored, now: float) -> bool:
@@ -96,7 +96,7 @@ class Mirror:
         """Book a request where it is. One that is booked already, or finds no room, is not."""
         asked = event.namespace, event.max_new_tokens
         news = self._book_on(index, event.token_ids, request_id, *asked, now)
-        self._count("mirrored_requests", int(news))
+        self._count("peer_requests", int(news))
         return news
 
     def _go_on(self, request_id: Hashable, event: RequestPrefilled | RequestEnded, now: float) -> bool:
@@ -109,10 +109,10 @@ class Mirror:
 
 
 def forget(cancel: Cancel, request_ids: Iterable[Hashable], now: float) -> list[Hashable]:
-    """Give the mirrored ones of these live bookings back; returns the others, in order. Under the writers' lock."""
+    """Give the peer bookings among these live ones back; returns the others, in order. Under the writers' lock."""
     kept = []
     for request_id in request_ids:
-        if is_mirrored(request_id):
+        if is_peer(request_id):
             cancel(request_id, now)
         else:
             kept.append(request_id)

@@ -1,9 +1,9 @@
-"""Books that some policies need kept: of live requests' blocks, of what was placed, of recent history. Owns them, and
+"""State that some policies need kept: of live requests' blocks, of what was placed, of recent history. Owns them, and
 when they are changed; the default policy needs none.
 
-A scheduler opens the books its policy names in `needs`. It tells them of every booking and ending under the writers'
-lock, and asks them, before a decision, for what the policy shall know (`preble/policies/known.py`). Each book holds
-what it holds of a worker under that worker's id and forgets it with the worker.
+A scheduler opens the trackers its policy names in `needs`. It informs them of every booking and ending under the
+writers' lock, and asks them, before a decision, for what the policy shall know (`preble/policies/known.py`). Each
+tracker holds what it holds of a worker under that worker's id and forgets it with the worker.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Question:
         return self.tree.match(self.token_ids, namespace=self.namespace)
 
 
-class Book:
-    """Base of the books: whoever keeps one overrides what concerns it."""
+class PolicyTracker:
+    """Base of the trackers: whoever keeps one overrides what concerns it."""
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         """A worker has joined."""
@@ -64,7 +64,7 @@ class Book:
         """A request has been placed."""
 
     def prefilled(self, request_id: Hashable) -> None:
-        """A live request's first token is there; told again, nothing changes."""
+        """A live request's first token is there; reported again, nothing changes."""
 
     def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
         """A live request is over, with or without a first token."""
@@ -77,7 +77,7 @@ class Book:
         return {}
 
 
-class PlacedRequests(Book):
+class PlacedRequests(PolicyTracker):
     """How many requests each worker was ever given."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def common_blocks(one: bytes, other: bytes, least: int) -> int:
     return least
 
 
-class ActiveBlockBook(Book):
+class ActiveBlockTracker(PolicyTracker):
     """The different blocks of the prompts of each worker's live requests."""
 
     def __init__(self) -> None:
@@ -170,11 +170,11 @@ class ActiveBlockBook(Book):
         )
 
     def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
-        told: ActiveBlocks = asked.known["active_blocks"]
+        blocks: ActiveBlocks = asked.known["active_blocks"]
         active, missed = self._workers[decision.worker], decision.prompt_tokens - decision.matched_tokens
-        active.add(asked.namespace, told.prompt, told.new_blocks[decision.worker])
+        active.add(asked.namespace, blocks.prompt, blocks.new_blocks[decision.worker])
         active.prefill_tokens += missed
-        self._live[decision.request_id] = active, asked.namespace, told.prompt, missed
+        self._live[decision.request_id] = active, asked.namespace, blocks.prompt, missed
 
     def prefilled(self, request_id: Hashable) -> None:
         if request_id in self._live:
@@ -210,7 +210,7 @@ class _Prompt:
     workers: set[str] = field(default_factory=set)
 
 
-class WindowCostBook(Book):
+class WindowCostTracker(PolicyTracker):
     """AIBrix's histogram: prompts of the last three minutes and what they cost the workers that served them.
 
     Beyond `requests_max` requests within the window the oldest leave early, and are counted.
@@ -318,7 +318,7 @@ class _History:
     output_tokens: int = 0
 
 
-class PaperHistoryBook(Book):
+class PaperHistoryTracker(PolicyTracker):
     """The history H of the paper's Algorithm 2, counted in requests of each worker, and its M, from the tree."""
 
     requests_max = 500  # H: the paper gives no number
@@ -411,60 +411,61 @@ def longest_node_end(ends: list[int]) -> int:
     return max(zip(lengths, ends, strict=True))[1]
 
 
-BOOKS: Mapping[str, type[Book]] = {
-    "active_blocks": ActiveBlockBook,
+TRACKERS: Mapping[str, type[PolicyTracker]] = {
+    "active_blocks": ActiveBlockTracker,
     "placed_requests": PlacedRequests,
-    "paper_history": PaperHistoryBook,
-    "window_costs": WindowCostBook,
+    "paper_history": PaperHistoryTracker,
+    "window_costs": WindowCostTracker,
 }
 
 
-class PolicyBooks(RequestObserver):
-    """The books of one scheduler. All calls come under its writers' lock. Raises InvalidConfig for an unknown need."""
+class PolicyState(RequestObserver):
+    """The trackers of one scheduler. All calls come under its writers' lock. Raises InvalidConfig for an unknown
+    need."""
 
     def __init__(self, needs: Iterable[str], tree: RadixTree) -> None:
-        strange = [need for need in needs if need not in BOOKS]
+        strange = [need for need in needs if need not in TRACKERS]
         if strange:
-            raise InvalidConfig(f"policy needs must be of {', '.join(BOOKS)}, got {', '.join(map(repr, strange))}")
+            raise InvalidConfig(f"policy needs must be of {', '.join(TRACKERS)}, got {', '.join(map(repr, strange))}")
         self._tree = tree
-        self._books = {need: BOOKS[need]() for need in needs}
+        self._trackers = {need: TRACKERS[need]() for need in needs}
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         """A worker has joined."""
-        for book in self._books.values():
-            book.opened(worker, index, cost)
+        for tracker in self._trackers.values():
+            tracker.opened(worker, index, cost)
 
     def closed(self, worker: str) -> None:
         """A worker has left."""
-        for book in self._books.values():
-            book.closed(worker)
+        for tracker in self._trackers.values():
+            tracker.closed(worker)
 
     def known(self, token_ids: Any, namespace: Hashable, now: float) -> dict[str, Any]:
-        """What the books say to this request, by need. Raises InvalidTokens, InvalidInput."""
+        """What the trackers say to this request, by need. Raises InvalidTokens, InvalidInput."""
         question = Question(token_ids, namespace, now, self._tree)
-        return {need: book.known(question) for need, book in self._books.items()}
+        return {need: tracker.known(question) for need, tracker in self._trackers.items()}
 
     def on_decision(self, decision: Decision, before: RequestView, now: float) -> None:
-        for book in self._books.values():
-            book.booked(decision, before, now)
+        for tracker in self._trackers.values():
+            tracker.booked(decision, before, now)
 
     def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
-        for book in self._books.values():
-            book.prefilled(request_id)
+        for tracker in self._trackers.values():
+            tracker.prefilled(request_id)
 
     def on_finish(self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
-        for book in self._books.values():
-            book.ended(request_id, output_tokens)
+        for tracker in self._trackers.values():
+            tracker.ended(request_id, output_tokens)
 
     def on_cancel(self, request_id: Hashable, now: float) -> None:
-        for book in self._books.values():
-            book.ended(request_id, None)
+        for tracker in self._trackers.values():
+            tracker.ended(request_id, None)
 
     def check(self, live: Collection[Hashable]) -> None:
         """Assert the invariants of all; `live` has the ids of all live requests."""
-        for book in self._books.values():
-            book.check(live)
+        for tracker in self._trackers.values():
+            tracker.check(live)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Sizes and counters of each book."""
-        return {need: book.stats() for need, book in self._books.items()}
+        return {need: tracker.stats() for need, tracker in self._trackers.items()}

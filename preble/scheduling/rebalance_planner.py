@@ -1,8 +1,8 @@
-"""What to do about load that shifts: which prefix to move, which to copy. Pure functions from rows to plans; the only
+"""What to do about load that moves: which prefix to move, which to copy. Pure functions from rows to plans; the only
 place where the thresholds of rebalancing and of prefix autoscaling are compared. Paper section 4.2, "Post assignment
-load adjustment" and "Prefill-decode balancing" before it; docs/shifts.md says it in words.
+load adjustment" and "Prefill-decode balancing" before it; docs/rebalancing.md says it in words.
 
-Nothing here books or steers anything: `rebalancer.py` does.
+Nothing here books or redirects anything: `rebalancer.py` does.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import NamedTuple
 REBALANCE, REPLICA = "rebalance", "replica"
 SATISFIED_RATIO = 1.2  # a rebalancing ends when the heavier has no more than this times the lighter's load
 RECOMPUTE_PAID = 2.0  # times a move pays the recompute
-GAIN_LEAST_SECONDS = 1.0  # that the next request must wait less, its recompute paid, for anything to be done
-MOVE_GAIN_LEAST_SECONDS = 2.0  # the same for a move, which helps less and later
+GAIN_SECONDS_MIN = 1.0  # that the next request must wait less, its recompute paid, for anything to be done
+MOVE_GAIN_SECONDS_MIN = 2.0  # the same for a move, which helps less and later
 UNEVEN = 2.0  # times the lighter's, that the heavier's waits must be: near saturation all wait, and moves cost most
-REQUESTS_LEAST = 4  # within the window; a prefix that is hardly asked for is not worth a plan
+REQUESTS_MIN = 4  # within the window; a prefix that is hardly asked for is not worth a plan
 CANDIDATES = 8  # prefixes looked at for one move, and workers from the heaviest on
 GROW_LOAD = 0.8  # of a worker, for each that serves a prefix: above it wants one more
 SHRINK_LOAD = 0.5  # what each of one fewer may have at most
 DOUBLED = 2.0  # waits of this half of the window over the half before
-WAIT_LEAST_SECONDS = 0.5  # shorter ones may double as they like
+WAIT_SECONDS_MIN = 0.5  # shorter ones may double as they like
 OVERFULL = 1.5  # times its part of the children's load, beyond which a worker gives some away
 UNDERFULL = 0.5  # times its part, below which it is given some
 WAIT_LOAD = 1 / 3  # of its worker, that a prefix whose waits have doubled must take to be the reason
@@ -112,7 +112,7 @@ def propose_move(
 
     Load is L, the work of the window, with what is already on its way counted where it goes. Of a worker that has more
     than `ratio` times the lightest's, and `floor_seconds` more, the prefix whose work is nearest half the difference;
-    only if a request that moves waits MOVE_GAIN_LEAST_SECONDS less there, the computing again paid twice:
+    only if a request that moves waits MOVE_GAIN_SECONDS_MIN less there, the computing again paid twice:
     who moves waits for it, and who is behind that one.
     """
     expected = _expected(loads, moves)
@@ -128,7 +128,7 @@ def propose_move(
             found = _nearest_half(groups, heavy, gap, resting)
             for group in found[:CANDIDATES]:
                 saved = waiting[heavy] - waiting[light] - RECOMPUTE_PAID * recompute(group, light)
-                if saved > MOVE_GAIN_LEAST_SECONDS:
+                if saved > MOVE_GAIN_SECONDS_MIN:
                     return Proposal(REBALANCE, group, light, _heavier(expected[heavy], expected[light]), saved)
     return None
 
@@ -145,7 +145,7 @@ def _expected(loads: Iterable[Load], moves: Iterable[Move]) -> dict[int, float]:
 
 def _nearest_half(groups: Iterable[Group], worker: int, gap: float, resting: Collection[int]) -> list[Group]:
     """A worker's prefixes that would not turn the gap round, nearest half of it first."""
-    own = [g for g in groups if g.worker == worker and g.node not in resting and g.requests >= REQUESTS_LEAST]
+    own = [g for g in groups if g.worker == worker and g.node not in resting and g.requests >= REQUESTS_MIN]
     own = [g for g in own if 0.0 < g.window_seconds < gap]
     return sorted(own, key=lambda g: (abs(g.window_seconds - gap / 2), g.node))
 
@@ -181,7 +181,7 @@ def why_grow(shares: Sequence[Group], copies: int) -> str | None:
         if (
             share.load > WAIT_LOAD
             and share.wait_before >= 0.0
-            and share.wait_now >= max(WAIT_LEAST_SECONDS, DOUBLED * share.wait_before)
+            and share.wait_now >= max(WAIT_SECONDS_MIN, DOUBLED * share.wait_before)
         ):
             return f"waits rose from {share.wait_before:.2f} s to {share.wait_now:.2f} s"
     return None
@@ -206,7 +206,7 @@ def propose_copy(
          for load in loads if load.eligible and load.worker not in holders and load.waiting_seconds < now),
         default=(now, 0.0, -1),
     )  # fmt: skip
-    return Proposal(REPLICA, shares[0], target, reason, now - least) if now - least > GAIN_LEAST_SECONDS else None
+    return Proposal(REPLICA, shares[0], target, reason, now - least) if now - least > GAIN_SECONDS_MIN else None
 
 
 def homes_of(

@@ -1,8 +1,10 @@
-"""The plans that are being carried out. Owns which prefixes are steered where and until when, the history of plans, and
-their counts; what to plan is computed by `rebalance_planner.py`, what decisions make of a steer is in `_placement/e2.pyx`.
+"""The plans that are being carried out. Owns which prefixes are redirected where and until when, the history of plans,
+and their counts; what to plan is computed by `rebalance_planner.py`, what decisions make of a redirect is in
+`_placement/e2.pyx`.
 
 `tick` looks, proposes, and books what was proposed, each in short holds of the scheduler's lock. Decisions read one
-table (`_placement/redirects.pyx`), which is empty while nothing is planned. docs/shifts.md tells it to operators.
+table (`_placement/redirects.pyx`), which is empty while nothing is planned. docs/rebalancing.md explains it to
+operators.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ REASONS = {REBALANCE: 3, REPLICA: 4}  # as `_placement/e2.pxd` numbers them
 PLANS_MAX = 128  # active at once
 HISTORY_MAX = 128  # ended ones that `stats` still lists
 PLANS_A_TICK = 2  # of each kind
-COPIES_MAX = 8  # workers that a prefix is steered to, `TARGETS_MAX` of `_placement/redirects.pxd`
+COPIES_MAX = 8  # workers that a prefix is redirected to, `TARGETS_MAX` of `_placement/redirects.pxd`
 CHILDREN_MAX = 64  # of a copied prefix, that have a home
 CHILDREN_LOOKED = 1024
-STEERS_MAX = 1024
+REDIRECTS_MAX = 1024
 SHARES, SLICE = 4096, 512  # places of the book of groups, and how many are read in one hold of the lock
-LEAST_LOAD = 0.02  # of a worker; lighter prefixes are not looked at
+LOAD_MIN = 0.02  # of a worker; lighter prefixes are not looked at
 TICK_SECONDS = 0.5  # ticks that follow sooner plan nothing
 LEAVE_SECONDS = 2.0  # a home that keeps requests waiting so much longer than another copy is not insisted on
 SMOOTH_SECONDS = 5.0  # waits are averaged over about so long, to copy a prefix
@@ -75,7 +77,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Steered:
+class ReplicatedPrefix:
     """A prefix that is served by several workers on purpose."""
 
     group: Group
@@ -92,7 +94,7 @@ def smoothed(known: dict[int, float], loads: Sequence[Load], passed: float, seco
     return {load.worker: before[load.worker] + (load.waiting_seconds - before[load.worker]) * weight for load in loads}
 
 
-class Shifts:
+class Rebalancer:
     """Rebalancing and prefix copies of one scheduler. Every method but `tick` comes under the writers' lock."""
 
     def __init__(
@@ -112,7 +114,7 @@ class Shifts:
         self._copies_max = min(replicas_max, COPIES_MAX)
         self._warm_up_seconds = warm_up_seconds
         self._works: dict[int, Work] = {}  # plan id -> active plan
-        self._copied: dict[int, Steered] = {}  # node -> the workers that serve it
+        self._copied: dict[int, ReplicatedPrefix] = {}  # node -> the workers that serve it
         self._resting: dict[int, tuple[float, float]] = {}  # node -> until when it may not grow, nor be moved or shrunk
         self._looked_at: list[str | None] = []  # who had which index when this tick's loads were read
         self._waits: dict[int, float] = {}  # worker -> smoothed seconds of prefill that wait
@@ -120,7 +122,7 @@ class Shifts:
         self._ended: deque[Plan] = deque(maxlen=HISTORY_MAX)
         self._made: Counter[str] = Counter()
         self._why_ended: Counter[str] = Counter()
-        self._left_out = 0  # plans and steers that a bound left out
+        self._left_out = 0  # plans and redirects that a bound left out
         self._numbers = 0
         self._ticked_at = -math.inf
         self._ticking = False
@@ -141,7 +143,7 @@ class Shifts:
             groups: list[Group] = []
             for start in range(0, SHARES, SLICE):
                 with lock:
-                    groups += map(Group._make, self._core.groups.rows(start, SLICE, now, LEAST_LOAD))
+                    groups += map(Group._make, self._core.groups.rows(start, SLICE, now, LOAD_MIN))
             with lock:
                 changed = self._end_finished(groups, loads, now)
             changed |= self._grow(groups, loads, now)
@@ -175,7 +177,7 @@ class Shifts:
     # --- beginning ----------------------------------------------------------------------------------------------------
 
     def _grow(self, groups: Sequence[Group], loads: Sequence[Load], now: float) -> bool:
-        """Copy the hottest prefixes that want it once more."""
+        """Copy the hot prefixes that want it once more."""
         if self._copies_max < 2:
             return False
         eligible = {load.worker for load in loads if load.eligible}
@@ -265,7 +267,7 @@ class Shifts:
         self._works[plan.id] = Work(plan, group, proposal.target)
         self._made[plan.kind] += 1
         if plan.kind == REPLICA:
-            copied = self._copied.setdefault(group.node, Steered(group, sorted(holders)))
+            copied = self._copied.setdefault(group.node, ReplicatedPrefix(group, sorted(holders)))
             if not self._warm_up_seconds:
                 copied.targets.append(proposal.target)
         self._rest(group.node, now)
@@ -394,8 +396,8 @@ class Shifts:
                 workers = sorted(w for w in holders[node] | set(copied.targets) if self._core.names[w] is not None)
                 copied.homes = homes_of(shares, workers, copied.homes, GROW_LOAD / 2)
 
-    def _steers(self) -> Iterator[tuple[int, int, int, int | None, int, tuple[int, ...]]]:
-        """All steers, the most important of a node first."""
+    def _redirects(self) -> Iterator[tuple[int, int, int, int | None, int, tuple[int, ...]]]:
+        """All redirects, the most important of a node first."""
         for work in self._works.values():
             if work.plan.kind != REPLICA and work.plan.state == "active":
                 source = work.group.worker
@@ -411,16 +413,16 @@ class Shifts:
                         yield (child, *copied.children[child], None, REASONS[REPLICA], (home,))
 
     def publish(self) -> None:
-        """Let decisions see what is steered now."""
-        steers: dict[int, Any] = {}
-        for steer in self._steers():
-            if len(steers) < STEERS_MAX:
-                steers.setdefault(steer[0], steer)
+        """Let decisions see what is redirected now."""
+        redirects: dict[int, Any] = {}
+        for redirect in self._redirects():
+            if len(redirects) < REDIRECTS_MAX:
+                redirects.setdefault(redirect[0], redirect)
             else:
                 self._left_out += 1
-        wanted = sorted(steers.values())
-        if wanted != self._core.steers.show():
-            self._core.steers.put(wanted)
+        wanted = sorted(redirects.values())
+        if wanted != self._core.redirects.show():
+            self._core.redirects.put(wanted)
 
     # --- as plain values, for snapshots -------------------------------------------------------------------------------
 
@@ -455,11 +457,11 @@ class Shifts:
             _need(work.plan.state != "ended", "a plan's state")
             self._works[work.plan.id] = work
         for row, targets, homes, children in found["copied"]:
-            copied = Steered(_group_of(row), list(targets), dict(homes), dict(children))
+            copied = ReplicatedPrefix(_group_of(row), list(targets), dict(homes), dict(children))
             _need(0 < len(set(targets)) == len(targets) <= COPIES_MAX, "the copies of a prefix")
             used = {*targets, *copied.homes.values()}
             _need(all(0 <= t < workers and core.names[t] is not None for t in used), "the workers of a prefix")
-            _need(copied.homes.keys() <= copied.children.keys() and len(copied.children) <= STEERS_MAX, "children")
+            _need(copied.homes.keys() <= copied.children.keys() and len(copied.children) <= REDIRECTS_MAX, "children")
             self._copied[copied.group.node] = copied
         self._resting.update({int(node): (_time(a), _time(b)) for node, (a, b) in found["resting"]})
         for waits, pairs in zip((self._waits, self._lasting), found["waits"], strict=True):
@@ -484,14 +486,14 @@ class Shifts:
             "left_out": self._left_out,
             "groups": self._core.groups.live,
             "crowded_out": self._core.groups.crowded_out,
-            "steers": self._core.steers.count,
+            "redirects": self._core.redirects.count,
         }
 
     def check(self) -> None:
-        """Assert that what is steered is what the plans say, and that every bound holds."""
+        """Assert that what is redirected is what the plans say, and that every bound holds."""
         core = self._core
         core.groups.check()
-        core.steers.check()
+        core.redirects.check()
         assert len(self._works) <= PLANS_MAX
         assert len(self._ended) <= HISTORY_MAX
         assert sum(self._made.values()) == len(self._works) + sum(self._why_ended.values()), "plans were lost"
@@ -501,8 +503,8 @@ class Shifts:
             assert 0 < len(copied.targets) <= COPIES_MAX, f"copies of {node}"
             assert len(set(copied.targets)) == len(copied.targets), f"copies of {node}: one worker twice"
             assert len(copied.homes) <= CHILDREN_MAX and copied.homes.keys() <= copied.children.keys()
-        for *_, targets in core.steers.show():
-            assert all(core.names[target] is not None for target in targets), "a steer leads to a worker that left"
+        for *_, targets in core.redirects.show():
+            assert all(core.names[target] is not None for target in targets), "a redirect leads to a worker that left"
 
 
 # --- what a snapshot says, checked ------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Recorder(RequestObserver):
         self, records: Records, core: DecisionCore, policy: Policy | None, request: RequestView, now: float
     ) -> Explanation | None:
         """The decision to come, for its record; None, and counted, if the policy fails here. If it does so again when
-        it decides, the caller hears of it."""
+        it decides, the caller learns of it."""
         limit = output_limit(request.max_new_tokens)
         try:
             return explanation(core, policy, request.token_ids, request.namespace, limit, now, request)
@@ -114,5 +114,5 @@ class Recorder(RequestObserver):
 
 def _backlog(core: DecisionCore) -> dict[str, float]:
     """Prefill booked and not yet done, in seconds by worker."""
-    account = core.book.account
+    account = core.loads.account
     return {name: account(i)["waiting_prefill_seconds"] for i, name in enumerate(core.names) if name is not None}

@@ -67,7 +67,7 @@ class ShadowChoice:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request; `seconds` counts from the decision. None stands for what nobody told."""
+    """What became of a request; `seconds` counts from the decision. None stands for what nobody reported."""
 
     ended: str  # "finished" or "cancelled"
     seconds: float
@@ -104,7 +104,7 @@ class DecisionRecord:
 
     @property
     def cached_error_tokens(self) -> int | None:
-        """Cached tokens, the engine's word less our belief: below 0 where we believed too much."""
+        """Cached tokens, the engine's word less our estimate: below 0 where we expected too much."""
         if self.outcome is None or self.outcome.cached_tokens is None:
             return None
         return self.outcome.cached_tokens - self.chosen.matched_tokens
@@ -127,18 +127,18 @@ class DecisionRecord:
 
     @property
     def lost_tokens(self) -> int:
-        """Cached somewhere and computed again. By the engine's word on what was cached, else by our belief."""
-        told = None if self.outcome is None else self.outcome.cached_tokens
-        cached = self.chosen.matched_tokens if told is None else told
+        """Cached somewhere and computed again. By the engine's word on what was cached, else by our estimate."""
+        reported = None if self.outcome is None else self.outcome.cached_tokens
+        cached = self.chosen.matched_tokens if reported is None else reported
         return max(max(terms.matched_tokens for terms in self.workers) - cached, 0)
 
     @property
     def locality_regret(self) -> float:
         """lost / (novel + lost), in [0, 1]; 0 where nothing was computed."""
         novel = self.prompt_tokens - max(terms.matched_tokens for terms in self.workers)
-        told = None if self.outcome is None else self.outcome.cached_tokens
-        if told is not None:  # more than anybody was believed to have was there all the same
-            novel = min(novel, self.prompt_tokens - told)
+        reported = None if self.outcome is None else self.outcome.cached_tokens
+        if reported is not None:  # more than anybody was estimated to have was there all the same
+            novel = min(novel, self.prompt_tokens - reported)
         computed = novel + self.lost_tokens
         return self.lost_tokens / computed if computed else 0.0
 
@@ -151,7 +151,7 @@ class Recording:
     """Which decisions are recorded, and where records go. Raises InvalidConfig naming the field.
 
     share: of all decisions, drawn by the scheduler's seed; those with `explain=True` are recorded in any case.
-    per_second: beside the share, the first so many decisions of each second, so that a quiet fleet's are all there.
+    per_second: beside the share, the first so many decisions of each second, so that an idle fleet's are all there.
     keep: the latest so many records are kept. Memory: about 0.3 KB for each worker in each of them.
     sink: called with each record when its request has ended, or a file that gets it as a line of JSON.
     sink_queue: records that may wait for the sink; what comes on top is dropped, and counted.
@@ -175,7 +175,7 @@ class Recording:
 
 @dataclass(slots=True, eq=False)
 class _OpenRecord:
-    """What was told so far of a recorded request that goes on."""
+    """What was reported so far of a recorded request that goes on."""
 
     number: int
     first_token_seconds: float | None = None

@@ -1,7 +1,8 @@
 """A whole scheduler as bytes, and back. Owns the envelope (magic, version, checksum), what of a scheduler is plain
-Python, and how time goes on; compiled state is `_snapshot/accounts.pyx`. Read by `GlobalScheduler.snapshot` and `.restore`.
+Python, and how time goes on; compiled state is `_snapshot/accounts.pyx`. Read by `GlobalScheduler.snapshot` and
+`.restore`.
 
-    magic 8 | version 4 | CRC-32 of all else 4 | length 8 | facts | core | blocks of each worker
+    magic 8 | version 4 | CRC-32 of all else 4 | length 8 | state | core | blocks of each worker
 
 Nothing of the rest is looked at before all of these are right. A checksum is no signature: whoever can write the bytes
 can make them right. What is read is checked for that reason, too, and never makes more memory than its own size
@@ -28,9 +29,9 @@ from ..clock import Clock
 from ..errors import InvalidConfig, InvalidInput, SnapshotRefused
 from ..policies.base import POLICIES, Policy, resolve
 from ..types import WorkerSpec
-from .cache_mismatch import Truth
+from .cache_mismatch import CacheMismatches
 from .leases import Drift
-from .rebalancer import Shifts
+from .rebalancer import Rebalancer
 
 T = TypeVar("T")
 MAGIC = b"preble\x1a\n"
@@ -50,12 +51,12 @@ class Parts:
     policy: Policy | None
     cost_model: CostModel
     workers: Mapping[str, Any]
-    shifts: Shifts | None
+    shifts: Rebalancer | None
     counts: Mapping[str, int]
     reasons: Mapping[str, int]
 
 
-class ShiftedClock:
+class OffsetClock:
     """Another clock, ahead of it by a fixed time."""
 
     def __init__(self, clock: Clock, ahead_seconds: float) -> None:
@@ -76,7 +77,7 @@ def take(lock: AbstractContextManager[Any], parts: Callable[[], Parts]) -> bytes
         writer.byte(byte)
     with lock:
         found = parts()
-        writer.value(_facts(found), "the scheduler")
+        writer.value(_state(found), "the scheduler")
         write_core(writer, found.api)
         for worker in found.workers.values():
             write_blocks(writer, worker.blocks)
@@ -95,7 +96,7 @@ def _checksum(header: Any, whole: memoryview) -> int:
     return zlib.crc32(whole[HEADER.size :], zlib.crc32(header[16:24], zlib.crc32(header[:12])))
 
 
-def _facts(parts: Parts) -> tuple[Any, ...]:
+def _state(parts: Parts) -> tuple[Any, ...]:
     """What is plain Python of a scheduler, as (name, value) pairs."""
     core, workers = parts.api.core, parts.workers.values()
     return (
@@ -106,8 +107,8 @@ def _facts(parts: Parts) -> tuple[Any, ...]:
         ("policy", _policy_name(parts.policy)),
         ("cost_model", _cost_fact(parts.cost_model)),
         ("workers", tuple(_worker_fact(core, worker) for worker in workers)),
-        ("truth", tuple(_truth_fact(core, worker) for worker in workers)),
-        ("faded_at", core.trust.faded),
+        ("truth", tuple(_mismatch_fact(core, worker) for worker in workers)),
+        ("faded_at", core.accuracy.faded),
         ("counts", _pairs(parts.counts)),
         ("shifts", None if parts.shifts is None else parts.shifts.state()),
         ("reasons", _pairs(parts.reasons)),
@@ -121,7 +122,7 @@ def _plain_number(value: Any) -> int | float:
 
 
 def _policy_name(policy: Policy | None) -> tuple[str, bool]:
-    """(name, whether the name is enough to have the policy again). Raises InvalidInput for one that keeps books."""
+    """(name, whether the name is enough to have the policy again). Raises InvalidInput for one that keeps state."""
     if policy is None:
         return "e2", True
     if policy.needs:
@@ -147,13 +148,17 @@ def _worker_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
     )
 
 
-def _truth_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
-    return worker.spec.id, (core.trust.state(worker.index), worker.blocks.compared(), worker.truth.state())
+def _mismatch_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
+    return worker.spec.id, (
+        core.accuracy.state(worker.index),
+        worker.blocks.compared(),
+        worker.cache_mismatches.state(),
+    )
 
 
 def _cost_fact(model: CostModel) -> tuple[Any, ...]:
-    facts: dict[str, Any] = model.coefficients()
-    return _pairs({**facts, "knots": tuple(tuple(point) for point in facts["knots"])})
+    state: dict[str, Any] = model.coefficients()
+    return _pairs({**state, "knots": tuple(tuple(point) for point in state["knots"])})
 
 
 def _pairs(mapping: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -189,47 +194,47 @@ class Snapshot:
         if not 0 <= elapsed <= ELAPSED_SECONDS_MAX:
             raise InvalidInput(f"elapsed_seconds must be in [0, {ELAPSED_SECONDS_MAX:g}], got {elapsed_seconds!r}")
         self._reader = opened(data)
-        self._facts = facts = _read("its facts", lambda: dict(self._reader.value()))
-        if facts.get("layout") != layout():
-            raise SnapshotRefused(f"the snapshot has a layout {facts.get('layout')}; this library's is {layout()}")
+        self._state = state = _read("its state", lambda: dict(self._reader.value()))
+        if state.get("layout") != layout():
+            raise SnapshotRefused(f"the snapshot has a layout {state.get('layout')}; this library's is {layout()}")
         self._elapsed_seconds = elapsed
         self.counts: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
 
     def empty(self, kind: Callable[..., T], config_kind: Any, policy: Any, clock: Clock | None) -> T:
         """A scheduler of the same settings, with no workers."""
-        made: T = _read("its facts", lambda: kind((), **_settings(self._facts, config_kind, policy, clock)))
-        self._then = _read("its time", lambda: finite_time("now", self._facts["now"]))
+        made: T = _read("its state", lambda: kind((), **_settings(self._state, config_kind, policy, clock)))
+        self._then = _read("its time", lambda: finite_time("now", self._state["now"]))
         return made
 
     def fill(self, parts: Parts, adopt: Callable[[WorkerSpec, int, bool, CostModel], Any]) -> None:
         """Workers, compiled state, blocks, plans and counts of a scheduler that has none. `adopt` keeps a worker that
         the core knows. Under the lock."""
-        facts, core = self._facts, parts.api.core
-        workers = _workers_of(facts)
+        state, core = self._state, parts.api.core
+        workers = _workers_of(state)
         end = 1 + max((index for index, *_ in workers), default=-1)
         specs: list[WorkerSpec | None] = [None] * end
         costs: list[CostModel | None] = [None] * end
         for index, spec, _, cost, _ in workers:
             specs[index], costs[index] = spec, cost
         read_core(self._reader, parts.api, specs, costs, self._then)
-        heard = _read("what was heard of caches", lambda: dict(facts.get("truth", ())))
+        accuracies = _read("what was reported of caches", lambda: dict(state.get("truth", ())))
         for index, spec, draining, cost, drift in workers:
             kept = adopt(spec, index, draining, cost)
             kept.drift = drift
-            _read("what was heard of a cache", partial(_hear, core, kept, heard.get(spec.id)))
+            _read("what was reported of a cache", partial(_restore_accuracy, core, kept, accuracies.get(spec.id)))
             read_blocks(self._reader, kept.blocks)
-        core.trust.faded = _read("its time", lambda: finite_time("faded_at", facts.get("faded_at", self._then)))
+        core.accuracy.faded = _read("its time", lambda: finite_time("faded_at", state.get("faded_at", self._then)))
         self._reader.done()
-        if parts.shifts is not None and facts["shifts"] is not None:
-            _read("its plans", partial(parts.shifts.restore, facts["shifts"]))
-        self.counts = _read("its counts", lambda: _counts_of(facts["counts"]))
-        self.reasons = _read("its counts", lambda: _counts_of(facts["reasons"]))
+        if parts.shifts is not None and state["shifts"] is not None:
+            _read("its plans", partial(parts.shifts.restore, state["shifts"]))
+        self.counts = _read("its counts", lambda: _counts_of(state["counts"]))
+        self.reasons = _read("its counts", lambda: _counts_of(state["reasons"]))
 
     def clock_of(self, clock: Clock) -> tuple[Clock, float]:
         """A clock that goes on from the snapshot's time at the pace of `clock`, and how far it is ahead of that one."""
         ahead = self._then + self._elapsed_seconds - finite_time("what the clock returned", clock())
-        return (ShiftedClock(clock, ahead) if ahead else clock), ahead
+        return (OffsetClock(clock, ahead) if ahead else clock), ahead
 
 
 def _read(what: str, make: Callable[[], Any]) -> Any:
@@ -246,9 +251,9 @@ class _PolicyWanted(InvalidConfig):
     """The caller's policy, not the snapshot, is at fault."""
 
 
-def _settings(facts: dict[str, Any], config_kind: Any, policy: Any, clock: Clock | None) -> dict[str, Any]:
+def _settings(state: dict[str, Any], config_kind: Any, policy: Any, clock: Clock | None) -> dict[str, Any]:
     """What a scheduler is made with that is like the one of the snapshot."""
-    name, by_name = facts["policy"]
+    name, by_name = state["policy"]
     if policy is None and not by_name:
         raise _PolicyWanted(f"policy must be given: the snapshot's {name!r} is not known by its name")
     try:
@@ -257,21 +262,21 @@ def _settings(facts: dict[str, Any], config_kind: Any, policy: Any, clock: Clock
             raise InvalidConfig(f"clock must be callable, got {clock!r}")
     except InvalidConfig as error:
         raise _PolicyWanted(str(error)) from error
-    settings = dict(facts["config"])
+    settings = dict(state["config"])
     strange = settings.keys() - {field.name for field in fields(config_kind)}
     if strange:
         raise SnapshotRefused(f"the snapshot has settings that this library does not know: {sorted(strange)}")
     return {
         "policy": policy if policy is not None else name,
-        "cost_model": CostModel(**dict(facts["cost_model"])),
+        "cost_model": CostModel(**dict(state["cost_model"])),
         "config": config_kind(**settings),
         "clock": clock,
-        "seed": facts["seed"],
+        "seed": state["seed"],
     }
 
 
-def _workers_of(facts: dict[str, Any]) -> list[tuple[int, WorkerSpec, bool, CostModel, Drift]]:
-    workers = _read("its workers", lambda: [_worker_of(fact) for fact in facts["workers"]])
+def _workers_of(state: dict[str, Any]) -> list[tuple[int, WorkerSpec, bool, CostModel, Drift]]:
+    workers = _read("its workers", lambda: [_worker_of(fact) for fact in state["workers"]])
     indices = {index for index, *_ in workers}
     if len({spec.id for _, spec, *_ in workers}) != len(workers) or max(indices, default=0) >= 65536:
         raise SnapshotRefused("the snapshot contradicts itself: two workers of one id, or more than there may be")
@@ -280,13 +285,13 @@ def _workers_of(facts: dict[str, Any]) -> list[tuple[int, WorkerSpec, bool, Cost
     return list(workers)
 
 
-def _hear(core: DecisionCore, worker: Any, fact: Any) -> None:
-    """What was heard of a worker's cache; nothing in snapshots of libraries that did not listen."""
-    heard, compared, truth = (None, None, None) if fact is None else fact
-    core.hear(worker.index, heard)
+def _restore_accuracy(core: DecisionCore, worker: Any, fact: Any) -> None:
+    """What was reported of a worker's cache; nothing in snapshots of libraries that did not listen."""
+    accuracy, compared, cache_mismatches = (None, None, None) if fact is None else fact
+    core.restore_accuracy(worker.index, accuracy)
     if compared is not None:
         worker.blocks.compare_on(compared)
-        worker.truth = Truth.restored(truth)
+        worker.cache_mismatches = CacheMismatches.restored(cache_mismatches)
 
 
 def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel, Drift]:

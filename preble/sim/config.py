@@ -1,5 +1,5 @@
-"""What a simulation is told: the fleet, the policy, the delays, and what goes wrong when. Owns its validation, of which
-the faults' is in `faults.py`."""
+"""What a simulation is given: the fleet, the policy, the delays, and what goes wrong when. Owns its validation, of
+which the faults' is in `faults.py`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SimConfig:
 
     workers: WorkerSpecs, or a number of equal ones, named w0, w1, ...; an engine's KV capacity and cost model are its
     spec's, else those of `local` and `cost_model`.
-    routers: schedulers over the same workers; each request comes to one of them by chance, and the others hear of it
+    routers: schedulers over the same workers; each request comes to one of them by chance, and the others learn of it
     from its worker (docs/routers.md).
     policy: a name or a `Policy`; `scheduler`: the global scheduler's knobs; `local`: the local schedulers'.
     step_seconds, step_seconds_per_request: what an iteration takes beside the model (the engine's own scheduling,
     sampling, detokenising), once and for each request in its batch.
     network_seconds: from router to worker; events of a worker reach the router `event_delay_seconds` after they
     happen, and a share of `event_loss` of its batches of cache events never does.
-    engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is told.
+    engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is given.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
     until_seconds: when the simulation is broken off; requests not finished by then count as unfinished.
@@ -95,7 +95,7 @@ class SimConfig:
         return [WorkerSpec(f"w{i}", kv_capacity_tokens=self.local.kv_capacity_tokens) for i in range(self.workers)]
 
     def model_of(self, spec: WorkerSpec) -> CostModel:
-        """What the scheduler is told of a worker. Raises `InvalidConfig` for what is neither preset nor model."""
+        """What the scheduler is given of a worker. Raises `InvalidConfig` for what is neither preset nor model."""
         return self._model(spec, self.cost_model if spec.cost_model is None else spec.cost_model)
 
     def engine_model_of(self, spec: WorkerSpec) -> CostModel:

@@ -65,10 +65,10 @@ class Summary:
 class Result:
     """One run. Every array has a row a request, in the workload's order; `worker` is an index into `workers`, -1 where
     the request was never placed, else where it was placed last; `outcome` an index into `OUTCOMES`. `placed_tokens` is
-    what the scheduler believed cached when it placed the request first, `cached_tokens` what was at its first admission
-    (-1: never admitted); `output_tokens` is what it got, which is what it asked for where it finished, unless the
-    engine had no more room. `arrival_seconds` is NaN for a request that was never sent; of one cut off, it is when that
-    happened.
+    what the scheduler estimated cached when it placed the request first, `cached_tokens` what was at its first
+    admission (-1: never admitted); `output_tokens` is what it got, which is what it asked for where it finished, unless
+    the engine had no more room. `arrival_seconds` is NaN for a request that was never sent; of one cut off, it is when
+    that happened.
     """
 
     request_ids: tuple[str, ...]

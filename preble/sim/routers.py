@@ -1,5 +1,5 @@
 """The routers of a simulation: one global scheduler each, over the same workers. Owns which of them a request comes to,
-and what each is told: of its own requests as by the workers' answers, of the others' as by their events.
+and what each is informed: of its own requests as by the workers' answers, of the others' as by their events.
 
     request --> one of the routers, by chance --> worker
                       all of them  <-- event_delay_seconds -- placed, prefilled, ended; evictions
@@ -42,30 +42,30 @@ class SimRouters:
         """The router that the next request comes to."""
         return int(self._rng.integers(len(self.schedulers))) if len(self.schedulers) > 1 else 0
 
-    def tell_placed(self, placed: tuple[str, int, str, Any, int]) -> None:
-        """All but its own router hear that a worker has a request: (worker, router, request, token ids, limit)."""
+    def report_placed(self, placed: tuple[str, int, str, Any, int]) -> None:
+        """All but its own router learn that a worker has a request: (worker, router, request, token ids, limit)."""
         worker, router, request_id, token_ids, limit = placed
-        self._tell_others(worker, router, RequestPlaced(str(router), request_id, token_ids, None, limit))
+        self._report_to_others(worker, router, RequestPlaced(str(router), request_id, token_ids, None, limit))
 
-    def tell(self, worker: str, news: Iterable[News]) -> None:
-        """Tokens have come from a worker: each router hears of all, of its own requests by their answers."""
+    def report(self, worker: str, news: Iterable[News]) -> None:
+        """Tokens have come from a worker: each router learns of all, of its own requests by their answers."""
         for router, request_id, cached_tokens, output_tokens in news:
             if output_tokens is not None:
                 self.schedulers[router].finish(request_id, output_tokens=output_tokens)
-                self._tell_others(worker, router, RequestEnded(str(router), request_id, output_tokens))
+                self._report_to_others(worker, router, RequestEnded(str(router), request_id, output_tokens))
             else:
                 self.schedulers[router].first_token(request_id, cached_tokens=cached_tokens)
-                self._tell_others(worker, router, RequestPrefilled(str(router), request_id, cached_tokens))
+                self._report_to_others(worker, router, RequestPrefilled(str(router), request_id, cached_tokens))
 
-    def _tell_others(self, worker: str, router: int, event: CacheEvent) -> None:
-        """Of a worker that is gone meanwhile nobody hears."""
+    def _report_to_others(self, worker: str, router: int, event: CacheEvent) -> None:
+        """Of a worker that is gone meanwhile nobody is informed."""
         for number, scheduler in enumerate(self.schedulers):
             if number != router:
                 with suppress(UnknownWorker):
                     scheduler.apply(worker, (event,))
 
     def apply(self, worker: str, events: Sequence[CacheEvent]) -> None:
-        """All hear of evictions."""
+        """All learn of evictions."""
         for scheduler in self.schedulers:
             scheduler.apply(worker, events)
 

@@ -160,7 +160,7 @@ class Simulation:
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
-            self._later(self.routers.tell_placed, placed)
+            self._later(self.routers.report_placed, placed)
 
     def _refuse(self, flight: _Flight) -> None:
         """A request ends without an answer, or with half of one, and with it all that wait for it, unsent."""
@@ -182,7 +182,7 @@ class Simulation:
         self._ended += 1
 
     def _deliver(self, worker: SimWorker, outputs: Sequence[StepOutput], events: Sequence[CacheEvent]) -> None:
-        """An iteration has ended: note first and last tokens, and tell the scheduler."""
+        """An iteration has ended: note first and last tokens, and inform the scheduler."""
         flights, news = self._flights, list[News]()
         for output in outputs:
             request_id = output.request_id
@@ -205,7 +205,7 @@ class Simulation:
             self._later(self._report, (worker, news, events))
 
     def _later(self, action: Callable[[Any], None], subject: object) -> None:
-        """Once the routers have heard of it."""
+        """Once the routers have received it."""
         if self._config.event_delay_seconds:
             self._timeline.at(self._timeline.now + self._config.event_delay_seconds, action, subject)
         else:
@@ -220,10 +220,10 @@ class Simulation:
         for successor in self._after.pop(flight.request.request_id, ()):
             self._timeline.at(max(successor.arrival_seconds, now + successor.pause_seconds), self._arrive, successor)
 
-    def _report(self, told: tuple[SimWorker, list[News], Sequence[CacheEvent]]) -> None:
-        """The scheduler hears of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
-        worker, news, events = told
-        self.routers.tell(worker.name, [item for item in news if self._is_true(item, worker)])
+    def _report(self, reported: tuple[SimWorker, list[News], Sequence[CacheEvent]]) -> None:
+        """The scheduler learns of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
+        worker, news, events = reported
+        self.routers.report(worker.name, [item for item in news if self._is_true(item, worker)])
         if events and self._workers.get(worker.name) is worker:
             self.routers.apply(worker.name, events)
         elif events:

@@ -63,7 +63,7 @@ class SimWorker:
         return self._busy_seconds + (now - self._begun if self._running else 0.0)
 
     def die(self) -> None:
-        """Stop at once; what it computes is never heard of."""
+        """Stop at once; what it computes is never reported."""
         self._busy_seconds = self.busy_seconds(self._timeline.now)
         self._running = False
         self._dead = True

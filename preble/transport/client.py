@@ -9,15 +9,15 @@ returns why, and whoever owns the link opens a new one. Frames of an earlier ses
 are counted and dropped.
 
 Events and chunks take different sockets, so an eviction may overtake the chunk of a prompt that was computed before it;
-believed in that order, the prompt would count as cached for good. Each chunk and each Pong says how many event batches
+estimated in that order, the prompt would count as cached for good. Each chunk and each Pong says how many event batches
 the worker had made by then. While a request is under way a batch is applied when one of these has been taken that is
 younger than it; else at once.
 
-What the worker published before the session began comes first and is told as past; `on_caught_up` says when all of it
-has been.
+What the worker published before the session began comes first and is reported as past; `on_caught_up` says when all of
+it has been.
 
-A worker that is silent for `quiet_after_seconds`, or whose engine has been in one step for `stalled_after_seconds`, is
-reported quiet; when it speaks again it is reported heard, with nothing lost in between. Only silence of
+A worker that is silent for `suspect_after_seconds`, or whose engine has been in one step for `stalled_after_seconds`,
+is reported suspect; when it speaks again it is reported recovered, with nothing lost in between. Only silence of
 `give_up_seconds` ends the link.
 
 Everything here runs on one asyncio loop; nothing is thread-safe.
@@ -55,13 +55,13 @@ class LinkConfig:
     """Times and bounds of a link, in seconds, frames and bytes. Raises `InvalidConfig` naming the field."""
 
     heartbeat_seconds: float = 0.5
-    quiet_after_seconds: float = 3.0
+    suspect_after_seconds: float = 3.0
     stalled_after_seconds: float = 120.0
     give_up_seconds: float = 30.0
     handshake_seconds: float = 5.0
     send_queue_messages: int = 10_000
     max_held_batches: int = 1024
-    max_frame_bytes: int = wire.MAX_FRAME_BYTES
+    max_frame_bytes: int = wire.FRAME_BYTES_MAX
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -89,7 +89,7 @@ class LinkCounters:
 
 
 class LinkListener(Protocol):
-    """What a link tells its owner. Called on the loop; must not block."""
+    """What a link notifies its owner. Called on the loop; must not block."""
 
     def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.Draining) -> None:
         """Something about a request, or the worker drains."""
@@ -102,15 +102,15 @@ class LinkListener(Protocol):
         resync."""
 
     def on_caught_up(self) -> None:
-        """All of the past has been told: what comes now, comes as it happens."""
+        """All of the past has been reported: what comes now, comes as it happens."""
 
     def on_resync(self) -> None:
-        """Events are lost for good: forget what is believed about this worker's cache and others' requests."""
+        """Events are lost for good: forget what is estimated about this worker's cache and others' requests."""
 
-    def on_quiet(self, reason: str) -> None:
+    def on_suspect(self, reason: str) -> None:
         """The worker does not react for now."""
 
-    def on_heard(self) -> None:
+    def on_recovered(self) -> None:
         """It does again."""
 
 
@@ -133,7 +133,7 @@ class WorkerLink:
         self.address = address
         self.session = session
         self.counters = counters or LinkCounters()
-        self.quiet = False
+        self.suspect = False
         self.welcome: wire.Welcome
         self.epoch = 0
         self._hello = hello
@@ -149,7 +149,7 @@ class WorkerLink:
         self._pong_event_seq = 0
         self._cursor: EventCursor[Batch] = EventCursor(0, config.max_held_batches)
         self._early: deque[Batch] = deque()  # in order, waiting for what the worker sent before them
-        self._events_told = 0  # all batches below this number were made before what has been taken
+        self._events_made = 0  # all batches below this number were made before what has been taken
         self._past_end = 0  # all batches below this number are of the past
         self._behind = True
         self._awaited: set[str] = set()  # requests of which chunks may come
@@ -179,7 +179,7 @@ class WorkerLink:
     async def open(self, *, resume_events_at: tuple[int, int] | None = None) -> wire.Welcome:
         """Shake hands. `resume_events_at` is (epoch, next event number) of an earlier session with this worker. Without
         one the event stream is taken from its beginning, so that a new router learns what is cached from an engine that
-        tells what it stores.
+        reports what it stores.
 
         Raises `HandshakeRefused` when the two do not fit (naming both), `TransportError` when there is no answer in
         time.
@@ -236,7 +236,7 @@ class WorkerLink:
         return self._cursor.next_seq - len(self._early)
 
     def close(self) -> None:
-        """Say Bye if anybody hears it and free the sockets. Idempotent."""
+        """Say Bye if anybody is connected and free the sockets. Idempotent."""
         if self._closed:
             return
         if self.epoch:
@@ -400,7 +400,7 @@ class WorkerLink:
             self._end_replay(message)
         else:
             return f"unexpected {type(message).__name__} in the session"
-        if self.quiet:
+        if self.suspect:
             self._judge()
         return ""
 
@@ -415,15 +415,15 @@ class WorkerLink:
         self._listener.on_pong(pong)
 
     def _judge(self) -> None:
-        """Report the worker quiet, or heard again, when that has changed."""
-        silent = self._silent_seconds >= self._config.quiet_after_seconds
-        if (silent or self._stalled) and not self.quiet:
-            self.quiet = True
+        """Report the worker suspect, or recovered, when that has changed."""
+        silent = self._silent_seconds >= self._config.suspect_after_seconds
+        if (silent or self._stalled) and not self.suspect:
+            self.suspect = True
             what = "engine in one step" if self._stalled else "silent"
-            self._listener.on_quiet(f"{what} for too long")
-        elif self.quiet and not silent and not self._stalled:
-            self.quiet = False
-            self._listener.on_heard()
+            self._listener.on_suspect(f"{what} for too long")
+        elif self.suspect and not silent and not self._stalled:
+            self.suspect = False
+            self._listener.on_recovered()
 
     def _take_monitor(self, parts: list[bytes]) -> str:
         event = int(parse_monitor_message(parts)["event"])
@@ -460,13 +460,13 @@ class WorkerLink:
         self.counters.event_duplicates += self._cursor.counters.duplicates - duplicates
         self._close_gap()
 
-    def _apply_events(self, told: int) -> None:
-        """Apply the batches whose turn has come: those below `told`, all if no chunk can be on its way, and over the
+    def _apply_events(self, made: int) -> None:
+        """Apply the batches whose turn has come: those below `made`, all if no chunk can be on its way, and over the
         bound the oldest in any case."""
-        self._events_told = max(self._events_told, told)
+        self._events_made = max(self._events_made, made)
         while self._early and (
             not self._awaited
-            or self.next_event_seq < self._events_told
+            or self.next_event_seq < self._events_made
             or len(self._early) > self._config.max_held_batches
         ):
             self._look_caught_up()
@@ -514,8 +514,8 @@ class WorkerLink:
             self._ask_replay()
 
 
-def _events_endpoint(address: str, told: str) -> str:
-    """The worker tells the address it bound, which may be a wildcard; over TCP we know a host that reaches it."""
-    if not (address.startswith("tcp://") and told.startswith("tcp://")):
-        return told
-    return f"{address.rpartition(':')[0]}:{told.rpartition(':')[2]}"
+def _events_endpoint(address: str, made: str) -> str:
+    """The worker reports the address it bound, which may be a wildcard; over TCP we know a host that reaches it."""
+    if not (address.startswith("tcp://") and made.startswith("tcp://")):
+        return made
+    return f"{address.rpartition(':')[0]}:{made.rpartition(':')[2]}"

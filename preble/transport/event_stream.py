@@ -3,7 +3,7 @@ no socket.
 
 The worker numbers its event batches 0, 1, 2, ... in every epoch and keeps the last ones. The router applies each batch
 exactly once and in order: a batch that came twice is dropped, one that came early is held back, and a hole is asked for
-again. When the hole is older than what the worker kept, the router starts afresh: it forgets all it believed and goes
+again. When the hole is older than what the worker kept, the router starts afresh: it forgets all it estimated and goes
 on from now.
 
           lost on the way                 asked for again             gone for good
@@ -121,7 +121,7 @@ class EventCursor(Generic[T]):
         self.counters.held_back += 1
 
     def skip_to(self, seq: int) -> None:
-        """Give up on everything before `seq`; the caller forgets what it believed.
+        """Give up on everything before `seq`; the caller forgets what it estimated.
 
         Held batches go too: they would be half a story.
         """
@@ -130,7 +130,7 @@ class EventCursor(Generic[T]):
 
     def skip_gap(self, to: int | None = None) -> list[T]:
         """Give up on what is missing before number `to` (None: before the first batch held back) and return those that
-        may be applied then; the caller forgets what it believed before them."""
+        may be applied then; the caller forgets what it estimated before them."""
         if to is None:
             to = min(self._held, default=max(self._known_end, self.next_seq))
         self.next_seq = to

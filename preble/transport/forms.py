@@ -25,11 +25,11 @@ from ..types import (
     SamplingParams,
 )
 from .messages import (
-    MAX_EVENTS,
-    MAX_ID_BYTES,
-    MAX_PROMPT_TOKENS,
-    MAX_STOP_TOKENS,
-    MAX_TEXT_BYTES,
+    EVENTS_MAX,
+    ID_BYTES_MAX,
+    PROMPT_TOKENS_MAX,
+    STOP_TOKENS_MAX,
+    TEXT_BYTES_MAX,
     BlockSize,
     Count,
     Id,
@@ -37,7 +37,7 @@ from .messages import (
     Positive,
     Text,
 )
-from .namespaces import MAX_ELEMENTS, NIL, Elements, Unfit, pack_namespace, read_namespace
+from .namespaces import ELEMENTS_MAX, NIL, Elements, Unfit, pack_namespace, read_namespace
 
 
 class Form(NamedTuple):
@@ -54,22 +54,22 @@ class Form(NamedTuple):
 
 
 def _check_id(text: str, where: str = "") -> str:
-    if not text or (4 * len(text) > MAX_ID_BYTES and len(text.encode()) > MAX_ID_BYTES):
-        raise Unfit(f"{where} must be a text of 1 to {MAX_ID_BYTES} bytes")
+    if not text or (4 * len(text) > ID_BYTES_MAX and len(text.encode()) > ID_BYTES_MAX):
+        raise Unfit(f"{where} must be a text of 1 to {ID_BYTES_MAX} bytes")
     return text
 
 
 def _check_text(text: str | None, where: str = "") -> str | None:
-    if text is not None and 4 * len(text) > MAX_TEXT_BYTES and len(text.encode()) > MAX_TEXT_BYTES:
-        raise Unfit(f"{where} must be a text of 0 to {MAX_TEXT_BYTES} bytes")
+    if text is not None and 4 * len(text) > TEXT_BYTES_MAX and len(text.encode()) > TEXT_BYTES_MAX:
+        raise Unfit(f"{where} must be a text of 0 to {TEXT_BYTES_MAX} bytes")
     return text
 
 
 def _clip(text: str | None) -> str | None:
     """Cut a text to what the wire takes; surrogates (undecodable bytes in a path) become question marks."""
-    if text is None or (text.isascii() and len(text) <= MAX_TEXT_BYTES):
+    if text is None or (text.isascii() and len(text) <= TEXT_BYTES_MAX):
         return text
-    return text.encode("utf-8", "replace")[:MAX_TEXT_BYTES].decode("utf-8", "ignore")
+    return text.encode("utf-8", "replace")[:TEXT_BYTES_MAX].decode("utf-8", "ignore")
 
 
 # --- token ids: raw words, which are little-endian like the machines that Preble is built for -------------------------
@@ -82,8 +82,8 @@ def _words(most: int) -> Meta:
     return Meta(max_length=4 * most, description=f"whole int32 words, at most {most}")
 
 
-_Words = Annotated[bytes, _words(MAX_PROMPT_TOKENS)]
-_StopWords = Annotated[bytes, _words(MAX_STOP_TOKENS)]
+_Words = Annotated[bytes, _words(PROMPT_TOKENS_MAX)]
+_StopWords = Annotated[bytes, _words(STOP_TOKENS_MAX)]
 
 
 def _pack_ids(token_ids: Any) -> Any:
@@ -93,8 +93,8 @@ def _pack_ids(token_ids: Any) -> Any:
 
 
 def _pack_stop(token_ids: Sequence[int], where: str = "") -> bytes:
-    if len(token_ids) > MAX_STOP_TOKENS:
-        raise Unfit(f"{where} has more than {MAX_STOP_TOKENS} ids")
+    if len(token_ids) > STOP_TOKENS_MAX:
+        raise Unfit(f"{where} has more than {STOP_TOKENS_MAX} ids")
     return token_words(tuple(token_ids))
 
 
@@ -149,7 +149,7 @@ def _read_sampling(value: _Sampling) -> SamplingParams:
 
 _HASH_META = Meta(description="a 64-bit int or 1 to 64 bytes")
 _Hash = Annotated[int | Annotated[bytes, Meta(min_length=1, max_length=64)], _HASH_META]
-_HASHES: Decoder[tuple[int | bytes, ...]] = Decoder(Annotated[tuple[_Hash, ...], Meta(max_length=MAX_ELEMENTS)])
+_HASHES: Decoder[tuple[int | bytes, ...]] = Decoder(Annotated[tuple[_Hash, ...], Meta(max_length=ELEMENTS_MAX)])
 
 
 def _read_hashes(raw: Raw, elements: Elements) -> tuple[int | bytes, ...]:
@@ -292,8 +292,8 @@ def _pack_names(event: RequestPlaced | RequestPrefilled | RequestEnded) -> tuple
 
 
 def _pack_events(events: Sequence[CacheEvent]) -> list[_Event]:
-    if len(events) > MAX_EVENTS:
-        raise Unfit(f": {len(events)} events do not fit one frame (at most {MAX_EVENTS})")
+    if len(events) > EVENTS_MAX:
+        raise Unfit(f": {len(events)} events do not fit one frame (at most {EVENTS_MAX})")
     packed: list[_Event] = []
     try:
         for event in events:
@@ -318,11 +318,11 @@ def _read_events(events: list[_Event]) -> tuple[CacheEvent, ...]:
 
 # --- by annotation ----------------------------------------------------------------------------------------------------
 
-_EVENTS_META = Meta(max_length=MAX_EVENTS, description=f"an array of at most {MAX_EVENTS} events")
+_EVENTS_META = Meta(max_length=EVENTS_MAX, description=f"an array of at most {EVENTS_MAX} events")
 
 
 FORMS: Mapping[Any, Form] = {
-    Id: Form(Id, _check_id, _check_id, f"0 < len({{}}) <= {MAX_ID_BYTES // 4}"),
+    Id: Form(Id, _check_id, _check_id, f"0 < len({{}}) <= {ID_BYTES_MAX // 4}"),
     Text: Form(Text, _clip, _check_text),
     Text | None: Form(Text | None, _clip, _check_text, "{} is None"),
     npt.NDArray[np.int32]: Form(_Words, _pack_ids, _read_prompt),

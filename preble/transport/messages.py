@@ -16,12 +16,12 @@ from msgspec import Meta, Struct, field
 
 from ..types import CacheEvent, SamplingParams
 
-MAX_PROMPT_TOKENS = 2 << 20  # 8 MiB of token ids
-MAX_TEXT_BYTES = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
-MAX_ID_BYTES = 256  # request ids and names of workers and routers
-MAX_STOP_TOKENS = 1024
-MAX_EVENTS = 4096  # cache events in one frame
-MAX_FRAME_BYTES = 16 << 20  # a longer frame is refused unread
+PROMPT_TOKENS_MAX = 2 << 20  # 8 MiB of token ids
+TEXT_BYTES_MAX = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
+ID_BYTES_MAX = 256  # request ids and names of workers and routers
+STOP_TOKENS_MAX = 1024
+EVENTS_MAX = 4096  # cache events in one frame
+FRAME_BYTES_MAX = 16 << 20  # a longer frame is refused unread
 
 REFUSAL_CODES = ("queue_full", "invalid", "engine", "engine_failed", "draining", "duplicate")
 CLOSING_CODES = ("gap", "slow_reader", "expired", "no_session", "replaced", "shutdown", "engine_failed")
@@ -44,8 +44,8 @@ def _one_of(*choices: str) -> Meta:
     return Meta(pattern=rf"^({'|'.join(choices)})\Z", description=f"one of {', '.join(choices)}")
 
 
-Id = Annotated[str, _text(1, MAX_ID_BYTES)]
-Text = Annotated[str, _text(0, MAX_TEXT_BYTES)]
+Id = Annotated[str, _text(1, ID_BYTES_MAX)]
+Text = Annotated[str, _text(0, TEXT_BYTES_MAX)]
 Number = Annotated[int, _within(0, INT63)]
 Count = Annotated[int, _within(0, INT31)]
 Positive = Annotated[int, _within(1, INT31)]

@@ -30,7 +30,7 @@ _MARK = "preble:"
 MAX_DEPTH = 4  # tuples inside tuples
 MAX_ITEMS = 64  # elements of one tuple
 MAX_ATOM_BYTES = 4096  # of a text or of bytes
-MAX_ELEMENTS = 1 << 18  # array elements in one frame
+ELEMENTS_MAX = 1 << 18  # array elements in one frame
 
 _INT63 = 2**63 - 1
 _ITEMS: Decoder[tuple[Raw, ...]] = Decoder(Annotated[tuple[Raw, ...], Meta(max_length=MAX_ITEMS)])
@@ -52,13 +52,13 @@ class Elements:
     __slots__ = ("left",)
 
     def __init__(self) -> None:
-        self.left = MAX_ELEMENTS
+        self.left = ELEMENTS_MAX
 
     def take(self, count: int) -> None:
         """Raises `ProtocolError` at the limit."""
         self.left -= count
         if self.left < 0:
-            raise ProtocolError(f"frame has more than {MAX_ELEMENTS} array elements")
+            raise ProtocolError(f"frame has more than {ELEMENTS_MAX} array elements")
 
 
 def check_namespace(namespace: Hashable) -> None:
@@ -145,7 +145,7 @@ def salt_of(namespace: Hashable) -> str:
 
 
 def namespace_of(keys: BlockKeys) -> Hashable:
-    """The namespace of blocks that an engine tells apart by more than tokens: the other way round."""
+    """The namespace of blocks that an engine distinguishes by more than tokens: the other way round."""
     salt, extra = keys.cache_salt, keys.extra_keys
     if salt is None and len(extra) == 1 and isinstance(extra[0], str):
         salt, extra = extra[0], ()  # where vLLM puts it

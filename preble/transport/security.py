@@ -226,8 +226,8 @@ class AllowList:
 
 def _listing(clients: Path) -> Iterator[tuple[str, int, int, int]]:
     for file in clients.glob("*.key"):
-        facts = file.stat()
-        yield file.name, facts.st_ino, facts.st_size, facts.st_mtime_ns
+        status = file.stat()
+        yield file.name, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _public_key(file: Path) -> bytes:

@@ -32,20 +32,20 @@ from ..errors import InvalidConfig, InvalidInput, ProtocolError, QueueFull, Tran
 from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled
 from . import wire
 from .event_stream import Batch, ReplayBuffer
-from .messages import MAX_EVENTS
+from .messages import EVENTS_MAX
 from .outbox import Outbox
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
 from .socket_reader import EVENTS, POLLIN
 
 logger = logging.getLogger("preble.transport")
 
-_MAX_FRAMES_PER_POLL = 256  # then the engine's output gets its turn
+_FRAMES_PER_POLL_MAX = 256  # then the engine's output gets its turn
 _BACKLOG_POLL_SECONDS = 0.005  # ZeroMQ does not say when one router's queue has room again, so it is tried
 _REPLAY_PAGE_BATCHES = 64
 _EVENT_FRAME_BYTES = 1 << 20  # larger lots of events are cut into several batches
 _EVENT_BYTES = 64  # of an event without its tokens and hashes
 _EMPTY_FRAME_BYTES = 512  # of a batch without its events, at most
-_TOLD_MAX = 1024  # events about requests that wait for a number, while there is no other router
+_REPORTS_MAX = 1024  # events about requests that wait for a number, while there is no other router
 
 _RequestEvent = RequestPlaced | RequestPrefilled | RequestEnded
 _REQUEST_EVENTS = (RequestPlaced, RequestPrefilled, RequestEnded)
@@ -66,7 +66,7 @@ class ServerConfig:
     send_queue_messages: int = 1000
     max_pending_messages: int = 16_384
     max_pending_tokens: int = 1 << 20
-    max_frame_bytes: int = wire.MAX_FRAME_BYTES
+    max_frame_bytes: int = wire.FRAME_BYTES_MAX
     replay_batches: int = 10_000
     replay_bytes: int = 32 << 20
 
@@ -114,7 +114,17 @@ Request = wire.GenerationRequest | wire.Abort | wire.Ping | SessionEnded
 class Session:
     """One connection of one router. `serial` is unique in this worker process."""
 
-    __slots__ = ("expected_seq", "heard_at", "identity", "number", "open", "outbox", "router_id", "send_seq", "serial")
+    __slots__ = (
+        "expected_seq",
+        "received_at",
+        "identity",
+        "number",
+        "open",
+        "outbox",
+        "router_id",
+        "send_seq",
+        "serial",
+    )
 
     def __init__(self, serial: int, identity: bytes, number: int, router_id: str, outbox: Outbox) -> None:
         self.serial = serial
@@ -124,7 +134,7 @@ class Session:
         self.outbox = outbox
         self.expected_seq = 1  # Hello was 0
         self.send_seq = 0
-        self.heard_at = 0.0
+        self.received_at = 0.0
         self.open = True
 
 
@@ -159,7 +169,7 @@ class Waker:
 
 
 class Server:
-    """See the module. `facts` says what the worker is; its event fields are filled in here.
+    """See the module. `welcome` says what the worker is; its event fields are filled in here.
 
     `epoch` must differ at every start.
     """
@@ -167,7 +177,7 @@ class Server:
     def __init__(
         self,
         config: ServerConfig,
-        facts: wire.Welcome,
+        welcome: wire.Welcome,
         *,
         epoch: int,
         keys: ServerKeys | None = None,
@@ -186,9 +196,9 @@ class Server:
         self._sessions: dict[bytes, Session] = {}
         self._serial = 0
         self._inbox: list[tuple[Session, Request]] = []
-        self._told: list[_RequestEvent] = []
-        self._told_bytes = 0
-        self._told_due = False
+        self._reports: list[_RequestEvent] = []
+        self._report_bytes = 0
+        self._reports_due = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stop_authenticator = start_authenticator(self._context, keys) if keys is not None else None
         try:
@@ -196,8 +206,8 @@ class Server:
         except zmq.ZMQError as error:
             self._close_context()
             raise TransportError(f"cannot bind {config.bind}: {error}") from error
-        self.facts = structs.replace(
-            facts, events_endpoint=self.events_endpoint, max_frame_bytes=config.max_frame_bytes
+        self.welcome = structs.replace(
+            welcome, events_endpoint=self.events_endpoint, max_frame_bytes=config.max_frame_bytes
         )
 
     # --- sockets ------------------------------------------------------------------------------------------------------
@@ -232,12 +242,12 @@ class Server:
         return socket
 
     def close(self, linger_seconds: float = 1.0) -> None:
-        """Tell every router, give the last frames `linger_seconds` to leave, and free the sockets.
+        """Notify every router, give the last frames `linger_seconds` to leave, and free the sockets.
 
         The waker's thread has ended.
         """
         for session in list(self._sessions.values()):
-            self.end(session, "shutdown", f"worker {self.facts.worker_id} stops")
+            self.end(session, "shutdown", f"worker {self.welcome.worker_id} stops")
         self.waker.close()
         for socket in (self._router, self._publisher):
             socket.close(linger=int(linger_seconds * 1000))
@@ -274,7 +284,7 @@ class Server:
         return inbox
 
     def _receive(self) -> None:
-        for _ in range(_MAX_FRAMES_PER_POLL):
+        for _ in range(_FRAMES_PER_POLL_MAX):
             if not self._router.get(EVENTS) & POLLIN:  # type: ignore[operator]
                 return
             parts = self._router.recv_multipart(zmq.NOBLOCK)
@@ -309,7 +319,7 @@ class Server:
             self.end(session, "gap", f"expected frame {session.expected_seq}, got {envelope.seq}")
             return
         session.expected_seq += 1
-        session.heard_at = self._alive_seconds
+        session.received_at = self._alive_seconds
         self._handle(session, envelope.message)
 
     def _handle(self, session: Session, message: wire.Message) -> None:
@@ -326,7 +336,7 @@ class Server:
     def _answer_malformed(self, identity: bytes, error: ProtocolError) -> None:
         if isinstance(error, wire.VersionMismatch):
             self.counters.sessions_refused += 1
-            ours = f"worker {self.facts.worker_id} speaks protocol version {wire.PROTOCOL_VERSION}"
+            ours = f"worker {self.welcome.worker_id} speaks protocol version {wire.PROTOCOL_VERSION}"
             self._send_bare(identity, wire.Refused(f"{ours}, the router speaks version {error.version}"), 0)
         else:
             self._send_bare(identity, wire.Fault(str(error)), 0)
@@ -340,7 +350,7 @@ class Server:
         self._alive_seconds += min(max(now - self._polled_at, 0.0), timeout + 0.5)
         self._polled_at = now
         deadline = self._alive_seconds - self.config.session_timeout_seconds
-        for session in [s for s in self._sessions.values() if s.heard_at < deadline]:
+        for session in [s for s in self._sessions.values() if s.received_at < deadline]:
             self.counters.sessions_expired += 1
             self.end(session, "expired", f"silent for {self.config.session_timeout_seconds} s")
 
@@ -356,22 +366,24 @@ class Server:
         old = self._sessions.get(identity)
         if old is not None:
             self._forget(old, "replaced")
-        self._number_told()  # while the others are as many as they were: they may need not be told
+        self._number_reports()  # while the others are as many as they were: they may need not be reported
         self._serial += 1
         outbox = Outbox(self.config.max_pending_messages, self.config.max_pending_tokens)
         session = Session(self._serial, identity, envelope.session, hello.router_id, outbox)
-        session.heard_at = self._alive_seconds
+        session.received_at = self._alive_seconds
         self._sessions[identity] = session
         self.counters.sessions_opened += 1
-        self.send(session, structs.replace(self.facts, next_event_seq=self.replay.next_seq))
+        self.send(session, structs.replace(self.welcome, next_event_seq=self.replay.next_seq))
 
     def _refusal(self, identity: bytes, hello: wire.Hello) -> str:
         """Why this router cannot be served, naming both sides; "" if it can."""
-        difference = wire.disagreement(hello, self.facts)
+        difference = wire.disagreement(hello, self.welcome)
         if difference:
             return difference
         if len(self._sessions) >= self.config.max_sessions and identity not in self._sessions:
-            return f"worker {self.facts.worker_id} serves {len(self._sessions)} routers, no room for {hello.router_id}"
+            return (
+                f"worker {self.welcome.worker_id} serves {len(self._sessions)} routers, no room for {hello.router_id}"
+            )
         return ""
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -394,7 +406,8 @@ class Server:
             self.send(session, message)
 
     def end(self, session: Session, code: str, text: str) -> None:
-        """Close a session. The router is told if it has room to hear it, else by the answer to its next frame."""
+        """Close a session. The router is informed if it has room to receive it, else by the answer to its next
+        frame."""
         if session.open:
             logger.info("session of router %s closed: %s, %s", session.router_id, code, text)
             self._send_bare(session.identity, wire.Closed(code, text), session.number)
@@ -440,38 +453,38 @@ class Server:
     def publish(self, events: Sequence[CacheEvent]) -> None:
         """Number events, keep them for replay, send them to all routers. One that is too slow will see a gap.
 
-        What `tell` was given before goes first.
+        What `report` was given before goes first.
         """
-        told, self._told, self._told_bytes, self._told_due = self._told, [], 0, False
+        reports, self._reports, self._report_bytes, self._reports_due = self._reports, [], 0, False
         alone = self._router_alone()
-        for lot in _lots([*told, *events], min(_EVENT_FRAME_BYTES, self.config.max_frame_bytes // 2)):
+        for lot in _lots([*reports, *events], min(_EVENT_FRAME_BYTES, self.config.max_frame_bytes // 2)):
             batch, frame, batch_bytes = self._event_frame(tuple(lot), alone)
             self.replay.append(batch, batch_bytes)
             self._publisher.send(frame, zmq.NOBLOCK)
             self.counters.event_batches += 1
 
-    def tell(self, event: _RequestEvent) -> None:
+    def report(self, event: _RequestEvent) -> None:
         """Take what became of a router's request. Where another router is there it is published by the next
-        `publish_told`; else it waits for the next batch, for another router, or until many wait, and is only kept for
-        replay: a router that is alone is not told of its own requests. What would need a frame of its own over the
-        limit is counted and left out; nobody knows the request then."""
+        `publish_reports`; else it waits for the next batch, for another router, or until many wait, and is only kept
+        for replay: a router that is alone is not reported of its own requests. What would need a frame of its own over
+        the limit is counted and left out; nobody knows the request then."""
         size = bytes_of(event)
         if size > self.config.max_frame_bytes - _EMPTY_FRAME_BYTES:
             self.counters.events_too_large += 1
             return
-        self._told.append(event)
-        self._told_bytes += size
-        self._told_due = self._told_due or event.router != self._router_alone()
-        if len(self._told) >= _TOLD_MAX or self._told_bytes >= _EVENT_FRAME_BYTES:
-            self._number_told()
+        self._reports.append(event)
+        self._report_bytes += size
+        self._reports_due = self._reports_due or event.router != self._router_alone()
+        if len(self._reports) >= _REPORTS_MAX or self._report_bytes >= _EVENT_FRAME_BYTES:
+            self._number_reports()
 
-    def publish_told(self) -> None:
-        """Publish what `tell` was given, where somebody waits for it."""
-        if self._told_due:
+    def publish_reports(self) -> None:
+        """Publish what `report` was given, where somebody waits for it."""
+        if self._reports_due:
             self.publish(())
 
-    def _number_told(self) -> None:
-        if self._told:
+    def _number_reports(self) -> None:
+        if self._reports:
             self.publish(())
 
     def _router_alone(self) -> str:
@@ -486,7 +499,7 @@ class Server:
             frame = wire.encode(wire.Events(number, sent, alone), epoch=self.epoch, max_bytes=limit)
             return lot, frame, len(frame) + sum(bytes_of(event) for event in lot if alone and _is_of(event, alone))
         except InvalidInput as error:
-            # Forgetting everything is the one thing that is never wrong: believing too much sends requests astray.
+            # Forgetting everything is the one thing that is never wrong: expecting too much sends requests astray.
             self.counters.events_too_large += 1
             logger.warning("event does not fit a frame, publishing a cleared cache instead: %s", error)
             message = wire.Events(number, (AllBlocksCleared(),))
@@ -523,7 +536,7 @@ def _lots(events: Sequence[CacheEvent], max_bytes: int) -> Iterable[list[CacheEv
     size = 0
     for event in events:
         event_bytes = bytes_of(event)
-        if lot and (len(lot) >= MAX_EVENTS or size + event_bytes > max_bytes):
+        if lot and (len(lot) >= EVENTS_MAX or size + event_bytes > max_bytes):
             yield lot
             lot, size = [], 0
         lot.append(event)

@@ -29,7 +29,7 @@ from msgspec.structs import astuple
 from ..errors import InvalidInput, ProtocolError
 from .forms import EVENT_KINDS, FORMS
 from .messages import (
-    MAX_FRAME_BYTES,
+    FRAME_BYTES_MAX,
     Abort,
     Bye,
     Closed,
@@ -91,7 +91,7 @@ _encode = Encoder(enc_hook=_plain).encode
 
 
 def encode(
-    message: Message, *, epoch: int = 0, session: int = 0, seq: int = 0, max_bytes: int = MAX_FRAME_BYTES
+    message: Message, *, epoch: int = 0, session: int = 0, seq: int = 0, max_bytes: int = FRAME_BYTES_MAX
 ) -> bytes:
     """The frame of a message. Raises `InvalidInput` naming what does not fit the wire: that is this side's fault."""
     layout = _LAYOUTS[type(message)]
@@ -106,7 +106,7 @@ def encode(
     return frame
 
 
-def decode(frame: bytes, allowed: frozenset[type], *, max_bytes: int = MAX_FRAME_BYTES) -> Envelope:
+def decode(frame: bytes, allowed: frozenset[type], *, max_bytes: int = FRAME_BYTES_MAX) -> Envelope:
     """The message of a frame, one of the classes `allowed`. Raises `ProtocolError` saying what is wrong, no other."""
     if len(frame) > max_bytes:
         raise ProtocolError(f"frame of {len(frame)} bytes, the limit is {max_bytes}")

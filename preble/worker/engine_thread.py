@@ -141,7 +141,7 @@ class EngineThread:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # noqa: BLE001 - any error of an engine ends it, and is told
+        except Exception as error:  # noqa: BLE001 - any error of an engine ends it, and is reported
             # Where, but not what it said: a foreign error may quote the prompt.
             where = "".join(traceback.format_tb(error.__traceback__))
             logger.error("the engine failed: %s\n%s", type(error).__name__, where)

@@ -5,8 +5,8 @@ worker`.
 
 At its bounds: over `max_requests` live requests, a new one is answered "queue_full"; a router that does not read loses
 its session (`transport.outbox`), never anybody's time. A router that goes away takes its requests along: they are
-aborted. What becomes of each request is told to all routers, so that their books are of the whole fleet. SIGTERM
-drains: no new requests, the running ones finish (at most `drain_seconds`), routers are told, exit code 0.
+aborted. What becomes of each request is asked to all routers, so that their bookings are of the whole fleet. SIGTERM
+drains: no new requests, the running ones finish (at most `drain_seconds`), routers are informed, exit code 0.
 
 `preble worker` prints one line `READY <endpoint> id=... epoch=... events=...` when routers may connect.
 Exit codes: 0 drained, 1 the engine or the transport failed, 2 wrong usage.
@@ -78,12 +78,12 @@ class WorkerCounters:
 
 @dataclass(slots=True)
 class _Ticket:
-    """Whose a live request is, and what all routers are told of it: `told_at` is the first event batch that may say so.
-    `tokens_end`: the output position where its tokens end so far, `offset` where they began."""
+    """Whose a live request is, and what all routers are informed of it: `reported_at` is the first event batch that may
+    say so. `tokens_end`: the output position where its tokens end so far, `offset` where they began."""
 
     session: Session
     placed: RequestPlaced
-    told_at: int
+    reported_at: int
     offset: int
     tokens_end: int
     prefilled: RequestPrefilled | None = None
@@ -112,9 +112,9 @@ class Worker:
         worker_id = config.worker_id or _default_id(config.server.bind)
         self.config = config
         self.counters = WorkerCounters()
-        self.server = Server(config.server, _facts(worker_id, engine.info), epoch=epoch, keys=keys, clock=clock)
+        self.server = Server(config.server, _welcome(worker_id, engine.info), epoch=epoch, keys=keys, clock=clock)
         if not config.worker_id:
-            self.server.facts = replace(self.server.facts, worker_id=_default_id(self.server.endpoint))
+            self.server.welcome = replace(self.server.welcome, worker_id=_default_id(self.server.endpoint))
         self.engine = EngineThread(engine, self.server.waker.wake, clock=clock)
         self._clock = clock
         self._live: dict[str, _Ticket] = {}  # engine's request id -> whose it is
@@ -125,7 +125,7 @@ class Worker:
     @property
     def worker_id(self) -> str:
         """The name that routers see."""
-        return self.server.facts.worker_id
+        return self.server.welcome.worker_id
 
     @property
     def live_requests(self) -> int:
@@ -139,13 +139,13 @@ class Worker:
         self._drain_asked = True
 
     def run(self) -> None:
-        """Serve until drained. Raises `EngineError` when the engine fails, after telling the routers."""
+        """Serve until drained. Raises `EngineError` when the engine fails, after notifying the routers."""
         self.engine.start()
         try:
             while not self._done():
                 for session, request in self.server.poll(_POLL_SECONDS):
                     self._take(session, request)
-                self._tell_again()
+                self._report_again()
                 self._pass_on()
                 if not self.engine.alive:
                     self._fail()
@@ -178,7 +178,7 @@ class Worker:
         self.counters.submitted += 1
         placed, offset = _placed(session.router_id, request), request.output_offset
         self._live[engine_id] = _Ticket(session, placed, self.server.replay.next_seq, offset, offset)
-        self.server.tell(placed)
+        self.server.report(placed)
         self.engine.submit(replace(request, request_id=engine_id))
 
     def _refusal(self, engine_id: str) -> tuple[str, str] | None:
@@ -231,19 +231,19 @@ class Worker:
                 self._pass_refusal(refusal)
             for chunk in output.chunks:
                 self._pass_chunk(chunk)
-        self.server.publish_told()
+        self.server.publish_reports()
 
     def _pass_refusal(self, refusal: Refusal) -> None:
         ticket = self._live.pop(refusal.request_id, None)
         self.counters.refused_by_engine += 1
         if ticket is not None:
-            self.server.tell(RequestEnded(ticket.session.router_id, ticket.request_id))
+            self.server.report(RequestEnded(ticket.session.router_id, ticket.request_id))
             self.server.send(ticket.session, wire.Rejected(ticket.request_id, refusal.code, refusal.text))
 
     def _pass_chunk(self, chunk: OutputChunk) -> None:
         ticket = self._live.get(chunk.request_id)
         if ticket is not None:
-            self._tell_progress(ticket, chunk)
+            self._report_progress(ticket, chunk)
         if ticket is not None and chunk.finish_reason is not None:
             # Before the router can know: it may send the next request at once, and there is room for it.
             del self._live[chunk.request_id]
@@ -256,29 +256,29 @@ class Worker:
 
     # --- to the other routers -----------------------------------------------------------------------------------------
 
-    def _tell_again(self) -> None:
+    def _report_again(self) -> None:
         """To routers that have come, of requests that are older than what a replay has kept. The others know them."""
         opened, self._sessions_opened = self._sessions_opened, self.server.counters.sessions_opened
         if opened == self._sessions_opened or not self.server.replay.first_seq:
             return
         for ticket in self._live.values():
-            if ticket.told_at < self.server.replay.first_seq:
-                ticket.told_at = self.server.replay.next_seq
-                self.server.tell(ticket.placed)
+            if ticket.reported_at < self.server.replay.first_seq:
+                ticket.reported_at = self.server.replay.next_seq
+                self.server.report(ticket.placed)
                 if ticket.prefilled is not None:
-                    self.server.tell(ticket.prefilled)
+                    self.server.report(ticket.prefilled)
 
-    def _tell_progress(self, ticket: _Ticket, chunk: OutputChunk) -> None:
+    def _report_progress(self, ticket: _Ticket, chunk: OutputChunk) -> None:
         """Of each request, its first token and its end. One that was aborted or failed ends without a result."""
         router_id = ticket.session.router_id
         if chunk.token_ids:
             ticket.tokens_end = chunk.index + len(chunk.token_ids)
             if ticket.prefilled is None:
                 ticket.prefilled = RequestPrefilled(router_id, ticket.request_id, _cached_of(ticket, chunk))
-                self.server.tell(ticket.prefilled)
+                self.server.report(ticket.prefilled)
         if chunk.finish_reason is not None:
             output_tokens = ticket.tokens_end - ticket.offset if chunk.finish_reason in _RESULTS else None
-            self.server.tell(RequestEnded(router_id, ticket.request_id, output_tokens))
+            self.server.report(RequestEnded(router_id, ticket.request_id, output_tokens))
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class Worker:
         if self._draining_since is None:
             logger.info("draining %d requests", len(self._live))
             self._draining_since = self._clock()
-            self.server.facts = replace(self.server.facts, draining=True)
+            self.server.welcome = replace(self.server.welcome, draining=True)
             self.server.broadcast(wire.Draining())
         overdue = self._clock() - self._draining_since > self.config.drain_seconds
         if overdue and self._live:
@@ -322,7 +322,7 @@ def _cached_of(ticket: _Ticket, chunk: OutputChunk) -> int | None:
 
 
 def _placed(router_id: str, request: GenerationRequest) -> RequestPlaced:
-    """What is told of a request that comes; of one that is resumed, the output that it may still have."""
+    """What is informed of a request that comes; of one that is resumed, the output that it may still have."""
     left = max(1, request.sampling.max_new_tokens - request.output_offset)
     token_ids: Any = request.token_ids
     return RequestPlaced(router_id, request.request_id, token_ids, request.namespace, left)
@@ -333,8 +333,8 @@ def _engine_id(session: Session, request_id: str) -> str:
     return f"{session.serial}/{request_id}"
 
 
-def _facts(worker_id: str, info: EngineInfo) -> wire.Welcome:
-    """What the handshake tells; the server fills in its own part."""
+def _welcome(worker_id: str, info: EngineInfo) -> wire.Welcome:
+    """What the handshake reports; the server fills in its own part."""
     return wire.Welcome(
         worker_id=worker_id,
         engine=info.engine,
@@ -347,7 +347,7 @@ def _facts(worker_id: str, info: EngineInfo) -> wire.Welcome:
         eos_token_ids=info.eos_token_ids,
         events_endpoint="",
         next_event_seq=0,
-        max_frame_bytes=wire.MAX_FRAME_BYTES,
+        max_frame_bytes=wire.FRAME_BYTES_MAX,
     )
 
 

@@ -59,7 +59,7 @@ def result(preble: list[float], other: list[float]) -> dict[str, Any]:
     return {"runs": runs}
 
 
-def test_losses_are_told_with_what_chance_may_have_done() -> None:
+def test_losses_are_reported_with_what_chance_may_have_done() -> None:
     case = Case("even", 0.8, 1)
     found = list(ray_report.losses(result([2.0, 2.1, 2.0], [1.0, 1.1, 1.0])))
     assert len(found) == 5, "more hits are no loss"

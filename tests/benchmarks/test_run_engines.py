@@ -49,7 +49,7 @@ def processes(bench: Any) -> Any:
 
 
 class FlushableServer(FakeServer):
-    """A fake SGLang that empties its cache when told, but not at once, and knows that it is well."""
+    """A fake SGLang that empties its cache when reported, but not at once, and knows that it is well."""
 
     refusals = 1
     flushed = 0
@@ -135,9 +135,9 @@ def result_of(**better: float) -> Any:
                 run[name] += less if name == "hit_fraction" else -less
             run |= {"arm": arm, "repetition": repetition, "place": 0, "failed": 0, "requests_by_engine": [7, 9]}
             runs.append(run)
-    facts = {"commit": "c0ffee", "command": "python -m benchmarks.live.run_engines", "machine": "m", "seed": 0}
+    environment = {"commit": "c0ffee", "command": "python -m benchmarks.live.run_engines", "machine": "m", "seed": 0}
     more = {"date": "2026-11-22", "fleet": "2 fakes", "settings": {"rps": 9.0}, "left_out": {"the peer": "absent"}}
-    return {"facts": facts, "runs": runs, **more}
+    return {"facts": environment, "runs": runs, **more}
 
 
 def test_the_page_pairs_repetitions_and_says_losses(report: Any) -> None:

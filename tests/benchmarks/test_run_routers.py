@@ -39,8 +39,8 @@ async def server(broken: bool) -> tuple[web.AppRunner, str]:
         response = web.StreamResponse()
         await response.prepare(request)
         for count in (1, 2):
-            facts = {"completion_tokens": count, "cached_tokens": 7}
-            await response.write(b"data: " + json.dumps({"meta_info": facts}).encode() + b"\n\n")
+            environment = {"completion_tokens": count, "cached_tokens": 7}
+            await response.write(b"data: " + json.dumps({"meta_info": environment}).encode() + b"\n\n")
             if broken:
                 assert request.transport is not None
                 request.transport.abort()
@@ -87,7 +87,7 @@ def test_an_arm_is_summed_up_over_what_was_answered(bench: Any) -> None:
     assert found["hit_fraction"] == 0.75 and found["mean_ttft_seconds"] == found["p99_ttft_seconds"] == 0.5
 
 
-def test_hits_since_the_join_are_told_apart_by_router(bench: Any) -> None:
+def test_hits_since_the_join_are_distinguished_by_router(bench: Any) -> None:
     requests = [bench.Request(0, [1], float(second)) for second in range(4)]
     outcomes = [outcome(bench, cached, engine) for cached, engine in ((0, "a"), (90, "late"), (70, "a"), (30, "late"))]
     found = bench.since_join(requests, outcomes, "late", 1.0)

@@ -32,20 +32,20 @@ def test_every_request_of_the_fleet_reaches_the_router_once(scale: ModuleType) -
     assert own + others == found["requests_counted"] == 200
     assert 20 < own < 80, "a fourth of them"
     assert found["frames"]["own placed"] == own
-    assert found["counts"]["mirrored_ignored"] == found["counts"]["unknown_requests"] == 0
-    assert found["counts"]["mirrored_requests"] >= others
+    assert found["counts"]["peer_events_ignored"] == found["counts"]["unknown_requests"] == 0
+    assert found["counts"]["peer_requests"] >= others
     for what in ("first_token", "finish"):
         assert found["calls"][what]["count"] >= own, "those that began before times counted end, too"
 
 
-def test_a_router_that_is_alone_is_told_of_no_requests(scale: ModuleType) -> None:
+def test_a_router_that_is_alone_is_reported_of_no_requests(scale: ModuleType) -> None:
     found = measured(scale, routers=1)
     assert found["calls"]["schedule"]["count"] == 200
     assert not {"placed", "own placed", "ended", "prefilled"} & set(found["frames"])
     assert scale.bytes_in(found)["told"] == 0
 
 
-def test_full_caches_tell_of_evictions_and_blocks_stand_for_them(scale: ModuleType) -> None:
+def test_full_caches_reports_of_evictions_and_blocks_stand_for_them(scale: ModuleType) -> None:
     crowded = {"requests": 1000, "workers": 1}
     assert measured(scale, **crowded)["events"]["evicted"] > 0
     blocks = measured(scale, told="blocks", **crowded)

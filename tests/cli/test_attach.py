@@ -42,7 +42,7 @@ async def preble(*arguments: str) -> tuple[int | None, str, str]:
 
 
 @asynchronous
-async def test_what_servers_tell_is_a_table_with_a_row_for_each_rank() -> None:
+async def test_what_servers_reports_is_a_table_with_a_row_for_each_rank() -> None:
     sglang, vllm = await FakeServer("sglang", ranks=2).start(), await FakeServer("vllm").start()
     await sglang._store([1] * 8, 1)
     code, out, error = await preble("attach", sglang.url, vllm.url)
@@ -74,13 +74,13 @@ async def test_what_is_missing_is_said_with_its_flag_and_fails_only_where_it_mus
 
 
 @asynchronous
-async def test_watching_says_what_is_heard_until_interrupted() -> None:
+async def test_watching_says_what_is_received_until_interrupted() -> None:
     server = await FakeServer("vllm").start()
     await server._store(list(range(12)), 0)
     process = await start("-X", "faulthandler", "-m", "preble.cli", "attach", server.url, "--watch")
     assert process.stdout is not None
     while not re.search(r"ready  blocks 3  batches 3  gaps 0", (await process.stdout.readline()).decode()):
-        assert not process.stdout.at_eof(), "it ended before it heard the events"
+        assert not process.stdout.at_eof(), "it ended before it received the events"
     process.send_signal(signal.SIGINT)
     ended = asyncio.ensure_future(process.communicate())
     if not (await asyncio.wait([ended], timeout=HANG_SECONDS / 2))[0]:

@@ -78,8 +78,8 @@ def test_what_is_not_known_is_said() -> None:
     assert text.endswith("no outcome: the request had not ended when this was written\n")
     text = text_of(record(outcome=finished(None, None, None)))
     assert "finished after 6.5000 s, an unknown number of output tokens\n" in text
-    assert "first token    not told, 2.0625 s expected\n" in text
-    assert "cached tokens  not told, 600 expected\n" in text
+    assert "first token    not reported, 2.0625 s expected\n" in text
+    assert "cached tokens  not reported, 600 expected\n" in text
     assert text.endswith("regret         not known; nothing was computed in vain\n")
 
 
@@ -180,7 +180,7 @@ def test_a_scheduler_s_own_file_can_be_explained(tmp_path: Path, capsys: pytest.
 
 
 def test_the_page_s_tables_are_what_is_printed() -> None:
-    """The run that docs/explain.md tells of, made again."""
+    """The run that docs/explain.md explains of, made again."""
     page = (ROOT / "docs" / "explain.md").read_text()
     tools = workloads.generate("toolbench", requests=600, groups=40, seed=0, zipf=1.1)
     run = sim.Simulation(workloads.poisson(tools, rps=14.0, seed=0), sim.SimConfig(workers=4), None)

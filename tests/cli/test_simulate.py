@@ -134,7 +134,7 @@ def test_a_trace_has_arrivals_of_its_own(tmp_path: Path, capsys: pytest.CaptureF
         assert arrivals in capsys.readouterr().out
 
 
-def test_requests_that_do_not_finish_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_do_not_finish_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "found.json"
     asked = ["simulate", "--workload", "embodied", "--requests", "60", "--groups", "2", "--kv-capacity", "1000"]
     assert main([*asked, "--policy", "e2", "--json", str(place)]) == 0
@@ -162,7 +162,7 @@ def test_requests_that_do_not_finish_are_told(tmp_path: Path, capsys: pytest.Cap
         (["--json", "no/such/folder/found.json"], "--json"),
     ],
 )
-def test_wrong_options_are_told_before_anything_runs(
+def test_wrong_options_are_reported_before_anything_runs(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SMALL, *options]) == 2

@@ -30,7 +30,7 @@ NASTY = "[red]x[/red]\x1b[2J"
 
 
 def worker(name: str, state: str = "ready") -> dict[str, Any]:
-    """A worker as the gateway tells it."""
+    """A worker as the gateway reports it."""
     numbers = {"load": 0.5, "waiting": 3, "running": 2, "kv": 0.25, "hit": None}
     return {"id": name, "state": state, **numbers, "history": {"load": [0.0, 0.5, 1.0], "hit": [None, 0.5]}}
 
@@ -115,7 +115,7 @@ def test_frames_take_the_terminal_over_and_give_it_back(monkeypatch: pytest.Monk
 
 
 def read_to_the_end(master: int, parts: list[bytes]) -> None:
-    """What is written to a terminal until it is closed, which Linux tells by an error."""
+    """What is written to a terminal until it is closed, which Linux reports by an error."""
     with contextlib.suppress(OSError):
         while part := os.read(master, 1 << 16):
             parts.append(part)

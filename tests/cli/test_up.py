@@ -196,7 +196,7 @@ def test_a_request_that_is_none_is_answered_with_its_error_and_the_rest_is_serve
     assert tokens_of(answers, len(wrong) + 1) == expected_tokens([1, 2, 3], 3)
 
 
-def test_status_lines_tell_workers_and_requests(start: Start) -> None:
+def test_status_lines_reports_workers_and_requests(start: Start) -> None:
     up = start("--status-seconds", "0.05", workers=1)
     up.ready()
     assert "worker-0 ready, running 0, waiting 0, restarts 0; requests: live_requests 0" in up.until_logged("running 0")
@@ -245,7 +245,7 @@ async def test_a_worker_that_came_back_serves_routers_of_others_at_the_same_addr
     assert tokens == again == expected_tokens([5, 6, 7], 5)
 
 
-def test_a_worker_that_cannot_start_is_given_up_after_the_bound_and_the_exit_code_tells(start: Start) -> None:
+def test_a_worker_that_cannot_start_is_given_up_after_the_bound_and_the_exit_code_reports(start: Start) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

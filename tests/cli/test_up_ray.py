@@ -173,7 +173,7 @@ def test_prompts_are_answered_by_all_workers_and_then_it_ends() -> None:
     assert workers == {"worker-0", "worker-1"}
 
 
-def test_addresses_are_told_and_a_drain_ends_all() -> None:
+def test_addresses_are_reported_and_a_drain_ends_all() -> None:
     async def drain(running: up_ray.RayUpRun, cluster: HereCluster, output: io.StringIO) -> None:
         await until(lambda: output.getvalue().count("READY ") == 2, "both workers serve")
         running.drain()
@@ -201,7 +201,7 @@ def test_the_second_signal_waits_for_nobody() -> None:
     assert "error" in json.loads(written.splitlines()[-1]), "the request that was cut off says so"
 
 
-def test_the_advice_of_the_books_starts_workers() -> None:
+def test_the_advice_of_the_bookings_starts_workers() -> None:
     """Thirty prompts of about a second each, at once, for a worker that is to be busy for 0.7 of its time."""
     quick = AutoscaleConfig(1, 2, up_seconds=0.2, min_observed_seconds=0.0, look_seconds=0.1, down_seconds=60.0)
     prompts = [json.dumps({"id": n, "token_ids": [n, *range(8000)]}) for n in range(30)]

@@ -40,7 +40,8 @@ def test_prompts_that_part_share_one_node_up_to_there() -> None:
 
 
 def test_the_picture_in_the_layout_file() -> None:
-    """`_core/tree/layout.pxd` opens with this tree, before and after the insert that splits it, and after the eviction."""
+    """`_core/tree/layout.pxd` opens with this tree, before and after the insert that splits it, and after the
+    eviction."""
     tree = tree_with(8, 100)
     tree.insert([1, 2, 3, 4, 5, 6, 7], 0.0, worker=0)
     tree.insert([1, 2, 3, 4, 5, 8], 0.0, worker=0)
@@ -93,7 +94,7 @@ def test_a_split_leaves_a_worker_that_cached_only_the_upper_part_off_the_lower()
     assert drawn(tree)[1:4] == ["  [1 2]  0:2 1:2 2:2", "    [8]  2:1", "    [3]  0:1 1:1 2:1"]
 
 
-def test_match_tells_for_every_worker_how_much_it_holds() -> None:
+def test_match_reports_for_every_worker_how_much_it_holds() -> None:
     tree = tree_with(100, 100, 2)
     for worker, prompt in enumerate([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3]]):
         tree.insert(prompt, 0.0, worker=worker)
@@ -445,7 +446,7 @@ def test_bad_prompts_change_nothing_and_make_no_namespace() -> None:
     assert (drawn(tree), tree.stats(), tree.version) == before
 
 
-def test_a_tree_of_slots_is_not_written_to_as_a_tree_of_beliefs() -> None:
+def test_a_tree_of_slots_is_not_written_to_as_a_tree_of_estimates() -> None:
     """Tokens without a slot, or a slot without tokens, would be handed to an engine."""
     tree = SlotTree()
     hold = tree.hold([1, 2], 0.0)

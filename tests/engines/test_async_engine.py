@@ -1,4 +1,4 @@
-"""Engines that run by themselves, with a scripted one: what is believed of it, how it fails, who is admitted when.
+"""Engines that run by themselves, with a scripted one: what is estimated of it, how it fails, who is admitted when.
 
 The engine here is a few lines on its own event loop; real ones are in tests/live.
 """
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from preble import ManualClock, SamplingParams
 from preble.engines.admission import Admission, AdmissionConfig
-from preble.engines.async_engine import BackendFacts, StreamingEngine
+from preble.engines.async_engine import BackendInfo, StreamingEngine
 from preble.engines.async_requests import EngineJob, Stream, StreamCounters, StreamPart
 from preble.engines.base import EngineInfo, GenerationRequest, OutputChunk, SelfRunning
 from preble.engines.event_buffer import EventRelay, EventSink
@@ -53,10 +53,10 @@ class ScriptedBackend:
         self.loop = asyncio.new_event_loop()
         return self.loop
 
-    async def start(self) -> BackendFacts:
+    async def start(self) -> BackendInfo:
         if self._start is not None:
             await self._start()
-        return BackendFacts(INFO, self.ranks, iteration_tokens=64, vocab_size=5000)
+        return BackendInfo(INFO, self.ranks, iteration_tokens=64, vocab_size=5000)
 
     async def feed(self, sink: EventSink) -> None:
         self.sink = sink
@@ -190,7 +190,7 @@ def test_every_token_comes_once_with_the_hit_first_and_the_reason_last(make: Mak
     engine.admission.check()
     load = engine.load()
     assert (load.running, load.waiting, load.kv_used_tokens) == (0, 0, 0)
-    assert load.kv_cached_tokens == 5, "the prompt; of outputs only events would tell"
+    assert load.kv_cached_tokens == 5, "the prompt; of outputs only events would report"
 
 
 def test_a_resumed_request_goes_on_where_it_stopped(make: Make) -> None:
@@ -347,7 +347,7 @@ def test_requests_that_end_with_the_engine_are_not_failed_one_by_one(make: Make)
     assert [chunk.finish_reason for chunk in chunks] == [None], "routers resume it elsewhere"
 
 
-def test_a_hit_that_is_told_late_is_told_once(make: Make) -> None:
+def test_a_hit_that_is_reported_late_is_reported_once(make: Make) -> None:
     engine, _ = make(saying(StreamPart(0, [7]), StreamPart(1, [8], 4), StreamPart(2, [9], 4, "length")))
     engine.submit(request())
     assert [chunk.cached_tokens for chunk in drive(engine)["r"] if chunk.cached_tokens is not None] == [4]
@@ -550,7 +550,7 @@ def test_events_reach_routers_and_the_queue(make: Make) -> None:
     assert engine.admission.scheduler.match([1, 2, 3, 4, 5, 6, 7, 8, 9]).best_tokens == 8
 
 
-def test_events_that_make_no_sense_and_a_feed_that_ends_clear_what_is_believed(make: Make) -> None:
+def test_events_that_make_no_sense_and_a_feed_that_ends_clear_what_is_estimated(make: Make) -> None:
     engine, backend = make()
     backend.tell(0, [STORED])
     backend.tell(0, [BlockStored([3], None, [1, 2, 3], 4)])  # three tokens in a block of four
@@ -560,7 +560,7 @@ def test_events_that_make_no_sense_and_a_feed_that_ends_clear_what_is_believed(m
     backend.tell(0, [STORED])
     until(engine.ready, "the event is there")
     backend.feed_error = RuntimeError("gone")
-    until(lambda: engine.admission.scheduler.match([1, 2, 3, 4, 5]).best_tokens == 0, "the belief is dropped")
+    until(lambda: engine.admission.scheduler.match([1, 2, 3, 4, 5]).best_tokens == 0, "the estimate is dropped")
     assert engine.take_events() == [STORED, AllBlocksCleared()]
 
 
@@ -605,7 +605,7 @@ def test_namespaces_come_back_from_their_salts_where_engines_put_them(namespace:
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def test_the_workers_thread_hears_of_chunks_events_and_failures(make: Make) -> None:
+def test_the_workers_thread_receives_of_chunks_events_and_failures(make: Make) -> None:
     engine, backend = make(gated)
     thread = EngineThread(engine, lambda: None)
     thread.start()

@@ -323,7 +323,7 @@ def test_evictions_come_out_as_events():
     assert engine.take_events() == []
 
 
-def test_load_tells_what_runs_and_waits():
+def test_load_reports_what_runs_and_waits():
     engine = make_engine(max_running=1)
     engine.submit(make_request("a", range(30), max_new=5))
     engine.submit(make_request("b", [50, *range(9)], max_new=5))

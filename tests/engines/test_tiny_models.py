@@ -168,7 +168,7 @@ def test_the_config_is_plain_json_without_machine_paths(tiny_model_dir: Path) ->
     assert "/" not in text.replace("float32", "")
 
 
-def test_the_command_makes_a_model_where_it_is_told_to_and_touches_nothing_that_is_there(
+def test_the_command_makes_a_model_where_it_is_reported_to_and_touches_nothing_that_is_there(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = tmp_path / "some" / "tiny"

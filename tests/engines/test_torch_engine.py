@@ -400,10 +400,10 @@ def test_a_closed_engine_drops_its_requests_and_refuses_new_ones(make_engine: Ma
         engine.submit(GenerationRequest("s", prompt(1, 5), greedy(4)))
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------
+# --- questions --------------------------------------------------------------------------------------------------------
 
 
-def test_info_and_load_tell_the_handshake_the_truth(make_engine: MakeEngine, tiny_model_dir: Path) -> None:
+def test_info_and_load_reports_the_handshake_what_is_cached(make_engine: MakeEngine, tiny_model_dir: Path) -> None:
     import hashlib
 
     engine = make_engine(kv_capacity_tokens=500, max_running=9, token_budget=30)

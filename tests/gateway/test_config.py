@@ -109,7 +109,7 @@ def test_the_config_command_prints_what_serve_would_use(capsys: Any, monkeypatch
     assert "policy must be one of" in capsys.readouterr().err
 
 
-def test_what_needs_a_restart_is_told_apart() -> None:
+def test_what_needs_a_restart_is_distinguished() -> None:
     old = GatewayConfig()
     new = load(None, {"PREBLE_PORT": "1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_JOIN_SHARE": "0.5"}, {}).config
     assert changes(old, new) == ({"policy"}, {"port", "scheduler.join_share"})

@@ -168,7 +168,7 @@ def test_a_stop_string_ends_the_answer_before_it(api: Any, codec: TextCodec, cli
         assert reply.usage.completion_tokens < 400
     assert text == whole[: whole.find(stop)]
     assert last.finish_reason == "stop"
-    wait_until(lambda: cached_after(client), "the engine was told to stop")
+    wait_until(lambda: cached_after(client), "the engine was asked to stop")
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_shown(api: Any, codec: TextCodec) -> None:
@@ -231,7 +231,7 @@ def test_a_generate_stream_repeats_all_so_far(client: Client, codec: TextCodec) 
 # --- headers, errors, operators ---------------------------------------------------------------------------------------
 
 
-def test_headers_tell_where_a_request_went_and_why(client: Client) -> None:
+def test_headers_reports_where_a_request_went_and_why(client: Client) -> None:
     body = {"prompt": "where am I", "max_tokens": 2}
     _, headers, reply = client.call("POST", "/v1/completions", body, {"x-request-id": "mine-1"})
     assert headers["x-request-id"] == "mine-1" and reply["id"] == "cmpl-mine-1"

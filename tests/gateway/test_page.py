@@ -103,7 +103,7 @@ def page(browser: Any, gateway: GatewayProcess) -> Iterator[Any]:
 
 
 def state_of(gateway: GatewayProcess) -> dict[str, Any]:
-    """What the page is told."""
+    """What the page is reported."""
     client = Client(gateway.address)
     status, _, state = client.call("GET", "/v1/preble/state?after=0")
     client.close()
@@ -142,7 +142,7 @@ def test_hot_prefixes_show_where_they_live_and_never_what_they_say(page: Any, ga
     hottest = page.locator(".prefix").first
     expect(hottest).to_contain_text("900 tokens")
     expect(hottest.locator(".chip").first).to_have_text(re.compile("|".join(map(re.escape, NAMES))))
-    assert str(SECRET_TOKEN) not in json.dumps(state_of(gateway)), "a prompt's tokens are never told"
+    assert str(SECRET_TOKEN) not in json.dumps(state_of(gateway)), "a prompt's tokens are never reported"
     assert str(SECRET_TOKEN) not in page.content()
 
 
@@ -159,7 +159,7 @@ def test_a_click_on_a_decision_shows_every_workers_terms(page: Any, gateway: Gat
     expect(dialog.locator("#decision-title")).to_have_text(f"{told['worker']}: exploit")
     expect(dialog.locator("tr.is-chosen .name")).to_have_text(told["worker"])
     expect(dialog.locator("tr.is-chosen td").nth(1)).to_have_text(str(told["chosen"]["matched_tokens"]))
-    expect(dialog).to_contain_text(f"{told['chosen']['matched_tokens']} of 903 prompt tokens believed cached")
+    expect(dialog).to_contain_text(f"{told['chosen']['matched_tokens']} of 903 prompt tokens estimated cached")
     expect(dialog).to_contain_text("request the-one-to-explain")
     assert told["chosen"]["matched_tokens"] == 900
     assert {terms["worker"] for terms in told["terms"]} == set(NAMES)
@@ -201,7 +201,7 @@ def brightness(colour: str) -> float:
 def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any, gateway: GatewayProcess) -> None:
     state = state_of(gateway)
     state["workers"] = [
-        {**state["workers"][0], "id": f"w{i}", "address": f"tcp://{i}", "state": "quiet" if i == 499 else "ready"}
+        {**state["workers"][0], "id": f"w{i}", "address": f"tcp://{i}", "state": "suspect" if i == 499 else "ready"}
         for i in range(500)
     ]
     state["workers_left_out"] = 7
@@ -217,7 +217,7 @@ def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any,
         expect(page.locator(".worker")).to_have_count(24)
 
 
-def test_plans_are_told_with_where_they_lead(browser: Any, gateway: GatewayProcess) -> None:
+def test_plans_are_reported_with_where_they_lead(browser: Any, gateway: GatewayProcess) -> None:
     plan = {"kind": "replica", "phase": "began", "plan": 1, "prefix_tokens": 512, "from_worker": "here"}
     plan |= {"to_worker": MARKUP, "reason": "its load is above 0.8", "saved_seconds": 2.0, "why": None}
     ended = {**plan, "phase": "ended", "why": "the load fell"}

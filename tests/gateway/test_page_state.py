@@ -1,4 +1,4 @@
-"""The live page's numbers without a browser: histories, events, bounds, and what the endpoints tell and refuse.
+"""The live page's numbers without a browser: histories, events, bounds, and what the endpoints report and refuse.
 
 Time is a manual clock, workers are plain objects; the page itself is tested in test_page.py.
 """
@@ -70,7 +70,7 @@ def plan(number: int, state: str, **more: Any) -> dict[str, Any]:
     return {"id": number, "state": state, **facts, **more}
 
 
-def test_a_plan_is_told_when_it_begins_and_when_it_ends_once_each() -> None:
+def test_a_plan_is_reported_when_it_begins_and_when_it_ends_once_each() -> None:
     events = DashboardEvents()
     for _ in range(3):
         events.plans({"active": [plan(1, "active")], "ended": []}, 6.0)
@@ -85,7 +85,7 @@ def test_a_plan_is_told_when_it_begins_and_when_it_ends_once_each() -> None:
     assert "secret" not in json.dumps(told), "a namespace may be somebody's salt"
 
 
-def test_a_plan_that_came_and_went_between_two_ticks_is_told_in_full() -> None:
+def test_a_plan_that_came_and_went_between_two_ticks_is_reported_in_full() -> None:
     events = DashboardEvents()
     events.plans({"ended": [plan(3, "ended", ended_at=7.0, why="expired")]}, 8.0)
     assert [one["phase"] for one in events.latest(8.0)] == ["ended", "began"]
@@ -94,7 +94,7 @@ def test_a_plan_that_came_and_went_between_two_ticks_is_told_in_full() -> None:
 def test_events_are_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     events = DashboardEvents()
     for number in range(events_module.EVENTS_MAX + 7):
-        events.worker("a", "ready", "quiet", f"{number}", float(number))
+        events.worker("a", "ready", "suspect", f"{number}", float(number))
     told = events.latest(1000.0)
     assert len(told) == events_module.EVENTS_SHOWN
     assert events.total == told[0]["number"] == events_module.EVENTS_MAX + 7
@@ -141,7 +141,7 @@ class Stage:
         return decision
 
     def told(self, after: int | None = None) -> dict[str, Any]:
-        """What the page is told."""
+        """What the page is reported."""
         return dict(json.loads(self.live.state(after, FACTS)))
 
 
@@ -153,7 +153,7 @@ def worker(name: str, **facts: Any) -> Any:
     return SimpleNamespace(**{**base, "counters": AddressCounters(), **facts})
 
 
-def test_a_worker_is_told_with_its_load_queue_cache_and_hits() -> None:
+def test_a_worker_is_reported_with_its_load_queue_cache_and_hits() -> None:
     stage = Stage("a")
     stage.tick()
     stage.place(list(range(100)), cached=0)
@@ -170,7 +170,7 @@ def test_a_worker_is_told_with_its_load_queue_cache_and_hits() -> None:
     assert state["tick"] == 2
 
 
-def test_without_the_engines_word_a_hit_is_what_was_believed() -> None:
+def test_without_the_engines_word_a_hit_is_what_was_estimated() -> None:
     stage = Stage("a")
     stage.place(list(range(100)), cached=0)
     assert stage.place([*range(100), 7]).matched_tokens == 100
@@ -211,7 +211,7 @@ def test_first_tokens_are_of_the_last_seconds() -> None:
     assert stage.told()["fleet"]["first_token_p50"] is None
 
 
-def test_what_becomes_of_workers_is_told_as_events() -> None:
+def test_what_becomes_of_workers_is_reported_as_events() -> None:
     stage = Stage("a", "b", "c")
     stage.tick()
     lost = stage.workers["tcp://a"]
@@ -250,7 +250,7 @@ def test_counts_of_workers_that_left_are_dropped() -> None:
     assert stage.live._tallies == {}
 
 
-def test_decisions_are_told_latest_first_and_one_with_all_its_terms() -> None:
+def test_decisions_are_reported_latest_first_and_one_with_all_its_terms() -> None:
     stage = Stage("a", "b")
     for number in range(live_module.DECISIONS_SHOWN + 3):
         stage.place([number, 1, 2, 3], cached=0)
@@ -294,7 +294,7 @@ def test_a_tick_that_fails_is_missed_and_the_next_one_comes(
 # --- endpoints --------------------------------------------------------------------------------------------------------
 
 
-def test_of_several_processes_all_tell_what_the_first_one_has(tmp_path: Path) -> None:
+def test_of_several_processes_all_reports_what_the_first_one_has(tmp_path: Path) -> None:
     process = WorkerProcess("--id", "a", time_scale=0.01)
     gateway = GatewayProcess("--workers", process.endpoint, "--processes", "2", log=tmp_path / "log")
     try:
@@ -312,7 +312,7 @@ def test_of_several_processes_all_tell_what_the_first_one_has(tmp_path: Path) ->
         process.stop()
 
 
-def test_endpoints_tell_and_refuse(tmp_path: Path) -> None:
+def test_endpoints_reports_and_refuse(tmp_path: Path) -> None:
     process = WorkerProcess("--id", "a", time_scale=0.01)
     gateway = GatewayProcess("--workers", process.endpoint, log=tmp_path / "log")
     client = Client(gateway.address)

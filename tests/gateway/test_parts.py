@@ -17,7 +17,7 @@ from preble.errors import EngineError, HandshakeRefused, NoWorkers, QueueFull, T
 from preble.gateway import middleware, program
 from preble.gateway.core import metrics
 from preble.gateway.core.config import GatewayConfig
-from preble.gateway.core.http_errors import problem_of
+from preble.gateway.core.http_errors import api_error_of
 from preble.gateway.middleware import RateLimiter
 from preble.gateway.text.generation import Choice, ChoiceJob, TextPiece, _merged
 from preble.gateway.text.tokenizing import TextCodec
@@ -42,7 +42,7 @@ async def test_workers_with_another_tokenizer_are_refused_and_named(tmp_path: Pa
 
 
 @asynchronous
-async def test_with_warn_the_first_difference_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_with_warn_the_first_difference_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     codec = TextCodec(make_tokenizer(tmp_path / "mine"), threads=1)
     other = swap_letters(make_tokenizer(tmp_path / "other"), "H", "I")
     for fingerprint, model, said in (
@@ -99,9 +99,9 @@ def test_of_too_many_names_the_oldest_starts_afresh(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_errors_say_whether_trying_again_makes_sense(error: Any, status: int, code: str, retry: str | None) -> None:
-    problem = problem_of(error)
+    problem = api_error_of(error)
     assert (problem.status, problem.code, problem.headers().get("retry-after")) == (status, code, retry)
-    assert problem_of(problem) is problem
+    assert api_error_of(problem) is problem
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------

@@ -76,13 +76,15 @@ def pid_of(gateway: GatewayProcess, index: int) -> int:
 
 
 def test_what_one_process_served_the_other_knows_is_cached(gateway: GatewayProcess) -> None:
-    """Told only by the worker's events: the two share nothing else."""
+    """Reported only by the worker's events: the two share nothing else."""
     first, second = connections(gateway)
     prompt = list(range(1000, 1640))
 
     before = second.call("POST", "/v1/preble/explain", {"token_ids": prompt})[2]
     assert complete(first, prompt)[0] == 200
-    until(lambda: second.call("POST", "/v1/preble/explain", {"token_ids": prompt})[2] != before, "the other has heard")
+    until(
+        lambda: second.call("POST", "/v1/preble/explain", {"token_ids": prompt})[2] != before, "the other has received"
+    )
     status, headers, answer = complete(second, prompt)
     assert (status, headers["x-preble-process"]) == (200, "1")
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 600
@@ -102,15 +104,15 @@ def test_each_process_books_what_the_other_has_running(tmp_path: Path) -> None:
             return int(client.call("GET", "/workers")[2]["workers"][0]["live_requests"])
 
         until(lambda: booked(second) == 1, "the other process has booked it, too")
-        assert 'preble_leases_mirrored{process="1"} 1.0' in second.call("GET", "/metrics")[2]
+        assert 'preble_leases_of_peers{process="1"} 1.0' in second.call("GET", "/metrics")[2]
         os.kill(pid_of(gateway, 0), signal.SIGKILL)
-        until(lambda: booked(second) == 0, "it has heard that the request is over")
+        until(lambda: booked(second) == 0, "it has received that the request is over")
     finally:
         gateway.stop()
         slow.stop()
 
 
-def test_metrics_of_any_process_tell_all(gateway: GatewayProcess) -> None:
+def test_metrics_of_any_process_reports_all(gateway: GatewayProcess) -> None:
     first, second = connections(gateway)
     assert complete(first, [1, 2, 3])[0] == 200
     text = second.call("GET", "/metrics")[2]
@@ -195,6 +197,6 @@ def test_metrics_are_merged_by_family_and_say_who_is_silent() -> None:
     assert lines.index("# TYPE b gauge") == lines.index('b{process="0",x="{ }"} 2.0') - 1
 
 
-def test_what_each_process_said_is_told_in_order() -> None:
+def test_what_each_process_said_is_reported_in_order() -> None:
     said = statuses(201, 1, [ProcessAnswer(0, None), ProcessAnswer(2, 409)])
     assert said == [{"process": 0, "status": None}, {"process": 1, "status": 201}, {"process": 2, "status": 409}]

@@ -1,4 +1,4 @@
-"""Traces of the gateway as a collector gets them, and as attached servers are told of them."""
+"""Traces of the gateway as a collector gets them, and as attached servers are informed of them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def unit_command() -> list[str]:
 
 
 def page_commands() -> list[str]:
-    """Every `preble ...` that a block of the page tells to type, with what follows another command after `&&`."""
+    """Every `preble ...` that a block of the page reports to type, with what follows another command after `&&`."""
     blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     parts = [part.strip() for block in blocks for line in block.splitlines() for part in line.split("&&")]
     return [part for part in parts if part.startswith("preble ")]

@@ -48,7 +48,7 @@ def blocks(page: Path, language: str = r"\w*") -> list[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Every `preble COMMAND ...` that a block tells to type, without what the shell takes for itself."""
+    """Every `preble COMMAND ...` that a block reports to type, without what the shell takes for itself."""
     for block in blocks(page):
         for line in block.replace("\\\n", " ").split("\n"):
             for part in re.split(r"&&|[|&>]|2>", line):

@@ -1,7 +1,7 @@
 """The house rule as a test: a folder imports only what stands below it, and below the engines nobody touches the world.
 
-LAYERS is the house of docs/design.md, bottom first. Imports inside functions and under TYPE_CHECKING count like any other,
-and so do Cython's cimports.
+LAYERS is the house of docs/design.md, bottom first. Imports inside functions and under TYPE_CHECKING count like any
+other, and so do Cython's cimports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.support.paths import ROOT
 
 PREBLE = ROOT / "preble"
 
-# Folders, and the files at the top of preble/, by layer. A folder stands where the longest name here that begins its path does.
+# Folders, and the files at the top of preble/, by layer. A folder stands where the longest name here that begins its
+# path does.
 LAYERS = (
     ("errors", "types", "config", "multimodal"),
     ("_core", "costs"),
@@ -39,7 +40,18 @@ TOP_FILES_MAX = 16
 FOLDER_FILES_MAX = 25
 PRIVATE_READS_MAX = 10
 # Below these: nothing that waits, talks or differs from run to run. `clock` alone may ask the machine for the time.
-WORLD_BEGINS = {"transport", "launch", "workloads", "router", "engines", "worker", "sim", "gateway", "integrations", "cli"}
+WORLD_BEGINS = {
+    "transport",
+    "launch",
+    "workloads",
+    "router",
+    "engines",
+    "worker",
+    "sim",
+    "gateway",
+    "integrations",
+    "cli",
+}
 WORLDLY = {"asyncio", "datetime", "http", "multiprocessing", "secrets", "select", "selectors", "socket", "subprocess"}
 WORLDLY |= {"time", "urllib", "uuid", "zmq"}
 
@@ -140,7 +152,9 @@ def test_no_two_folders_import_each_other() -> None:
     graph: dict[str, set[str]] = {}
     for path in INSIDE:
         place = place_of(module_of(path))
-        graph.setdefault(place, set()).update(place_of(name) for name in preble_imports(path) if place_of(name) != place)
+        graph.setdefault(place, set()).update(
+            place_of(name) for name in preble_imports(path) if place_of(name) != place
+        )
     ordered(graph)
 
 
@@ -165,7 +179,9 @@ def test_the_house_has_few_folders_and_none_is_crowded() -> None:
 
 
 def test_modules_keep_to_what_others_show() -> None:
-    found = [f"{path.relative_to(PREBLE)}: {read}" for path in INSIDE if path.suffix == ".py" for read in private_reads(path)]
+    found = [
+        f"{path.relative_to(PREBLE)}: {read}" for path in INSIDE if path.suffix == ".py" for read in private_reads(path)
+    ]
     assert len(found) <= PRIVATE_READS_MAX, found
 
 
@@ -178,7 +194,11 @@ def private_reads(path: Path) -> list[str]:
     documented = {"_replace", "_asdict", "_make", "_fields", "_exit"}
     nodes = list(ast.walk(ast.parse(path.read_text())))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node)}
+    own |= {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node)
+    }
     found = []
     for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not of_self(node):

@@ -181,7 +181,7 @@ def test_at_four_times_the_limit_zeromq_itself_cuts_the_sender_off(small: Callab
     with contextlib.closing(small()) as one:
         bad = Peer(one.worker.server.endpoint)
         bad.send_raw(b"\0" * 8000)
-        assert isinstance(bad.receive(), wire.Fault), "over the limit, but it is told"
+        assert isinstance(bad.receive(), wire.Fault), "over the limit, but it is reported"
         bad.send_raw(b"\0" * 8001)
         one.peer.send(wire.Ping(1))
         assert isinstance(one.peer.expect(wire.Pong), wire.Pong), "nobody else is harmed"

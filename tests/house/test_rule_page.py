@@ -1,4 +1,4 @@
-"""docs/e2.md tells the truth: its example prints what stands there."""
+"""docs/e2.md explains the truth: its example prints what stands there."""
 
 from __future__ import annotations
 

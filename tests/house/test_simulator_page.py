@@ -1,4 +1,4 @@
-"""docs/simulator.md tells the truth: its command prints what stands there, its experiment runs as it stands."""
+"""docs/simulator.md explains the truth: its command prints what stands there, its experiment runs as it stands."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def is_used(module: Path, text: dict[Path, str]) -> bool:
 
 def test_the_rule_reads_what_others_write_as_readers_must() -> None:
     """Regression: an explanation read a cost model plainly, which a worker that left took away, and crashed."""
-    plain = re.compile(r"(?<!&)(?<!\w)(?:self\.book\.rows\[[^\]]*\]|row)\.\w+")
+    plain = re.compile(r"(?<!&)(?<!\w)(?:self\.loads\.rows\[[^\]]*\]|row)\.\w+")
     lines = numbered_lines(ROOT / "preble" / "_placement/e2.pyx")
     assert sum("&row." in line for _, line in lines) > 5, "the rule reads rows by another name: look for that"
     assert not [(number, line) for number, line in lines if plain.search(line)]

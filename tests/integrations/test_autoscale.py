@@ -24,7 +24,7 @@ def load(seconds: float) -> FleetLoad:
 
 
 def followed(scaler: Autoscaler, loads: list[float], workers: int, *, step: float = 5.0) -> list[int]:
-    """The sizes of a fleet that does at once what it is told, a look every `step` seconds."""
+    """The sizes of a fleet that does at once what it is reported, a look every `step` seconds."""
     sizes = []
     for number, seconds in enumerate(loads):
         workers = scaler.decide(load(seconds), workers, number * step)
@@ -69,7 +69,7 @@ def test_bounds_hold_at_once() -> None:
     assert scaler.decide(new, 1, 1.0) == 2 and scaler.decide(new, 3, 1.0) == 3, "without a look at the load, too"
 
 
-def test_a_fleet_that_was_hardly_watched_is_left_alone() -> None:
+def test_a_fleet_that_was_hardly_recorded_is_left_alone() -> None:
     scaler = Autoscaler(QUICK)
     for second in range(0, 100, 5):
         assert scaler.decide(replace(load(5.0), observed_seconds=29.0), 2, float(second)) == 2

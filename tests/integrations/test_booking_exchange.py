@@ -1,5 +1,6 @@
-"""What routers of one deployment tell each other: the board and its bounds, the way there and back, and that prompts
-which share a prefix meet although they come to different routers. Needs no ray; the actor is `test_ray_serve`'s.
+"""What routers of one deployment report to each other: the board and its bounds, the way there and back, and that
+prompts which share a prefix meet although they come to different routers. Needs no ray; the actor is
+`test_ray_serve`'s.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import pytest
 import preble
 from preble.config import SchedulerConfig
 from preble.integrations import booking_exchange as module
-from preble.integrations.booking_exchange import NOTE_BYTES, QUEUE_MAX, Board, BoardClient, Heard, Note
+from preble.integrations.booking_exchange import NOTE_BYTES, QUEUE_MAX, Board, ExchangeClient, Heard, Note
 from preble.integrations.prompt_extractors import Tokens
-from preble.integrations.replica_scheduler import PEER_SECONDS, ReplicaFacts, ReplicaScheduler, Ticket
+from preble.integrations.replica_scheduler import PEER_SECONDS, ReplicaMetadata, ReplicaScheduler, Ticket
 
-REPLICAS = {name: ReplicaFacts() for name in "abcd"}
+REPLICAS = {name: ReplicaMetadata() for name in "abcd"}
 
 
 def tokens(start: int, own: int = 0, count: int = 300) -> Tokens:
@@ -30,7 +31,7 @@ def tokens(start: int, own: int = 0, count: int = 300) -> Tokens:
 # --- the board --------------------------------------------------------------------------------------------------------
 
 
-def test_a_router_hears_the_others_and_not_itself() -> None:
+def test_a_router_receives_the_others_and_not_itself() -> None:
     async def talk() -> None:
         board = Board()
         await board.tell("one", [Note(1, "a"), Note(2, "b")])
@@ -59,7 +60,7 @@ def test_hearing_waits_for_news_of_others() -> None:
     assert asyncio.run(talk()) == [("two", Note(8, "a"))]
 
 
-def test_the_board_keeps_so_many_bytes_and_says_what_was_missed() -> None:
+def test_the_exchange_keeps_so_many_bytes_and_says_what_was_missed() -> None:
     async def talk() -> None:
         board = Board(bytes_max=10 * NOTE_BYTES)
         await board.tell("one", [Note(0, "a")])
@@ -113,7 +114,7 @@ async def until(condition: Any) -> None:
     raise AssertionError("it does not come about")
 
 
-def test_notes_arrive_although_boards_fail() -> None:
+def test_notes_arrive_although_exchange_fail() -> None:
     async def talk() -> None:
         boards: list[Any] = [Broken(), Broken()]
         real, taken = Board(), []
@@ -122,16 +123,16 @@ def test_notes_arrive_although_boards_fail() -> None:
         async def connect() -> Any:
             return boards.pop() if boards else real
 
-        one = BoardClient(connect, lambda *_: None, counters, retry_seconds=0.001)
-        two = BoardClient(connect, lambda *note: taken.append(note), Counter(), retry_seconds=0.001)
+        one = ExchangeClient(connect, lambda *_: None, counters, retry_seconds=0.001)
+        two = ExchangeClient(connect, lambda *note: taken.append(note), Counter(), retry_seconds=0.001)
         one.tell(Note(1, "a"))
         one.start()
-        await until(lambda: counters["board_failed"] == 2)
+        await until(lambda: counters["exchange_failed"] == 2)
         two.start()
         one.tell(Note(2, "b"))
         await until(lambda: len(taken) == 2)
         assert taken == [(one.router, Note(1, "a")), (one.router, Note(2, "b"))]
-        assert counters["notes_told"] == 2
+        assert counters["notes_published"] == 2
         one.close()
         two.close()
 
@@ -151,11 +152,11 @@ def test_a_note_that_fails_takes_no_other_along() -> None:
                 raise KeyError
             taken.append(note.booking)
 
-        client = BoardClient(connect, take, counters)
+        client = ExchangeClient(connect, take, counters)
         await board.tell("other", [Note(1, "a"), Note(2, "a"), Note(3, "a")])
         client.start()
         await until(lambda: taken == [1, 3])
-        assert (counters["notes_failed"], counters["board_failed"]) == (1, 0)
+        assert (counters["notes_failed"], counters["exchange_failed"]) == (1, 0)
         client.close()
 
     asyncio.run(talk())
@@ -166,18 +167,18 @@ def test_notes_that_wait_are_bounded() -> None:
         raise ConnectionError
 
     counters: Counter[str] = Counter()
-    client = BoardClient(nowhere, lambda *_: None, counters)
+    client = ExchangeClient(nowhere, lambda *_: None, counters)
     for number in range(QUEUE_MAX + 5):
         client.tell(Note(number, "a"))
     assert counters["notes_dropped"] == 5
     client.close()
 
 
-# --- books that hear of each other ------------------------------------------------------------------------------------
+# --- books that learn of each other -----------------------------------------------------------------------------------
 
 
 class Routers:
-    """Two routers of one deployment; what one tells, the other hears at once."""
+    """Two routers of one deployment; what one reports, the other receives at once."""
 
     def __init__(self) -> None:
         self.clock = preble.ManualClock()
@@ -185,11 +186,11 @@ class Routers:
 
     def _router(self, name: str) -> ReplicaScheduler:
         config = SchedulerConfig(lease_seconds=3600.0)
-        books = ReplicaScheduler(clock=self.clock, config=config, tell=lambda note: self._hear(name, note))
+        books = ReplicaScheduler(clock=self.clock, config=config, tell=lambda note: self._restore_accuracy(name, note))
         books.update(REPLICAS)
         return books
 
-    def _hear(self, name: str, note: Note) -> None:
+    def _restore_accuracy(self, name: str, note: Note) -> None:
         (self.two if name == "one" else self.one).peer(name, note)
 
     def check(self) -> None:
@@ -241,7 +242,7 @@ def test_of_a_router_that_is_gone_nothing_stays_booked(routers: Routers) -> None
     routers.clock.advance(PEER_SECONDS + 1.0)
     routers.two.tick()
     stats = routers.two.stats()
-    assert (stats["open_bookings"], stats["bookings_ended_unheard"]) == (0, 1)
+    assert (stats["open_bookings"], stats["bookings_ended_unreported"]) == (0, 1)
     assert routers.one.stats()["open_bookings"] == 1, "its own call has the lease's time"
     routers.check()
 
@@ -250,7 +251,7 @@ def test_notes_of_unknown_replicas_and_twice_the_same_change_nothing(routers: Ro
     note = Note(1, "a", tokens(0))
     for _ in range(2):
         routers.two.peer("gone", note)
-    routers.two.peer("gone", Note(2, "unheard of", tokens(0)))
+    routers.two.peer("gone", Note(2, "not reported", tokens(0)))
     routers.two.peer("gone", Note(3, "a"))
     assert routers.two.stats()["peer_bookings"] == 1
     routers.two.remove("a")

@@ -27,7 +27,7 @@ import ray
 from preble import SamplingParams
 from preble.integrations.ray_workers import RayFleet, RayPlan
 from preble.router import Router
-from tests.support.transport import assert_books_are_even, asynchronous, collect, expected_tokens, until
+from tests.support.transport import assert_bookings_are_even, asynchronous, collect, expected_tokens, until
 
 CLUSTER_SECONDS = 60.0
 OUTPUT_TOKENS = 60
@@ -138,7 +138,7 @@ async def test_a_killed_actor_is_restarted_and_found_and_no_request_is_lost(clus
         await until(lambda: router.stats()["workers"][after["address"]]["state"] == "ready", "the router has it")
         assert all(await asyncio.gather(*ask(router, 8, start=100)))
         assert router.stats()["failed"] == 0
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
 
 
 @asynchronous
@@ -178,7 +178,7 @@ async def test_scaling_up_and_down_under_load_loses_no_request(cluster: str) -> 
         await asyncio.gather(*clients)
         assert all(asked)
         assert router.stats()["failed"] == 0
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
 
 
 @asynchronous

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from preble.errors import InvalidConfig, MissingExtra
-from preble.integrations.booking_exchange import Board
+from preble.integrations.booking_exchange import BookingExchange
 from preble.integrations.replica_scheduler import UNREPORTED_SECONDS
 
 MODULE = "preble.integrations.ray_serve"
@@ -237,7 +237,7 @@ def test_a_request_for_a_model_goes_where_the_model_is(module: ModuleType) -> No
         router = await started(module)
         groups = await router.choose_replicas(router.all, pending(PROMPT, model="lora"))
         assert {one.replica_id.name for group in groups for one in group} == {"a", "b"}
-        match = router._books.scheduler.match
+        match = router._scheduler.scheduler.match
         known = [match(PROMPT["prompt"], namespace=name).known_tokens > 0 for name in (("lora", "lora"), None)]
         assert known == [True, False]
         assert await router.choose_replicas(router.all, pending(PROMPT, model="nobody's")) == [[]]
@@ -270,21 +270,21 @@ def test_a_caller_who_goes_away_leaves_no_booking(module: ModuleType) -> None:
 
 
 def test_a_place_that_is_only_asked_for_is_booked_for_a_while(module: ModuleType) -> None:
-    """Ray tells no end of what it does not send itself; of what it does, it does."""
+    """Ray reports no end of what it does not send itself; of what it does, it does."""
 
     async def ask() -> None:
         router = await started(module)
         sent, asked = pending(PROMPT, "sent"), pending({"prompt": list(range(5000, 5300))}, "asked")
         chosen = await router._choose_replica_for_request(sent)
         await router.choose_replicas(router.all, asked)
-        now = router._books._clock()
-        router._books._clock = lambda: now + UNREPORTED_SECONDS + 1.0
-        router._books.tick()
+        now = router._scheduler._clock()
+        router._scheduler._clock = lambda: now + UNREPORTED_SECONDS + 1.0
+        router._scheduler.tick()
         stats = router.stats()
-        assert (stats["open_bookings"], stats["bookings_ended_unheard"]) == (1, 1)
+        assert (stats["open_bookings"], stats["bookings_ended_unreported"]) == (1, 1)
         router.on_request_completed(chosen.replica_id, "sent")
         assert router.stats()["open_bookings"] == 0
-        router._books.check()
+        router._scheduler.check()
 
     asyncio.run(ask())
 
@@ -303,17 +303,17 @@ def test_a_request_that_is_given_up_while_its_prompt_is_read_is_not_booked(modul
     asyncio.run(ask())
 
 
-def test_two_routers_of_a_deployment_hear_of_each_other(module: ModuleType) -> None:
+def test_two_routers_of_a_deployment_receives_of_each_other(module: ModuleType) -> None:
     async def ask() -> None:
-        board = Board()
+        exchange = BookingExchange()
 
         async def connect() -> Any:
-            return board
+            return exchange
 
         one, two = module.PrebleRequestRouter(), module.PrebleRequestRouter()
         for router in (one, two):
             router.initialize_state(read_seconds=30.0)
-            router._board._connect = connect
+            router._exchange._connect = connect
             router.update_replicas([replica("a"), replica("b"), replica("c")])
         (first,), _ = await one.choose_replicas(one.all, pending(PROMPT))
         while not two.stats()["open_bookings"]:
@@ -322,7 +322,7 @@ def test_two_routers_of_a_deployment_hear_of_each_other(module: ModuleType) -> N
         assert second.replica_id.name == first.replica_id.name
         one.update_replicas([])
         assert one.stats()["open_bookings"] == 0
-        assert one._board._task is None, "a deployment that is gone is still listened for"
+        assert one._exchange._task is None, "a deployment that is gone is still listened for"
         two.update_replicas([])
 
     asyncio.run(asyncio.wait_for(ask(), 60.0))
@@ -343,29 +343,29 @@ def test_a_dead_replica_is_forgotten_with_its_bookings(module: ModuleType) -> No
     asyncio.run(ask())
 
 
-def test_what_a_replica_tells_is_used_and_nonsense_is_counted(module: ModuleType) -> None:
+def test_what_a_replica_reports_is_used_and_nonsense_is_counted(module: ModuleType) -> None:
     async def ask() -> None:
         router = await started(module)
         told = replica("a", kv_capacity_tokens=9000, kv_event_metadata={"endpoint": "ipc:///nowhere", "block_size": 8})
         router.update_replicas([told, replica("b", block_size="eight")])
-        specs = router._books.scheduler.workers
+        specs = router._scheduler.scheduler.workers
         assert (specs["a"].kv_capacity_tokens, specs["a"].block_size) == (9000, 8)
         assert specs["b"].kv_capacity_tokens == 200_000
         stats = router.stats()
-        assert (stats["facts_refused"], stats["events_of"]) == (1, ["a"])
+        assert (stats["metadata_refused"], stats["events_of"]) == (1, ["a"])
         router._events.close()
 
     asyncio.run(ask())
 
 
-def test_an_error_in_the_books_stops_no_call_of_rays(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_bookings_stops_no_call_of_rays(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         router = await started(module)
 
         def broken(replica: str, call_id: str) -> bool:
             raise RuntimeError
 
-        monkeypatch.setattr(router._books, "completed", broken)
+        monkeypatch.setattr(router._scheduler, "completed", broken)
         router.on_request_completed(Id("a"), "call")
         assert router.stats()["hook_failed"] == 1
 

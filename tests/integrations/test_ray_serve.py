@@ -66,7 +66,7 @@ def caller() -> type:
             return int(await engine.remote({"prompt": prompt}))
 
         def heard(self) -> int:
-            """How many bookings of other routers this process's router has heard of."""
+            """How many bookings of other routers this process's router has reported."""
             routers = [one for one in gc.get_objects() if isinstance(one, ReplicaScheduler)]
             return sum(one.stats().get("peer_bookings", 0) for one in routers)
 
@@ -74,20 +74,20 @@ def caller() -> type:
 
 
 @pytest.fixture(scope="module")
-def all_books() -> list[ReplicaScheduler]:
-    """The books of every router that Ray makes in this process. Ray sends the router's class by value, so it cannot be
-    watched itself."""
+def all_bookings() -> list[ReplicaScheduler]:
+    """The bookings of every router that Ray makes in this process. Ray sends the router's class by value, so it cannot
+    be watched itself."""
     return []
 
 
 @pytest.fixture(scope="module")
-def handle(ray_environment: None, all_books: list[ReplicaScheduler]) -> Iterator[Any]:
+def handle(ray_environment: None, all_bookings: list[ReplicaScheduler]) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     initialize = ReplicaScheduler.__init__
 
     def noted(books: ReplicaScheduler, **kwargs: Any) -> None:
         initialize(books, **kwargs)
-        all_books.append(books)
+        all_bookings.append(books)
 
     folder = tempfile.mkdtemp(prefix="preble-ray-")  # short: sockets lie in it, and their paths have a largest length
     try:
@@ -159,7 +159,7 @@ def test_calls_made_at_once_in_one_request_are_all_answered(handle: Any) -> None
 
 @pytest.mark.timeout(240)
 def test_a_router_in_another_process_sends_siblings_to_the_same_replicas(
-    engine: Any, all_books: list[ReplicaScheduler]
+    engine: Any, all_bookings: list[ReplicaScheduler]
 ) -> None:
     other = ray.remote(num_cpus=0.1)(caller()).remote()
     ray.get(other.ask.remote(30))  # makes its router
@@ -167,14 +167,14 @@ def test_a_router_in_another_process_sends_siblings_to_the_same_replicas(
     homes = [ask(engine, group, 0) for group in groups]
     until(lambda: ray.get(other.heard.remote()) >= len(groups))
     assert [ray.get(other.ask.remote(group)) for group in reversed(groups)] == homes[::-1]
-    until(lambda: all_books[0].stats().get("peer_bookings", 0) >= len(groups) + 1)
-    settled(all_books[0])  # its words that they are over have arrived, too
+    until(lambda: all_bookings[0].stats().get("peer_bookings", 0) >= len(groups) + 1)
+    settled(all_bookings[0])  # its words that they are over have arrived, too
     ray.kill(other)
 
 
 @pytest.mark.timeout(240)
-def test_prefixes_meet_and_a_killed_replica_stops_nothing(engine: Any, all_books: list[ReplicaScheduler]) -> None:
-    before = settled(all_books[0])
+def test_prefixes_meet_and_a_killed_replica_stops_nothing(engine: Any, all_bookings: list[ReplicaScheduler]) -> None:
+    before = settled(all_bookings[0])
     homes: list[set[int]] = [set() for _ in range(GROUPS)]
     for call in range(6):
         for group in range(GROUPS):
@@ -182,7 +182,7 @@ def test_prefixes_meet_and_a_killed_replica_stops_nothing(engine: Any, all_books
     assert [len(home) for home in homes] == [1] * GROUPS
     assert len(set.union(*homes)) > 1, "one replica was given everything"
 
-    (books,) = all_books
+    (books,) = all_bookings
     stats = settled(books)
     done = (stats["choice_scheduled"] - before["choice_scheduled"], stats["completed"] - before["completed"])
     assert (done, stats["open_bookings"]) == ((24, 24), 0), {**stats, "scheduler": "", "open": opened(books)}

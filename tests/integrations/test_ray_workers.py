@@ -1,4 +1,4 @@
-"""Workers on Ray, without Ray: which actors a fleet asks for, what it tells its router, and the actor's own process.
+"""Workers on Ray, without Ray: which actors a fleet asks for, what it reports its router, and the actor's own process.
 A local cluster is in `test_ray_fleet`."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FakeActor:
         self.lost = ActorLost("it was killed", dead=dead)
         self.placed.set()
 
-    async def facts(self) -> Mapping[str, Any]:
+    async def status(self) -> Mapping[str, Any]:
         await self.placed.wait()
         if self.lost is not None:
             raise self.lost
@@ -86,7 +86,7 @@ class FakeCluster:
 
 
 class FakeRouter:
-    """Notes what it is told."""
+    """Notes what it is reported."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
@@ -117,7 +117,7 @@ class FakeRouter:
 
 
 class World:
-    """A fleet, its fakes, and what it told of its workers."""
+    """A fleet, its fakes, and what it reported of its workers."""
 
     def __init__(self, plan: RayPlan = PLAN) -> None:
         self.cluster, self.router, self.news = FakeCluster(), FakeRouter(), list[tuple[str, str]]()
@@ -185,7 +185,7 @@ def test_a_plan_that_is_none_is_refused_by_name(changes: dict[str, Any], named: 
 
 
 @asynchronous
-async def test_workers_are_placed_and_the_router_is_told_where_they_are() -> None:
+async def test_workers_are_placed_and_the_router_is_reported_where_they_are() -> None:
     world = World()
     await world.serving(2)
     assert world.states() == {"worker-0": "ready", "worker-1": "ready"}
@@ -291,11 +291,11 @@ async def test_a_worker_that_does_not_come_to_serve_is_given_up() -> None:
 
 
 @asynchronous
-async def test_who_waits_for_room_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_for_room_is_reported_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("preble.integrations.ray_workers._ROOM_SECONDS", 0.01)
     world = World()
     await world.fleet.scale(1)
-    await until(lambda: world.fleet.stats()["worker-0"]["why"], "the operator is told")
+    await until(lambda: world.fleet.stats()["worker-0"]["why"], "the operator is informed")
     assert "CPU 1" in world.fleet.stats()["worker-0"]["why"]
     world.cluster.actors[0].serve("tcp://127.0.0.1:5000")
     await world.fleet.wait()
@@ -351,7 +351,7 @@ async def test_an_actor_that_does_not_answer_holds_up_no_drain(monkeypatch: pyte
     world = World(RayPlan(PLAN.arguments, host=PLAN.host, look_seconds=0.01, drain_seconds=0.1))
     await world.serving(1)
     world.cluster.actors[0].placed.clear()  # its node cannot be reached
-    await until(lambda: world.fleet.stats()["worker-0"]["why"] == "does not answer", "the operator is told")
+    await until(lambda: world.fleet.stats()["worker-0"]["why"] == "does not answer", "the operator is informed")
     await world.fleet.scale(0)
     assert world.cluster.actors[0].removed and world.router.addresses == []
 
@@ -401,7 +401,7 @@ class LiveActor:
         return found
 
     def address(self) -> str:
-        return str(self.wait(lambda: self.actor.facts()["address"]))
+        return str(self.wait(lambda: self.actor.status()["address"]))
 
     def end(self) -> None:
         self.actor._worker.kill()
@@ -451,7 +451,7 @@ def test_an_actor_serves_and_drains(live: Any) -> None:
 
     asyncio.run(ask())
     one.actor.stop()
-    one.wait(lambda: one.actor.facts()["ended"])
+    one.wait(lambda: one.actor.status()["ended"])
     assert not one.crashed.is_set()
 
 
@@ -463,19 +463,19 @@ def test_when_its_worker_dies_the_actor_ends_too(live: Any, depth: int) -> None:
     pids = [one.actor._worker.pid, *children(one.actor._worker.pid)]
     os.kill(pids[depth], signal.SIGKILL)
     assert one.crashed.wait(HANG_SECONDS)
-    assert one.actor.facts()["address"] == ""
+    assert one.actor.status()["address"] == ""
     one.wait(lambda: not any(map(alive, pids)))
 
 
-def test_wrong_usage_is_told_and_not_tried_again(live: Any) -> None:
+def test_wrong_usage_is_reported_and_not_tried_again(live: Any) -> None:
     one = live("--engine", "no-such-engine")
-    assert "no-such-engine" in one.wait(lambda: one.actor.facts()["failed"])
+    assert "no-such-engine" in one.wait(lambda: one.actor.status()["failed"])
     assert not one.crashed.is_set()
 
 
 @linux
 def test_when_the_actor_dies_its_worker_does_within_the_grace(tmp_path: Path) -> None:
-    """The worker is busy, and told to take half a minute for its drain: the guard does not let it."""
+    """The worker is busy, and reported to take half a minute for its drain: the guard does not let it."""
     code = (
         "import sys, time; from preble.integrations import ray_actor as ra; ra._node_address = lambda: '127.0.0.1'; "
         "plan = ra.ActorPlan('w', '127.0.0.1', ('--engine', 'simulated', '--time-scale', '50')); "

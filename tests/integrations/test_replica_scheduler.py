@@ -24,10 +24,10 @@ from preble.errors import InvalidConfig, InvalidInput, NoWorkers, QueueFull
 from preble.integrations import prompt_extractors
 from preble.integrations.prompt_extractors import Prompt, PromptReader, ReaderConfig, Tokens
 from preble.integrations.replica_events import ReplicaEvents, ReplicaListener
-from preble.integrations.replica_scheduler import ReplicaFacts, ReplicaScheduler, Ticket, facts_of, scheduler_config
+from preble.integrations.replica_scheduler import ReplicaMetadata, ReplicaScheduler, Ticket, facts_of, scheduler_config
 from tests.support.gateway import make_tokenizer
 
-REPLICAS = {name: ReplicaFacts() for name in ("a", "b", "c")}
+REPLICAS = {name: ReplicaMetadata() for name in ("a", "b", "c")}
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_replica_that_leaves_takes_its_bookings_along(books: ReplicaScheduler)
 
 
 def test_an_end_that_comes_before_the_place_leaves_no_booking_behind(books: ReplicaScheduler) -> None:
-    """Two calls of one id are booked on one replica; one goes elsewhere, and its end is told first."""
+    """Two calls of one id are booked on one replica; one goes elsewhere, and its end is reported first."""
     one, two = ticket("shared"), ticket("shared")
     home = books.place(one, REPLICAS)
     assert books.place(two, REPLICAS) == home
@@ -172,7 +172,7 @@ def test_ticks_are_due_once_a_second(books: ReplicaScheduler, clock: preble.Manu
     assert books.tick_due()
 
 
-def test_any_order_of_calls_leaves_both_books_alike(clock: preble.ManualClock) -> None:
+def test_any_order_of_calls_leaves_both_bookings_alike(clock: preble.ManualClock) -> None:
     books = ReplicaScheduler(clock=clock, config=SchedulerConfig(lease_seconds=20.0))
     draws, calls = random.Random(7), [ticket(f"call{n % 9}", start=100 * (n % 4)) for n in range(24)]
     names = [*REPLICAS, "d"]
@@ -180,7 +180,7 @@ def test_any_order_of_calls_leaves_both_books_alike(clock: preble.ManualClock) -
         one, name = draws.choice(calls), draws.choice(names)
         what = draws.randrange(7)
         if what == 0:
-            books.update({n: ReplicaFacts() for n in draws.sample(names, draws.randint(1, 4))})
+            books.update({n: ReplicaMetadata() for n in draws.sample(names, draws.randint(1, 4))})
         elif what in (1, 2) and books.replicas:
             books.place(one, books.replicas)
         elif what == 3:
@@ -200,14 +200,14 @@ def test_any_order_of_calls_leaves_both_books_alike(clock: preble.ManualClock) -
     assert books.stats()["open_bookings"] == 0
 
 
-# --- what replicas tell -----------------------------------------------------------------------------------------------
+# --- what replicas report ---------------------------------------------------------------------------------------------
 
 
 def test_facts_are_read_from_metadata_and_stats() -> None:
     events = {"endpoint": "tcp://10.0.0.1:5557", "replay_endpoint": "tcp://10.0.0.1:6557", "block_size": 16}
     facts = facts_of({"kv_capacity_tokens": 1000}, {"kv_event_metadata": {**events, "dp_rank": 0}})
-    assert facts == ReplicaFacts(1000, 16, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:6557")
-    assert facts_of({}, {}) == ReplicaFacts()
+    assert facts == ReplicaMetadata(1000, 16, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:6557")
+    assert facts_of({}, {}) == ReplicaMetadata()
 
 
 @pytest.mark.parametrize("told", [{"kv_capacity_tokens": 0}, {"block_size": "16"}, {"endpoint": 5557}])
@@ -216,8 +216,8 @@ def test_a_wrong_fact_is_refused_by_name(told: dict[str, Any]) -> None:
         facts_of(told)
 
 
-def test_a_replica_that_tells_another_capacity_begins_anew(books: ReplicaScheduler) -> None:
-    books.update({**REPLICAS, "a": ReplicaFacts(kv_capacity_tokens=5000, block_size=16)})
+def test_a_replica_that_reports_another_capacity_begins_anew(books: ReplicaScheduler) -> None:
+    books.update({**REPLICAS, "a": ReplicaMetadata(kv_capacity_tokens=5000, block_size=16)})
     spec = books.scheduler.workers["a"]
     assert (spec.kv_capacity_tokens, spec.block_size) == (5000, 16)
     assert books.stats()["replica_restated"] == 1
@@ -236,8 +236,8 @@ def test_wrong_events_are_counted_and_stop_nothing(books: ReplicaScheduler) -> N
 def test_feeds_come_and_go_with_replicas(books: ReplicaScheduler) -> None:
     async def follow() -> list[frozenset[str]]:
         events, seen = ReplicaEvents(books.scheduler, books.counters), []
-        told = ReplicaFacts(events_endpoint="ipc:///nowhere-to-be-found")
-        for replicas in ({"a": told, "b": ReplicaFacts()}, {"a": told, "b": told}, {"b": told}):
+        told = ReplicaMetadata(events_endpoint="ipc:///nowhere-to-be-found")
+        for replicas in ({"a": told, "b": ReplicaMetadata()}, {"a": told, "b": told}, {"b": told}):
             events.update(replicas)
             await asyncio.sleep(0)
             seen.append(events.followed)
@@ -257,7 +257,7 @@ def test_published_events_become_what_the_scheduler_believes(books: ReplicaSched
         socket = context.socket(zmq.PUB)
         try:
             socket.bind(endpoint)
-            events.update({"b": ReplicaFacts(events_endpoint=endpoint)})
+            events.update({"b": ReplicaMetadata(events_endpoint=endpoint)})
             for number in range(500):  # the first ones come before the subscription does
                 socket.send_multipart([b"", number.to_bytes(8, "big"), batch])
                 await asyncio.sleep(0.01)
@@ -267,7 +267,7 @@ def test_published_events_become_what_the_scheduler_believes(books: ReplicaSched
             events.close()
             context.destroy(linger=0)
 
-    books.update({name: ReplicaFacts(block_size=16) for name in REPLICAS})
+    books.update({name: ReplicaMetadata(block_size=16) for name in REPLICAS})
     asyncio.run(follow())
     assert books.scheduler.match(prompt).matched_tokens == {"b": 32}
     assert books.place(Ticket("call", Tokens(np.array(prompt, dtype=np.int32))), REPLICAS) == "b"

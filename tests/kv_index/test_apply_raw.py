@@ -1,5 +1,5 @@
 """Cache events as the bytes that engines publish: recorded engines, both forms of an event, namespaces, and payloads
-that are damaged or made to harm. What events do to beliefs is in test_blocks.py, random histories against a model in
+that are damaged or made to harm. What events do to estimates is in test_blocks.py, random histories against a model in
 test_blocks_machine.py."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def scheduler(block_size: int = SIZE) -> GlobalScheduler:
 
 
 def held(sched: GlobalScheduler, prompt: Iterable[int] = PROMPT, namespace: Hashable = None) -> int:
-    """Tokens of a prompt that the worker is believed to cache; `match` leaves a prompt's last token out."""
+    """Tokens of a prompt that the worker is estimated to cache; `match` leaves a prompt's last token out."""
     return sched.match([*prompt, 7], namespace=namespace).matched_tokens.get("w", 0)
 
 
@@ -242,7 +242,7 @@ def test_fields_may_come_in_any_order_and_unknown_ones_are_passed_over() -> None
 
 
 @either_form
-def test_copies_in_media_and_groups_are_told_apart(form: str) -> None:
+def test_copies_in_media_and_groups_are_distinguished(form: str) -> None:
     sched, write = scheduler(), FORMS[form]
     copies: list[Event] = [{"medium": "GPU"}, {"medium": "CPU"}, {"medium": "GPU", "group_idx": 3}]
     sched.apply_raw("w", batch(*(write(stored(1, **copy)) for copy in copies)))
@@ -254,7 +254,7 @@ def test_copies_in_media_and_groups_are_told_apart(form: str) -> None:
 
 @pytest.mark.parametrize("time", [math.nan, -math.inf, 0, -(2**63)])
 @pytest.mark.parametrize("after", [[], [None], ["rank", {"more": 1}]])
-def test_the_engines_clock_and_rank_are_not_believed(time: Any, after: list[Any]) -> None:
+def test_the_engines_clock_and_rank_are_not_accepted(time: Any, after: list[Any]) -> None:
     sched, plain = scheduler(), scheduler()
     assert sched.apply_raw("w", msgpack.packb([time, [stored(1)], *after])) == 1
     plain.apply("w", [as_object(stored(1))])
@@ -302,7 +302,7 @@ each_keyed = pytest.mark.parametrize(("fields", "keys", "namespace"), KEYED)
 
 
 @each_keyed
-def test_blocks_told_apart_by_more_than_tokens_have_a_namespace(
+def test_blocks_distinguished_by_more_than_tokens_have_a_namespace(
     fields: Event, keys: BlockKeys, namespace: Space
 ) -> None:
     sched, plain = scheduler(), scheduler()
@@ -521,7 +521,7 @@ BEFORE += [b"\x92\x00\x91\x82" + msgpack.packb(name) for name in ("type", "more"
 
 @pytest.mark.parametrize("claim", LENGTHS)
 @pytest.mark.parametrize("before", BEFORE)
-def test_a_length_that_is_not_there_is_not_believed(before: bytes, claim: bytes) -> None:
+def test_a_length_that_is_not_there_is_not_accepted(before: bytes, claim: bytes) -> None:
     payload = before + claim + bytes(64)
     byte = refused(kept(), payload)
     assert byte is not None and byte >= len(before) - 2

@@ -74,8 +74,8 @@ def scheduler(**spec: Any) -> GlobalScheduler:
     return GlobalScheduler([WorkerSpec("w", **spec), "other"], clock=ManualClock(10.0))
 
 
-def believed(sched: GlobalScheduler, prompt: list[int], namespace: Hashable = None) -> int:
-    """Tokens of a prompt that "w" is believed to cache, the last token of the prompt included."""
+def estimated(sched: GlobalScheduler, prompt: list[int], namespace: Hashable = None) -> int:
+    """Tokens of a prompt that "w" is estimated to cache, the last token of the prompt included."""
     return sched.match([*prompt, 999_999], namespace=namespace).matched_tokens.get("w", 0)
 
 
@@ -96,7 +96,7 @@ def test_blocks_stored_at_once_or_one_by_one_spell_the_same_prefix(hashes: tuple
         assert (blocks.held(PROMPT), blocks.tree.node_count) == (12, 1 + len(events))
 
 
-def test_hashes_of_every_kind_and_range_are_told_apart() -> None:
+def test_hashes_of_every_kind_and_range_are_distinguished() -> None:
     hashes = [0, -1, 1, 2**63, 2**63 - 1, -(2**63), 2**64 - 1, b"", b"\x00", b"\x00\x00", b"\x01", bytes(32), bytes(33)]
     hashes += [2**64, -(2**63) - 1, 2**256, -(2**256), 2**8100]
     hashes += [bytes(31) + b"\x01", (5).to_bytes(8, "little"), 5, (5).to_bytes(8, "big"), bytes(range(256))]
@@ -156,7 +156,7 @@ def test_an_event_that_names_no_medium_means_the_gpu() -> None:
     assert index(stored(1, medium="GPU")).apply([BlockRemoved([1], "")]) == 1
 
 
-def test_media_beyond_those_told_apart_share_one_copy() -> None:
+def test_media_beyond_those_distinguished_share_one_copy() -> None:
     blocks = index(*(stored(1, medium=f"tier {i}") for i in range(20)))
     for i in range(15):
         assert blocks.apply([BlockRemoved([1], f"tier {i}")]) == 0
@@ -296,7 +296,7 @@ def test_an_event_that_does_not_fit_together_is_refused_by_field_and_changes_not
     with pytest.raises(InvalidInput, match=field):
         sched.apply("w", [event])
     assert sched.stats() == before
-    assert believed(sched, PROMPT) == 8
+    assert estimated(sched, PROMPT) == 8
     sched.check()
 
 
@@ -308,23 +308,23 @@ def test_events_that_are_no_list_are_refused(events: Any) -> None:
         scheduler().apply("nobody", [])
 
 
-# --- the scheduler's beliefs ------------------------------------------------------------------------------------------
+# --- the scheduler's estimates ----------------------------------------------------------------------------------------
 
 
-def test_stored_blocks_are_believed_and_removed_ones_are_not() -> None:
+def test_stored_blocks_are_estimated_and_removed_ones_are_not() -> None:
     sched = scheduler()
     assert sched.apply("w", [stored(1, 2), stored(3, parent=2, start=8)]) == 2
-    assert believed(sched, PROMPT) == 12
+    assert estimated(sched, PROMPT) == 12
     assert sched.match(PROMPT).matched_tokens == {"w": 11}
     assert sched.apply("w", [BlockRemoved([3])]) == 1
-    assert believed(sched, PROMPT) == 8
+    assert estimated(sched, PROMPT) == 8
     assert sched.apply("w", [AllBlocksCleared()]) == 1
-    assert believed(sched, PROMPT) == 0
+    assert estimated(sched, PROMPT) == 0
     assert sched.stats()["workers"]["w"]["known_blocks"] == 0
     sched.check()
 
 
-def test_what_changed_no_belief_is_not_counted_as_a_change() -> None:
+def test_what_changed_no_estimates_is_not_counted_as_a_change() -> None:
     sched = scheduler()
     sched.apply("w", [stored(1, 2)])
     nothing = [stored(1), stored(9, parent=77), BlockRemoved([88]), stored(size=4), PrefixEvicted([5, 6], 0)]
@@ -337,7 +337,7 @@ def test_numpy_tokens_are_as_good_as_lists() -> None:
     sched = scheduler()
     for dtype in np.int32, np.int64, np.uint16:
         sched.apply("w", [BlockStored([int(dtype().itemsize), 99], None, np.asarray(PROMPT[:8], dtype), 4)])
-    assert believed(sched, PROMPT) == 8
+    assert estimated(sched, PROMPT) == 8
 
 
 def test_a_removed_parent_takes_every_longer_prefix_along() -> None:
@@ -345,7 +345,7 @@ def test_a_removed_parent_takes_every_longer_prefix_along() -> None:
     branch = BlockStored([7], 1, [500, 501, 502, 503], 4)
     sched.apply("w", [stored(1, 2, 3), branch])
     sched.apply("w", [BlockRemoved([1])])
-    assert believed(sched, PROMPT) == believed(sched, [*PROMPT[:4], 500, 501, 502, 503]) == 0
+    assert estimated(sched, PROMPT) == estimated(sched, [*PROMPT[:4], 500, 501, 502, 503]) == 0
     assert sched.stats()["workers"]["w"]["cached_tokens"] == 0
 
 
@@ -356,9 +356,9 @@ def test_a_removed_block_leaves_blocks_that_only_begin_like_it() -> None:
     first, second = [*PROMPT[:4], 50, 51, 52, 53], [*PROMPT[:4], 50, 51, 60, 61, 70, 71, 72, 73]
     sched.apply("w", [BlockStored([1, 2], None, first, 4), BlockStored([3, 4], 1, second[4:], 4)])
     sched.apply("w", [BlockRemoved([2])])
-    assert (believed(sched, second), believed(sched, first)) == (12, 6)
+    assert (estimated(sched, second), estimated(sched, first)) == (12, 6)
     sched.apply("w", [BlockRemoved([4]), BlockRemoved([3])])
-    assert (believed(sched, second), believed(sched, first)) == (4, 4)
+    assert (estimated(sched, second), estimated(sched, first)) == (4, 4)
     sched.check()
 
 
@@ -370,29 +370,29 @@ def test_a_removed_block_of_which_the_tree_knows_only_a_part_takes_no_sibling_al
         sched._clock.advance(200.0)
         sched.tick()
     sched.apply("w", [BlockRemoved([2])])
-    assert believed(sched, second) == 8
+    assert estimated(sched, second) == 8
     sched.apply("w", [BlockRemoved([3])])
-    assert believed(sched, second) == 4
+    assert estimated(sched, second) == 4
 
 
 def test_each_namespace_is_a_cache_of_its_own() -> None:
     sched = scheduler()
     sched.apply("w", [stored(1, 2, namespace="lora"), stored(11)])
-    assert (believed(sched, PROMPT, "lora"), believed(sched, PROMPT), believed(sched, PROMPT, "x")) == (8, 4, 0)
+    assert (estimated(sched, PROMPT, "lora"), estimated(sched, PROMPT), estimated(sched, PROMPT, "x")) == (8, 4, 0)
     sched.apply("w", [BlockRemoved([1])])
-    assert (believed(sched, PROMPT, "lora"), believed(sched, PROMPT)) == (0, 4)
+    assert (estimated(sched, PROMPT, "lora"), estimated(sched, PROMPT)) == (0, 4)
 
 
-def test_a_stored_prefix_is_believed_and_counts_as_no_hit() -> None:
+def test_a_stored_prefix_is_estimated_and_counts_as_no_hit() -> None:
     sched = scheduler()
     assert sched.apply("w", [PrefixStored(PROMPT), PrefixStored(PROMPT[:5]), PrefixStored([7, 8], "lora")]) == 2
-    assert (believed(sched, PROMPT), believed(sched, [7, 8, 9]), believed(sched, [7, 8, 9], "lora")) == (
+    assert (estimated(sched, PROMPT), estimated(sched, [7, 8, 9]), estimated(sched, [7, 8, 9], "lora")) == (
         len(PROMPT),
         0,
         2,
     )
     assert sched.apply("w", [PrefixEvicted(PROMPT, 6), PrefixStored(PROMPT[:8]), PrefixEvicted(PROMPT, 7)]) == 3
-    assert believed(sched, PROMPT) == 7
+    assert estimated(sched, PROMPT) == 7
     assert sched.stats()["events"] == 6
     sched.check()
 
@@ -401,7 +401,7 @@ def test_a_stored_prefix_that_is_none_is_refused_and_those_before_are_taken() ->
     sched = scheduler()
     with pytest.raises(InvalidInput, match="token_ids"):
         sched.apply("w", [PrefixStored(PROMPT), PrefixStored([-1])])
-    assert believed(sched, PROMPT) == len(PROMPT)
+    assert estimated(sched, PROMPT) == len(PROMPT)
     sched.check()
 
 
@@ -410,15 +410,15 @@ def test_workers_may_use_the_same_hash_for_different_blocks() -> None:
     sched.apply("w", [stored(1, 2)])
     sched.apply("other", [BlockStored([1, 2], None, [7] * 8, 4)])
     sched.apply("other", [BlockRemoved([1])])
-    assert believed(sched, PROMPT) == 8
+    assert estimated(sched, PROMPT) == 8
 
 
-def test_an_evicted_prefix_is_no_longer_believed_beyond_what_was_kept() -> None:
+def test_an_evicted_prefix_is_no_longer_estimated_beyond_what_was_kept() -> None:
     sched = scheduler()
     sched.apply("w", [stored(1, 2, 3)])
     assert sched.apply("w", [PrefixEvicted(PROMPT, 12), PrefixEvicted(PROMPT, 99), PrefixEvicted([1, 2], 0)]) == 0
     assert sched.apply("w", [PrefixEvicted(PROMPT, 5)]) == 1
-    assert believed(sched, PROMPT) == 5
+    assert estimated(sched, PROMPT) == 5
     sched.check()
 
 
@@ -427,7 +427,7 @@ def test_an_overflow_means_that_the_workers_cache_is_unknown() -> None:
     bound = 1024 + 4
     sched.apply("w", [BlockStored(range(bound), None, range(bound), 1)])
     assert sched.stats()["workers"]["w"]["known_blocks"] == bound
-    assert believed(sched, list(range(8))) == 8
+    assert estimated(sched, list(range(8))) == 8
     assert sched.apply("w", [BlockStored([-1], None, [5], 1)]) == 1
     worker = sched.stats()["workers"]["w"]
     assert (worker["known_blocks"], worker["cached_tokens"], worker["block_overflows"]) == (0, 0, 1)
@@ -438,15 +438,15 @@ def test_a_request_cancelled_in_prefill_does_not_take_reported_blocks_along() ->
     """The engine had stored two blocks when the client went away; only the rest was a prediction."""
     sched = scheduler()
     sched.schedule(PROMPT, request_id="r", exclude=["other"])
-    assert believed(sched, PROMPT) == 12
+    assert estimated(sched, PROMPT) == 12
     sched.apply("w", [stored(1, 2)])
     sched.cancel("r")
-    assert believed(sched, PROMPT) == 8
+    assert estimated(sched, PROMPT) == 8
     sched.check()
 
 
 def test_a_report_takes_nothing_that_events_vouch_for_until_they_fall_silent() -> None:
-    """Events are the better source: what goes they tell. After 32 prompts without a word they count no more."""
+    """Events are the better source: what goes they report. After 32 prompts without a word they count no more."""
     for silent in (False, True):
         sched = scheduler()
         sched.apply("w", [stored(1), BlockStored([7], 1, [500, 501, 502, 503], 4)])
@@ -455,8 +455,8 @@ def test_a_report_takes_nothing_that_events_vouch_for_until_they_fall_silent() -
             sched.finish(number)
         sched.schedule(PROMPT, request_id="r", exclude=["other"])
         sched.first_token("r", cached_tokens=0)
-        assert believed(sched, [*PROMPT[:4], 500]) == (4 if silent else 5)
-        assert believed(sched, PROMPT) == 12, "the prompt itself is cached again"
+        assert estimated(sched, [*PROMPT[:4], 500]) == (4 if silent else 5)
+        assert estimated(sched, PROMPT) == 12, "the prompt itself is cached again"
 
 
 def test_memory_of_the_tree_bounds_what_events_may_add() -> None:
@@ -533,7 +533,7 @@ class LiveBlocks:
 
 @pytest.mark.parametrize("form", ["map", "array"])
 @pytest.mark.parametrize("name", RECORDINGS)
-def test_a_recorded_engine_is_believed_exactly_as_a_naive_replay_says(name: str, form: str) -> None:
+def test_a_recorded_engine_is_estimated_exactly_as_a_naive_replay_says(name: str, form: str) -> None:
     """After every batch that precedes a request, every prompt of the recording is matched."""
     size, records = RECORDINGS[name], recording(name)
     sched = GlobalScheduler([WorkerSpec("w", kv_capacity_tokens=10**6, block_size=size)], clock=ManualClock(1.0))
@@ -557,9 +557,9 @@ def test_a_recorded_engine_is_believed_exactly_as_a_naive_replay_says(name: str,
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDINGS if name != "vllm032_int"])
-def test_beliefs_from_events_are_what_the_engine_says_it_reused(name: str) -> None:
+def test_estimates_from_events_are_what_the_engine_says_it_reused(name: str) -> None:
     """Token for token, for every request that began while no other ran. The last one is left out: it follows a reset,
-    of which vLLM tells with the next batch only."""
+    of which vLLM reports with the next batch only."""
     size, records = RECORDINGS[name], recording(name)
     requests = [record for record in records if record["kind"] == "request"]
     sched = GlobalScheduler([WorkerSpec("w", kv_capacity_tokens=10**6, block_size=size)], clock=ManualClock(1.0))
@@ -579,12 +579,12 @@ def test_beliefs_from_events_are_what_the_engine_says_it_reused(name: str) -> No
 
 
 def keyed_payload(lora: str, block_hash: int = 1) -> bytes:
-    """One block of [1, 2] that a LoRA tells apart."""
+    """One block of [1, 2] that a LoRA distinguishes."""
     return msgpack.packb([1.0, [["BlockStored", [block_hash], None, [1, 2], 2, None, None, lora]], 0])
 
 
 def test_a_namespace_of_that_removes_the_worker_marks_nobody_else() -> None:
-    """Regression: the worker that got its index was believed to cache the blocks."""
+    """Regression: the worker that got its index was estimated to cache the blocks."""
     sched = GlobalScheduler(["w"], clock=ManualClock(1.0))
 
     def replaces(keys: object) -> str:

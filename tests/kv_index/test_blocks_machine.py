@@ -1,5 +1,5 @@
 """Random histories of cache events, requests and forgetting, against a naive model: a dict of blocks with their whole
-prefixes, and the set of all prefixes that the worker is believed to cache. Events go in as objects or as bytes."""
+prefixes, and the set of all prefixes that the worker is estimated to cache. Events go in as objects or as bytes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Block:
 
 
 class Model:
-    """What must be known and believed, one worker. `placed(hash)` says whether the index still knows where a block
+    """What must be known and estimated, one worker. `placed(hash)` says whether the index still knows where a block
     ends; it may have forgotten only what the tree has forgotten."""
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks: dict[Hashable, Block] = {}
         self.blocks_max = blocks_max
-        self.believed: set[tuple[Hashable, Prompt]] = set()
+        self.estimated: set[tuple[Hashable, Prompt]] = set()
         self.counts = dict.fromkeys(("orphan_blocks", "conflicting_blocks", "unknown_blocks", "block_overflows"), 0)
 
     def believe(self, namespace: Hashable, prompt: Prompt) -> None:
-        self.believed |= {(namespace, prompt[:end]) for end in range(1, len(prompt) + 1)}
+        self.estimated |= {(namespace, prompt[:end]) for end in range(1, len(prompt) + 1)}
 
     def forget(self) -> None:
         self.blocks.clear()
-        self.believed.clear()
+        self.estimated.clear()
 
     def is_chain_known(self, key: Hashable) -> bool:
         block = self.blocks.get(key)
@@ -78,13 +78,13 @@ class Model:
             new[block_hash] = block
             key = block_hash
         fresh = [block_hash for block_hash in new if block_hash not in self.blocks]
-        if fresh or (namespace, prefix) not in self.believed:
+        if fresh or (namespace, prefix) not in self.estimated:
             if len(self.blocks) + len(fresh) > self.blocks_max:
                 self.counts["block_overflows"] += 1
                 self.forget()
                 return False
-            believed = above is None or (namespace, above.prefix) in self.believed
-            if not placed or not (believed or self.is_chain_known(parent)):
+            estimated = above is None or (namespace, above.prefix) in self.estimated
+            if not placed or not (estimated or self.is_chain_known(parent)):
                 self.counts["orphan_blocks"] += count
                 return False
         for block_hash, block in new.items():
@@ -104,20 +104,20 @@ class Model:
         if placed:
             kept = {
                 (namespace, prompt)
-                for namespace, prompt in self.believed
+                for namespace, prompt in self.estimated
                 if namespace != block.namespace
                 or not (
                     starts_with(prompt, block.prefix) or block.start < len(prompt) and starts_with(block.prefix, prompt)
                 )
             }
-            self.believed.clear()
+            self.estimated.clear()
             for namespace, prompt in kept:
                 self.believe(namespace, prompt)
 
     def evict(self, namespace: Hashable, prompt: Prompt, kept: int) -> None:
         gone = prompt[: kept + 1]
-        self.believed = {
-            (other, prefix) for other, prefix in self.believed if other != namespace or not starts_with(prefix, gone)
+        self.estimated = {
+            (other, prefix) for other, prefix in self.estimated if other != namespace or not starts_with(prefix, gone)
         }
 
 
@@ -181,7 +181,7 @@ class BlocksMachine(RuleBasedStateMachine):
         return False
 
     def apply(self, events: list[Any], form: str) -> None:
-        before = set(self.model.believed)
+        before = set(self.model.estimated)
         if form == "object":
             changed = self.index.apply(events, self.now)
         else:
@@ -189,7 +189,7 @@ class BlocksMachine(RuleBasedStateMachine):
             batch = EventBatch(payload)
             self.index.resolve(batch, None, lambda keys: keys.lora_name)
             changed = self.index.apply_batch(batch, self.now)
-        assert (changed > 0) >= (before != self.model.believed) or len(events) > 1
+        assert (changed > 0) >= (before != self.model.estimated) or len(events) > 1
 
     @rule(
         prompt=prompts,
@@ -284,12 +284,12 @@ class BlocksMachine(RuleBasedStateMachine):
         self.tree.expire(self.now)
 
     @invariant()
-    def believed_as_the_model_says(self) -> None:
+    def estimated_as_the_model_says(self) -> None:
         self.index.check()
         self.tree.check()
         for namespace, prompt in self.prompts:
             expected = max(
-                (len(p) for n, p in self.model.believed if n == namespace and starts_with(prompt, p)), default=0
+                (len(p) for n, p in self.model.estimated if n == namespace and starts_with(prompt, p)), default=0
             )
             assert self.tree.matched(list(prompt), namespace=namespace) == expected
         stats = self.index.stats()

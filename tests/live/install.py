@@ -114,7 +114,7 @@ def output(command: list[str]) -> str:
 
 
 def say(text: str) -> None:
-    """Tell the person who waits."""
+    """Report the person who waits."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

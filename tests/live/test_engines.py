@@ -31,7 +31,7 @@ from tests.live.live_fleet import (
     python_of,
 )
 from tests.support.gateway import GatewayProcess
-from tests.support.transport import assert_books_are_even, collect, fast, until
+from tests.support.transport import assert_bookings_are_even, collect, fast, until
 
 DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 40, 4, 700, 6, 150, 4
 LIMIT_SECONDS = 900.0
@@ -52,15 +52,15 @@ class Fleet:
         """Run a story with a router, on a loop of its own."""
 
         async def told() -> None:
-            config = fast(quiet_after_seconds=4.0, give_up_seconds=600.0, resume_seconds=120.0)
+            config = fast(suspect_after_seconds=4.0, give_up_seconds=600.0, resume_seconds=120.0)
             endpoints = [worker.endpoint for worker in self.workers]
-            # A worker that comes back is given nothing, so that what is believed of it is what it said.
+            # A worker that comes back is given nothing, so that what is estimated of it is what it said.
             scheduler = GlobalScheduler([], config=SchedulerConfig(join_share=0.0))
             async with Router(endpoints, scheduler=scheduler, config=config) as router:
                 await until(lambda: not router.fleet.unusable and len(router.scheduler.workers) == 2, "both are ready")
                 await story(router)
                 await until(lambda: router.stats()["live_requests"] == 0, "all requests have ended")
-                assert_books_are_even(router)
+                assert_bookings_are_even(router)
 
         asyncio.run(asyncio.wait_for(told(), LIMIT_SECONDS))
 
@@ -132,17 +132,17 @@ def test_real_prompts_are_answered_as_by_the_engine_itself_and_hit_as_predicted(
     async def story(router: Router) -> None:
         nonlocal exact, hits
         for number, ids in enumerate(fleet.asked):
-            believed = router.scheduler.match(ids).matched_tokens
+            estimated = router.scheduler.match(ids).matched_tokens
             tokens, chunks = await collect(router.generate(ids, sampling(SHORT)))
             assert tokens == fleet.short[number], f"prompt {number}"
-            predicted = min(believed.get(chunks[0].worker, 0), len(ids) - 1) // fleet.block_size * fleet.block_size
+            predicted = min(estimated.get(chunks[0].worker, 0), len(ids) - 1) // fleet.block_size * fleet.block_size
             exact += predicted == chunks[0].cached_tokens
             hits += chunks[0].cached_tokens > 0
             if predicted != chunks[0].cached_tokens:
                 wrong.append((number, len(ids), predicted, chunks[0].cached_tokens))
         stats = router.scheduler.stats()["workers"]
         sources = {name: worker["cache_source"] for name, worker in stats.items()}
-        assert set(sources.values()) == {"events"}, "what is believed comes from the engine's own events"
+        assert set(sources.values()) == {"events"}, "what is estimated comes from the engine's own events"
 
     fleet.run(story)
     share = exact / len(fleet.asked)
@@ -231,7 +231,7 @@ def test_a_killed_worker_costs_no_token_and_its_successor_starts_empty(fleet: Fl
         await until(lambda: address.state == "ready", "it is back")
         assert address.counters.restarts == 1
         held = [router.scheduler.match(ids).matched_tokens.get(name, 0) for ids in fleet.asked]
-        assert max(held) == 0, "nothing is believed of a cache that died"
+        assert max(held) == 0, "nothing is estimated of a cache that died"
         for number in range(DOCUMENTS):
             tokens, _ = await collect(router.generate(fleet.asked[number], sampling(SHORT)))
             assert tokens == fleet.short[number]

@@ -233,7 +233,7 @@ class World:
     # --- what always holds ---
 
     def compare(self) -> None:
-        """The books are the model's."""
+        """The bookings are the model's."""
         stats = self.real.stats()
         assert {key: stats[key] for key in self.counts} == self.counts
         assert list(self.real.core.leases) == list(self.live)
@@ -258,13 +258,14 @@ class World:
         for worker in stats["workers"].values():
             assert (worker["live_requests"], worker["waiting_requests"], worker["live_output_tokens"]) == (0, 0, 0)
             assert worker["waiting_prefill_seconds"] == 0.0
-        for need, book in stats["policy_books"].items():
+        for need, book in stats["policy_state"].items():
             assert not any(book[key] for key in ("requests", "blocks") if key in book and need != "window_costs"), need
         self.real.check()
 
 
 def play(policy: str, history: list[tuple[int, int, int]], *, check_each: bool) -> dict[str, int]:
-    """Play a history, (step, number, number) each, and wind up; returns the counts. Raises where the books differ."""
+    """Play a history, (step, number, number) each, and wind up; returns the counts. Raises where the bookings
+    differ."""
     world = World(policy)
     for step, a, b in history:
         world.steps[step % len(world.steps)](a, b)

@@ -1,8 +1,9 @@
 """A naive model of the global scheduler, to hold the real one against. Owns nothing of the product.
 
 It keeps every request it has seen and every node of the tree as a whole prefix, and recomputes each sum and each term
-of a decision from these lists at every question. The rules are those of the docstrings of `_placement/e2.pyx`, `_cost.pyx` and
-`_core/tree/layout.pxd`; what it does not say is which dead nodes a tick forgets first (`NaiveTree.may_go` says which may go).
+of a decision from these lists at every question. The rules are those of the docstrings of `_placement/e2.pyx`,
+`_cost.pyx` and `_core/tree/layout.pxd`; what it does not say is which dead nodes a tick forgets first
+(`NaiveTree.may_go` says which may go).
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from zlib import crc32
 
 import preble
 from preble import AllBlocksCleared, BlockRemoved, BlockStored, PrefixEvicted, SchedulerConfig, WorkerSpec
-from preble.scheduling.peer_bookings import is_mirrored
-from tests.models.cache_accuracy import NaiveTrust
+from preble.scheduling.peer_bookings import is_peer
+from tests.models.cache_accuracy import NaiveAccuracy
 
 Tokens = tuple[int, ...]
 Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's start)
 SLICES = 36
-HOLDS, SLOW_SECONDS, STAY = 0.9, 0.03, 0.2  # the rule's constants
-UNSEEN_SECONDS, QUEUE_AGAIN, HEAD_TOKENS, PLACED_LATELY, OTHERS_LEAST = 1.0, 3.0, 16, 256, 0.001  # of several routers
-WEIGHT_LEAST = 1e-9
+HOLDER_SHARE_MIN, SLOW_SECONDS, MISS_WEIGHT = 0.9, 0.03, 0.2  # the rule's constants
+UNSEEN_SECONDS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
+    1.0,
+    3.0,
+    16,
+    256,
+    0.001,
+)  # of several routers
+WEIGHT_MIN = 1e-9
 
 
 def common(a: Tokens, b: Tokens) -> int:
@@ -114,7 +121,7 @@ class Hits:
 
 @dataclass(eq=False)
 class Mark:
-    """One worker at one node: how many of the node's own tokens, counted from its start, it is believed to cache."""
+    """One worker at one node: how many of the node's own tokens, counted from its start, it is estimated to cache."""
 
     tokens: int
     hits: Hits
@@ -184,7 +191,7 @@ class NaiveTree:
         return sum(self.nodes[node].marks[worker].tokens for node in self.recency[worker])
 
     def limit(self, worker: str) -> int:
-        """What a worker may be believed to hold: a quarter more than it can where its engine tells what it drops."""
+        """What a worker may be estimated to hold: a quarter more than it can where its engine reports what it drops."""
         return self.capacity[worker] + (self.capacity[worker] // 4 if worker in self.told else 0)
 
     def key_end(self, path: Path, limit: int) -> int:
@@ -247,7 +254,7 @@ class NaiveTree:
             need -= tokens
 
     def settle(self, worker: str, told: bool) -> None:
-        """Whether a worker's engine tells what it drops has just become clear."""
+        """Whether a worker's engine reports what it drops has just become clear."""
         (self.told.add if told else self.told.discard)(worker)
         self.evict(worker, self.cached(worker) - self.limit(worker))
 
@@ -334,10 +341,10 @@ class Account:
     eligible: bool = True
     output_token_seconds: float = 0.0
     blocks: dict[Hashable, StoredBlock] = field(default_factory=dict)
-    trust: NaiveTrust = field(init=False)
+    accuracy: NaiveAccuracy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.trust = NaiveTrust(self.spec.block_size)
+        self.accuracy = NaiveAccuracy(self.spec.block_size)
 
 
 @dataclass(eq=False)
@@ -380,7 +387,7 @@ class Choice:
 
 
 class NaiveScheduler:
-    """The scheduler's books and its E2 rule. Times are arguments."""
+    """The scheduler's bookings and its E2 rule. Times are arguments."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -452,11 +459,11 @@ class NaiveScheduler:
         self.advance(now)
         names = [name for name in self.places if name and self.accounts[name].eligible and name not in excluded]
         length = len(path[1])
-        held = {name: self.believed(path, name) for name in names}
+        held = {name: self.estimated(path, name) for name in names}
         whole = {name: held[name] - held[name] % self.accounts[name].spec.block_size for name in names}
         longest = max(whole.values())
         exploits = longest > self.config.exploit_ratio * length
-        least_held = max(1, int(HOLDS * longest)) if exploits else 0
+        least_held = max(1, int(HOLDER_SHARE_MIN * longest)) if exploits else 0
         prices = self.prices(now)
         rows = [self.row(name, path, held[name], limit, now, prices, whole[name] >= least_held) for name in names]
         best = min((row for row in rows if row.candidate), key=lambda row: (row.total, row.tie))
@@ -481,7 +488,7 @@ class NaiveScheduler:
         assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
         waited, _, longest = self.prices(now)
         unseen = UNSEEN_SECONDS * self.others * assigned / longest + best.prefill * waited
-        heights = {row.worker: row.total + QUEUE_AGAIN * row.queue for row in rows}
+        heights = {row.worker: row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows}
         lowest = sorted(heights.values())
         levels = [(sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1)]
         level = min(bound, *levels)
@@ -493,7 +500,7 @@ class NaiveScheduler:
             drawn = mixed(head ^ mixed(crc32(row.worker.encode())))
             weight = level - heights[row.worker]
             score = weight / -math.log(((drawn >> 12) + 0.5) / 2**52)
-            if weight > WEIGHT_LEAST and score > best_score:
+            if weight > WEIGHT_MIN and score > best_score:
                 best, best_score = row, score
         return best
 
@@ -521,7 +528,7 @@ class NaiveScheduler:
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
         queue, (waited, reuse, longest) = self.queue(account), prices
         stays = reuse * load / (1.0 - min(load / longest, 0.9))
-        price = waited + STAY * len(account.live) + STAY * stays
+        price = waited + MISS_WEIGHT * len(account.live) + MISS_WEIGHT * stays
         promised = sum(booking.expected_output for booking in account.live)
         free = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
         need = length - usable + self.expected_output(account, limit) - free
@@ -589,8 +596,8 @@ class NaiveScheduler:
         self.advance(now)
         account, length = self.accounts[worker], len(path[1])
         others = self.others + (mirrored - self.others) / PLACED_LATELY
-        self.others = others if others > OTHERS_LEAST else 0.0
-        held = self.believed(path, worker)
+        self.others = others if others > OTHERS_MIN else 0.0
+        held = self.estimated(path, worker)
         usable = min(held, length - 1)
         usable -= usable % account.spec.block_size
         confirmed = self.tree.confirmed(path, worker)
@@ -622,25 +629,25 @@ class NaiveScheduler:
             booking.prefilled = True
         return True
 
-    def believed(self, path: Path, worker: str) -> int:
+    def estimated(self, path: Path, worker: str) -> int:
         """What a decision makes of a worker's marks."""
-        return self.accounts[worker].trust.believed(self.tree.held(path, worker))
+        return self.accounts[worker].accuracy.estimated(self.tree.held(path, worker))
 
     def fade(self, now: float) -> None:
         """What reports have taught loses weight; with a third of the window as its half-life."""
         for account in self.accounts.values():
-            account.trust.fade(max(0.0, now - self.faded_at), self.config.history_seconds / 3)
+            account.accuracy.fade(max(0.0, now - self.faded_at), self.config.history_seconds / 3)
         self.faded_at = now
 
     def learn(self, booking: Booking, cached: int | None) -> None:
-        trust, length = booking.account.trust, booking.prompt_tokens
+        accuracy, length = booking.account.accuracy, booking.prompt_tokens
         if not booking.prefilled:
-            trust.prompt_done(length, booking.matched, cached)
+            accuracy.prompt_done(length, booking.matched, cached)
         if cached is not None and not booking.told:
             booking.told = True
             marked = self.is_remembered(booking) and self.tree.held(booking.path, booking.account.spec.id) == length
-            trust.reported(length, booking.matched, booking.confirmed, cached, marked)
-        self.tree.settle(booking.account.spec.id, trust.on_events)
+            accuracy.reported(length, booking.matched, booking.confirmed, cached, marked)
+        self.tree.settle(booking.account.spec.id, accuracy.on_events)
 
     def correct(self, booking: Booking, cached: int | None, now: float) -> None:
         worker = booking.account.spec.id
@@ -648,7 +655,7 @@ class NaiveScheduler:
         if cached is not None:
             missed = booking.prompt_tokens - cached
             booking.prefill_ns = int(booking.account.cost.prefill(missed, booking.prompt_tokens) * 1e9)
-            lies = cached < min(booking.matched, booking.confirmed) and not booking.account.trust.on_events
+            lies = cached < min(booking.matched, booking.confirmed) and not booking.account.accuracy.on_events
             if self.is_remembered(booking) and lies:
                 self.tree.drop_beside(booking.path, worker, cached)
             booking.confirmed = min(booking.confirmed, cached)
@@ -728,9 +735,9 @@ class NaiveScheduler:
         orphans = [rid for rid, booking in self.live.items() if booking.account is self.accounts[worker]]
         self.places[self.places.index(worker)] = None
         del self.accounts[worker]
-        for request_id in filter(is_mirrored, orphans):
+        for request_id in filter(is_peer, orphans):
             self.cancel(request_id, now)
-        return [request_id for request_id in orphans if not is_mirrored(request_id)]
+        return [request_id for request_id in orphans if not is_peer(request_id)]
 
     def apply(self, worker: str, event: object, now: float) -> None:
         account = self.accounts[worker]
@@ -741,10 +748,10 @@ class NaiveScheduler:
         elif isinstance(event, AllBlocksCleared):
             account.blocks.clear()
             if self.tree.evict_all(worker):
-                account.trust.cleared()
+                account.accuracy.cleared()
         elif isinstance(event, PrefixEvicted):
             self.tree.unmark((event.namespace, tuple(event.token_ids)), worker, event.kept_tokens)
-        self.tree.settle(worker, account.trust.on_events)
+        self.tree.settle(worker, account.accuracy.on_events)
 
     def store(self, account: Account, event: BlockStored, now: float) -> None:
         parent = event.parent_block_hash
@@ -758,7 +765,7 @@ class NaiveScheduler:
             account.blocks.setdefault(block_hash, block).media.add(event.medium or "GPU")
             parent = block_hash
         if event.block_hashes or event.parent_block_hash is not None:
-            account.trust.stored()
+            account.accuracy.stored()
         if tokens:
             self.tree.insert((event.namespace, tokens), account.spec.id, now, is_hit=False)
             for node in self.tree.above((event.namespace, tokens)):

@@ -1,7 +1,7 @@
 """The rules of others: each decides as published on hand-made views, and as a naive second statement of it on random
 ones.
 
-The books that some rules need are tested in `scheduling/test_policy_state.py`, what all share in `test_policy.py`.
+The bookings that some rules need are tested in `scheduling/test_policy_state.py`, what all share in `test_policy.py`.
 """
 
 from __future__ import annotations

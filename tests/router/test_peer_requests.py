@@ -16,7 +16,7 @@ OWN = "a"
 
 
 def life(router: str, request_id: str, tokens: Sequence[int] = (1, 2, 3)) -> list[CacheEvent]:
-    """All that is told of a request."""
+    """All that is reported of a request."""
     return [
         RequestPlaced(router, request_id, tokens, None, 8),
         RequestPrefilled(router, request_id, 0),
@@ -49,7 +49,7 @@ def test_a_request_that_still_runs_is_booked_once_the_past_is_over() -> None:
     assert [*peers.take([ended], past=False)] == [ended]
 
 
-def test_its_own_past_tells_what_is_cached_and_books_nothing() -> None:
+def test_its_own_past_reports_what_is_cached_and_books_nothing() -> None:
     """What it had running there before a break runs elsewhere now."""
     peers = PeerRequests(OWN)
     assert [*peers.take(life(OWN, "1")[:2], past=True)] == [PrefixStored((1, 2, 3))]
@@ -153,8 +153,8 @@ def test_whenever_it_comes_or_comes_back_it_books_what_runs_and_nothing_else(
     scheduler = GlobalScheduler([WorkerSpec("w")])
     scheduler.apply("w", told)
     stats = scheduler.stats()
-    assert stats["mirrored_live"] == stats["live_requests"] == len(running(events))
-    assert stats["mirrored_ignored"] == 0, "all of it was understood"
+    assert stats["peer_bookings"] == stats["live_requests"] == len(running(events))
+    assert stats["peer_events_ignored"] == 0, "all of it was understood"
     scheduler.check()
 
 

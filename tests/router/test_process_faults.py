@@ -26,7 +26,7 @@ from tests.support.transport import (
     FirstByName,
     ScriptedWorker,
     WorkerProcess,
-    assert_books_are_even,
+    assert_bookings_are_even,
     asynchronous,
     collect,
     expected_tokens,
@@ -42,12 +42,12 @@ SHORT = SamplingParams(max_new_tokens=3)
 
 @contextlib.asynccontextmanager
 async def routing(*endpoints: str, **options: Any) -> AsyncIterator[Router]:
-    """A router; its books are even at the end."""
+    """A router; its bookings are even at the end."""
     policy = options.pop("policy", FirstByName())
     async with Router(endpoints, policy=policy, config=fast(**options)) as router:
         yield router
         await until_others_ended(router)
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
 
 
 @contextlib.asynccontextmanager
@@ -66,8 +66,8 @@ def stats_of(router: Router, endpoint: str) -> dict[str, Any]:
     return dict(router.stats()["workers"][endpoint])
 
 
-def believed(router: Router, worker_id: str, prompt: list[int] = PROMPT) -> int:
-    """Tokens of a prompt that the scheduler believes cached there."""
+def estimated(router: Router, worker_id: str, prompt: list[int] = PROMPT) -> int:
+    """Tokens of a prompt that the scheduler expects cached there."""
     return int(router.scheduler.match([*prompt, 1]).matched_tokens.get(worker_id, 0))
 
 
@@ -75,7 +75,7 @@ def believed(router: Router, worker_id: str, prompt: list[int] = PROMPT) -> int:
 
 
 @asynchronous
-async def test_an_eviction_that_overtakes_the_chunk_of_what_it_evicts_is_believed_after_it() -> None:
+async def test_an_eviction_that_overtakes_the_chunk_of_what_it_evicts_is_estimated_after_it() -> None:
     computed, over = asyncio.Event(), asyncio.Event()
 
     async def answers_late(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
@@ -101,11 +101,11 @@ async def test_an_eviction_that_overtakes_the_chunk_of_what_it_evicts_is_believe
         )
         computed.set()
         await first
-        assert believed(router, "scripted") == len(PROMPT), "as when the chunk was sent"
+        assert estimated(router, "scripted") == len(PROMPT), "as when the chunk was sent"
         over.set()
         assert (await anext(stream)).finish_reason == "length"
         assert stats_of(router, worker.endpoint)["event_batches"] == len(worker.batches), "its turn has come"
-        assert believed(router, "scripted") == 0, "computed, then evicted"
+        assert estimated(router, "scripted") == 0, "computed, then evicted"
         await stream.aclose()  # type: ignore[attr-defined]
         worker.silent = False
 
@@ -113,7 +113,7 @@ async def test_an_eviction_that_overtakes_the_chunk_of_what_it_evicts_is_believe
 @asynchronous
 async def test_an_event_need_not_wait_for_a_chunk_where_no_request_is_under_way() -> None:
     """So what other routers do is known a network delay later, not a heartbeat."""
-    async with scripted(heartbeat_seconds=HANG_SECONDS, quiet_after_seconds=4 * HANG_SECONDS) as (router, worker):
+    async with scripted(heartbeat_seconds=HANG_SECONDS, suspect_after_seconds=4 * HANG_SECONDS) as (router, worker):
         await published(router, worker)
         worker.batches.append((BlockRemoved((7,)),))
         await worker.publish(len(worker.batches) - 1)
@@ -143,7 +143,7 @@ async def test_a_lost_event_is_asked_for_by_the_second_heartbeat_after_it() -> N
         await until(lambda: len(worker.got(wire.Replay)) > asked, "it is asked for")
         after = worker.received.index(worker.got(wire.Replay)[asked])
         pings = sum(isinstance(message, wire.Ping) for message in worker.received[:after])
-        # One was on its way; the next Pong tells of the event; when the one after it comes, the event is overdue.
+        # One was on its way; the next Pong reports of the event; when the one after it comes, the event is overdue.
         assert pings - pinged <= 3
 
 
@@ -157,9 +157,9 @@ async def test_a_new_router_learns_from_the_events_before_it_what_is_cached(firs
     worker.first_kept = first_kept  # what is older nobody can know; the rest counts
     try:
         async with routing(worker.endpoint) as router:
-            await until(lambda: believed(router, "scripted", list(blocks[1])), "the replay has come")
+            await until(lambda: estimated(router, "scripted", list(blocks[1])), "the replay has come")
             await until(lambda: stats_of(router, worker.endpoint)["event_batches"] == 4 - first_kept, "all of it")
-            assert [believed(router, "scripted", list(block)) for block in blocks] == [0 if first_kept else 16, 16, 0]
+            assert [estimated(router, "scripted", list(block)) for block in blocks] == [0 if first_kept else 16, 16, 0]
             assert stats_of(router, worker.endpoint)["resyncs"] == 0, "who comes has nothing to forget"
     finally:
         await worker.close()
@@ -214,7 +214,7 @@ async def answered(router: Router, numbers: range, max_new_tokens: int = 12) -> 
     await asyncio.gather(*map(ask, numbers))
 
 
-async def assert_nothing_more_believed_than_cached(router: Router, endpoint: str, asked: int) -> None:
+async def assert_no_more_estimated_than_cached(router: Router, endpoint: str, asked: int) -> None:
     """Wait until all events are applied, before each look; ask the engine itself, past the router, and begin with the
     newest of the prompts `asked`: each that it has not cached evicts others."""
     (link,) = (one.link for one in router.fleet.workers.values() if one.address == endpoint)
@@ -224,16 +224,16 @@ async def assert_nothing_more_believed_than_cached(router: Router, endpoint: str
         for number in range(asked - 1, max(asked - 21, -1), -1):
             end = await asyncio.to_thread(probe.event_end)
             await until(lambda end=end: link.next_event_seq >= end, "all events are applied")
-            held = min(believed(router, "a", prompt_of(number)), 300)
+            held = min(estimated(router, "a", prompt_of(number)), 300)
             assert held <= await asyncio.to_thread(probe.cached_tokens, prompt_of(number))
             seen += held
-        assert seen > 0, "something is believed at all"
+        assert seen > 0, "something is estimated at all"
     finally:
         probe.close()
 
 
 @asynchronous
-async def test_with_a_tenth_of_the_events_lost_doubled_and_swapped_beliefs_stay_true(worker: Start) -> None:
+async def test_with_a_tenth_of_the_events_lost_doubled_and_swapped_estimates_stay_true(worker: Start) -> None:
     process = worker("--id", "a", "--kv-capacity-tokens", "1000", time_scale=0.0)
     with network(process) as net:
         net.events.faulty(loss=0.1, double=0.1, swap=0.1)
@@ -242,7 +242,7 @@ async def test_with_a_tenth_of_the_events_lost_doubled_and_swapped_beliefs_stay_
             while min(net.events.counts[what] for what in ("lost", "doubled", "swapped")) < 5:
                 await answered(router, range(number, number + 20))
                 number += 20
-            await assert_nothing_more_believed_than_cached(router, net.endpoint, number)
+            await assert_no_more_estimated_than_cached(router, net.endpoint, number)
             stats = stats_of(router, net.endpoint)
             assert stats["replays"] > 0 and stats["event_duplicates"] > 0 and stats["resyncs"] == 0
             assert stats["losses"] == 0, "lost events cost no session"
@@ -279,7 +279,7 @@ async def test_lost_and_swapped_frames_end_the_session_and_no_request(worker: St
             if way == "down":
                 assert stats["frame_gaps"] >= 1
             assert stats["restarts"] == 0, "its cache is as it was"
-            await assert_nothing_more_believed_than_cached(router, net.endpoint, 40)
+            await assert_no_more_estimated_than_cached(router, net.endpoint, 40)
 
 
 # --- a partition ------------------------------------------------------------------------------------------------------
@@ -305,13 +305,13 @@ def start_on(island: Island, worker: Start, *arguments: str) -> WorkerProcess:
 @asynchronous
 async def test_a_partition_that_heals_in_time_costs_no_session(worker: Start, island: Island) -> None:
     far, near = start_on(island, worker), worker("--id", "b")
-    async with routing(far.endpoint, near.endpoint, quiet_after_seconds=1.0) as router:
+    async with routing(far.endpoint, near.endpoint, suspect_after_seconds=1.0) as router:
         prompts = [[*PROMPT, i] for i in range(4)]
         answers = [asyncio.ensure_future(collect(router.generate(prompt, ENDLESS))) for prompt in prompts]
         await until(lambda: router.stats()["output_tokens"] > 40, "all are under way")
         island.cut()
         assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected_tokens(p, 1000) for p in prompts]
-        await until(lambda: stats_of(router, far.endpoint)["state"] == "quiet", "it is left alone")
+        await until(lambda: stats_of(router, far.endpoint)["state"] == "suspect", "it is left alone")
         island.heal()
         await until(lambda: stats_of(router, far.endpoint)["state"] == "ready", "it is back")
         await until(lambda: stats_of(router, far.endpoint)["load"]["running"] == 0, "what was left there is aborted")
@@ -324,14 +324,14 @@ async def test_a_partition_that_heals_in_time_costs_no_session(worker: Start, is
 @asynchronous
 async def test_a_partition_that_outlasts_all_patience_ends_even_on_both_sides(worker: Start, island: Island) -> None:
     far, near = start_on(island, worker, "--session-timeout", "1"), worker("--id", "b")
-    async with routing(far.endpoint, near.endpoint, quiet_after_seconds=0.5, give_up_seconds=1.5) as router:
+    async with routing(far.endpoint, near.endpoint, suspect_after_seconds=0.5, give_up_seconds=1.5) as router:
         prompts = [[*PROMPT, i] for i in range(4)]
         answers = [asyncio.ensure_future(collect(router.generate(prompt, ENDLESS))) for prompt in prompts]
         await until(lambda: router.stats()["output_tokens"] > 40, "all are under way")
         island.cut()
         assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected_tokens(p, 1000) for p in prompts]
         await until(lambda: stats_of(router, far.endpoint)["state"] == "lost", "the router has given up")
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
         island.heal()
         await until(lambda: stats_of(router, far.endpoint)["state"] == "ready", "a new session")
         await until(lambda: stats_of(router, far.endpoint)["load"]["running"] == 0, "the worker has given up, too")
@@ -380,7 +380,7 @@ def test_a_killed_router_leaves_nothing_behind_and_its_successor_serves_on(
     second = busy(load(process.endpoint, "--seed", "1"))
     second.ask("stop")
     report = second.ask("check")
-    assert report["findings"] == [] and report["counts"]["believed_tokens"] > 0
+    assert report["findings"] == [] and report["counts"]["estimated_tokens"] > 0
 
 
 def test_a_stopped_router_delays_nobody_loses_its_places_and_goes_on_when_it_wakes(

@@ -45,7 +45,7 @@ from tests.support.transport import (
     FAST,
     FirstByName,
     ScriptedWorker,
-    assert_books_are_even,
+    assert_bookings_are_even,
     asynchronous,
     collect,
     expected_tokens,
@@ -97,14 +97,14 @@ def rejecting(code: str) -> Callable[[ScriptedWorker, wire.GenerationRequest], A
 
 @contextlib.asynccontextmanager
 async def fleet(*scripts: Any, router_options: dict[str, Any] | None = None, **facts: Any) -> AsyncIterator[Any]:
-    """(router, workers): one scripted worker for each script, named w0, w1, ...; the books are even at the end."""
+    """(router, workers): one scripted worker for each script, named w0, w1, ...; the bookings are even at the end."""
     workers = [ScriptedWorker(script, worker_id=f"w{i}", **facts) for i, script in enumerate(scripts)]
     options: dict[str, Any] = {"config": FAST, "policy": FirstByName(), **(router_options or {})}
     router = Router([worker.endpoint for worker in workers], **options)
     try:
         await router.start()
         yield router, workers
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
     finally:
         await router.close()
         for worker in workers:
@@ -156,7 +156,9 @@ def test_whatever_chunks_come_positions_are_delivered_once_and_in_order(arrivals
         ((), SamplingParams(), None),
     ],
 )
-def test_tokens_tell_by_themselves_whether_more_will_come(output: Any, sampling: SamplingParams, reason: Any) -> None:
+def test_tokens_reports_by_themselves_whether_more_will_come(
+    output: Any, sampling: SamplingParams, reason: Any
+) -> None:
     live = RoutedRequest("r", np.array([1], np.int32), sampling, None)
     live.accept(wire.OutputChunk("1", 0, output), "w")
     assert live.reason_if_complete(eos_token_ids=(2,)) == reason
@@ -166,7 +168,7 @@ def test_tokens_tell_by_themselves_whether_more_will_come(output: Any, sampling:
 
 
 @asynchronous
-async def test_a_request_streams_and_the_scheduler_is_told() -> None:
+async def test_a_request_streams_and_the_scheduler_is_reported() -> None:
     calls: list[Any] = []
 
     class Spy(GlobalScheduler):
@@ -350,7 +352,7 @@ async def test_a_skipped_position_moves_the_request_and_no_token_is_lost() -> No
         (resumed,) = workers[1].got(wire.GenerationRequest)
         assert resumed.output_offset == 4 and resumed.token_ids.tolist() == PROMPT + tokens[:4]
         assert resumed.sampling.max_new_tokens == 12, "counted from the first output token"
-        await until(lambda: workers[0].got(wire.Abort), "the first worker is told to stop")
+        await until(lambda: workers[0].got(wire.Abort), "the first worker is asked to stop")
 
 
 @asynchronous
@@ -362,7 +364,7 @@ async def test_more_tokens_than_asked_for_are_cut_and_counted() -> None:
         tokens, chunks = await collect(router.generate(PROMPT, SHORT))
         assert tokens == list(range(12)) and chunks[-1].finish_reason == "length"
         assert router.stats()["excess_tokens"] == 8
-        await until(lambda: worker.got(wire.Abort), "it is told to stop")
+        await until(lambda: worker.got(wire.Abort), "it is asked to stop")
 
 
 @asynchronous
@@ -394,7 +396,7 @@ async def test_frames_of_another_epoch_or_session_are_dropped_and_counted() -> N
 
 
 @asynchronous
-async def test_a_worker_that_reports_more_cached_tokens_than_there_are_is_not_believed() -> None:
+async def test_a_worker_that_reports_more_cached_tokens_than_there_are_is_not_accepted() -> None:
     async def boasts(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
         await worker.send(wire.OutputChunk(submit.request_id, 0, (1,), 10**6, "stop"))
 
@@ -481,7 +483,7 @@ async def test_however_a_worker_is_lost_the_request_finishes_elsewhere(lose: Any
 
 
 @asynchronous
-async def test_a_malformed_frame_is_counted_and_the_worker_is_told() -> None:
+async def test_a_malformed_frame_is_counted_and_the_worker_is_reported() -> None:
     async with fleet(good) as (router, (worker,)):
         await worker.send_raw(b"garbage")
         await until(lambda: worker.got(wire.Fault), "the fault arrives")
@@ -562,7 +564,7 @@ async def test_a_waiting_request_goes_on_as_soon_as_a_worker_joins() -> None:
 
 @asynchronous
 async def test_requests_leave_a_silent_worker_and_it_is_used_again_when_it_speaks() -> None:
-    config = fast(quiet_after_seconds=0.5)
+    config = fast(suspect_after_seconds=0.5)
     async with fleet(stops_halfway, good, router_options={"config": config}) as (router, (hung, _)):
         stream = router.generate(PROMPT, SHORT)
         first = await anext(stream)
@@ -570,7 +572,7 @@ async def test_requests_leave_a_silent_worker_and_it_is_used_again_when_it_speak
         rest = [chunk async for chunk in stream]
         assert [t for chunk in (first, *rest) for t in chunk.token_ids] == expected_tokens(PROMPT, 12)
         state = router.stats()["workers"][hung.endpoint]
-        assert state["state"] == "quiet" and state["quiet_spells"] == 1 and state["losses"] == 0
+        assert state["state"] == "suspect" and state["suspect_spells"] == 1 and state["losses"] == 0
         for _ in range(4):  # nothing new goes there
             await collect(router.generate(PROMPT, SHORT))
         assert len(hung.got(wire.GenerationRequest)) == 1
@@ -595,7 +597,7 @@ async def test_a_worker_whose_engine_is_stuck_counts_as_hung_though_it_answers()
         assert tokens == expected_tokens(PROMPT, 12)
         await stuck.send(wire.Pong(0, 0))
         await until(lambda: router.stats()["workers"][stuck.endpoint]["state"] == "ready", "its step has ended")
-        assert router.stats()["workers"][stuck.endpoint]["quiet_spells"] == 1 and router.stats()["resumed"] == 1
+        assert router.stats()["workers"][stuck.endpoint]["suspect_spells"] == 1 and router.stats()["resumed"] == 1
 
 
 @asynchronous
@@ -723,9 +725,9 @@ async def leave_by_exception(router: Router) -> None:
 async def test_a_consumer_that_leaves_cancels_the_booking_and_aborts_the_request(leave: Any) -> None:
     async with fleet(stops_halfway) as (router, (worker,)):
         await leave(router)
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
         assert router.stats()["cancelled"] == 1
-        await until(lambda: worker.got(wire.Abort), "the worker is told")
+        await until(lambda: worker.got(wire.Abort), "the worker is informed")
         assert [a.request_id for a in worker.got(wire.Abort)] == [
             s.request_id for s in worker.got(wire.GenerationRequest)
         ]
@@ -739,7 +741,7 @@ async def test_closing_the_router_ends_running_requests_with_an_error_and_says_b
         await router.close()
         with pytest.raises(TransportError, match="closed"):
             await anext(stream)
-        await until(lambda: worker.got(wire.Bye), "the worker hears Bye")
+        await until(lambda: worker.got(wire.Bye), "the worker receives Bye")
         await router.close()
 
 
@@ -777,10 +779,10 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> 
 
 @asynchronous
 async def test_a_worker_that_the_application_removed_from_the_scheduler_harms_nobody() -> None:
-    config = fast(quiet_after_seconds=0.3)
+    config = fast(suspect_after_seconds=0.3)
     async with fleet(good, good, router_options={"config": config}) as (router, workers):
         workers[0].silent = True
-        await until(lambda: router.stats()["workers"][workers[0].endpoint]["state"] == "quiet", "it is quiet")
+        await until(lambda: router.stats()["workers"][workers[0].endpoint]["state"] == "suspect", "it is suspect")
         router.scheduler.remove_worker("w0")
         tokens, _ = await collect(router.generate(PROMPT, SHORT))
         assert tokens == expected_tokens(PROMPT, 12)
@@ -898,17 +900,17 @@ def evicted(kept_tokens: int) -> tuple[PrefixEvicted, ...]:
     return (PrefixEvicted(np.array(PROMPT, np.int32), kept_tokens),)
 
 
-def believed(router: Router, worker_id: str = "w0") -> int:
-    """Tokens of PROMPT that the scheduler believes cached there."""
+def estimated(router: Router, worker_id: str = "w0") -> int:
+    """Tokens of PROMPT that the scheduler expects cached there."""
     return int(router.scheduler.match([*PROMPT, 1]).matched_tokens.get(worker_id, 0))
 
 
 @contextlib.asynccontextmanager
 async def caching_worker() -> AsyncIterator[Any]:
-    """(router, worker): PROMPT has been served, so it is believed cached."""
+    """(router, worker): PROMPT has been served, so it is estimated cached."""
     async with fleet(good) as (router, (worker,)):
         await collect(router.generate(PROMPT, SHORT))
-        assert believed(router) == len(PROMPT)
+        assert estimated(router) == len(PROMPT)
         await subscribed(router, worker)
         yield router, worker
 
@@ -931,7 +933,7 @@ async def test_evictions_reach_the_scheduler() -> None:
     async with caching_worker() as (router, worker):
         worker.batches.append(evicted(32))
         await worker.publish(len(worker.batches) - 1)
-        await until(lambda: believed(router) == 32, "the eviction is known")
+        await until(lambda: estimated(router) == 32, "the eviction is known")
 
 
 @asynchronous
@@ -942,7 +944,7 @@ async def test_lost_events_are_replayed_in_order_and_doubled_ones_applied_once()
         await worker.publish(start + 3)
         await worker.publish(start + 3)
         await worker.publish(start + 2)
-        await until(lambda: believed(router) == 16, "the replay has come")
+        await until(lambda: estimated(router) == 16, "the replay has come")
         await until(lambda: worker.got(wire.Replay), "it was asked for")
         assert worker.got(wire.Replay)[-1].from_seq <= start
         stats = link_stats(router, worker)
@@ -954,17 +956,17 @@ async def test_lost_events_are_replayed_in_order_and_doubled_ones_applied_once()
 async def test_a_loss_with_nothing_after_it_is_noticed_by_heartbeat() -> None:
     async with caching_worker() as (router, worker):
         worker.batches.append(evicted(40))  # never published
-        await until(lambda: believed(router) == 40, "a heartbeat has told")
+        await until(lambda: estimated(router) == 40, "a heartbeat has reported")
 
 
 @asynchronous
-async def test_events_too_old_to_replay_end_in_believing_nothing() -> None:
+async def test_events_too_old_to_replay_end_in_expecting_nothing() -> None:
     async with caching_worker() as (router, worker):
         worker.batches += [evicted(64), evicted(32)]
         worker.first_kept = len(worker.batches) - 1
         await worker.publish(len(worker.batches) - 1)
         await until(lambda: link_stats(router, worker)["resyncs"] == 1, "the router starts afresh")
-        assert believed(router) == 0
+        assert estimated(router) == 0
         worker.batches.append(evicted(16))
         await worker.publish(len(worker.batches) - 1)
         batches = link_stats(router, worker)["event_batches"]
@@ -980,11 +982,11 @@ async def test_events_of_another_epoch_and_malformed_ones_are_dropped_and_counte
         await worker.publisher.send(b"garbage")
         await until(lambda: link_stats(router, worker)["malformed_frames"] == 1, "the garbage came")
         assert link_stats(router, worker)["stale_frames"] == 1
-        assert believed(router) == len(PROMPT) and link_stats(router, worker)["state"] == "ready"
+        assert estimated(router) == len(PROMPT) and link_stats(router, worker)["state"] == "ready"
 
 
 @asynchronous
-async def test_events_that_the_scheduler_refuses_clear_the_belief() -> None:
+async def test_events_that_the_scheduler_refuses_clear_the_estimates() -> None:
     class Picky(GlobalScheduler):
         def apply(self, worker_id: str, events: Any) -> int:
             if any(isinstance(event, PrefixEvicted) for event in events):
@@ -995,7 +997,7 @@ async def test_events_that_the_scheduler_refuses_clear_the_belief() -> None:
         await collect(router.generate(PROMPT, SHORT))
         worker.batches.append(evicted(32))
         await until(lambda: link_stats(router, worker)["events_refused"] == 1, "the event came")
-        assert believed(router) == 0
+        assert estimated(router) == 0
 
 
 @asynchronous
@@ -1004,17 +1006,17 @@ async def test_after_a_break_of_the_network_the_same_epoch_keeps_its_cache_and_i
         worker.batches.append(evicted(48))  # while nobody listens
         await worker.send(wire.Pong(0, 0), skip=1)
         await until(lambda: len(worker.got(wire.Hello)) == 2, "a new session")
-        await until(lambda: believed(router) == 48, "what was missed is replayed")
+        await until(lambda: estimated(router) == 48, "what was missed is replayed")
         assert link_stats(router, worker)["restarts"] == 0
 
 
 @asynchronous
-async def test_a_new_epoch_drops_what_was_believed() -> None:
+async def test_a_new_epoch_drops_what_was_estimated() -> None:
     async with caching_worker() as (router, worker):
         worker.epoch, worker.batches = worker.epoch + 1, []
         await worker.send_raw(wire.encode(wire.Closed("no_session", ""), epoch=worker.epoch, session=worker.session))
         await until(lambda: link_stats(router, worker)["restarts"] == 1, "the restart is seen")
-        assert believed(router) == 0 and link_stats(router, worker)["state"] == "ready"
+        assert estimated(router) == 0 and link_stats(router, worker)["state"] == "ready"
         tokens, _ = await collect(router.generate(PROMPT, SHORT))
         assert tokens == expected_tokens(PROMPT, 12)
 
@@ -1031,7 +1033,7 @@ async def test_a_worker_gone_for_long_is_forgotten_and_may_come_back() -> None:
         await until(lambda: "w0" not in router.scheduler.workers, "it is forgotten")
         worker.silent = False
         await until(lambda: "w0" in router.scheduler.workers, "it is back")
-        assert believed(router) == 0, "nothing is known of a cache after so long"
+        assert estimated(router) == 0, "nothing is known of a cache after so long"
 
 
 @asynchronous

@@ -1,5 +1,5 @@
-"""Several routers before the same workers, each a process of its own: the books of each are of the whole fleet, whoever
-placed what, and whoever dies or comes late. The parts are tested in test_peer_requests and worker/test_process.
+"""Several routers before the same workers, each a process of its own: the bookings of each are of the whole fleet,
+whoever placed what, and whoever dies or comes late. The parts are tested in test_peer_requests and worker/test_process.
 
 Every answer is compared with what the simulated engine says undisturbed. Waits end when something happens.
 """
@@ -105,7 +105,7 @@ async def test_siblings_that_come_to_different_routers_meet_on_one_worker(worker
                 each[i].get(first[i]["worker"], 0) >= 199 and len(each[i]) == 1 for each in found for i in range(6)
             )
 
-        await until_said(known, "every router has heard of every prompt")
+        await until_said(known, "every router has reported every prompt")
         for i in range(6):
             for other in (1, 2):
                 answer = await made[(i + other) % ROUTERS].ask(prompt_of(i, other), 2)
@@ -160,7 +160,7 @@ async def test_a_killed_router_loses_no_request_that_is_retried_and_leaves_no_bo
             states = [await router.do("state") for router in made]
             return all(state["own"] + state["mirrored"] == 12 for state in states)
 
-        await until_said(all_known, "every router has all requests in its books")
+        await until_said(all_known, "every router has all requests in its bookings")
         await made[0].kill()
         answers = await asyncio.gather(*asked)
         assert [answer["tokens"] for answer in answers] == [expected_tokens(prompt_of(i, 0), LONG) for i in range(12)]
@@ -189,7 +189,7 @@ async def test_a_router_that_joins_midway_knows_what_the_others_placed_before(wo
             found = [await router.matches(prompts) for router in made]
             return found[2] == found[0] == found[1]
 
-        await until_said(like_the_others, "it believes what the others believe")
+        await until_said(like_the_others, "it expects what the others expect")
 
         async def has_the_load() -> bool:
             return bool((await made[2].do("state"))["mirrored"] == 4)
@@ -203,7 +203,7 @@ async def test_a_router_that_joins_midway_knows_what_the_others_placed_before(wo
 
 
 @asynchronous
-async def test_with_event_frames_lost_doubled_and_swapped_the_books_come_out_even(workers: Start) -> None:
+async def test_with_event_frames_lost_doubled_and_swapped_the_bookings_come_out_even(workers: Start) -> None:
     processes = workers(count=2, time_scale=0.02)
     with network(processes[0], seed=1) as one, network(processes[1], seed=2) as two:
         for net in (one, two):
@@ -239,7 +239,7 @@ async def scripted(*batches: tuple[Any, ...], **options: Any) -> AsyncIterator[t
 
 def mirrored(router: Router) -> int:
     """Bookings for others."""
-    return int(router.scheduler.stats()["mirrored_live"])
+    return int(router.scheduler.stats()["peer_bookings"])
 
 
 def placed(request_id: str) -> RequestPlaced:
@@ -287,7 +287,7 @@ async def test_a_batch_that_is_complete_for_another_router_only_is_asked_for() -
 
 @asynchronous
 async def test_a_batch_that_is_complete_for_this_router_is_taken_as_it_is() -> None:
-    async with scripted(heartbeat_seconds=HANG_SECONDS, quiet_after_seconds=4 * HANG_SECONDS) as (router, worker):
+    async with scripted(heartbeat_seconds=HANG_SECONDS, suspect_after_seconds=4 * HANG_SECONDS) as (router, worker):
         complete = wire.encode(wire.Events(0, (), router.router_id), epoch=worker.epoch)
         worker.batches.append((RequestPlaced(router.router_id, "1", PROMPT),))
         while not router.stats()["workers"][worker.endpoint]["event_batches"]:
@@ -324,7 +324,7 @@ async def test_a_worker_with_a_new_epoch_takes_the_bookings_of_its_earlier_life_
 
 
 @asynchronous
-async def test_events_that_the_scheduler_refuses_cost_its_beliefs_and_leave_no_booking() -> None:
+async def test_events_that_the_scheduler_refuses_cost_its_estimates_and_leave_no_booking() -> None:
     async with scripted((placed("1"),)) as (router, worker):
         await until(lambda: mirrored(router) == 1, "it is booked")
         worker.batches.append((BlockStored((1,), None, [1, 2, 3], 7),))  # three tokens make no block of seven

@@ -1,5 +1,5 @@
-"""The scaling advice: known cases of its queue, what must hold for any load, what it reads off a scheduler's books, and
-in the simulator whether it comes true. How well it does so over a range of loads is in docs/scaling.md."""
+"""The scaling advice: known cases of its queue, what must hold for any load, what it reads off a scheduler's bookings,
+and in the simulator whether it comes true. How well it does so over a range of loads is in docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from preble import CostModel, GlobalScheduler, ManualClock, SchedulerConfig, sim
 from preble.errors import InvalidInput
 from preble.scheduling.autoscaling import (
     CANDIDATES,
-    VARIABILITY_LEAST,
-    VARIABILITY_MOST,
+    VARIABILITY_MAX,
+    VARIABILITY_MIN,
     WORKERS_MAX,
     Drain,
     FleetLoad,
@@ -44,7 +44,7 @@ LOADS = st.builds(
 
 
 def queue(workers: int, prefill_load: float, **more: Any) -> FleetLoad:
-    """A load of 10 requests a second, without decodes unless told."""
+    """A load of 10 requests a second, without decodes unless reported."""
     return FleetLoad(workers, requests_per_second=10.0, prefill_load=prefill_load, observed_seconds=180.0, **more)
 
 
@@ -60,7 +60,7 @@ def test_a_long_window_gives_pollaczek_and_khinchine() -> None:
 
 def test_an_iteration_under_way_is_waited_for_whatever_the_number_of_workers() -> None:
     load = queue(2, 0.4, step_seconds=0.5, waiting_requests=5.4)  # 0.54 s, of which 0.04 s are its own prefill
-    assert variability_of(load) == VARIABILITY_LEAST
+    assert variability_of(load) == VARIABILITY_MIN
     assert advise(load).one_more_saves_seconds < 0.01
 
 
@@ -125,7 +125,7 @@ def test_targets_that_are_none_are_refused_by_name(targets: dict[str, float]) ->
 @given(LOADS, st.integers(1, 100))
 def test_a_worker_more_never_makes_it_slower(load: FleetLoad, workers: int) -> None:
     known = variability_of(load)
-    assert VARIABILITY_LEAST <= known <= VARIABILITY_MOST
+    assert VARIABILITY_MIN <= known <= VARIABILITY_MAX
     more, here = ttft_seconds(load, workers + 1, known), ttft_seconds(load, workers, known)
     assert 0.0 <= more <= here * (1 + 1e-9) < math.inf
     assert own_seconds(load, workers) <= here
@@ -147,7 +147,7 @@ def test_desired_workers_are_the_fewest(load: FleetLoad, target: float) -> None:
 @given(LOADS)
 def test_the_formula_gives_the_wait_it_was_fitted_to(load: FleetLoad) -> None:
     known = variability_of(load)
-    if VARIABILITY_LEAST < known < VARIABILITY_MOST:
+    if VARIABILITY_MIN < known < VARIABILITY_MAX:
         assert ttft_seconds(load, load.workers, known) == pytest.approx(measured_ttft_seconds(load), rel=1e-6)
 
 
@@ -176,7 +176,7 @@ def test_the_cheapest_drain_loses_least_then_moves_least() -> None:
     assert advise(queue(1, 1.0), {"a": drains[0]}).cheapest_drain is None, "the last worker is none to drain"
 
 
-# --- what is read off the books ---------------------------------------------------------------------------------------
+# --- what is read off the load tracker --------------------------------------------------------------------------------
 
 TENTH = CostModel([(0, 0.0), (1000, 1.0)], name="a millisecond a token")
 
@@ -350,7 +350,7 @@ def test_the_saving_of_a_worker_more_comes_true(rps: float) -> None:
     assert advice["one_more_saves_seconds"] > 0.0
 
 
-def test_a_fleet_that_is_too_small_is_told_so() -> None:
+def test_a_fleet_that_is_too_small_is_reported_so() -> None:
     made = workloads.generate("toolbench", requests=4000, groups=60, zipf=1.1, seed=2)
     workload = workloads.poisson(made, rps=40.0, seed=2)
     small = sim.simulate(workload, sim.SimConfig(workers=1, until_seconds=90.0)).scheduler_stats["scaling"]
@@ -363,9 +363,9 @@ def test_asking_for_advice_changes_no_run() -> None:
     made = workloads.generate("toolbench", requests=200, groups=10, seed=3)
     workload = workloads.poisson(made, rps=10.0, seed=3)
     simulation = sim.Simulation(workload, sim.SimConfig(workers=2, cost_model=PLAIN), None)
-    told_at: list[float] = []
-    simulation._progress = lambda ended, requests, seconds: told_at.append(
+    reported_at: list[float] = []
+    simulation._progress = lambda ended, requests, seconds: reported_at.append(
         simulation.scheduler.stats()["scaling"]["workers"]
     )
     assert simulation.run().trace_hash == sim.simulate(workload, sim.SimConfig(workers=2, cost_model=PLAIN)).trace_hash
-    assert max(told_at) == 2
+    assert max(reported_at) == 2

@@ -1,5 +1,5 @@
-"""What engines say of their caches: which source counts, how far beliefs are trusted, and what is said when engine and
-prompts have nothing in common. The naive model's state machine (test_scheduler_machine.py) has random histories."""
+"""What engines say of their caches: which source counts, how far estimates are trusted, and what is said when engine
+and prompts have nothing in common. The naive model's state machine (test_scheduler_machine.py) has random histories."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prompt(number: int, length: int = 64) -> list[int]:
 
 
 def stored(tokens: list[int], block_size: int = 16, namespace: Any = None) -> BlockStored:
-    """The whole blocks of a prompt, as an engine would tell of them."""
+    """The whole blocks of a prompt, as an engine would report of them."""
     ends = range(block_size, len(tokens) + 1, block_size)
     hashes = [hash((tuple(tokens[:end]), namespace)) & (2**63 - 1) for end in ends]
     return BlockStored(hashes, None, tokens[: len(hashes) * block_size], block_size, namespace, None)
@@ -70,7 +70,7 @@ def quiet() -> Iterator[None]:
 # --- which source counts ----------------------------------------------------------------------------------------------
 
 
-def test_the_best_source_heard_lately_counts() -> None:
+def test_the_best_source_received_lately_counts() -> None:
     scheduler = scheduler_of("a", block_size=16)
     assert of(scheduler)["cache_source"] == "estimate"
     serve(scheduler, prompt(0), cached=0)
@@ -81,7 +81,7 @@ def test_the_best_source_heard_lately_counts() -> None:
 
 
 def test_a_source_that_falls_silent_makes_way_for_the_next() -> None:
-    """Only prompts with a new block should be heard of by events; all of them by reports."""
+    """Only prompts with a new block should be reported by events; all of them by reports."""
     scheduler = scheduler_of("a", block_size=16)
     serve(scheduler, prompt(0), cached=0)
     scheduler.apply("a", [stored(prompt(0))])
@@ -101,13 +101,13 @@ def test_a_source_that_falls_silent_makes_way_for_the_next() -> None:
 
 
 def test_a_clear_alone_is_no_source() -> None:
-    """An engine that tells of no stored blocks does not tell what it caches."""
+    """An engine that reports of no stored blocks does not say what it caches."""
     scheduler = scheduler_of("a")
     scheduler.apply("a", [AllBlocksCleared(), BlockRemoved([7])])
     assert of(scheduler)["cache_source"] == "estimate"
 
 
-def test_a_report_of_less_prunes_what_hung_below_but_not_where_events_tell() -> None:
+def test_a_report_of_less_prunes_what_hung_below_but_not_where_events_reports() -> None:
     long = [*prompt(0), *range(7, 71)]
     for told, left in ((False, 64), (True, 128)):
         scheduler = scheduler_of("a", block_size=16)
@@ -128,7 +128,7 @@ def full_scheduler(told: bool) -> GlobalScheduler:
     return scheduler
 
 
-def test_what_an_engine_told_of_is_not_evicted_by_estimate_ahead_of_its_word() -> None:
+def test_what_an_engine_reported_of_is_not_evicted_by_estimate_ahead_of_its_word() -> None:
     """An engine that keeps what the estimate would have evicted never speaks of it again."""
     for told, left in ((False, 32), (True, 64)):
         scheduler = full_scheduler(told)
@@ -139,7 +139,7 @@ def test_what_an_engine_told_of_is_not_evicted_by_estimate_ahead_of_its_word() -
     scheduler.check()
 
 
-def test_where_word_is_late_beliefs_end_a_quarter_above_capacity() -> None:
+def test_where_word_is_late_estimates_end_a_quarter_above_capacity() -> None:
     scheduler = full_scheduler(told=True)
     for number in range(1, 4):
         serve(scheduler, prompt(number), cached=0)
@@ -147,7 +147,7 @@ def test_where_word_is_late_beliefs_end_a_quarter_above_capacity() -> None:
     scheduler.check()
 
 
-def test_where_an_engine_falls_silent_beliefs_end_at_capacity_again() -> None:
+def test_where_an_engine_falls_silent_estimates_end_at_capacity_again() -> None:
     scheduler = full_scheduler(told=True)
     for number in range(ENOUGH):
         assert of(scheduler)["cached_tokens"] > 100 or number < 2
@@ -159,8 +159,8 @@ def test_where_an_engine_falls_silent_beliefs_end_at_capacity_again() -> None:
     scheduler.check()
 
 
-def test_a_report_of_more_extends_what_is_believed() -> None:
-    """What was forgotten while the request waited is believed again, whatever was reported."""
+def test_a_report_of_more_extends_what_is_estimated() -> None:
+    """What was forgotten while the request waited is estimated again, whatever was reported."""
     scheduler = scheduler_of("a", block_size=16)
     decision = scheduler.schedule(prompt(0))
     scheduler.clear_worker("a")
@@ -173,33 +173,33 @@ def test_a_report_of_more_extends_what_is_believed() -> None:
 # --- trust ------------------------------------------------------------------------------------------------------------
 
 
-def test_honest_reports_leave_full_trust() -> None:
+def test_honest_reports_leave_full_accuracy() -> None:
     scheduler = scheduler_of("a", block_size=16)
     for _ in range(100):
         serve(scheduler, prompt(0), cached=48 if of(scheduler)["cached_tokens"] else 0)
     told = of(scheduler)
-    assert told["trust"] == 1.0 and told["judged_reports"] == 99
+    assert told["cache_accuracy"] == 1.0 and told["judged_reports"] == 99
     assert told["known_tokens"] == told["kept_tokens"] == 99 * 48 and told["surplus_tokens"] == 0
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_worker_that_always_reports_nothing_is_believed_an_eighth() -> None:
+def test_a_worker_that_always_reports_nothing_is_estimated_an_eighth() -> None:
     scheduler = scheduler_of("a", block_size=16)
     for number in range(10):  # the first has nothing to find; nine that fade count for more than eight
-        assert of(scheduler)["trust"] == 1.0, number
+        assert of(scheduler)["cache_accuracy"] == 1.0, number
         assert scheduler.explain(prompt(0)).matched_tokens == (48 if number else 0)
         serve(scheduler, prompt(0), cached=0)
-    assert of(scheduler)["trust"] == 1.0 / 8
+    assert of(scheduler)["cache_accuracy"] == 1.0 / 8
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_distrusted_worker_is_left_for_an_honest_one() -> None:
+def test_a_inaccurate_worker_is_left_for_an_honest_one() -> None:
     clock = ManualClock(0.0)
     scheduler = scheduler_of("a", "b", clock=clock, block_size=16)
     for _ in range(20):
         decision = scheduler.schedule(prompt(0), exclude=["b"])
         scheduler.finish(decision.request_id, output_tokens=1, cached_tokens=0)
-    assert of(scheduler)["trust"] == 1.0 / 8
+    assert of(scheduler)["cache_accuracy"] == 1.0 / 8
     assert scheduler.match(prompt(0)).matched_tokens == {"a": 48}  # marks are what they were
     explained = scheduler.explain(prompt(0))
     assert explained.reason == "explore" and explained.worker == "b"
@@ -208,32 +208,32 @@ def test_a_distrusted_worker_is_left_for_an_honest_one() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_trust_comes_back_with_time_and_with_honesty() -> None:
+def test_accuracy_comes_back_with_time_and_with_honesty() -> None:
     clock = ManualClock(0.0)
     scheduler = scheduler_of("a", clock=clock, block_size=16)
     for _ in range(20):
         serve(scheduler, prompt(0), cached=0)
-    seen = [of(scheduler)["trust"]]
+    seen = [of(scheduler)["cache_accuracy"]]
     for _ in range(80):
         serve(scheduler, prompt(0), cached=48)
-        seen.append(of(scheduler)["trust"])
+        seen.append(of(scheduler)["cache_accuracy"])
     assert seen[0] == 1.0 / 8 and seen == sorted(seen) and seen[-1] == 1.0
     for _ in range(40):
         serve(scheduler, prompt(0), cached=0)
-    assert of(scheduler)["trust"] < 1.0
+    assert of(scheduler)["cache_accuracy"] < 1.0
     for _ in range(4):
         clock.advance(60.0)
         scheduler.tick()
-    assert of(scheduler)["trust"] == 1.0  # by four half-lives less than eight of at most 64 reports count
+    assert of(scheduler)["cache_accuracy"] == 1.0  # by four half-lives less than eight of at most 64 reports count
     scheduler.check()
 
 
-def test_a_worker_that_reports_everything_is_trusted_and_its_surplus_counted() -> None:
+def test_a_worker_that_reports_everything_is_accurate_and_its_surplus_counted() -> None:
     """Nothing contradicts it. Its load is booked too low, which is what it said."""
     scheduler = scheduler_of("a", block_size=16)
     for number in range(40):
         serve(scheduler, prompt(number), cached=64)
-    assert of(scheduler)["trust"] == 1.0 and of(scheduler)["surplus_tokens"] == 40 * 64
+    assert of(scheduler)["cache_accuracy"] == 1.0 and of(scheduler)["surplus_tokens"] == 40 * 64
     assert of(scheduler)["window_prefill_seconds"] < 40 * scheduler._cost_model.prefill_time(64, 64)
 
 
@@ -242,35 +242,35 @@ def test_finding_what_was_not_predicted_is_surplus_and_no_lie() -> None:
     for number in range(40):
         serve(scheduler, prompt(number), cached=32)
     told = of(scheduler)
-    assert (told["trust"], told["surplus_tokens"], told["judged_reports"]) == (1.0, 40 * 32, 0)
+    assert (told["cache_accuracy"], told["surplus_tokens"], told["judged_reports"]) == (1.0, 40 * 32, 0)
 
 
 def test_a_prediction_whose_first_request_still_runs_is_not_judged() -> None:
-    """Siblings of a cold prompt arrive together; the engine has nothing yet for any of them."""
+    """GatewayProcesses of a cold prompt arrive together; the engine has nothing yet for any of them."""
     scheduler = scheduler_of("a", block_size=16)
     decisions = [scheduler.schedule(prompt(0)) for _ in range(40)]
     for decision in decisions:
         scheduler.first_token(decision.request_id, cached_tokens=0)
-    assert of(scheduler)["trust"] == 1.0 and of(scheduler)["judged_reports"] == 0
+    assert of(scheduler)["cache_accuracy"] == 1.0 and of(scheduler)["judged_reports"] == 0
 
 
 @pytest.mark.usefixtures("quiet")
-def test_events_are_believed_whatever_reports_say() -> None:
+def test_events_are_estimated_whatever_reports_say() -> None:
     scheduler = scheduler_of("a", block_size=16)
     serve(scheduler, prompt(0), cached=0)
     scheduler.apply("a", [stored(prompt(0))])
     for _ in range(40):
         serve(scheduler, prompt(0), cached=0)
-    assert of(scheduler)["trust"] == 1.0
+    assert of(scheduler)["cache_accuracy"] == 1.0
     for number in range(ENOUGH):
         serve(scheduler, prompt(1 + number), cached=0)
-    assert of(scheduler)["cache_source"] == "reports" and of(scheduler)["trust"] == 1.0 / 8
+    assert of(scheduler)["cache_source"] == "reports" and of(scheduler)["cache_accuracy"] == 1.0 / 8
     scheduler.apply("a", [stored(prompt(1))])
-    assert of(scheduler)["trust"] == 1.0
+    assert of(scheduler)["cache_accuracy"] == 1.0
     scheduler.check()
 
 
-def test_a_number_told_twice_is_judged_once() -> None:
+def test_a_number_reported_twice_is_judged_once() -> None:
     scheduler = scheduler_of("a", block_size=16)
     serve(scheduler, prompt(0), cached=0)
     serve(scheduler, prompt(0), cached=48)
@@ -323,7 +323,7 @@ def test_marks_of_a_cleared_worker_are_swept_by_tick() -> None:
 # --- nothing in common ------------------------------------------------------------------------------------------------
 
 
-def told_by(scheduler: GlobalScheduler) -> list[str]:
+def reported_by(scheduler: GlobalScheduler) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         scheduler.tick()
@@ -343,7 +343,7 @@ def run_apart(
         decision = scheduler.schedule(tokens, namespace="mine" if space else None)
         scheduler.apply("a", [stored(engine(tokens), namespace=space)])
         scheduler.finish(decision.request_id, output_tokens=1)
-    return told_by(scheduler)
+    return reported_by(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def run_apart(
         (lambda tokens: [100000 + token for token in tokens], "first_token", 0, 5, 100005),
     ],
 )
-def test_prompts_that_the_engine_changes_are_told_once(
+def test_prompts_that_the_engine_changes_are_reported_once(
     engine: Any, cause: str, position: int, scheduled: int, other: int
 ) -> None:
     scheduler = scheduler_of("a", block_size=16)
@@ -369,7 +369,7 @@ def test_prompts_that_the_engine_changes_are_told_once(
     assert (mismatch["scheduled_token"], mismatch["stored_token"]) == (scheduled, other)
     assert run_apart(scheduler, engine) == []
     restored = GlobalScheduler.restore(scheduler.snapshot(), clock=ManualClock(0.0))
-    assert of(restored)["cache_mismatches"] == [mismatch] and told_by(restored) == []
+    assert of(restored)["cache_mismatches"] == [mismatch] and reported_by(restored) == []
     scheduler.check()
 
 
@@ -379,8 +379,8 @@ def test_a_mismatch_is_over_once_stored_blocks_begin_like_prompts() -> None:
     decision = scheduler.schedule(prompt(5000))
     scheduler.apply("a", [stored(prompt(5000))])
     scheduler.finish(decision.request_id)
-    assert told_by(scheduler) == [] and of(scheduler)["cache_mismatches"] == []
-    assert run_apart(scheduler, lambda tokens: [2, *tokens], first=100) == []  # of this cause it was told
+    assert reported_by(scheduler) == [] and of(scheduler)["cache_mismatches"] == []
+    assert run_apart(scheduler, lambda tokens: [2, *tokens], first=100) == []  # of this cause it was reported
     assert [mismatch["cause"] for mismatch in of(scheduler)["cache_mismatches"]] == ["extra_token"]
 
 
@@ -402,7 +402,7 @@ def test_other_routers_prompts_alone_are_no_mismatch() -> None:
     scheduler = scheduler_of("a", block_size=16)
     for number in range(200):
         scheduler.apply("a", [stored(prompt(number))])
-    assert told_by(scheduler) == [] and scheduler.core.trust.state(0)[2][5:7] == (0, 200)
+    assert reported_by(scheduler) == [] and scheduler.core.accuracy.state(0)[2][5:7] == (0, 200)
 
 
 def test_prompts_that_the_tree_has_forgotten_are_said_to_be_gone() -> None:
@@ -412,21 +412,21 @@ def test_prompts_that_the_tree_has_forgotten_are_said_to_be_gone() -> None:
     scheduler.apply("a", [stored(prompt(500 + number)) for number in range(8)])
     scheduler.core.tree.clear_worker(0)
     scheduler.core.tree.expire(1e6)
-    (message,) = told_by(scheduler)
+    (message,) = reported_by(scheduler)
     assert "cannot be said" in message
 
 
-def test_reports_of_nothing_are_told_once_and_are_over_with_the_first_hit() -> None:
+def test_reports_of_nothing_are_reported_once_and_are_over_with_the_first_hit() -> None:
     scheduler = scheduler_of("a", block_size=16)
     for _ in range(ENOUGH):
         serve(scheduler, prompt(0), cached=0)
-    assert told_by(scheduler) == []
+    assert reported_by(scheduler) == []
     serve(scheduler, prompt(0), cached=0)
-    (message,) = told_by(scheduler)
+    (message,) = reported_by(scheduler)
     assert "cached_tokens 0" in message and "--enable-cache-report" in message
-    assert told_by(scheduler) == [] and len(of(scheduler)["cache_mismatches"]) == 1
+    assert reported_by(scheduler) == [] and len(of(scheduler)["cache_mismatches"]) == 1
     serve(scheduler, prompt(0), cached=16)
-    assert told_by(scheduler) == [] and of(scheduler)["cache_mismatches"] == []
+    assert reported_by(scheduler) == [] and of(scheduler)["cache_mismatches"] == []
 
 
 def test_warnings_made_errors_do_not_end_the_background_thread() -> None:
@@ -479,7 +479,7 @@ def replay(name: str, block_size: int, change: Callable[[list[int]], list[int]],
             scheduler.apply_raw("a", bytes.fromhex(step["frames"][2]))
         else:
             scheduler.finish(step["i"], output_tokens=len(step["output_ids"]))
-        news += told_by(scheduler)
+        news += reported_by(scheduler)
     scheduler.check()
     assert of(scheduler)["cache_source"] == "events"
     return news

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preble import CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec, sim, workloads
-from preble._placement.timing_samples import Gauges, swap_cost
+from preble._placement.timing_samples import TimingSamples, swap_cost
 from preble._snapshot.accounts import cost_at
 from preble.errors import InvalidConfig
 from preble.scheduling.calibration import (
-    FACTOR_MOST,
+    FACTOR_MAX,
     NEUTRAL,
     PRIOR,
     Calibrator,
@@ -50,7 +50,7 @@ def model_of(name: str) -> CostModel:
 
 def measured(scheduler: GlobalScheduler, worker: int = 0) -> tuple[Any, Any]:
     """Rows of prefill and of decode samples, the oldest first."""
-    prefills, decodes = scheduler.core.gauges.samples(worker)
+    prefills, decodes = scheduler.core.timings.samples(worker)
     return rows_of(prefills), rows_of(decodes)
 
 
@@ -138,7 +138,7 @@ def test_a_decode_is_noted_with_what_was_prefilled_beside_it() -> None:
     assert decodes[0].tolist() == pytest.approx([105.0, 4.0, 40.0, 120.5, 1.5, 1.0, 60.0, waiting])
 
 
-def test_what_cannot_be_is_ignored_and_counted_and_what_was_not_told_is_no_sample() -> None:
+def test_what_cannot_be_is_ignored_and_counted_and_what_was_not_reported_is_no_sample() -> None:
     scheduler, clock = one_worker()
     for name in "abcdef":
         scheduler.schedule([ord(name)] * 20, request_id=name)
@@ -149,14 +149,14 @@ def test_what_cannot_be_is_ignored_and_counted_and_what_was_not_told_is_no_sampl
     scheduler.first_token("c")
     scheduler.finish("b", output_tokens=9)
     scheduler.finish("c", output_tokens=1)
-    scheduler.finish("d", output_tokens=7)  # its first token was not told
+    scheduler.finish("d", output_tokens=7)  # its first token was not reported
     scheduler.cancel("e")
     clock.advance(1e6)
     scheduler.first_token("f")
     scheduler.finish("a")
     prefills, decodes = measured(scheduler)
     assert len(decodes) == 0
-    assert scheduler.core.gauges.counts(0)[2] == 3
+    assert scheduler.core.timings.counts(0)[2] == 3
     assert len(prefills) <= 1
     scheduler.tick()
     scheduler.check()
@@ -173,25 +173,25 @@ def test_rings_are_bounded_and_a_worker_that_comes_back_starts_anew() -> None:
     prefills, decodes = measured(scheduler)
     assert prefills.shape == decodes.shape == (64, 8)
     assert decodes[-1, 0] == pytest.approx(clock())
-    assert scheduler.core.gauges.counts(0)[:2] == (199, 200), "the last stretch is still open"
+    assert scheduler.core.timings.counts(0)[:2] == (199, 200), "the last stretch is still open"
     scheduler.schedule([1] * 30, request_id="lost")
     scheduler.first_token("lost")
     scheduler.remove_worker("a")
     scheduler.add_worker("a")
     scheduler.finish("lost", output_tokens=50)
-    assert scheduler.core.gauges.counts(0) == (0, 0, 0)
+    assert scheduler.core.timings.counts(0) == (0, 0, 0)
     scheduler.tick()
     assert scheduler.stats()["workers"]["a"]["cost"]["measured_prefill_factor"] is None
 
 
-def test_gauges_of_workers_nobody_measures() -> None:
-    gauges = Gauges()
-    gauges.close(7)
-    assert gauges.counts(7) == (0, 0, 0)
-    assert gauges.samples(7) == (b"", b"")
-    gauges.open(40)
-    assert gauges.counts(39) == (0, 0, 0)
-    assert gauges.samples(40) == (b"", b"")
+def test_samples_of_workers_nobody_measures() -> None:
+    timings = TimingSamples()
+    timings.close(7)
+    assert timings.counts(7) == (0, 0, 0)
+    assert timings.samples(7) == (b"", b"")
+    timings.open(40)
+    assert timings.counts(39) == (0, 0, 0)
+    assert timings.samples(40) == (b"", b"")
 
 
 # --- the fit ----------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_whatever_was_observed_the_model_is_one(name: str, rows: list[tuple[floa
     table = np.array(rows, float).reshape(-1, 8)
     found = estimated(prior, table[:split], table[split:], 0.0)
     if found is not None:
-        assert all(abs(log) <= math.log(FACTOR_MOST) for log in found.logs)
+        assert all(abs(log) <= math.log(FACTOR_MAX) for log in found.logs)
         assert math.isfinite(found.prefill_error + found.decode_error)
         assert_sound(scaled(prior, found.logs))
 
@@ -301,7 +301,7 @@ def test_a_fleet_with_swapped_models_decides_as_one_that_was_made_with_them(swap
     )
     for worker, model in swaps:
         with swapped._lock:
-            swap_cost(swapped.core.tree, swapped.core.book, worker, models[model])
+            swap_cost(swapped.core.tree, swapped.core.loads, worker, models[model])
         now[worker] = model
     specs = [WorkerSpec(f"w{i}", cost_model=models[at]) for i, at in enumerate(now)]
     made = GlobalScheduler(specs, clock=ManualClock(1.0), config=ON)
@@ -325,11 +325,13 @@ def test_what_is_evicted_next_is_weighed_anew() -> None:
     scheduler.schedule([98] * 500, max_new_tokens=1)  # the writer has looked at the next victims
     with scheduler._lock:
         for index in range(2):
-            swap_cost(scheduler.core.tree, scheduler.core.book, index, scaled(NEUTRAL, (2.0,) * 4))
+            swap_cost(scheduler.core.tree, scheduler.core.loads, index, scaled(NEUTRAL, (2.0,) * 4))
     prompt = [97] * 500
-    told = {cost.worker: cost.total_seconds for cost in scheduler.explain(prompt, max_new_tokens=1).workers}
+    factors = {cost.worker: cost.total_seconds for cost in scheduler.explain(prompt, max_new_tokens=1).workers}
     assert min(before.values()) > 0.0
-    assert scheduler.schedule(prompt, max_new_tokens=1, explain=True).costs == told, "kept victims and fresh ones agree"
+    assert scheduler.schedule(prompt, max_new_tokens=1, explain=True).costs == factors, (
+        "kept victims and fresh ones agree"
+    )
     scheduler.check()
 
 
@@ -356,15 +358,15 @@ def test_a_worker_alone_is_slow_and_the_others_stay_exactly_alike() -> None:
     clock = ManualClock(1.0)
     scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
     serve(scheduler, clock, {"a": 3.0, "b": 1.0, "c": 1.05}, 90)
-    told = {name: worker["cost"] for name, worker in scheduler.stats()["workers"].items()}
-    assert told["a"]["prefill_factor"] == pytest.approx(3.0, rel=0.12)
-    assert told["a"]["decode_factor"] == pytest.approx(3.0, rel=0.12)
-    assert told["a"]["measured_prefill_factor"] == pytest.approx(3.0, rel=0.1)
-    assert 1 <= told["a"]["cost_changes"] <= 3
-    assert told["a"]["prefill_confidence"] > 0.5
-    assert told["a"]["knots"] != told["b"]["knots"] == told["c"]["knots"]
-    assert told["b"]["cost_changes"] == told["c"]["cost_changes"] == 0
-    assert {told[name]["prefill_factor"] for name in "bc"} == {1.0}
+    factors = {name: worker["cost"] for name, worker in scheduler.stats()["workers"].items()}
+    assert factors["a"]["prefill_factor"] == pytest.approx(3.0, rel=0.12)
+    assert factors["a"]["decode_factor"] == pytest.approx(3.0, rel=0.12)
+    assert factors["a"]["measured_prefill_factor"] == pytest.approx(3.0, rel=0.1)
+    assert 1 <= factors["a"]["cost_changes"] <= 3
+    assert factors["a"]["prefill_confidence"] > 0.5
+    assert factors["a"]["knots"] != factors["b"]["knots"] == factors["c"]["knots"]
+    assert factors["b"]["cost_changes"] == factors["c"]["cost_changes"] == 0
+    assert {factors[name]["prefill_factor"] for name in "bc"} == {1.0}
 
 
 def test_a_fleet_whose_prior_is_wrong_changes_together_and_newcomers_with_it() -> None:
@@ -384,8 +386,8 @@ def test_a_worker_that_recovers_gets_its_group_s_model_back() -> None:
     scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
     for factor, requests in ((1.0, 60), (3.0, 90), (1.0, 150)):
         serve(scheduler, clock, {"a": factor, "b": 1.0, "c": 1.0}, requests)
-        told = scheduler.stats()["workers"]["a"]["cost"]
-        assert told["prefill_factor"] == pytest.approx(factor, rel=0.12)
+        factors = scheduler.stats()["workers"]["a"]["cost"]
+        assert factors["prefill_factor"] == pytest.approx(factor, rel=0.12)
     assert cost_at(scheduler.core, 0).coefficients() == cost_at(scheduler.core, 1).coefficients()
 
 
@@ -400,8 +402,8 @@ def test_more_workers_than_one_tick_looks_at_take_turns() -> None:
     looked = []
     for _ in range(3):
         scheduler.tick()
-        told = scheduler.stats()["workers"].values()
-        looked.append(sum(worker["cost"]["prefill_samples"] > 0 for worker in told))
+        factors = scheduler.stats()["workers"].values()
+        looked.append(sum(worker["cost"]["prefill_samples"] > 0 for worker in factors))
     assert looked == [32, 64, 70]
 
 
@@ -428,7 +430,7 @@ def test_a_snapshot_keeps_what_was_published_and_leaves_out_what_was_measured() 
     clock.advance(1.0)
     restored.finish("live", output_tokens=20)
     restored.tick()
-    assert restored.core.gauges.counts(0)[1] == 0, "its decode began where nobody measures any more"
+    assert restored.core.timings.counts(0)[1] == 0, "its decode began where nobody measures any more"
     knots = restored.stats()["workers"]["a"]["cost"]["knots"]
     assert np.array(knots) == pytest.approx(np.array(before["knots"])), "and nothing is undone"
     serve(restored, clock, {"a": 3.0, "b": 1.0, "c": 1.0}, 90)
@@ -492,8 +494,8 @@ def test_a_worker_slow_for_a_while_gets_less_and_then_its_share_and_model_again(
     assert share(0.0, 30.0) == pytest.approx(1.0, abs=0.25)
     assert share(80.0, 110.0) < 0.6
     assert share(170.0, 210.0) > 0.75, "more than its share, even: its load of the window is lower than the others'"
-    told = result.scheduler_stats["workers"]
-    assert told["w0"]["cost"]["knots"] == told["w1"]["cost"]["knots"]
+    factors = result.scheduler_stats["workers"]
+    assert factors["w0"]["cost"]["knots"] == factors["w1"]["cost"]["knots"]
 
 
 @pytest.mark.parametrize("truth", ["mistral-7b/a6000", "mistral-7b/a100"])

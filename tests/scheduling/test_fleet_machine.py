@@ -2,7 +2,8 @@
 caches, the clock jumps both ways, prefixes change hands, and now and then the scheduler is restored from a snapshot.
 
 What every prompt's decision must be is the subject of `test_scheduler_machine.py`; here it is what holds whatever was
-decided: each step leaves every invariant of `check`, the books say who is live where, and in the end they are at zero.
+decided: each step leaves every invariant of `check`, the bookings say who is live where, and in the end they are at
+zero.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.sched.check()
 
     @invariant()
-    def the_books_say_who_is_where(self) -> None:
+    def the_bookings_say_who_is_where(self) -> None:
         told = self.sched.stats()
         assert told["live_requests"] == len(self.live)
         for name, life in self.lives.items():

@@ -18,7 +18,7 @@ LIVE = 2_000
 
 
 class Storm:
-    """The scheduler, and who is believed to be where. A worker's name is used again and again."""
+    """The scheduler, and who is estimated to be where. A worker's name is used again and again."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The hottest prefixes of a scheduler: which, in what order, on whom, and that their names tell nothing."""
+"""The hot prefixes of a scheduler: which, in what order, on whom, and that their names report nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scheduler() -> GlobalScheduler:
     return GlobalScheduler(["a", "b"], clock=ManualClock(1000.0))
 
 
-def test_prefixes_come_hottest_first_with_the_workers_that_have_them(scheduler: GlobalScheduler) -> None:
+def test_prefixes_come_most_loaded_first_with_the_workers_that_have_them(scheduler: GlobalScheduler) -> None:
     went = ask(scheduler, SHORT, 4)
     ask(scheduler, LONG, 9)
     longest, shortest = HotPrefixes(b"key").top(scheduler, 10)
@@ -44,7 +44,7 @@ def test_prefixes_come_hottest_first_with_the_workers_that_have_them(scheduler: 
     assert shortest.holders_count == 1 and not shortest.has_namespace
 
 
-def test_who_has_a_prefix_and_is_not_asked_for_it_is_told_too(scheduler: GlobalScheduler) -> None:
+def test_who_has_a_prefix_and_is_not_asked_for_it_is_reported_too(scheduler: GlobalScheduler) -> None:
     (busy,) = ask(scheduler, LONG, 3)
     other = "b" if busy == "a" else "a"
     copied = scheduler.schedule([*LONG, 99, 98], exclude=[busy])

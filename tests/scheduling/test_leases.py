@@ -114,7 +114,7 @@ def test_a_lease_is_entered_once() -> None:
     nothing_is_booked(sched)
 
 
-def test_nothing_can_be_told_before_the_block() -> None:
+def test_nothing_can_be_reported_before_the_block() -> None:
     sched = scheduler()
     lease = sched.lease(PROMPT)
     calls: list[Callable[[], Any]] = [lease.first_token, lease.finish, lease.cancel, lease.renew, lease.reroute]
@@ -349,7 +349,7 @@ def test_what_the_engine_has_is_renewed() -> None:
     nothing_is_booked(sched)
 
 
-def test_requests_the_engine_should_not_have_are_told_and_counted() -> None:
+def test_requests_the_engine_should_not_have_are_reported_and_counted() -> None:
     sched = scheduler("a", "b")
     sched.schedule([1, 2], request_id="moved", exclude=["a"])
     sched.schedule([3, 4], request_id="here", exclude=["b"])

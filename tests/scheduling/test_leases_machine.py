@@ -1,5 +1,5 @@
 """Random histories of leases against the naive model: successes, errors, late and doubled calls, workers that die and
-come back, expiry, reconciliation. After each step the books agree, and in the end they are at zero.
+come back, expiry, reconciliation. After each step the bookings agree, and in the end they are at zero.
 
 Long (`PREBLE_HYPOTHESIS=long`) it is 10^5 histories.
 """
@@ -24,7 +24,7 @@ numbers = st.integers(0, 255)
 
 @settings(max_examples=300)
 @given(st.sampled_from(POLICIES), st.lists(st.tuples(numbers, numbers, numbers), max_size=60))
-def test_the_books_are_the_models_whatever_happens(policy: str, history: list[tuple[int, int, int]]) -> None:
+def test_the_bookings_are_the_models_whatever_happens(policy: str, history: list[tuple[int, int, int]]) -> None:
     play(policy, history, check_each=True)
 
 

@@ -99,7 +99,7 @@ class Crowd:
         for worker in stats["workers"].values():
             assert (worker["live_requests"], worker["waiting_requests"], worker["live_output_tokens"]) == (0, 0, 0)
             assert worker["waiting_prefill_seconds"] == 0.0
-        assert not any(book.get("blocks", 0) for book in stats["policy_books"].values())
+        assert not any(book.get("blocks", 0) for book in stats["policy_state"].values())
         self.sched.check()
         return stats
 
@@ -124,7 +124,7 @@ def test_an_id_booked_anew_between_a_look_and_a_call_is_left_alone(call: str) ->
     sched = GlobalScheduler(["a"])
     order: list[str] = []
 
-    class Watched(Lease):
+    class RecordingScheduler(Lease):
         __slots__ = ()
 
         @property
@@ -142,7 +142,7 @@ def test_an_id_booked_anew_between_a_look_and_a_call_is_left_alone(call: str) ->
         order.append("booked anew")
 
     other = threading.Thread(target=rebook)
-    lease = Watched(sched, [1, 2, 3], (), {"request_id": "x"})
+    lease = RecordingScheduler(sched, [1, 2, 3], (), {"request_id": "x"})
     lease.__enter__()
     if call == "leave":
         lease.__exit__(None, None, None)

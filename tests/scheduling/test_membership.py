@@ -134,7 +134,7 @@ def test_draining_twice_is_draining_once() -> None:
     assert sched.stats()["membership"]["given_by_leavers"] == 1
 
 
-def test_the_hottest_go_up_to_the_bound_and_the_rest_is_counted() -> None:
+def test_the_most_loaded_go_up_to_the_bound_and_the_rest_is_counted() -> None:
     sched, _ = fleet("a", "b", handover_prefixes_max=2)
     for number in range(5):
         serve(sched, tool(number), "a", 2 + number)

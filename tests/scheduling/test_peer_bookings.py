@@ -1,5 +1,5 @@
-"""Bookings for other routers: a scheduler that is told of them decides as one that placed them itself. Transport and
-processes are in router/test_several_routers.py."""
+"""Bookings for other routers: a scheduler that is reported of them decides as one that placed them itself. Transport
+and processes are in router/test_several_routers.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import preble
 from preble.clock import ManualClock
 from preble.errors import InvalidInput, InvalidTime, InvalidTokens, UnknownWorker
-from preble.scheduling.peer_bookings import is_mirrored, mirrored_id
+from preble.scheduling.peer_bookings import is_peer, peer_id
 from preble.scheduling.records import Recording
 from preble.types import AllBlocksCleared, PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
 
@@ -21,7 +21,7 @@ def scheduler(**options: object) -> preble.GlobalScheduler:
     return preble.GlobalScheduler(specs, clock=ManualClock(10.0), cost_model="mistral-7b/a6000", **options)
 
 
-def test_a_mirrored_request_is_booked_like_an_own_one() -> None:
+def test_a_peer_request_is_booked_like_an_own_one() -> None:
     own, told = scheduler(), scheduler()
     decision = own.schedule(PROMPT, request_id="r", max_new_tokens=40)
     told.apply(decision.worker, [RequestPlaced("A", "r", PROMPT, None, 40)])
@@ -33,13 +33,13 @@ def test_a_mirrored_request_is_booked_like_an_own_one() -> None:
     own.finish("r", output_tokens=12)
     told.apply(decision.worker, [RequestEnded("A", "r", 12)])
     assert told.stats()["workers"] == own.stats()["workers"]
-    assert told.stats()["live_requests"] == told.stats()["mirrored_live"] == 0
-    assert (told.stats()["scheduled"], told.stats()["finished"], told.stats()["mirrored_requests"]) == (0, 0, 1)
+    assert told.stats()["live_requests"] == told.stats()["peer_bookings"] == 0
+    assert (told.stats()["scheduled"], told.stats()["finished"], told.stats()["peer_requests"]) == (0, 0, 1)
     told.check()
 
 
-def test_routers_told_of_each_other_keep_the_same_books() -> None:
-    """Each request goes to one of two routers, which hear of the other's at once; a third one hears of all."""
+def test_routers_reported_of_each_other_keep_the_same_books() -> None:
+    """Each request goes to one of two routers, which learn of the other's at once; a third one learns of all."""
     rng = np.random.default_rng(5)
     prompts = [[*range(1000 * int(g), 1000 * int(g) + 600), *rng.integers(0, 9, 40)] for g in rng.integers(0, 8, 200)]
     third, routers = scheduler(), (scheduler(), scheduler())
@@ -64,7 +64,7 @@ def test_routers_told_of_each_other_keep_the_same_books() -> None:
 
 
 def among_others(seed: int) -> preble.GlobalScheduler:
-    """A router of several, which has heard of work on every worker."""
+    """A router of several, which has reported work on every worker."""
     names = np.random.default_rng(seed).permutation([f"w{number}" for number in range(12)])
     specs = [preble.WorkerSpec(str(name), kv_capacity_tokens=20_000, block_size=1) for name in names]
     sched = preble.GlobalScheduler(specs, clock=ManualClock(10.0), cost_model="mistral-7b/a6000")
@@ -84,7 +84,7 @@ def test_siblings_that_come_to_different_routers_meet() -> None:
 
 
 def test_prompts_that_share_nothing_spread() -> None:
-    """A router that hears of nobody's requests for a moment does not send all of its own to the best worker of then,
+    """A router that learns of nobody's requests for a moment does not send all of its own to the best worker of then,
     as one does that thinks itself alone."""
     prompts = [list(range(50_000 + 1000 * number, 50_400 + 1000 * number)) for number in range(24)]
     met = {among_others(3).explain(prompt).worker for prompt in prompts}
@@ -114,7 +114,7 @@ def test_what_comes_twice_or_late_is_counted_and_changes_nothing() -> None:
     told = [RequestPlaced("A", "r", [1, 2]), RequestPrefilled("B", "r"), RequestEnded("A", "s", 3)]
     assert sched.apply("a", told) == 0
     assert sched.apply("b", [RequestEnded("A", "r", 3)]) == 0
-    assert sched.stats()["workers"] == before and sched.stats()["mirrored_ignored"] == 4
+    assert sched.stats()["workers"] == before and sched.stats()["peer_events_ignored"] == 4
 
 
 def test_the_same_id_on_another_worker_or_router_is_another_request() -> None:
@@ -122,21 +122,21 @@ def test_the_same_id_on_another_worker_or_router_is_another_request() -> None:
     sched.schedule(PROMPT, request_id="r")
     sched.apply("a", [RequestPlaced("A", "r", PROMPT), RequestPlaced("B", "r", PROMPT)])
     sched.apply("b", [RequestPlaced("A", "r", PROMPT)])
-    assert sched.stats()["live_requests"] == 4 and sched.stats()["mirrored_live"] == 3
+    assert sched.stats()["live_requests"] == 4 and sched.stats()["peer_bookings"] == 3
     sched.check()
 
 
-def test_a_removed_worker_takes_its_mirrored_requests_along() -> None:
+def test_a_removed_worker_takes_its_peer_requests_along() -> None:
     sched = scheduler()
     sched.apply("a", [RequestPlaced("A", "r", PROMPT)])
     own = sched.schedule(PROMPT, request_id="mine").request_id
     assert sched.remove_worker("a") == [own]
     assert sched.stats()["live_requests"] == 1
     sched.apply("b", [RequestPlaced("A", "r", PROMPT)])
-    assert sched.forget_mirrored("b") == 1 and sched.forget_mirrored("c") == 0
-    assert sched.stats()["mirrored_live"] == 0
+    assert sched.forget_peer_bookings("b") == 1 and sched.forget_peer_bookings("c") == 0
+    assert sched.stats()["peer_bookings"] == 0
     with pytest.raises(UnknownWorker):
-        sched.forget_mirrored("a")
+        sched.forget_peer_bookings("a")
 
 
 def test_a_worker_is_not_removed_where_the_clock_fails() -> None:
@@ -150,7 +150,7 @@ def test_a_worker_is_not_removed_where_the_clock_fails() -> None:
     assert sched.remove_worker("a") == [own]
 
 
-def test_a_mirrored_request_expires_with_its_lease() -> None:
+def test_a_peer_request_expires_with_its_lease() -> None:
     sched = scheduler(config=preble.SchedulerConfig(lease_seconds=60.0))
     sched.apply("a", [RequestPlaced("A", "r", PROMPT)])
     sched._clock.advance(61.0)
@@ -158,11 +158,11 @@ def test_a_mirrored_request_expires_with_its_lease() -> None:
     assert sched.stats()["live_requests"] == 0 and sched.stats()["expired_leases"] == 1
 
 
-def test_at_the_bound_of_live_requests_a_mirrored_one_is_left_out() -> None:
+def test_at_the_bound_of_live_requests_a_peer_one_is_left_out() -> None:
     sched = scheduler(config=preble.SchedulerConfig(live_requests_max=2))
     told = [RequestPlaced("A", str(number), PROMPT) for number in range(3)]
     assert sched.apply("a", told) == 2
-    assert sched.stats()["live_requests"] == 2 and sched.stats()["mirrored_ignored"] == 1
+    assert sched.stats()["live_requests"] == 2 and sched.stats()["peer_events_ignored"] == 1
     sched.check()
 
 
@@ -190,11 +190,11 @@ def test_a_lying_worker_is_refused(event: object, error: type[Exception]) -> Non
     sched.check()
 
 
-def test_a_snapshot_keeps_mirrored_requests() -> None:
+def test_a_snapshot_keeps_peer_requests() -> None:
     sched = scheduler()
     sched.apply("a", [RequestPlaced("A", "r", PROMPT)])
     again = preble.GlobalScheduler.restore(sched.snapshot(), clock=ManualClock(10.0))
-    assert again.stats()["mirrored_live"] == 1
+    assert again.stats()["peer_bookings"] == 1
 
 
 def test_a_restored_router_draws_as_the_one_before() -> None:
@@ -208,7 +208,7 @@ def test_a_restored_router_draws_as_the_one_before() -> None:
     assert third.stats()["reasons"] == again.stats()["reasons"]
 
 
-def test_a_restored_router_hears_of_an_end() -> None:
+def test_a_restored_router_receives_of_an_end() -> None:
     sched = scheduler()
     sched.apply("a", [RequestPlaced("A", "r", PROMPT)])
     again = preble.GlobalScheduler.restore(sched.snapshot(), clock=ManualClock(10.0))
@@ -219,7 +219,7 @@ def test_a_restored_router_hears_of_an_end() -> None:
 def test_a_policy_with_books_knows_the_requests_of_others() -> None:
     sched = scheduler(policy="kv_cost")
     sched.apply("a", [RequestPlaced("A", "r", PROMPT)])
-    assert sched.stats()["mirrored_live"] == 1
+    assert sched.stats()["peer_bookings"] == 1
     other = sched.schedule(list(range(5000, 5300)))
     assert other.worker != "a"  # nothing is cached of it anywhere, and a has work
     sched.apply("a", [RequestEnded("A", "r", 3)])
@@ -240,6 +240,6 @@ def test_events_of_blocks_and_requests_are_taken_in_order() -> None:
     assert sched.match(PROMPT).matched_tokens == {"a": 50}
 
 
-def test_ids_of_mirrored_requests_are_told_apart() -> None:
-    assert is_mirrored(mirrored_id("w", "A", "r"))
-    assert not is_mirrored(("w", "A", "r", "x")) and not is_mirrored("mirrored") and not is_mirrored(None)
+def test_ids_of_peer_requests_are_distinguished() -> None:
+    assert is_peer(peer_id("w", "A", "r"))
+    assert not is_peer(("w", "A", "r", "x")) and not is_peer("mirrored") and not is_peer(None)

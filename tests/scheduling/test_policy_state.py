@@ -1,4 +1,4 @@
-"""The books that policies need: what they say is what a naive count says, and they return to zero whatever happens.
+"""The bookings that policies need: what they say is what a naive count says, and they return to zero whatever happens.
 
 The rules that read them are tested in `policies/test_policies.py`.
 """
@@ -17,9 +17,9 @@ from preble.policies.base import RequestView, WorkersView
 from preble.policies.known import ActiveBlocks, PaperHistory, WindowCosts
 from preble.policies.simple import RoundRobin
 from preble.scheduling.policy_state import (
-    BOOKS,
-    PaperHistoryBook,
-    WindowCostBook,
+    TRACKERS,
+    PaperHistoryTracker,
+    WindowCostTracker,
     common_blocks,
     longest_node_end,
     token_bytes,
@@ -30,10 +30,10 @@ COST = CostModel.preset("mistral-7b/a6000")
 
 
 class Curious(RoundRobin):
-    """Needs every book and remembers what it was told last."""
+    """Needs every book and remembers what it was reported last."""
 
     name = reason = "curious"
-    needs = tuple(BOOKS)
+    needs = tuple(TRACKERS)
 
     def __init__(self) -> None:
         self.told: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def test_books_agree_with_a_naive_count_and_return_to_zero(seed: int) -> None:
     assert set(active.new_blocks.values()) == {4}
     window: WindowCosts = told["window_costs"]
     assert set(window.seconds.values()) == {0.0} and set(window.requests.values()) == {0}
-    books = history.sched.stats()["policy_books"]
+    books = history.sched.stats()["policy_state"]
     assert books["active_blocks"] == {"requests": 0, "blocks": 0}
     assert books["window_costs"] == {"requests": 0, "prompts": 0, "dropped": 0}
     assert books["paper_history"]["requests"] == 0
@@ -181,7 +181,7 @@ def test_a_decision_that_fails_books_nothing() -> None:
     sched.check()
 
 
-def test_a_finish_that_claims_too_much_cached_leaves_the_books_alone() -> None:
+def test_a_finish_that_claims_too_much_cached_leaves_the_bookings_alone() -> None:
     sched, policy, _ = curious()
     sched.schedule([*range(40)], request_id="one")
     for call in sched.first_token, sched.finish:
@@ -195,11 +195,11 @@ def test_a_finish_that_claims_too_much_cached_leaves_the_books_alone() -> None:
 def test_a_policy_without_needs_opens_no_books() -> None:
     for policy in "e2", "least_loaded":
         sched = GlobalScheduler(["a"], policy=policy)
-        assert sched._policy_state is None and sched.stats()["policy_books"] == {}
+        assert sched._policy_state is None and sched.stats()["policy_state"] == {}
 
 
 @pytest.mark.parametrize("policy", ["kv_cost", "cache_aware", "aibrix_preble", "e2-paper"])
-def test_threads_leave_the_books_right(policy: str) -> None:
+def test_threads_leave_the_bookings_right(policy: str) -> None:
     assert stress_scheduler(200, seed=8, policy=policy)["scheduled"] >= 200
 
 
@@ -213,7 +213,7 @@ def test_a_check_notices_a_book_that_is_wrong() -> None:
     for need, spoil in spoilers.items():
         sched, _, _ = curious()
         sched.schedule([*range(40)])
-        spoil(sched._policy_state._books[need])
+        spoil(sched._policy_state._policy_state[need])
         with pytest.raises(AssertionError, match="w0"):
             sched.check()
 
@@ -267,12 +267,12 @@ def test_the_window_charges_a_prompt_its_decode_once_and_its_prefill_by_count_an
 
 
 def test_the_window_is_bounded_and_counts_what_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowCostBook, "requests_max", 4)
+    monkeypatch.setattr(WindowCostTracker, "requests_max", 4)
     sched, policy, _ = curious(1)
     for i in range(7):
         sched.schedule([i] * 20)
         sched.check()
-    assert sched.stats()["policy_books"]["window_costs"] == {"requests": 4, "prompts": 4, "dropped": 3}
+    assert sched.stats()["policy_state"]["window_costs"] == {"requests": 4, "prompts": 4, "dropped": 3}
     assert ask(sched, policy, [1])["window_costs"].requests == {"w0": 4}
 
 
@@ -280,7 +280,7 @@ def test_the_window_is_bounded_and_counts_what_leaves_early(monkeypatch: pytest.
 
 
 def test_the_history_is_the_last_h_requests_with_what_they_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaperHistoryBook, "requests_max", 3)
+    monkeypatch.setattr(PaperHistoryTracker, "requests_max", 3)
     sched, policy, _ = curious(2)
     prompts = [[n] * length for n, length in enumerate([100, 900, 200, 800, 300, 700, 400, 600])]
     for prompt in prompts:  # the even ones go to w0, the odd ones to w1
@@ -297,7 +297,7 @@ def test_the_history_is_the_last_h_requests_with_what_they_missed(monkeypatch: p
 
 
 def test_decode_time_is_of_the_mean_output_of_finished_requests_in_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaperHistoryBook, "requests_max", 2)
+    monkeypatch.setattr(PaperHistoryTracker, "requests_max", 2)
     sched, policy, _ = curious(2)
     for number in range(4):
         sched.schedule([number] * 50, request_id=number)
@@ -359,7 +359,7 @@ def test_holders_cache_the_longest_node_of_the_path_the_tree_knows() -> None:
     assert (told.known_tokens, told.holders) == (720, frozenset())  # in the tree, and nobody's
 
 
-def test_the_nodes_of_a_known_path_are_told_from_the_top() -> None:
+def test_the_nodes_of_a_known_path_are_reported_from_the_top() -> None:
     sched = GlobalScheduler(["a"], clock=ManualClock())
     tree = sched.core.tree
     assert tree.path([1, 2, 3]) == []
@@ -372,4 +372,4 @@ def test_the_nodes_of_a_known_path_are_told_from_the_top() -> None:
 
 
 def test_a_policy_is_a_policy_with_needs() -> None:
-    assert Policy.needs == () and set(Curious.needs) == set(BOOKS)
+    assert Policy.needs == () and set(Curious.needs) == set(TRACKERS)

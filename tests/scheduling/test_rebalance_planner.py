@@ -1,4 +1,4 @@
-"""What is proposed about load that shifts, from rows made by hand. Carrying it out: `test_rebalancer.py`."""
+"""What is proposed about load that moves, from rows made by hand. Carrying it out: `test_rebalancer.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans in a scheduler: prefix groups, steers, bounds, warm-up, and what ends a plan. Proposals are in
+"""Plans in a scheduler: prefix groups, redirects, bounds, warm-up, and what ends a plan. Proposals are in
 `test_rebalance_planner.py`, chance in `test_rebalancer_machine.py`, whole fleets in `sim/test_rebalancing.py`."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_a_group_is_the_key_portion_and_counts_what_its_requests_cost() -> None:
         ask(scheduler, PREFIX, number, request_id=number, max_new_tokens=1)
     (row,) = groups_of(scheduler, clock)
     assert (row.worker, row.prefix_tokens, row.requests) == (0, 1000, 2)
-    token = scheduler.core.book.account(0)["load_seconds"]
+    token = scheduler.core.loads.account(0)["load_seconds"]
     prefills = 1.060 + 2 * 0.060
     assert row.window_seconds == pytest.approx(2 * 0.060 + (token - prefills) / 130 * 2, rel=1e-6)
     assert row.load == pytest.approx(row.window_seconds / 10.0)  # a young group is observed for join_seconds
@@ -75,7 +75,7 @@ def test_a_group_is_the_key_portion_and_counts_what_its_requests_cost() -> None:
     scheduler.check()
 
 
-def test_waits_are_told_apart_by_half() -> None:
+def test_waits_are_distinguished_by_half() -> None:
     scheduler, clock = fleet(1, history_seconds=36.0)
     clock.advance(8.0)  # 56 halves of 18 s
     ask(scheduler, PREFIX, 0)
@@ -94,7 +94,7 @@ def test_waits_are_told_apart_by_half() -> None:
     assert scheduler.core.groups.live == 0
 
 
-def test_what_the_engine_tells_corrects_a_group() -> None:
+def test_what_the_engine_reports_corrects_a_group() -> None:
     scheduler, clock = fleet(1)
     ask(scheduler, PREFIX, 0)
     ask(scheduler, PREFIX, 1, request_id="a", max_new_tokens=1)
@@ -190,7 +190,7 @@ def test_copies_are_taken_back_when_the_load_falls() -> None:
     for _ in range(400):
         clock.advance(1.0)
         scheduler.tick()
-    assert plans(scheduler) == [] and scheduler.stats()["plans"]["steers"] == 0
+    assert plans(scheduler) == [] and scheduler.stats()["plans"]["redirects"] == 0
     assert {plan["why"] for plan in plans(scheduler, "ended")} == {"the load fell"}
     scheduler.check()
 
@@ -259,7 +259,7 @@ def test_plans_end_with_their_workers(leave: str, whose: str) -> None:
 def test_a_worker_that_leaves_while_a_plan_is_made_gets_no_prefix(reused: bool) -> None:
     """Regression: another thread removed the worker whose cost was being asked for, and the process crashed."""
     scheduler, clock = fleet(2, rebalance_ratio=0.0, replicas_max=2)
-    shifts = scheduler._shifts
+    shifts = scheduler._rebalancer
     assert shifts is not None
     ask_cost, left = shifts._recompute, []
 
@@ -290,7 +290,7 @@ def test_a_prefix_that_was_forgotten_ends_its_plan() -> None:
     clock.advance(400.0)  # nobody caches it and nobody asked for it within the window
     scheduler.tick()
     assert plans(scheduler) == []
-    assert scheduler.stats()["plans"]["steers"] == 0
+    assert scheduler.stats()["plans"]["redirects"] == 0
     scheduler.check()
 
 
@@ -317,24 +317,26 @@ def test_a_home_that_lags_behind_is_not_insisted_on() -> None:
             clock.advance(1.0)
             scheduler.tick()
             scheduler.check()
-    shifts = scheduler._shifts
+    shifts = scheduler._rebalancer
     assert shifts is not None
     (copied,) = shifts._copied.values()
     assert len(copied.homes) == 6
     with scheduler._lock:
         shifts._waits.update(dict.fromkeys(copied.targets, 0.9))
         shifts.publish()
-    homes = [steer for steer in scheduler.core.steers.show() if len(steer[5]) == 1]
-    assert {(steer[0], steer[5][0]) for steer in homes} == set(copied.homes.items())
+    homes = [redirect for redirect in scheduler.core.redirects.show() if len(redirect[5]) == 1]
+    assert {(redirect[0], redirect[5][0]) for redirect in homes} == set(copied.homes.items())
     lagging = copied.homes[homes[0][0]]
     with scheduler._lock:
         shifts._waits.update({target: 3.0 if target == lagging else 0.9 for target in copied.targets})
         shifts.publish()
-    assert {steer[5] for steer in scheduler.core.steers.show() if len(steer[5]) == 1}.isdisjoint({(lagging,)})
+    assert {redirect[5] for redirect in scheduler.core.redirects.show() if len(redirect[5]) == 1}.isdisjoint(
+        {(lagging,)}
+    )
     with scheduler._lock:
         shifts._waits[lagging] = 2.9
         shifts.publish()
-    assert [steer for steer in scheduler.core.steers.show() if len(steer[5]) == 1] == homes
+    assert [redirect for redirect in scheduler.core.redirects.show() if len(redirect[5]) == 1] == homes
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -346,7 +348,7 @@ def move_of(group: Group) -> Proposal:
 
 def test_plans_and_history_are_bounded() -> None:
     scheduler, clock = fleet(2)
-    shifts = scheduler._shifts
+    shifts = scheduler._rebalancer
     assert shifts is not None
     for number in range(PLANS_MAX + 5):
         prefix = list(range(2000 * number, 2000 * number + 100))
@@ -378,21 +380,21 @@ def test_plans_and_history_are_bounded() -> None:
 
 def test_the_table_refuses_what_is_beyond_its_bounds_and_stays_as_it_was() -> None:
     scheduler, _ = fleet(2)
-    steers = scheduler.core.steers
+    redirects = scheduler.core.redirects
     one = (1, 1, 5, None, 3, (0,))
     with scheduler._lock:
-        steers.put([one])
+        redirects.put([one])
         with pytest.raises(CapacityExceeded):
-            steers.put([(node, 1, 5, None, 3, (0,)) for node in range(1025)])
+            redirects.put([(node, 1, 5, None, 3, (0,)) for node in range(1025)])
         with pytest.raises(CapacityExceeded):
-            steers.put([(1, 1, 5, None, 3, tuple(range(9)))])
-        assert steers.show() == [one]
+            redirects.put([(1, 1, 5, None, 3, tuple(range(9)))])
+        assert redirects.show() == [one]
         many = [(node, 1, node, 0 if node % 2 else None, 2, tuple(range(1 + node % 8))) for node in range(1024)]
-        steers.put(many)
-        assert steers.show() == many
-        steers.check()
-        steers.put([])
-        assert steers.show() == [] and steers.count == 0
+        redirects.put(many)
+        assert redirects.show() == many
+        redirects.check()
+        redirects.put([])
+        assert redirects.show() == [] and redirects.count == 0
 
 
 # --- warming up -------------------------------------------------------------------------------------------------------
@@ -437,7 +439,7 @@ def test_plans_go_on_in_a_restored_scheduler() -> None:
     told, before = restored.stats(), scheduler.stats()
     del told["scaling"], before["scaling"]  # its samples begin anew
     assert told == before
-    assert restored.core.steers.show() == scheduler.core.steers.show() != []
+    assert restored.core.redirects.show() == scheduler.core.redirects.show() != []
     assert restored.core.groups.show() == scheduler.core.groups.show() != []
     for one, its_clock in ((scheduler, clock), (restored, other)):
         heated(one, its_clock)
@@ -467,9 +469,9 @@ def test_plans_go_on_in_a_restored_scheduler() -> None:
 def test_plans_that_cannot_be_are_refused(name: str, lie: Any) -> None:
     scheduler, clock = fleet(rebalance_ratio=0.0)
     heated(scheduler, clock)
-    assert scheduler._shifts is not None
-    state = tuple((key, lie if key == name else value) for key, value in scheduler._shifts.state())
+    assert scheduler._rebalancer is not None
+    state = tuple((key, lie if key == name else value) for key, value in scheduler._rebalancer.state())
     other, _ = fleet(rebalance_ratio=0.0)
-    assert other._shifts is not None
+    assert other._rebalancer is not None
     with pytest.raises((InvalidInput, TypeError, ValueError)):
-        other._shifts.restore(state)
+        other._rebalancer.restore(state)

@@ -1,5 +1,5 @@
-"""State machine: prefix groups count what plain dicts count, steers lead where a plain search says, and plans keep
-their invariants under random requests, answers, workers, steers and clocks."""
+"""State machine: prefix groups count what plain dicts count, redirects lead where a plain search says, and plans keep
+their invariants under random requests, answers, workers, redirects and clocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def key_prefix(tokens: Prefix, ends: list[int], usable: int) -> Prefix | None:
     return None
 
 
-class ShiftsMachine(RuleBasedStateMachine):
+class RebalancerMachine(RuleBasedStateMachine):
     """One scheduler, and what its groups should be, as dicts from (prefix, worker, its incarnation) to five sums a
     half."""
 
@@ -85,24 +85,24 @@ class ShiftsMachine(RuleBasedStateMachine):
     # --- requests ---
 
     def explained(self, tokens: Prefix) -> tuple[Explanation, Explanation]:
-        """As it would be decided without steers, and with them."""
+        """As it would be decided without redirects, and with them."""
         core = self.real.core
-        kept = core.steers.show()
+        kept = core.redirects.show()
         with self.real._lock:
-            core.steers.put([])
+            core.redirects.put([])
             plain = self.real.explain(list(tokens))
-            core.steers.put(kept)
+            core.redirects.put(kept)
             return plain, self.real.explain(list(tokens))
 
-    def steered(self, tokens: Prefix, plain: Explanation) -> set[str]:
-        """Where the deepest steer on the prompt's path may lead, by a plain search; empty without one."""
+    def redirected(self, tokens: Prefix, plain: Explanation) -> set[str]:
+        """Where the deepest redirect on the prompt's path may lead, by a plain search; empty without one."""
         core, eligible = self.real.core, {cost.worker for cost in plain.workers}
         matched = self.real.match(list(tokens)).known_tokens
         exploits = plain.reason == "exploit"
         if not exploits and not matched > self.real.config.exploit_ratio * len(tokens):
             return set()
         on_path = []
-        for node, generation, length, source, _, targets in core.steers.show():
+        for node, generation, length, source, _, targets in core.redirects.show():
             if not core.groups.lives(node, generation) or length > matched:
                 continue
             known = self.path(node)
@@ -126,7 +126,7 @@ class ShiftsMachine(RuleBasedStateMachine):
             if not any(not worker.draining for worker in self.real._workers.values()):
                 return
             plain, told = self.explained(tokens)
-            targets = self.steered(tokens, plain)
+            targets = self.redirected(tokens, plain)
             decision = self.real.schedule(list(tokens), request_id=f"r{self.number}", max_new_tokens=20)
             self.number += 1
             assert (decision.worker, decision.reason) == (told.worker, told.reason)
@@ -224,9 +224,9 @@ class ShiftsMachine(RuleBasedStateMachine):
         if rows and to < len(core.names):
             row = data.draw(st.sampled_from(rows))
             with self.real._lock:
-                busy = row.node in self.real._shifts._busy()
-                begun = self.real._shifts.begin(Proposal(REBALANCE, row, to, "test", 1.0), self.clock())
-                self.real._shifts.publish()
+                busy = row.node in self.real._rebalancer._busy()
+                begun = self.real._rebalancer.begin(Proposal(REBALANCE, row, to, "test", 1.0), self.clock())
+                self.real._rebalancer.publish()
             assert bool(begun) == (core.names[to] is not None) or busy
 
     @rule(times=st.integers(1, 3))
@@ -289,7 +289,7 @@ def places(core: Any) -> list[int]:
     return [row[0] for row in core.groups.shares_kept()]
 
 
-ShiftsMachine.TestCase.settings = settings(
+RebalancerMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-test_shifts = ShiftsMachine.TestCase
+test_rebalancer = RebalancerMachine.TestCase

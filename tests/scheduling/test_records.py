@@ -59,7 +59,7 @@ def scheduler(workers: int = 2, policy: Any = "e2", **recording: Any) -> tuple[G
 # --- regret, by hand --------------------------------------------------------------------------------------------------
 
 
-def test_a_record_without_outcome_knows_only_what_was_believed() -> None:
+def test_a_record_without_outcome_knows_only_what_was_estimated() -> None:
     one = record(terms("a", 20), terms("b", 60))
     assert (one.cached_error_tokens, one.late_seconds, one.regret_seconds) == (None, None, None)
     assert one.chosen.worker == "a" and one.chosen.predicted_seconds == 1.0
@@ -74,7 +74,7 @@ def test_a_record_without_outcome_knows_only_what_was_believed() -> None:
         (0, 75, None, 75, 0.75),
         (50, 75, 50, 25, 0.5),
         (50, 75, 0, 75, 0.75),  # the engine had lost it
-        (0, 60, 90, 0, 0.0),  # the engine had more than anybody was believed to have
+        (0, 60, 90, 0, 0.0),  # the engine had more than anybody was estimated to have
         (0, 100, None, 100, 1.0),
         (100, 100, 100, 0, 0.0),  # nothing was computed at all
     ],

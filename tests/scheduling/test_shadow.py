@@ -19,7 +19,7 @@ from preble.scheduling.shadow import PAIRS_MAX
 from tests.support.sim import PLAIN, config, tools
 
 WORKERS = ("a", "b", "c")
-OWN = ("records", "shadow", "policy_books")
+OWN = ("records", "shadow", "policy_state")
 
 
 class Last(Policy):
@@ -119,14 +119,14 @@ def step(sched: GlobalScheduler, clock: ManualClock, what: str, *how: Any) -> An
 
 
 def history(steps: Sequence[tuple[Any, ...]], **options: Any) -> tuple[list[Any], dict[str, Any], Any]:
-    """What the callers see of a history, the books it leaves, and the scheduler."""
+    """What the callers see of a history, the bookings it leaves, and the scheduler."""
     clock = ManualClock(1000.0)
     sched, seen = scheduler(clock, **options), []
     for what, *how in steps:
         try:
             seen.append(step(sched, clock, what, *how))
         except PrebleError as error:
-            # Of two things wrong with one call, which is told first may differ.
+            # Of two things wrong with one call, which is reported first may differ.
             seen.append("refused" if what == "wrong" else (type(error).__name__, str(error)))
         sched.check()
     stats = sched.stats()
@@ -167,7 +167,7 @@ def test_a_simulated_fleet_under_a_shadow_runs_as_without(policy: str, shadow: s
     assert stats["records"]["joined"] == stats["records"]["made"] == stats["shadow"]["decisions"] >= 40
 
 
-def test_by_default_nothing_is_watched() -> None:
+def test_by_default_nothing_is_recorded() -> None:
     sched = scheduler(ManualClock(1.0))
     assert type(sched) is GlobalScheduler and sched.records() == ()
     assert not {"records", "shadow"} & sched.stats().keys()
@@ -175,7 +175,7 @@ def test_by_default_nothing_is_watched() -> None:
 
 
 class Notes(RequestObserver):
-    """Writes down what it is told."""
+    """Writes down what it is reported."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -206,7 +206,7 @@ def served(api: RequestApi, name: str) -> None:
     assert api.cancel(name)
 
 
-def test_an_observer_comes_and_goes_and_is_told_of_what_happens_meanwhile() -> None:
+def test_an_observer_comes_and_goes_and_is_reported_of_what_happens_meanwhile() -> None:
     sched, notes = scheduler(ManualClock(1.0)), Notes()
     served(sched, "before")
     sched._observer = notes
@@ -236,7 +236,7 @@ def test_the_request_api_is_complete_without_a_scheduler() -> None:
     whole.check()
 
 
-def test_a_scheduler_of_one_s_own_can_be_watched() -> None:
+def test_a_scheduler_of_one_s_own_can_be_recorded() -> None:
     class Mine(GlobalScheduler):
         def greeting(self) -> str:
             return "hello"
@@ -318,13 +318,13 @@ def test_a_shadow_s_books_are_of_what_was_done() -> None:
     """The same requests under kv_cost itself would have been placed elsewhere; the book has them where E2 put them."""
     sched = GlobalScheduler(["a", "b"], clock=ManualClock(1000.0), shadow="kv_cost")
     ids = [sched.schedule([5] * 160).request_id for _ in range(3)]
-    assert sched.stats()["policy_books"]["active_blocks"] == {"requests": 3, "blocks": 10}
+    assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 3, "blocks": 10}
     sched.first_token(ids[0])
     sched.finish(ids[0])
     sched.cancel(ids[1])
-    assert sched.stats()["policy_books"]["active_blocks"] == {"requests": 1, "blocks": 10}
+    assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 1, "blocks": 10}
     sched.finish(ids[2])
-    assert sched.stats()["policy_books"]["active_blocks"] == {"requests": 0, "blocks": 0}
+    assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 0, "blocks": 0}
 
 
 def test_errors_in_the_shadow_stay_there() -> None:
@@ -395,7 +395,7 @@ def test_a_shadow_that_changes_the_fleet_is_counted_as_in_error() -> None:
     assert (stats["errors"], stats["agreements"], stats["differences"]) == (1, 0, 0)
 
 
-def test_the_class_of_a_watched_scheduler_makes_watched_and_plain_ones():
+def test_the_class_of_a_recording_scheduler_makes_recorded_and_plain_ones():
     kind = type(GlobalScheduler(["a"], shadow="kv_cost"))
     for watched in ({"shadow": "kv_cost"}, {"record": Recording()}, {}):
         scheduler = kind(["a", "b"], **watched)

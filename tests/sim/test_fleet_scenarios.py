@@ -134,7 +134,7 @@ def test_a_restarted_worker_gets_no_request_on_the_strength_of_its_old_cache() -
     assert (result.outcome == FINISHED).all()
 
 
-def test_the_death_of_the_worker_with_the_hottest_prefix_loses_no_request() -> None:
+def test_the_death_of_the_worker_with_the_most_loaded_prefix_loses_no_request() -> None:
     """A third of all requests have one prefix. Its worker dies: they go on elsewhere, together, and each one ends."""
     requests = tools(150.0, 20.0, groups=60, zipf=1.1)
     groups = np.array([request.group for request in requests.requests])

@@ -47,7 +47,7 @@ def requests_for(
 def run(
     requests: Sequence[PromptRequest], config: SchedulerConfig, workers: int = 6, **more: Any
 ) -> tuple[Result, Simulation]:
-    """Simulate, and check all books at the end. Nothing escapes a queue and newcomers are given
+    """Simulate, and check all bookings at the end. Nothing escapes a queue and newcomers are given
     nothing, so that plans are what spreads the load."""
     config = replace(config, escape_seconds=1e9, join_share=0.0)
     made = Workload("shifts", sorted(requests, key=lambda request: request.arrival_seconds))
@@ -157,9 +157,9 @@ def test_one_hot_worker_leaves_the_others_their_prefixes(three_workers_worth: li
         asks += requests_for(f"quiet{'x' * group}", quiet, 0.5, 0.0, 60.0, question=100, seed=group)
     result, _ = run(asks, SchedulerConfig())
     assert plans(result, "replica")
-    quiet_rows = np.array([name.startswith("quiet") for name in result.request_ids])
-    prompt, cached = result.prompt_tokens[quiet_rows].sum(), result.cached_tokens[quiet_rows].sum()
-    off, _ = run([r for r in asks if r.request_id.startswith("quiet")], OFF)
+    idle_rows = np.array([name.startswith("suspect") for name in result.request_ids])
+    prompt, cached = result.prompt_tokens[idle_rows].sum(), result.cached_tokens[idle_rows].sum()
+    off, _ = run([r for r in asks if r.request_id.startswith("suspect")], OFF)
     assert cached / prompt > 0.95 * off.cached_tokens.sum() / off.prompt_tokens.sum()
 
 

@@ -1,4 +1,4 @@
-"""Several routers in the simulator: each request has one, all hear of all, and nothing stays booked."""
+"""Several routers in the simulator: each request has one, all learn of all, and nothing stays booked."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_every_request_ends_once_and_nothing_stays_booked(routers: int, delay: f
     assert all(stats["scheduled"] > 0 for stats in placed)
     assert sum(stats["scheduled"] for stats in placed) == 400
     for scheduler, stats in zip(run.routers.schedulers, placed, strict=True):
-        assert stats["scheduled"] + stats["mirrored_requests"] == 400
-        assert stats["live_requests"] == stats["mirrored_ignored"] == 0
+        assert stats["scheduled"] + stats["peer_requests"] == 400
+        assert stats["live_requests"] == stats["peer_events_ignored"] == 0
         scheduler.check()
 
 
-def test_all_routers_believe_the_same_once_all_is_said() -> None:
+def test_all_routers_expect_the_same_once_all_is_said() -> None:
     run = Simulation(workload(), settings(routers=3, event_delay_seconds=0.05), None)
     run.run()
     first, *rest = (scheduler.stats()["workers"] for scheduler in run.routers.schedulers)
@@ -59,7 +59,7 @@ def test_many_routers_find_about_as_much_cached_as_one() -> None:
 def test_blind_routers_would_find_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the mirror is worth: without it, each router knows its own requests only."""
     told = sim.simulate(workload(), settings(routers=6)).summary()
-    monkeypatch.setattr(sim.routers.SimRouters, "_tell_others", lambda *_: None)
+    monkeypatch.setattr(sim.routers.SimRouters, "_report_to_others", lambda *_: None)
     blind = sim.simulate(workload(), settings(routers=6)).summary()
     assert blind.hit_fraction < 0.9 * told.hit_fraction
 
@@ -75,7 +75,7 @@ def test_workers_may_die_join_and_leave_under_several_routers() -> None:
     result = run.run()
     assert result.summary().finished == 400 and result.counts["resumed"] > 0
     for scheduler in run.routers.schedulers:
-        assert scheduler.stats()["live_requests"] - scheduler.stats()["mirrored_live"] == 0
+        assert scheduler.stats()["live_requests"] - scheduler.stats()["peer_bookings"] == 0
         scheduler.check()
 
 

@@ -228,7 +228,7 @@ def test_a_first_token_without_an_end_is_no_good_answer() -> None:
     assert result.goodput(1.0) == 0.0
 
 
-def test_an_expired_lease_changes_the_books_only() -> None:
+def test_an_expired_lease_changes_the_bookings_only() -> None:
     requests = [asked("a", 0.0, 100, out=400)]
     result, simulation = run(requests, config(scheduler=SchedulerConfig(lease_seconds=1.0)))
     assert result.output_tokens.tolist() == [400]
@@ -266,22 +266,22 @@ EVICTED = [
     ("chance", "believed"),
     [
         ({}, 51),
-        ({"event_delay_seconds": 0.5}, 51),  # heard of in time
+        ({"event_delay_seconds": 0.5}, 51),  # reported in time
         ({"event_delay_seconds": 6.5}, 180),  # too late for C
-        ({"event_loss": 1.0}, 180),  # never; C's own first token tells how little there was
+        ({"event_loss": 1.0}, 180),  # never; C's own first token reports how little there was
     ],
 )
-def test_evictions_unheard_of_make_the_scheduler_expect_too_much(chance: dict[str, float], believed: int) -> None:
+def test_evictions_unreported_of_make_the_scheduler_expect_too_much(chance: dict[str, float], estimated: int) -> None:
     result, _ = run(EVICTED, config(local={"kv_capacity_tokens": 300}, **chance))
     assert result.cached_tokens.tolist() == [0, 0, 51, 180]
-    assert result.placed_tokens.tolist() == [0, 0, believed, 180]
+    assert result.placed_tokens.tolist() == [0, 0, estimated, 180]
     batches, lost = result.counts["event_batches"], result.counts["lost_event_batches"]
     assert batches > 100
     assert lost == (batches if "event_loss" in chance else 0)
 
 
 def crowded(**more: object) -> sim.SimConfig:
-    """Two workers whose caches hold a part of the prefixes, so that evictions must be heard of."""
+    """Two workers whose caches hold a part of the prefixes, so that evictions must be reported."""
     return config(workers=2, local={"kv_capacity_tokens": 900}, **more)
 
 
@@ -360,7 +360,7 @@ def test_the_hash_sees_every_column() -> None:
     assert len(seen) == 11
 
 
-def test_progress_is_told_about_once_a_second_and_at_the_end() -> None:
+def test_progress_is_reported_about_once_a_second_and_at_the_end() -> None:
     seen: list[tuple[int, int, float]] = []
     result = sim.simulate(tools(60), config(), progress=lambda *told: seen.append(told))
     assert seen[-1][:2] == (60, 60)

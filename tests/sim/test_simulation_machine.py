@@ -1,6 +1,6 @@
 """The simulator on small random workloads, fleets and faults: what must hold whatever happens. Owns no hand-made run.
 
-`support.sim.check` says what: every request ends once, no token is computed twice, all books return to zero.
+`support.sim.check` says what: every request ends once, no token is computed twice, all bookings return to zero.
 """
 
 from __future__ import annotations

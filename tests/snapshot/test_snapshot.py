@@ -89,7 +89,7 @@ class Life:
             self.log.append(self.scheduler.renew(self.random.choice(self.live)))
 
     def reconcile(self) -> None:
-        """An engine tells which requests it has, or only how many."""
+        """An engine reports which requests it has, or only how many."""
         worker = self.random.choice(sorted(self.scheduler.workers))
         told = [one for one in self.live if self.random.random() < 0.8]
         self.log.append(self.scheduler.reconcile(worker, told, grace_seconds=self.random.choice([0.0, 5.0])))
@@ -233,7 +233,7 @@ def test_draining_workers_stay_so_and_free_indices_stay_free() -> None:
     restored.check()
 
 
-def test_ages_are_kept_on_another_clock_and_the_time_between_is_told() -> None:
+def test_ages_are_kept_on_another_clock_and_the_time_between_is_reported() -> None:
     clock = ManualClock(5000.0)
     original = GlobalScheduler(["a"], config=SchedulerConfig(lease_seconds=100.0), clock=clock)
     original.schedule([1, 2, 3], request_id="old")
@@ -330,18 +330,18 @@ def test_a_policy_with_books_of_its_own_is_refused_and_named() -> None:
 
 def test_every_attribute_of_a_scheduler_is_kept_or_left_out_on_purpose() -> None:
     """Whoever gives a scheduler more state must say here what a snapshot does with it, and do it."""
-    kept = {"_shifts", "config", "_cost_model", "_workers", "_counts_here"}  # and what RequestApi counts
+    kept = {"_rebalancer", "config", "_cost_model", "_workers", "_counts_here"}  # and what RequestApi counts
     new_each_time = {"_lock", "_thread", "_stop", "_ahead_seconds", "_membership", "_calibrator"}
     left_out = {"_recorder"}
     scheduler = GlobalScheduler(["a"])
     assert set(vars(scheduler)) == kept | new_each_time | left_out
     assert set(vars(GlobalScheduler(["a"], record=Recording()))) == kept | new_each_time | left_out
-    worker_kept = {"spec", "index", "blocks", "draining", "drift", "truth"}
+    worker_kept = {"spec", "index", "blocks", "draining", "drift", "cache_mismatches"}
     assert {field.name for field in fields(scheduler._workers["a"])} == worker_kept
-    assert {field.name for field in fields(Drift)} == {"reports", "requests", "since", "told_at"}
+    assert {field.name for field in fields(Drift)} == {"reports", "requests", "since", "reported_at"}
 
 
-def test_a_watched_scheduler_is_restored_as_a_plain_one() -> None:
+def test_a_recording_scheduler_is_restored_as_a_plain_one() -> None:
     clock = ManualClock(0.0)
     watched = GlobalScheduler(["a", "b"], record=Recording(), shadow="round_robin", clock=clock)
     for number in range(20):
@@ -377,7 +377,7 @@ def test_every_flipped_byte_and_every_truncation_is_refused() -> None:
         GlobalScheduler.restore(data + b"\x00")
 
 
-def test_the_reason_of_a_refusal_is_told() -> None:
+def test_the_reason_of_a_refusal_is_reported() -> None:
     data = GlobalScheduler(["a"]).snapshot()
     for bad, words in (
         (b"", "empty"),
@@ -524,4 +524,4 @@ def test_snapshots_beside_other_threads_are_whole() -> None:
         for request_id in list(restored.core.leases):
             assert restored.finish(request_id)
         restored.check()
-        assert restored.core.book.live == 0
+        assert restored.core.loads.live == 0

@@ -245,7 +245,7 @@ OPERATIONS: dict[str, Operation] = {
     "first-token-evicted": Operation(
         SchedulerWorld,
         lambda w: (w.sched.apply(w.live["b"].worker, [AllBlocksCleared()]), w.sched.first_token("b"))[1],
-        degrades=True,  # out of memory the belief stays what it was
+        degrades=True,  # out of memory the estimate stays what it was
     ),
     "finish": Operation(SchedulerWorld, lambda w: w.sched.finish("d", output_tokens=9)),
     "finish-at-once": Operation(SchedulerWorld, lambda w: w.sched.finish("a", cached_tokens=1)),

@@ -7,7 +7,7 @@ Owns the fleet, the schedule and the verdict; traffic and the examination at the
 function of seed, seconds, workers and routers alone (`--plan` prints it). What the machine makes of it differs from run
 to run; the promises do not, and no verdict depends on how long something took, except that waiting ends after half a
 minute. A killed router's requests are gone with it, and the workers must have ended them. Exit code 0 when every answer
-was whole, all books are even, nothing is left running anywhere and no worker is believed to cache what it does not.
+was whole, all bookings are even, nothing is left running anywhere and no worker is estimated to cache what it does not.
 
 With --worker-command the command gets --id, --bind and --events-bind added; it must be restartable on its ports. Its
 answers

@@ -308,7 +308,7 @@ def damaged(rng: random.Random, seeds: list[bytes]) -> bytes:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not tell."""
+    """Memory of this process; 0 where the system does not say."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 

@@ -62,7 +62,7 @@ class Mallinfo(ctypes.Structure):
 
 
 def measure() -> Callable[[], int] | None:
-    """A function that tells the bytes malloc has given out, None where the system has none."""
+    """A function that reports the bytes malloc has given out, None where the system has none."""
     library = ctypes.CDLL(None)
     if hasattr(library, "__sanitizer_get_current_allocated_bytes"):
         allocated = library.__sanitizer_get_current_allocated_bytes

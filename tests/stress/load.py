@@ -1,7 +1,7 @@
 """One router and its clients, as a process that can be killed: `chaos.py` and the fault tests start it.
 
 Owns the traffic, the comparison of every answer with what it must be, and the examination at the end: books, event
-streams, and what is believed of each worker's cache against what the worker says when asked. It causes no faults.
+streams, and what is estimated of each worker's cache against what the worker says when asked. It causes no faults.
 
 Commands come as lines on stdin; each is answered by one line of JSON on stdout:
 
@@ -33,7 +33,14 @@ from preble.errors import NoWorkers, PrebleError, QueueFull
 from preble.router import Router
 from preble.router.fleet import FleetWorker
 from preble.transport import wire
-from tests.support.transport import HANG_SECONDS, Peer, assert_books_are_even, expected_tokens, fast, until_others_ended
+from tests.support.transport import (
+    HANG_SECONDS,
+    Peer,
+    assert_bookings_are_even,
+    expected_tokens,
+    fast,
+    until_others_ended,
+)
 
 GROUPS = 6
 VARIANTS = 8
@@ -73,7 +80,7 @@ class Load:
         self.stopping = False
         self.clients: list[asyncio.Task[None]] = []
         config = fast(
-            quiet_after_seconds=args.quiet_seconds,
+            suspect_after_seconds=args.silent_seconds,
             give_up_seconds=args.give_up_seconds,
             forget_after_seconds=args.forget_seconds,
             max_attempts=1000,
@@ -167,31 +174,32 @@ class Load:
     # --- the examination ----------------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """An idle fleet: everybody ready, books even, workers idle, event streams at their ends, caches as believed."""
+        """An idle fleet: everybody ready, books even, workers idle, event streams at their ends, caches as
+        estimated."""
         try:
             workers = list(self.router.fleet.workers.values())
             await _until(lambda: all(one.state == "ready" for one in workers), "every worker is ready")
             await until_others_ended(self.router)
-            assert_books_are_even(self.router)
+            assert_bookings_are_even(self.router)
             for worker in workers:
                 await self.check_worker(worker)
         except AssertionError as error:
             self.findings.append(f"at the end: {error}")
 
     async def check_worker(self, worker: FleetWorker) -> None:
-        """Nothing runs there for anybody, and its cache holds what we believe and, once asked, what it was asked."""
+        """Nothing runs there for anybody, and its cache holds what we expect and, once asked, what it was asked."""
         probe = Probe(worker.address)
         try:
             await asyncio.to_thread(probe.wait_until_idle)
             chosen = random.Random(self.args.seed).sample(self.prompts, PROBED_PROMPTS)
             for prompt in chosen:
                 await self.caught_up(worker, probe)
-                believed = self.believed(worker, prompt)
+                estimated = self.estimated(worker, prompt)
                 cached = await asyncio.to_thread(probe.cached_tokens, prompt)
                 self.counts["probed"] += 1
-                self.counts["believed_tokens"] += believed
-                if believed > cached:
-                    self.findings.append(f"{worker.worker_id} holds {cached} tokens, {believed} are believed cached")
+                self.counts["estimated_tokens"] += estimated
+                if estimated > cached:
+                    self.findings.append(f"{worker.worker_id} holds {cached} tokens, {estimated} are estimated cached")
         finally:
             probe.close()
 
@@ -200,8 +208,8 @@ class Load:
         end = await asyncio.to_thread(probe.event_end)
         await _until(lambda: worker.link is not None and worker.link.next_event_seq >= end, "all events are applied")
 
-    def believed(self, worker: FleetWorker, prompt: Prompt) -> int:
-        """Tokens of a prompt that the router believes cached there."""
+    def estimated(self, worker: FleetWorker, prompt: Prompt) -> int:
+        """Tokens of a prompt that the router expects cached there."""
         known = self.router.scheduler.match(prompt).matched_tokens.get(worker.worker_id, 0)
         return min(known, len(prompt) - 1)  # as the engine counts: it computes a last token in any case
 

@@ -27,7 +27,8 @@ CORE_TESTS = (
     *("stress/test_threads*", "stress/test_allocation*", "stress/test_leaks*"),
 )
 THREAD_OPERATIONS = 8000  # of each thread
-# UBSan beside ASan reports to standard error, whatever it is told: kept by pytest, a report would die with its process.
+# UBSan beside ASan reports to standard error, whatever it is reported: kept by pytest, a report would die with its
+# process.
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys", "--timeout=900")
 
 

@@ -19,14 +19,14 @@ SECONDS = 60
 SLOWER = 15  # so many times longer it may take where the machine is busy
 
 
-def test_a_minute_of_faults_loses_no_token_and_leaves_the_books_even(
+def test_a_minute_of_faults_loses_no_token_and_leaves_the_bookings_even(
     run_python: Callable[..., Any],
 ) -> None:
     ended = run_python("-m", "tests.stress.chaos", "--seconds", str(SECONDS), timeout_seconds=SLOWER * SECONDS)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(ended.stdout)
     assert set(report["faults"]) == {*WORKER_FAULTS, *ROUTER_FAULTS} and report["findings"] == []
-    assert all(report["totals"][name] > 0 for name in ("answered", "left", "resumed", "probed", "believed_tokens"))
+    assert all(report["totals"][name] > 0 for name in ("answered", "left", "resumed", "probed", "estimated_tokens"))
     assert report["totals"]["token_gaps"] == 0
 
 

@@ -39,5 +39,5 @@ def test_memory_may_move_a_little_and_not_grow() -> None:
         (b'HTTP/1.1 200 OK\r\n\r\n{"error"}data: [DONE]\n\n\r\n0\r\n\r\n', False),
     ],
 )
-def test_a_whole_answer_is_told_from_a_broken_one(answer: bytes, whole: bool) -> None:
+def test_a_whole_answer_is_reported_from_a_broken_one(answer: bytes, whole: bool) -> None:
     assert gateway_soak.is_whole(answer) is whole

@@ -12,7 +12,7 @@ from tests.stress.leaks import measure
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
-pytestmark = pytest.mark.skipif(measure() is None, reason="this C library does not tell what malloc has given out")
+pytestmark = pytest.mark.skipif(measure() is None, reason="this C library does not say what malloc has given out")
 
 
 def test_a_hundred_thousand_operations_of_every_kind_leak_nothing(run_python: RunPython) -> None:

@@ -17,7 +17,7 @@ MAX_BYTES = 64 << 20
 WITHIN = 0.02  # of what the scheduler says; a longer churn fragments malloc's memory further (docs/benchmarks.md)
 
 pytestmark = pytest.mark.skipif(
-    measure() is None or not SMAPS.exists(), reason="this system tells neither malloc's sum nor a process's pages"
+    measure() is None or not SMAPS.exists(), reason="this system reports neither malloc's sum nor a process's pages"
 )
 
 

@@ -26,7 +26,7 @@ PAGE_BYTES = 4096
 
 
 def process_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell, or a sanitizer keeps what was freed."""
+    """Resident memory of this process; 0 where the system does not say, or a sanitizer keeps what was freed."""
     if not STATM.exists() or "asan" in os.environ.get("LD_PRELOAD", ""):
         return 0
     return int(STATM.read_text().split()[1]) * PAGE_BYTES
@@ -50,7 +50,7 @@ class Traffic:
         return [tool + array("i", [draw(2, 32_000) for _ in range(draw(5, 20))]) for tool in tools]
 
 
-def test_two_hundred_thousand_requests_leave_the_books_right_and_memory_flat() -> None:
+def test_two_hundred_thousand_requests_leave_the_bookings_right_and_memory_flat() -> None:
     """ToolBench in small over 8 workers. Half-way through, every cache is full and the window has been filled many
     times over."""
     clock, traffic = ManualClock(1000.0), Traffic(seed=7)
@@ -113,7 +113,7 @@ def test_without_a_single_tick_the_byte_budget_alone_keeps_memory_flat() -> None
 def test_an_endless_stream_of_cache_events_stays_within_the_index_and_the_tree() -> None:
     """An engine whose removals get lost: the index reaches its bound, forgets everything, and goes on."""
     sched = GlobalScheduler([WorkerSpec("w", kv_capacity_tokens=4096, block_size=16)], clock=ManualClock(1.0))
-    tokens_bound = 4096 + 4096 // 4  # an engine that tells what it drops is waited for
+    tokens_bound = 4096 + 4096 // 4  # an engine that reports what it drops is waited for
     bound = 1024 + 4 * 256
     for number in range(20_000):
         tokens = [number, *range(15)] * 2

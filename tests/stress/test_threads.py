@@ -31,7 +31,7 @@ def switch_interval(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("policy", ["e2", "least_loaded", "longest_prefix"])
-def test_threads_on_one_scheduler_leave_the_books_right(policy: str) -> None:
+def test_threads_on_one_scheduler_leave_the_bookings_right(policy: str) -> None:
     stats = stress_scheduler(OPERATIONS, seed=3, policy=policy)
     assert stats["scheduled"] >= OPERATIONS, "two writers, each of whose turns opens a request more often than not"
     assert stats["events"] > 0 and stats["late_calls"] > 0
@@ -76,7 +76,7 @@ def test_a_worker_removed_between_the_booking_and_the_answer_is_not_answered() -
         other.start()
         while "asked" not in sched.core.leases:
             time.sleep(0.001)
-    while not sched.core.book.live:  # the other thread books it without Python's lock
+    while not sched.core.loads.live:  # the other thread books it without Python's lock
         pass
     sched.add_worker("new")
     orphans = sched.remove_worker("goes")
@@ -86,7 +86,7 @@ def test_a_worker_removed_between_the_booking_and_the_answer_is_not_answered() -
 
 
 def while_left_out(sched: GlobalScheduler, excluded: list[str], question: Callable[[], Any]) -> Any:
-    """What a thread hears that asks while another one's decision leaves workers out."""
+    """What a thread receives that asks while another one's decision leaves workers out."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -162,31 +162,31 @@ def test_requests_may_come_while_statistics_are_taken(monkeypatch: pytest.Monkey
             time.sleep(0.001)
         return False
 
-    monkeypatch.setattr(peer_bookings, "is_mirrored", let_one_come)
-    assert sched.stats()["mirrored_live"] == 0
+    monkeypatch.setattr(peer_bookings, "is_peer", let_one_come)
+    assert sched.stats()["peer_bookings"] == 0
     for other in others:
         other.join()
     assert len(others) == 3 and sched.stats()["live_requests"] == 6
 
 
-def test_a_policy_is_asked_for_an_explanation_with_the_books_held_still() -> None:
+def test_a_policy_is_asked_for_an_explanation_with_the_bookings_held_still() -> None:
     """Regression: the scores shown were of rows that another thread's decision had filled meanwhile."""
     others: list[threading.Thread] = []
 
-    class Watched(Policy):
+    class RecordingScheduler(Policy):
         name = reason = "watched"
 
         def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
             other = threading.Thread(target=lambda: sched.finish(first))
             other.start()
             other.join(0.02)
-            assert other.is_alive(), "a request ended while the policy looked at the books"
+            assert other.is_alive(), "a request ended while the policy looked at the bookings"
             others.append(other)
             return [0.0] * len(workers)
 
     sched = GlobalScheduler(["a", "b"], policy="least_loaded", clock=ManualClock())
     first = sched.schedule([1, 2, 3]).request_id
-    sched._policy = Watched()
+    sched._policy = RecordingScheduler()
     assert sched.explain([1, 2, 3]).worker == "b", "fewer live requests, as the scores are alike"
     for other in others:
         other.join()

@@ -210,7 +210,7 @@ class SchedulerStress:
             assert worker not in PERMANENT
 
     def tell(self, rng: random.Random, step: int) -> None:
-        """Another router's requests, as the workers tell of them."""
+        """Another router's requests, as the workers report of them."""
         if len(self.told) < LIVE_MAX and rng.random() < 0.6:
             worker, request_id = rng.choice(PERMANENT), str(step)
             placed = RequestPlaced("other", request_id, self.prompts.draw(rng), rng.choice(NAMESPACES))
@@ -231,7 +231,7 @@ class SchedulerStress:
         if step % 10 == 0:
             stats = self.sched.stats()
             assert stats["tree"]["bytes_used"] <= MIB and stats["live_requests"] <= 3 * LIVE_MAX
-            assert stats["mirrored_live"] <= LIVE_MAX
+            assert stats["peer_bookings"] <= LIVE_MAX
             assert all(worker["cached_tokens"] <= 2500 for worker in stats["workers"].values())  # 2000 and a quarter
         if step % 50 == 0:
             self.sched.check()

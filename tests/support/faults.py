@@ -160,7 +160,7 @@ class NamespaceDenied(Exception):
 
 
 class Island:
-    """A network namespace with one cable to this one, which can be cut without either side being told."""
+    """A network namespace with one cable to this one, which can be cut without either side being reported."""
 
     def __init__(self, number: int) -> None:
         self.name = f"preble{os.getpid()}-{number}"

@@ -4,8 +4,8 @@ Lines of JSON go both ways: {"n": 1, "do": "ask", ...} is answered by {"n": 1, .
 may be under way. Owns no story; see router/test_several_routers.
 
     ask      prompt, tokens, id     the whole answer of one request
-    match    prompts                tokens of each that are believed cached, by worker
-    state                           bookings, own and mirrored, and what the links have seen
+    match    prompts                tokens of each that are estimated cached, by worker
+    state                           bookings, own and of a peer, and what the links have seen
     check                           asserts every invariant
 """
 
@@ -70,7 +70,7 @@ class RemoteRouter:
         return await self.do("ask", prompt=prompt, tokens=tokens, id=request_id)
 
     async def matches(self, prompts: list[list[int]]) -> list[dict[str, int]]:
-        """Tokens of each prompt believed cached, by worker."""
+        """Tokens of each prompt estimated cached, by worker."""
         found: list[dict[str, int]] = (await self.do("match", prompts=prompts))["matches"]
         return found
 
@@ -138,8 +138,8 @@ class Program:
         stats, links = self._router.scheduler.stats(), self._router.stats()["workers"].values()
         names = ("replays", "resyncs", "events_partial", "peer_requests", "peer_requests_past", "events_refused")
         return {
-            "mirrored": stats["mirrored_live"],
-            "own": stats["live_requests"] - stats["mirrored_live"],
+            "mirrored": stats["peer_bookings"],
+            "own": stats["live_requests"] - stats["peer_bookings"],
             "by_worker": {name: worker["live_requests"] for name, worker in stats["workers"].items()},
             "drift": {name: worker["drift_requests"] for name, worker in stats["workers"].items()},
             **{name: sum(link[name] for link in links) for name in names},

@@ -37,7 +37,7 @@ def workload(*requests: PromptRequest) -> Workload:
 
 
 def config(**more: Any) -> sim.SimConfig:
-    """One worker with a plain cost model and room for everything, unless told otherwise."""
+    """One worker with a plain cost model and room for everything, unless configured otherwise."""
     local = {"kv_capacity_tokens": 100_000, **more.pop("local", {})}
     return sim.SimConfig(**{"workers": 1, "cost_model": PLAIN, "local": LocalConfig(**local), **more})
 
@@ -55,7 +55,7 @@ def tools(count: int, *, groups: int = 6, rps: float = 20.0, seed: int = 0) -> W
 
 
 def run(requests: Workload | Sequence[PromptRequest], settings: sim.SimConfig) -> tuple[Result, sim.Simulation]:
-    """Simulate, check all books, and return what was found and the simulation itself."""
+    """Simulate, check all bookings, and return what was found and the simulation itself."""
     requests = requests if isinstance(requests, Workload) else workload(*requests)
     simulation = sim.Simulation(requests, settings, None)
     result = simulation.run()
@@ -97,7 +97,7 @@ def check_work(result: Result, worker: SimWorker) -> None:
 
 
 def check_quiet(simulation: sim.Simulation) -> None:
-    """Everything has ended: no books are open, no engine has anything to do."""
+    """Everything has ended: no bookings are open, no engine has anything to do."""
     found = simulation.scheduler.stats()
     assert found["live_requests"] == 0
     for books in found["workers"].values():

@@ -35,7 +35,7 @@ HANG_SECONDS = 30.0
 
 # Small times, so that tests see hours of a fleet's life in seconds. Only stories about hanging workers may call one
 # quiet soon: on a busy machine any process is silent for half a second now and then.
-FAST_LINK = LinkConfig(heartbeat_seconds=0.05, quiet_after_seconds=10.0, give_up_seconds=20.0, handshake_seconds=2.0)
+FAST_LINK = LinkConfig(heartbeat_seconds=0.05, suspect_after_seconds=10.0, give_up_seconds=20.0, handshake_seconds=2.0)
 FAST_FLEET = FleetConfig(FAST_LINK, reconnect_min_seconds=0.02, reconnect_max_seconds=0.1, forget_after_seconds=30.0)
 FAST = RouterConfig(FAST_FLEET, resume_seconds=15.0, retry_full_seconds=0.05, connect_seconds=15.0, tick_seconds=0.05)
 
@@ -166,7 +166,7 @@ class ScriptedWorker:
         port = self.router.bind_to_random_port("tcp://127.0.0.1")
         events_port = self.publisher.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
-        basic = wire.Welcome("scripted", "script", "", "", 1, 100_000, None, 1 << 20, (), "", 0, wire.MAX_FRAME_BYTES)
+        basic = wire.Welcome("scripted", "script", "", "", 1, 100_000, None, 1 << 20, (), "", 0, wire.FRAME_BYTES_MAX)
         self.facts = structs.replace(basic, events_endpoint=f"tcp://127.0.0.1:{events_port}", **facts)
         self.batches: list[tuple[Any, ...]] = []  # by number: what a replay gives
         self.first_kept = 0
@@ -334,11 +334,11 @@ async def collect(stream: Any) -> tuple[list[int], list[Any]]:
 
 
 async def until_others_ended(router: Router) -> None:
-    """Wait until every request of other routers has ended in this one's books, too."""
-    await until(lambda: not router.scheduler.stats()["mirrored_live"], "other routers' requests ended here, too")
+    """Wait until every request of other routers has ended in this one's bookings, too."""
+    await until(lambda: not router.scheduler.stats()["peer_bookings"], "other routers' requests ended here, too")
 
 
-def assert_books_are_even(router: Router) -> None:
+def assert_bookings_are_even(router: Router) -> None:
     """No request, attempt or booking is left over anywhere in the router."""
     router.check()
     router.scheduler.check()

@@ -31,7 +31,7 @@ from tests.support.transport import Peer
 
 
 def batch(number: int) -> tuple[PrefixEvicted, ...]:
-    """A batch that can be told from others."""
+    """A batch that can be reported from others."""
     return (PrefixEvicted((number,), 0),)
 
 
@@ -58,7 +58,7 @@ def test_a_gap_is_seen_until_it_is_filled() -> None:
     assert cursor.offer(6, batch(6)) == [batch(6), batch(7)] and not cursor.has_gap
 
 
-def test_a_loss_at_the_very_end_is_noticed_when_the_end_is_told() -> None:
+def test_a_loss_at_the_very_end_is_noticed_when_the_end_is_reported() -> None:
     cursor = EventCursor(0)
     cursor.offer(0, batch(0))
     cursor.expect(3)
@@ -227,7 +227,7 @@ def test_a_secret_that_others_can_read_is_warned_about(tmp_path: Path, caplog: p
 
 # --- the server against raw frames ------------------------------------------------------------------------------------
 
-FACTS = wire.Welcome("w0", "fake", "llama", "abc", 1, 1000, None, 4096, (), "", 0, wire.MAX_FRAME_BYTES)
+FACTS = wire.Welcome("w0", "fake", "llama", "abc", 1, 1000, None, 4096, (), "", 0, wire.FRAME_BYTES_MAX)
 EPOCH = 77
 
 
@@ -320,7 +320,7 @@ def test_a_monstrous_frame_costs_its_sender_the_connection_and_nobody_else(serve
     assert isinstance(good.receive(), wire.ReplayEnd)
 
 
-def test_frames_of_no_session_are_counted_and_told_so(serve: Serve, peer: MakePeer) -> None:
+def test_frames_of_no_session_are_counted_and_reported_so(serve: Serve, peer: MakePeer) -> None:
     server = serve()
     one = peer(server)
     one.send(wire.Ping(1))
@@ -451,7 +451,7 @@ def test_many_events_are_cut_into_frames_and_none_is_lost(serve: Serve) -> None:
     assert sum(len(lot) for _, lot in numbered) == 500
 
 
-def test_an_event_too_large_for_a_frame_clears_the_belief_instead(serve: Serve) -> None:
+def test_an_event_too_large_for_a_frame_clears_the_estimates_instead(serve: Serve) -> None:
     server = serve(max_frame_bytes=4096)
     server.publish([PrefixEvicted(array("i", range(5000)), 5)])
     assert server.replay.page(0, 10) == [(0, (AllBlocksCleared(),))]
@@ -462,12 +462,12 @@ def test_what_a_lone_router_does_waits_for_a_number_within_bounds(serve: Serve, 
     server = serve()
     peer(server).hello("one")
     for number in range(1023):
-        server.tell(RequestEnded("one", str(number)))
-    server.publish_told()
+        server.report(RequestEnded("one", str(number)))
+    server.publish_reports()
     assert server.replay.next_seq == 0, "nobody waits for it"
-    server.tell(RequestEnded("one", "1023"))
+    server.report(RequestEnded("one", "1023"))
     assert [len(lot) for _, lot in server.replay.page(0, 10)] == [1024], "but no more than so many wait"
-    server.tell(RequestPlaced("one", "long", array("i", range(1 << 18))))
+    server.report(RequestPlaced("one", "long", array("i", range(1 << 18))))
     assert [len(lot) for _, lot in server.replay.page(1, 10)] == [1], "nor so many bytes"
     assert server.counters.events_too_large == 0
 
@@ -475,7 +475,7 @@ def test_what_a_lone_router_does_waits_for_a_number_within_bounds(serve: Serve, 
 def test_what_waits_for_a_number_goes_before_the_events_after_it(serve: Serve, peer: MakePeer) -> None:
     server = serve()
     peer(server).hello("one")
-    server.tell(RequestEnded("one", "1"))
+    server.report(RequestEnded("one", "1"))
     server.publish([AllBlocksCleared()])
     assert server.replay.page(0, 10) == [(0, (RequestEnded("one", "1"), AllBlocksCleared()))]
 
@@ -483,16 +483,16 @@ def test_what_waits_for_a_number_goes_before_the_events_after_it(serve: Serve, p
 def test_the_request_of_another_router_than_the_one_that_is_left_is_published(serve: Serve, peer: MakePeer) -> None:
     server = serve()
     peer(server).hello("one")
-    server.tell(RequestEnded("gone", "1"))
-    server.publish_told()
+    server.report(RequestEnded("gone", "1"))
+    server.publish_reports()
     assert server.replay.page(0, 10) == [(0, (RequestEnded("gone", "1"),))]
 
 
 def test_a_request_too_large_for_a_frame_is_left_out_and_counted(serve: Serve, peer: MakePeer) -> None:
     server = serve(max_frame_bytes=4096)
     peer(server).hello("one")
-    server.tell(RequestPlaced("one", "1", array("i", range(900))))
-    server.tell(RequestPlaced("one", "2", array("i", range(400))))
+    server.report(RequestPlaced("one", "1", array("i", range(900))))
+    server.report(RequestPlaced("one", "2", array("i", range(400))))
     server.publish([])
     assert [event.request_id for _, lot in server.replay.page(0, 10) for event in lot] == ["2"]
     assert server.counters.events_too_large == 1

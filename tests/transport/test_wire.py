@@ -20,12 +20,12 @@ from preble.errors import InvalidInput, ProtocolError
 from preble.transport import wire
 from preble.transport.messages import (
     CLOSING_CODES,
+    EVENTS_MAX,
     FINISH_REASONS,
-    MAX_EVENTS,
-    MAX_ID_BYTES,
-    MAX_STOP_TOKENS,
-    MAX_TEXT_BYTES,
+    ID_BYTES_MAX,
     REFUSAL_CODES,
+    STOP_TOKENS_MAX,
+    TEXT_BYTES_MAX,
 )
 from preble.transport.namespaces import check_namespace
 from preble.types import (
@@ -64,7 +64,7 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     seed=INT63,
 )
-TOLD = st.one_of(  # by workers, of requests and evictions
+PEER_EVENTS = st.one_of(  # by workers, of requests and evictions
     st.builds(RequestPlaced, IDS, IDS, PROMPT, NAMESPACES, st.none() | st.integers(1, 2**31 - 1)),
     st.builds(RequestPrefilled, IDS, IDS, st.none() | INT31),
     st.builds(RequestEnded, IDS, IDS, st.none() | INT31),
@@ -82,7 +82,7 @@ EVENTS = st.one_of(
     ),
     st.builds(BlockRemoved, HASHES, st.none() | TEXT),
     st.builds(AllBlocksCleared),
-    TOLD,
+    PEER_EVENTS,
 )
 
 
@@ -194,7 +194,7 @@ def test_a_chunk_costs_few_bytes() -> None:
     assert len(frame) < 40
 
 
-def test_what_is_told_of_a_request_costs_as_few_bytes_as_the_page_says() -> None:
+def test_what_is_reported_of_a_request_costs_as_few_bytes_as_the_page_says() -> None:
     router = "router-0123456789abcdef"
     told = {
         RequestPlaced(router, "12345", (7,) * 1000, None, 128): 4040,
@@ -267,7 +267,7 @@ def test_junk_fields_are_read_as_msgpack_reads_them(message: wire.Message, data:
     assert_faithful(msgpack.packb(values))
 
 
-@given(st.lists(TOLD, min_size=1, max_size=3), TEXT, st.data())
+@given(st.lists(PEER_EVENTS, min_size=1, max_size=3), TEXT, st.data())
 @settings(max_examples=1000)
 def test_damaged_events_are_read_as_msgpack_reads_them(events: list[Any], router: str, data: st.DataObject) -> None:
     frame = wire.encode(wire.Events(70_000, tuple(events), router), epoch=300)
@@ -286,22 +286,22 @@ FREQUENT = [
     wire.OutputChunk("17", 3, (1, 2**31 - 1)),
     wire.OutputChunk("17", 0, (5,), 12, "length", None, 9),
     wire.OutputChunk("17", 0, (), None, "stop"),
-    wire.GenerationRequest("a" * MAX_ID_BYTES, np.arange(2000, dtype=np.int32)),
+    wire.GenerationRequest("a" * ID_BYTES_MAX, np.arange(2000, dtype=np.int32)),
     wire.GenerationRequest(
         "1", np.array([7, 8], np.int32), SamplingParams(5, 0.5, 0.9, (2, 3), True, 2**63 - 1), None, 1
     ),
-    wire.Events(2**63 - 1, (), "x" * MAX_TEXT_BYTES),
+    wire.Events(2**63 - 1, (), "x" * TEXT_BYTES_MAX),
     wire.Events(
         9,
         (
-            RequestPlaced("A", "x" * MAX_ID_BYTES, [0, 2**31 - 1], None, 2**31 - 1),
+            RequestPlaced("A", "x" * ID_BYTES_MAX, [0, 2**31 - 1], None, 2**31 - 1),
             RequestPlaced("A", "r", [1]),
             RequestPrefilled("A", "r", 0),
             RequestEnded("A", "r"),
             PrefixEvicted([1, 2], 2),
         ),
     ),
-    wire.Events(0, (RequestEnded("A", "r", 5),) * MAX_EVENTS),
+    wire.Events(0, (RequestEnded("A", "r", 5),) * EVENTS_MAX),
 ]
 RARE = [
     wire.OutputChunk("17", 0, (1,), None, "abort"),
@@ -362,9 +362,9 @@ def test_the_bytes_of_short_messages_stay(message: wire.Message, frame: str) -> 
 
 
 def test_the_largest_frequent_frames_are_what_msgpack_writes() -> None:
-    chunk = wire.OutputChunk("x" * MAX_ID_BYTES, 2**31 - 1, (2**31 - 1,) * 70_000, 2**31 - 1, "length", None, 2**63 - 1)
-    sampling = SamplingParams(2**31 - 1, 999.9, 1.0, (1,) * MAX_STOP_TOKENS, True, 2**63 - 1)
-    request = wire.GenerationRequest("x" * MAX_ID_BYTES, np.zeros(70_000, np.int32), sampling, None, 69_999)
+    chunk = wire.OutputChunk("x" * ID_BYTES_MAX, 2**31 - 1, (2**31 - 1,) * 70_000, 2**31 - 1, "length", None, 2**63 - 1)
+    sampling = SamplingParams(2**31 - 1, 999.9, 1.0, (1,) * STOP_TOKENS_MAX, True, 2**63 - 1)
+    request = wire.GenerationRequest("x" * ID_BYTES_MAX, np.zeros(70_000, np.int32), sampling, None, 69_999)
     for message in (chunk, request):
         frame = wire.encode(message, epoch=2**63 - 1, session=2**63 - 1, seq=2**63 - 1)
         assert frame == msgpack.packb(msgpack.unpackb(frame))
@@ -431,9 +431,9 @@ def test_a_missing_and_an_extra_field_are_refused() -> None:
         (wire.Ping(1), 5, True, "Ping.nonce must be an int"),
         (wire.Ping(1), 2, 2**63, "epoch must be an int"),
         (wire.Abort("r"), 5, "", "Abort.request_id must be a text of 1 to"),
-        (wire.Abort("r"), 5, "x" * (MAX_ID_BYTES + 1), "Abort.request_id must be a text of 1 to"),
+        (wire.Abort("r"), 5, "x" * (ID_BYTES_MAX + 1), "Abort.request_id must be a text of 1 to"),
         (wire.Abort("r"), 5, b"r", "Abort.request_id must be a text"),
-        (wire.Fault("t"), 5, "é" * MAX_TEXT_BYTES, "Fault.text must be a text of 0 to"),
+        (wire.Fault("t"), 5, "é" * TEXT_BYTES_MAX, "Fault.text must be a text of 0 to"),
         (wire.OutputChunk("r", 0, (1,)), 7, b"abc", "OutputChunk.token_ids must be whole int32 words"),
         (
             wire.OutputChunk("r", 0, (1,)),
@@ -544,11 +544,11 @@ def test_a_small_frame_cannot_become_a_huge_object() -> None:
     ("message", "complaint"),
     [
         (wire.Abort(""), "Abort.request_id must be a text of 1 to"),
-        (wire.Abort("x" * (MAX_ID_BYTES + 1)), "Abort.request_id must be a text of 1 to"),
-        (wire.Events(0, (AllBlocksCleared(),) * (MAX_EVENTS + 1)), "do not fit one frame"),
+        (wire.Abort("x" * (ID_BYTES_MAX + 1)), "Abort.request_id must be a text of 1 to"),
+        (wire.Events(0, (AllBlocksCleared(),) * (EVENTS_MAX + 1)), "do not fit one frame"),
         (
             wire.GenerationRequest(
-                "r", np.array([1], np.int32), SamplingParams(stop_token_ids=(1,) * (MAX_STOP_TOKENS + 1))
+                "r", np.array([1], np.int32), SamplingParams(stop_token_ids=(1,) * (STOP_TOKENS_MAX + 1))
             ),
             "stop_token_ids has more than",
         ),
@@ -569,7 +569,7 @@ def test_what_does_not_fit_the_wire_is_this_sides_fault(message: wire.Message, c
 def test_a_long_reason_is_cut_rather_than_refused() -> None:
     envelope = wire.decode(wire.encode(wire.Closed("gap", "é" * 10_000)), ALL)
     assert isinstance(envelope.message, wire.Closed)
-    assert 0 < len(envelope.message.text.encode()) <= MAX_TEXT_BYTES
+    assert 0 < len(envelope.message.text.encode()) <= TEXT_BYTES_MAX
 
 
 @pytest.mark.parametrize("namespace", [None, "lora", b"salt", 7, ("model", ("lora", 3), None), ()])

@@ -36,7 +36,7 @@ from tests.support.transport import (
     FirstByName,
     Peer,
     WorkerProcess,
-    assert_books_are_even,
+    assert_bookings_are_even,
     asynchronous,
     collect,
     expected_tokens,
@@ -68,12 +68,12 @@ Start = Callable[..., WorkerProcess]
 
 @contextlib.asynccontextmanager
 async def routing(*workers: WorkerProcess, **options: Any) -> Any:
-    """A router before these workers; its books are even at the end."""
+    """A router before these workers; its bookings are even at the end."""
     options = {"config": FAST, "policy": FirstByName(), **options}
     async with Router([one.endpoint for one in workers], **options) as router:
         yield router
         await until_others_ended(router)
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
 
 
 def link(router: Router, worker: WorkerProcess) -> dict[str, Any]:
@@ -97,11 +97,11 @@ async def test_two_processes_serve_many_requests_and_report_hits_and_load(worker
         assert [tokens for tokens, _ in answers] == [expected_tokens(prompt, 8) for prompt in prompts]
         hits = [chunks[0].cached_tokens for _, chunks in answers]
         assert all(hit is not None for hit in hits) and max(hits) >= 299
-        await until(lambda: link(router, one)["load"] and link(router, two)["load"], "heartbeats told the load")
+        await until(lambda: link(router, one)["load"] and link(router, two)["load"], "heartbeats reported the load")
         assert router.scheduler.stats()["finished"] == 41
 
 
-def test_ready_tells_the_facts_and_sigterm_ends_with_0(worker: Start) -> None:
+def test_ready_reports_the_facts_and_sigterm_ends_with_0(worker: Start) -> None:
     process = worker("--id", "w7", "--kv-capacity-tokens", "5000", "--max-running", "3")
     peer = Peer(process.endpoint)
     welcome = peer.hello()
@@ -137,7 +137,7 @@ async def test_two_routers_share_a_worker_and_both_learn_its_evictions(worker: S
         (worker_id,) = two.scheduler.workers
         await until(
             lambda: two.scheduler.match([*PROMPT, 1]).matched_tokens.get(worker_id, 0) < len(PROMPT),
-            "the other router no longer believes its prompt cached",
+            "the other router no longer expects its prompt cached",
         )
 
 
@@ -212,7 +212,7 @@ async def test_kill_9_in_mid_stream_loses_and_doubles_no_token(worker: Start) ->
 
 
 @asynchronous
-async def test_a_restart_on_the_same_port_drops_the_believed_cache_and_serves_on(worker: Start) -> None:
+async def test_a_restart_on_the_same_port_drops_the_estimated_cache_and_serves_on(worker: Start) -> None:
     first = worker("--id", "a", time_scale=0.3)
     async with routing(first) as router:
         await collect(router.generate(PROMPT, SamplingParams(max_new_tokens=3)))
@@ -232,14 +232,14 @@ async def test_a_restart_on_the_same_port_drops_the_believed_cache_and_serves_on
 @asynchronous
 async def test_requests_leave_a_stopped_worker_and_its_late_chunks_are_dropped(worker: Start) -> None:
     hung, other = worker("--id", "a", time_scale=0.3), worker("--id", "b")
-    async with routing(hung, other, config=fast(quiet_after_seconds=1.0)) as router:
+    async with routing(hung, other, config=fast(suspect_after_seconds=1.0)) as router:
         prompts = [[*PROMPT, i] for i in range(4)]
         answers = [asyncio.ensure_future(collect(router.generate(prompt, LONG))) for prompt in prompts]
         await until(lambda: router.stats()["output_tokens"] > 40, "all are under way")
         hung.signal(signal.SIGSTOP)
         done = await asyncio.gather(*answers)
         assert [tokens for tokens, _ in done] == [expected_tokens(prompt, 150) for prompt in prompts]
-        assert link(router, hung)["state"] == "quiet"
+        assert link(router, hung)["state"] == "suspect"
         assert router.scheduler.match([*PROMPT, 1]).matched_tokens["a"] >= len(PROMPT), "its cache is still there"
         hung.signal(signal.SIGCONT)
         await until(lambda: link(router, hung)["state"] == "ready", "it is back")
@@ -281,7 +281,7 @@ async def test_a_drain_that_takes_too_long_hands_the_rest_over(worker: Start) ->
 
 
 @asynchronous
-async def test_a_full_worker_is_passed_over_and_when_all_are_full_the_caller_hears_it(worker: Start) -> None:
+async def test_a_full_worker_is_passed_over_and_when_all_are_full_the_caller_receives_it(worker: Start) -> None:
     one, two = (worker("--id", name, "--max-requests", "2", time_scale=1.0) for name in "ab")
     async with routing(one, two) as router:
         streams = [router.generate([*PROMPT, i], LONG) for i in range(4)]
@@ -383,7 +383,7 @@ async def test_a_reader_that_stalls_delays_nobody_else(worker: Start) -> None:
 
 
 @asynchronous
-async def test_evictions_keep_the_routers_belief_within_what_the_engine_holds(worker: Start) -> None:
+async def test_evictions_keep_the_routers_estimates_within_what_the_engine_holds(worker: Start) -> None:
     process = worker("--id", "a", "--kv-capacity-tokens", "1000", time_scale=0.0)
     async with routing(process) as router:
         for i in range(30):
@@ -392,7 +392,9 @@ async def test_evictions_keep_the_routers_belief_within_what_the_engine_holds(wo
             assert tokens == expected_tokens(prompt, 4)
         stats = link(router, process)
         assert stats["event_batches"] > 5 and stats["resyncs"] == 0 and stats["events_refused"] == 0
-        await until(lambda: router.scheduler.stats()["workers"]["a"]["cached_tokens"] <= 1000, "beliefs are in bounds")
+        await until(
+            lambda: router.scheduler.stats()["workers"]["a"]["cached_tokens"] <= 1000, "estimates are in bounds"
+        )
 
 
 # --- wrong usage ------------------------------------------------------------------------------------------------------
@@ -492,7 +494,7 @@ class Leashed:
     """A worker in a thread of this process, with its engine on a leash."""
 
     def __init__(
-        self, *, max_frame_bytes: int = wire.MAX_FRAME_BYTES, replay_batches: int = 10_000, **config: Any
+        self, *, max_frame_bytes: int = wire.FRAME_BYTES_MAX, replay_batches: int = 10_000, **config: Any
     ) -> None:
         self.engine = LeashedEngine()
         server = ServerConfig(max_frame_bytes=max_frame_bytes, replay_batches=replay_batches)
@@ -602,7 +604,7 @@ def test_the_queue_bound_counts_requests_until_they_end(leashed: Make) -> None:
     assert one.peer.expect(wire.OutputChunk).request_id == "d"
 
 
-def test_an_engine_that_fails_ends_the_worker_and_tells_the_routers(leashed: Make) -> None:
+def test_an_engine_that_fails_ends_the_worker_and_reports_the_routers(leashed: Make) -> None:
     one = leashed()
     one.submit("r")
     one.engine.explode = RuntimeError("device lost")
@@ -648,7 +650,7 @@ def story(events: list[CacheEvent]) -> list[tuple[Any, ...]]:
     return told
 
 
-def test_what_becomes_of_each_request_is_told_to_routers_that_come_later_and_to_others(leashed: Make) -> None:
+def test_what_becomes_of_each_request_is_reported_to_routers_that_come_later_and_to_others(leashed: Make) -> None:
     one = leashed()
     one.submit("alone", max_new_tokens=1)
     one.engine.allowed.release()
@@ -681,7 +683,7 @@ def test_what_becomes_of_each_request_is_told_to_routers_that_come_later_and_to_
     other.close()
 
 
-def test_a_resumed_request_is_told_with_the_tokens_it_may_still_have(leashed: Make) -> None:
+def test_a_resumed_request_is_reported_with_the_tokens_it_may_still_have(leashed: Make) -> None:
     one = leashed()
     prompt = np.array([1, 2, 3, 4], np.int32)
     one.peer.send(wire.GenerationRequest("r", prompt, SamplingParams(max_new_tokens=5), output_offset=3))
@@ -698,7 +700,7 @@ def test_a_resumed_request_is_told_with_the_tokens_it_may_still_have(leashed: Ma
     other.close()
 
 
-def test_the_requests_of_a_router_that_goes_are_told_as_ended(leashed: Make) -> None:
+def test_the_requests_of_a_router_that_goes_are_reported_as_ended(leashed: Make) -> None:
     one = leashed()
     other = Peer(one.worker.server.endpoint)
     other.hello("other")
@@ -708,13 +710,13 @@ def test_the_requests_of_a_router_that_goes_are_told_as_ended(leashed: Make) -> 
     one.peer.send(wire.Bye())
     deadline = time.monotonic() + HANG_SECONDS
     while ("raw-router", "r", "ended", None) not in story(replayed(other)):
-        assert time.monotonic() < deadline, "nobody is told that it ended"
+        assert time.monotonic() < deadline, "nobody is informed that it ended"
         one.engine.allowed.release()
     assert one.worker.live_requests == 0
     other.close()
 
 
-def test_a_request_older_than_what_a_replay_keeps_is_told_again_to_a_router_that_comes(leashed: Make) -> None:
+def test_a_request_older_than_what_a_replay_keeps_is_reported_again_to_a_router_that_comes(leashed: Make) -> None:
     one = leashed(replay_batches=2)
     others = [Peer(one.worker.server.endpoint) for _ in range(2)]
     others[0].hello("first")
@@ -730,7 +732,7 @@ def test_a_request_older_than_what_a_replay_keeps_is_told_again_to_a_router_that
     others[1].hello("second")
     deadline = time.monotonic() + HANG_SECONDS
     while ("raw-router", "old", "prefilled", 0) not in (told := story(replayed(others[1], one))):
-        assert time.monotonic() < deadline, "it is not told"
+        assert time.monotonic() < deadline, "it is not reported"
     assert told[told.index(("raw-router", "old", "prefilled", 0)) - 1] == ("raw-router", "old", [1, 2], 50)
     for other in others:
         other.close()

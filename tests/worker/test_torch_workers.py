@@ -20,7 +20,7 @@ from tests.support.transport import (
     FAST,
     FirstByName,
     WorkerProcess,
-    assert_books_are_even,
+    assert_bookings_are_even,
     asynchronous,
     collect,
     until,
@@ -74,7 +74,7 @@ async def test_the_model_answers_through_the_wire_and_a_kill_changes_no_token(
         assert router.stats()["resumed"] == 4 and {chunks[-1].worker for _, chunks in done} == {"b"}
         _, chunks = await collect(router.generate(prompt(9), SAMPLING))
         assert chunks[0].cached_tokens is not None and chunks[0].cached_tokens >= 60, "prefixes are reused"
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
 
 
 @asynchronous
@@ -82,4 +82,4 @@ async def test_a_worker_refuses_a_request_beyond_its_max_model_tokens(workers: l
     async with Router([workers[1].endpoint], config=FAST) as router:
         with pytest.raises(PrebleError, match="600"):
             await collect(router.generate(list(range(5, 605)), SAMPLING))
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)

@@ -186,7 +186,7 @@ cdef check_recency(Tree* t, WorkerMarks* state, str whose, set expected):
 
 
 cdef check_victims(Tree* t, uint32_t worker, set unpinned):
-    """V1: the list of next victims is where the recency list begins, and tells the truth."""
+    """V1: the list of next victims is where the recency list begins, and is right."""
     cdef Victims* v = t.workers[worker].victims
     cdef uint32_t i = t.workers[worker].recency.oldest, at
     cdef Victim* known

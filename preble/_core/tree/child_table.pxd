@@ -15,7 +15,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc
 
 from preble._core.atomic cimport load32, load64, store64
-from preble._core.tree.layout cimport ChildTable, Node, TokenRun, Tree, load_run, load_table, node_at, run_end, store_table
+from preble._core.tree.layout cimport (ChildTable, Node, TokenRun, Tree, load_run, load_table, node_at, run_end,
+                                       store_table)
 from preble._core.memory cimport NONE, Budget, charged, fails_now
 from preble._core.tree.reclaim cimport retire_memory
 

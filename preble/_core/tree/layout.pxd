@@ -2,7 +2,7 @@
 # marks and the split, `child_table.pxd` the child table, `operations.pyx` its operations, `_radix.pyx` its Python face.
 #
 # One forest of path-compressed trees over token ids, one root per namespace. A node owns a run of tokens; every path
-# from a root spells a prompt. Marks say which worker is believed to cache how much of a node.
+# from a root spells a prompt. Marks say which worker is estimated to cache how much of a node.
 #
 #     before                          after inserting  1 2 3 9 9  for worker b
 #
@@ -40,15 +40,15 @@
 # separate blocks that are never changed after they are linked (a split makes two new ones), so a reader sees a whole
 # run or another whole run. All walks are loops. Every function that allocates does so before it changes anything.
 #
-# Threads: writers hold `guard`, one at a time. Readers (`tree_walk`, `held_on_path` and what they call) hold a reader
-# slot of `epochs` and nothing else. Fields marked (r) are read by them, so they are written with atomic stores; what is
-# unlinked is retired, and freed when no reader can be looking at it. docs/radix.md tells it with pictures.
+# Threads: writers hold `writer_lock`, one at a time. Readers (`tree_walk`, `held_on_path` and what they call) hold a
+# reader slot of `epochs` and nothing else. Fields marked (r) are read by them, so they are written with atomic stores;
+# what is unlinked is retired, and freed when no reader can be looking at it. docs/radix.md explains it with pictures.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport load32, load64
 from preble._core.epochs cimport Epochs
-from preble._core.writer_lock cimport Guard
+from preble._core.writer_lock cimport WriterLock
 from preble._core.memory cimport CHUNK_BITS, CHUNK_MASK, NONE, Budget, Slab
 
 cdef struct TokenRun:            # immutable once linked
@@ -60,7 +60,7 @@ cdef struct TokenRun:            # immutable once linked
 # tokens from the prompt's start, so a split leaves the entries below it as they are. end == 0: no entry.
 #
 # A worker's key is epoch << 16 | index. When its cache is cleared its epoch moves on, and everything marked under the
-# key before is a ghost at once: nobody believes it, and it is swept away little by little. Functions of the tree that
+# key before is a ghost at once: nobody counts it, and it is swept away little by little. Functions of the tree that
 # change marks take the key as `worker`.
 cdef struct EntryBlock:          # entries of a node with two or more marks, by key; removed ones stay with end == 0
     uint32_t count               # (r) words in use
@@ -163,7 +163,7 @@ cdef struct Tree:
     int64_t shed_nodes           # nodes forgotten because of max_bytes
     int64_t refused_tokens       # prompt tokens not remembered because of max_bytes
     Epochs epochs
-    Guard guard
+    WriterLock writer_lock
 
 cdef struct Walk:                # where a prompt leaves the tree
     uint32_t node                # deepest node reached; NONE: not even a root

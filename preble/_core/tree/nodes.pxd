@@ -16,7 +16,7 @@ cdef uint32_t add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
 cdef int64_t drop_mark(Tree* t, uint32_t index) noexcept nogil
 cdef int64_t trim_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noexcept nogil
 
-# reads: with a reader slot or the guard
+# reads: with a reader slot or the writer lock
 cdef Walk at_root(Tree* t, uint32_t root) noexcept nogil
 cdef Walk tree_walk(Tree* t, Walk walk, const int32_t* tokens, uint32_t count) noexcept nogil
 cdef bint walk_holds(Tree* t, Walk walk) noexcept nogil

@@ -362,7 +362,7 @@ cdef uint32_t held_at(Tree* t, uint32_t i, uint32_t matched, uint32_t* held, uin
 
 
 cdef uint32_t held_on_path(Tree* t, Walk walk, uint32_t* held, uint32_t* met, uint32_t workers) noexcept nogil:
-    """For each worker the tokens of the walked prefix it is believed to cache, into `held`, all zero before; those
+    """For each worker the tokens of the walked prefix it is estimated to cache, into `held`, all zero before; those
     above zero are listed in `met`. Returns how many. Changes nothing; O(marks on the path).
 
     Climbs from the deepest node: by prefix closure the first mark met of a worker is its deepest.

@@ -28,7 +28,7 @@ from preble._core.tree.victims cimport victims_gone
 cdef enum:
     HITS_MAX = (1 << 20) - 1     # a window counter saturates here
     WINDOW_MAX = (1 << 24) - 1   # window numbers run over here
-    CHILDREN_LOOKED = 64         # before a belief is kept
+    CHILDREN_LOOKED = 64         # before an estimate is kept
 
 
 # --- window counters --------------------------------------------------------------------------------------------------

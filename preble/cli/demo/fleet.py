@@ -99,7 +99,7 @@ class DemoFleet:
 
 
 def available_cores() -> list[int]:
-    """Cores this process may run on; [] where the system does not tell."""
+    """Cores this process may run on; [] where the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 

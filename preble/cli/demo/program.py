@@ -150,7 +150,7 @@ def check_extras(settings: Settings, *, plot_wanted: bool) -> None:
 
 
 class Demo:
-    """One run. `prepare` makes the prompts, `measure` serves them; both tell the screen."""
+    """One run. `prepare` makes the prompts, `measure` serves them; both report to the screen."""
 
     def __init__(self, settings: Settings, workdir: Path, screen: Screen) -> None:
         self.settings, self.workdir, self.screen = settings, workdir, screen
@@ -208,7 +208,7 @@ class Demo:
         settings = self.settings
         self.screen.say("3/5 calibration: how fast these workers are, so that round robin nearly saturates them")
         async with self._fleet("calibration") as fleet:
-            self.calibration = await self._guarded(
+            self.calibration = await self._watching_fleet(
                 fleet, calibrate(fleet, self._foreign_tokens(), settings.output_tokens)
             )
         speed = self.calibration.speed
@@ -235,7 +235,7 @@ class Demo:
         self.screen.say(f"{number}/5 {policy}: fresh workers with empty caches, the same prompts at the same times")
         tally = Tally(policy, len(prompts))
         async with self._fleet(policy) as fleet:
-            await self._guarded(fleet, warm_up(fleet, self._foreign_tokens()))
+            await self._watching_fleet(fleet, warm_up(fleet, self._foreign_tokens()))
             with self.screen.phase(tally) as update:
                 phase = run_phase(
                     policy,
@@ -247,11 +247,11 @@ class Demo:
                     tally=tally,
                     update=update,
                 )
-                done = await self._guarded(fleet, phase)
+                done = await self._watching_fleet(fleet, phase)
             self.logs = fleet.log_tails()
         return done
 
-    async def _guarded(self, fleet: DemoFleet, work: Awaitable[T]) -> T:
+    async def _watching_fleet(self, fleet: DemoFleet, work: Awaitable[T]) -> T:
         """Await `work`; if it fails for want of a worker, say what became of the worker."""
         try:
             return await work

@@ -65,7 +65,7 @@ def cold_lengths(limits: Limits) -> list[int]:
 
 
 def middles(lengths: list[int]) -> list[int]:
-    """The lengths half-way between neighbours, which tell whether time is a straight line between these."""
+    """The lengths half-way between neighbours, which show whether time is a straight line between these."""
     return [(low + high) // 2 for low, high in zip(lengths, lengths[1:], strict=False) if high > low + 1]
 
 

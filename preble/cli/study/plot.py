@@ -18,7 +18,7 @@ FRACTION_LABELS = ("0%", "50%", "90%", "99%", "99.9%+")
 # Colours that stay apart for the colour-blind; with more workloads than colours they come again in another dash.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
 DASHES = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)))
-LINES_MAX = len(COLOURS) * len(DASHES)  # as many can be told apart
+LINES_MAX = len(COLOURS) * len(DASHES)  # as many can be distinguished
 WIDTH_INCHES = 4.6  # of a panel
 LEGEND_LINE_INCHES, LEGEND_LETTER_INCHES = 0.75, 0.1  # of an entry, at the font size below
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 11, "handlelength": 2.4, "columnspacing": 1.8}

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Study `args.files`. Raises `InvalidInput` for too many or one that cannot be read, `MissingExtra`."""
     if len(args.files) > plot.LINES_MAX:
-        raise InvalidInput(f"FILE: at most {plot.LINES_MAX} can be told apart in one figure, got {len(args.files)}")
+        raise InvalidInput(f"FILE: at most {plot.LINES_MAX} can be distinguished in one figure, got {len(args.files)}")
     tokenizer = tokenizer_named(args.tokenizer)
     studies = [study_file(path, tokenizer, args.limit) for path in args.files]
     report.write_table(studies, sys.stdout)

@@ -40,7 +40,7 @@ def table_row(study: Study) -> list[str]:
 
 
 def sharing_cells(study: Study) -> list[str]:
-    """The cells that tell what prompts share."""
+    """The cells that report what prompts share."""
     per_key = mean_and_std(study.requests_per_key)
     if study.requests_per_key_below is not None:
         per_key += f" ({mean_and_std(study.requests_per_key_below)})"

@@ -84,7 +84,7 @@ class TorchEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Constant facts about this engine."""
+        """What is constant about this engine."""
         return self._info
 
     @property
@@ -230,7 +230,7 @@ def default_kv_capacity(model: Model) -> int:
     if model.device.type == "cuda":
         free_bytes = int(torch.cuda.mem_get_info(model.device)[0] * KV_MEMORY_SHARE_CUDA)
     else:
-        # Not every system tells how much memory is free; all tell how much there is.
+        # Not every system reports how much memory is free; all report how much there is.
         pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
         free_bytes = int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * KV_MEMORY_SHARE_CPU)
     tokens = min(free_bytes // model.kv_bytes_per_token, KV_DEFAULT_TOKENS_MAX)

@@ -135,7 +135,7 @@ def load_model(
     """
     path = Path(model_dir)
     check_directory(path)
-    with quiet_transformers():
+    with muted_transformers():
         module = _load_module(path, dtype)
     limit = context_limit(module.config, path, max_model_tokens)
     return _build(module, path, device, dtype, limit)
@@ -181,7 +181,7 @@ def context_limit(config: Any, path: Path, asked_tokens: int | None) -> int:
 
 
 @contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
+def muted_transformers() -> Iterator[None]:
     """No progress bars from transformers while a model is loaded or saved; workers log, they do not draw."""
     from transformers.utils import logging
 

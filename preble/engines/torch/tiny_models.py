@@ -106,9 +106,9 @@ def _publish(building: Path, final: Path) -> None:
 
 
 def _write_model(spec: TinySpec, path: Path, seed: int) -> None:
-    from .loading import quiet_transformers  # raises MissingExtra without torch
+    from .loading import muted_transformers  # raises MissingExtra without torch
 
-    with quiet_transformers():
+    with muted_transformers():
         _random_model(spec, seed).save_pretrained(path)
         train_tokenizer(spec).save_pretrained(path)
 

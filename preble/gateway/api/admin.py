@@ -26,7 +26,7 @@ from ...errors import InvalidInput, UnknownWorker
 from ...router.fleet import FleetWorker
 from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, unavailable, wrong
-from ..core.sibling_processes import from_sibling, statuses
+from ..core.sibling_processes import from_other_process, statuses
 from .http import json_response, read_body
 from .schemas import ExplainRequest, WorkerRequest, decode, plain_messages
 
@@ -69,8 +69,8 @@ class Admin:
         await self._gateway.router.add_worker(body.address)
         worker = self._fleet[body.address]
         known = self._gateway.router.scheduler.stats()["workers"]
-        told = msgspec.json.encode({"address": body.address})
-        return await self._in_all(request, self._card(worker, known), 201 if worker.state == "ready" else 202, told)
+        payload = msgspec.json.encode({"address": body.address})
+        return await self._in_all(request, self._card(worker, known), 201 if worker.state == "ready" else 202, payload)
 
     async def drain_worker(self, request: Request) -> Response:
         """POST /workers/{id}/drain."""
@@ -92,14 +92,14 @@ class Admin:
 
         What one of them refuses is in the answer and in the log: it may have known already, or have just been started.
         """
-        siblings = self._gateway.siblings
-        if siblings is None or from_sibling(siblings, request.scope):
+        processes = self._gateway.processes
+        if processes is None or from_other_process(processes, request.scope):
             return json_response(content, status)
-        answers = await siblings.ask(request.method, request.scope["raw_path"].decode("ascii"), body)
+        answers = await processes.ask(request.method, request.scope["raw_path"].decode("ascii"), body)
         for answer in answers:
             if answer.status is None or answer.status >= 400:
                 logger.warning("process %d did not follow a change of workers: %s", answer.index, answer.status)
-        return json_response(content | {"processes": statuses(status, siblings.seat.index, answers)}, status)
+        return json_response(content | {"processes": statuses(status, processes.slot.index, answers)}, status)
 
     async def explain(self, request: Request) -> Response:
         """POST /v1/preble/explain."""
@@ -137,19 +137,19 @@ class Admin:
 
     def _card(self, worker: FleetWorker, known: dict[str, Any]) -> dict[str, Any]:
         """One worker, for an operator."""
-        facts, books = worker.welcome, known.get(worker.worker_id)
+        welcome, load = worker.welcome, known.get(worker.worker_id)
         card: dict[str, Any] = {
             "id": worker.worker_id,
             "address": worker.address,
-            "state": "draining" if books is not None and books["draining"] else worker.state,
+            "state": "draining" if load is not None and load["draining"] else worker.state,
             "why": worker.why,
         }
-        if facts is not None:
-            card |= {"engine": facts.engine, "model": facts.model, "epoch": str(worker.epoch)}
-            card |= {"kv_capacity_tokens": facts.kv_capacity_tokens, "block_size": facts.block_size}
-        if books is not None:
-            names = ("live_requests", "waiting_requests", "load_seconds", "cached_tokens", "trust")
-            card |= {name: books[name] for name in names}
+        if welcome is not None:
+            card |= {"engine": welcome.engine, "model": welcome.model, "epoch": str(worker.epoch)}
+            card |= {"kv_capacity_tokens": welcome.kv_capacity_tokens, "block_size": welcome.block_size}
+        if load is not None:
+            names = ("live_requests", "waiting_requests", "load_seconds", "cached_tokens", "cache_accuracy")
+            card |= {name: load[name] for name in names}
         return card | {"load": None if worker.pong is None else msgspec.structs.asdict(worker.pong)}
 
 

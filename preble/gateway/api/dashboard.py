@@ -21,7 +21,7 @@ from starlette.responses import Response
 from ... import __version__
 from ..core.gateway import Gateway
 from ..core.http_errors import ApiError, unavailable, wrong
-from ..core.sibling_processes import from_sibling
+from ..core.sibling_processes import from_other_process
 from .http import json_response
 
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -64,7 +64,7 @@ class Page:
             return elsewhere
         after = request.query_params.get("after")
         tick = None if after is None else _whole(after, "after")
-        body = await asyncio.to_thread(self._gateway.live.state, tick, self._facts())
+        body = await asyncio.to_thread(self._gateway.live.state, tick, self._info())
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def decision(self, request: Request) -> Response:
@@ -81,19 +81,19 @@ class Page:
     async def _of_first_process(self, request: Request) -> Response | None:
         """What the first of several processes says, so that a page sees one history whichever process it reaches; None
         where this is the first one. While that one does not answer, 503."""
-        siblings = self._gateway.siblings
-        if siblings is None or siblings.seat.index == 0 or from_sibling(siblings, request.scope):
+        processes = self._gateway.processes
+        if processes is None or processes.slot.index == 0 or from_other_process(processes, request.scope):
             return None
         query = request.url.query
-        answer = await siblings.ask_one(0, request.url.path + (f"?{query}" if query else ""))
+        answer = await processes.ask_one(0, request.url.path + (f"?{query}" if query else ""))
         if answer.status is None:
             raise unavailable("the first process of this gateway does not answer", "unavailable")
         return Response(answer.body, answer.status, {"cache-control": "no-store"}, "application/json")
 
-    def _facts(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, Any]:
         gateway = self._gateway
-        facts = {"version": __version__, "models": gateway.model_names, "record_share": gateway.config.record_share}
-        return {**facts, **gateway.stats()}
+        info = {"version": __version__, "models": gateway.model_names, "record_share": gateway.config.record_share}
+        return {**info, **gateway.stats()}
 
 
 def _kind(name: str) -> str:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ...errors import PrebleError
-from ..core.http_errors import ApiError, problem_of
+from ..core.http_errors import ApiError, api_error_of
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -55,10 +55,10 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-def problem_response(error: PrebleError) -> Response:
+def error_response(error: PrebleError) -> Response:
     """An error in OpenAI's shape."""
-    problem = problem_of(error)
-    return json_response(problem.body(), problem.status, problem.headers())
+    api_error = api_error_of(error)
+    return json_response(api_error.body(), api_error.status, api_error.headers())
 
 
 def sse(content: Any) -> bytes:
@@ -120,6 +120,6 @@ class EventStream(Response):
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except PrebleError as error:
-            body = sse(problem_of(error).body()) + DONE
+            body = sse(api_error_of(error).body()) + DONE
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

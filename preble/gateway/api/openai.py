@@ -1,7 +1,7 @@
 """OpenAI's endpoints: chat completions, completions, models. Owns their shapes, not what happens.
 
 A stream's status and headers are sent with its first token, so that a request that finds no worker gets a proper error
-and every answer tells which worker it came from.
+and every answer reports which worker it came from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..core.gateway import Gateway, TokenIds, decision_headers
-from ..core.request_context import Facts, facts_of
+from ..core.request_context import RequestContext, context_of
 from ..text.generation import ChoiceJob, RequestProgress, TextPiece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .schemas import (
@@ -33,11 +33,11 @@ from .schemas import (
 class Shape:
     """How one answer looks: chat or text completion. Bound to one request."""
 
-    def __init__(self, chat: bool, facts: Facts, include_usage: bool) -> None:
+    def __init__(self, chat: bool, context: RequestContext, include_usage: bool) -> None:
         self.chat = chat
-        self.facts = facts
+        self.context = context
         self.include_usage = include_usage
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{facts.request_id}"
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{context.request_id}"
         self._created = int(time.time())
 
     def whole(self, texts: list[str], progress: RequestProgress) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Shape:
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         kind = kind if self.chat else "text_completion"
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.facts.model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.context.model}
 
 
 def usage(progress: RequestProgress) -> dict[str, Any]:
@@ -123,12 +123,12 @@ class OpenAI:
     async def _answer(
         self, request: Request, body: Common, prompts: list[TokenIds], asked: int | None, *, chat: bool
     ) -> Response:
-        gateway, facts = self._gateway, facts_of(request)
-        facts.model = gateway.check_model(body.model)
-        facts.stream = bool(body.stream)
+        gateway, context = self._gateway, context_of(request)
+        context.model = gateway.check_model(body.model)
+        context.stream = bool(body.stream)
         limit = min(gateway.output_limit(len(prompt), asked, "max_tokens") for prompt in prompts)
         jobs = gateway.plan(
-            facts,
+            context,
             prompts,
             sampling_of(body, limit, gateway.seed(body.seed)),
             choices=body.n or 1,
@@ -136,23 +136,23 @@ class OpenAI:
             salt=body.cache_salt,
         )
         options = body.stream_options
-        shape = Shape(chat, facts, include_usage=bool(options is not None and options.include_usage))
-        if facts.stream:
+        shape = Shape(chat, context, include_usage=bool(options is not None and options.include_usage))
+        if context.stream:
             return await self._stream(request, shape, jobs)
         return await attended(request.receive, self._whole(shape, jobs))
 
     async def _whole(self, shape: Shape, jobs: list[ChoiceJob]) -> Response:
-        facts = shape.facts
+        context = shape.context
         texts = [""] * len(jobs)
-        async with aclosing(self._gateway.run(jobs, facts)) as stream:
+        async with aclosing(self._gateway.run(jobs, context)) as stream:
             async for piece in stream:
                 texts[piece.choice.job.index] += piece.text
-        return json_response(shape.whole(texts, facts.progress), headers=decision_headers(facts.progress))
+        return json_response(shape.whole(texts, context.progress), headers=decision_headers(context.progress))
 
     async def _stream(self, request: Request, shape: Shape, jobs: list[ChoiceJob]) -> Response:
-        stream = self._gateway.run(jobs, shape.facts)
+        stream = self._gateway.run(jobs, shape.context)
         first = await attended(request.receive, first_of(stream))
-        return EventStream(_events(shape, first, stream), stream, decision_headers(shape.facts.progress))
+        return EventStream(_events(shape, first, stream), stream, decision_headers(shape.context.progress))
 
 
 async def first_of(stream: AsyncGenerator[TextPiece, None]) -> TextPiece:
@@ -178,5 +178,5 @@ async def _events(
             yield shape.piece(piece)
         piece = await anext(stream, None)
     if shape.include_usage:
-        yield shape.closing(shape.facts.progress)
+        yield shape.closing(shape.context.progress)
     yield DONE

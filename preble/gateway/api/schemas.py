@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ...transport.messages import MAX_STOP_TOKENS
+from ...transport.messages import STOP_TOKENS_MAX
 from ...types import SamplingParams
 from ..core.http_errors import ApiError, wrong
 
@@ -29,7 +29,7 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
-StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)]
+StopIds = Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)]
 Salt = Annotated[str, Meta(max_length=256)]
 
 

@@ -1,4 +1,5 @@
-"""SGLang's native endpoint, /generate. Owns its shape: text and token ids so far in every event, facts in `meta_info`.
+"""SGLang's native endpoint, /generate. Owns its shape: text and token ids so far in every event, what is known of it in
+`meta_info`.
 
 With several prompts or `n` > 1 the answer is a list, and the events of a stream carry an `index`.
 """
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from ...types import SamplingParams
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import wrong
-from ..core.request_context import Facts, facts_of
+from ..core.request_context import RequestContext, context_of
 from ..text.generation import Choice, ChoiceJob, TextPiece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .openai import first_of
@@ -42,7 +43,7 @@ class Sglang:
 
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
-        gateway, facts = self._gateway, facts_of(request)
+        gateway, context = self._gateway, context_of(request)
         body = decode(await read_body(request, gateway.config.max_body_bytes), GenerateRequest)
         given, several = _prompts(body)
         asked = body.sampling_params or SglangSampling()
@@ -51,27 +52,27 @@ class Sglang:
         limits = [gateway.output_limit(len(p), asked.max_new_tokens, "max_new_tokens") for p in prompts]
         limit = min(limits) if asked.max_new_tokens is not None else min(*limits, SGLANG_MAX_NEW_TOKENS)
         jobs = gateway.plan(
-            facts,
+            context,
             prompts,
             _sampling(asked, limit, gateway.seed(asked.sampling_seed)),
             choices=asked.n or 1,
             stops=stop_strings(asked.stop),
             skip_special_tokens=asked.skip_special_tokens is not False,
         )
-        facts.stream = bool(body.stream)
-        answer = _Answer(body.rid or facts.request_id, len(jobs), several or len(jobs) > 1)
-        if not facts.stream:
-            return await attended(request.receive, self._whole(answer, jobs, facts))
-        stream = gateway.run(jobs, facts)
+        context.stream = bool(body.stream)
+        answer = _Answer(body.rid or context.request_id, len(jobs), several or len(jobs) > 1)
+        if not context.stream:
+            return await attended(request.receive, self._whole(answer, jobs, context))
+        stream = gateway.run(jobs, context)
         first = await attended(request.receive, first_of(stream))
-        return EventStream(answer.events(first, stream), stream, decision_headers(facts.progress))
+        return EventStream(answer.events(first, stream), stream, decision_headers(context.progress))
 
-    async def _whole(self, answer: _Answer, jobs: list[ChoiceJob], facts: Facts) -> Response:
-        async with aclosing(self._gateway.run(jobs, facts)) as stream:
+    async def _whole(self, answer: _Answer, jobs: list[ChoiceJob], context: RequestContext) -> Response:
+        async with aclosing(self._gateway.run(jobs, context)) as stream:
             async for piece in stream:
                 answer.take(piece)
-        bodies = [answer.body(choice) for choice in facts.progress.choices]
-        return json_response(bodies if answer.several else bodies[0], headers=decision_headers(facts.progress))
+        bodies = [answer.body(choice) for choice in context.progress.choices]
+        return json_response(bodies if answer.several else bodies[0], headers=decision_headers(context.progress))
 
 
 class _Answer:

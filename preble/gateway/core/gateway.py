@@ -24,8 +24,8 @@ from ..dashboard.state import Live
 from ..text.generation import ChoiceJob, RequestProgress, TextPiece, jobs_for, pieces
 from ..text.tokenizing import TextCodec
 from .http_errors import ApiError, unavailable, wrong
-from .request_context import Facts
-from .sibling_processes import Siblings
+from .request_context import RequestContext
+from .sibling_processes import GatewayProcesses
 
 if TYPE_CHECKING:
     from .config import GatewayConfig
@@ -47,14 +47,14 @@ class Gateway:
         rng: random.Random | None = None,
         clock: Clock = monotonic,
         *,
-        siblings: Siblings | None = None,
+        processes: GatewayProcesses | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
         self.config = config
         self.metrics = metrics
-        self.siblings = siblings
+        self.processes = processes
         self.tracing = tracing
         self.live = Live(router, clock)
         self._clock = clock
@@ -149,7 +149,7 @@ class Gateway:
 
     def plan(
         self,
-        facts: Facts,
+        context: RequestContext,
         prompts: Sequence[TokenIds],
         sampling: SamplingParams,
         *,
@@ -163,25 +163,25 @@ class Gateway:
         if stops and self.codec is None:
             raise wrong("stop: this gateway has no tokenizer, send stop_token_ids", "stop", "no_tokenizer")
         namespace: Hashable = None if salt is None else ("salt", salt)
-        request_id = f"{facts.request_id}#{secrets.token_hex(6)}"
+        request_id = f"{context.request_id}#{secrets.token_hex(6)}"
         template = ChoiceJob(0, request_id, prompts[0], sampling, stops, namespace, skip_special_tokens)
         return jobs_for(prompts, template, choices)
 
-    async def run(self, jobs: Sequence[ChoiceJob], facts: Facts) -> AsyncGenerator[TextPiece, None]:
+    async def run(self, jobs: Sequence[ChoiceJob], context: RequestContext) -> AsyncGenerator[TextPiece, None]:
         """The pieces of all jobs. Raises `ApiError` when draining or at the bound of live choices."""
         if self.draining:
             raise unavailable("this gateway is shutting down", "draining")
         if self.live_choices + len(jobs) > self.config.max_live_requests:
             raise unavailable(f"{self.live_choices} requests are live, the bound of this gateway", "queue_full")
         self.live_choices += len(jobs)
-        watch = self.metrics.watch(self.router.scheduler, jobs, facts.started)
+        watch = self.metrics.watch(self.router.scheduler, jobs, context.started)
         try:
-            async with aclosing(pieces(self.router, self.codec, jobs, facts.progress)) as stream:
+            async with aclosing(pieces(self.router, self.codec, jobs, context.progress)) as stream:
                 async for piece in stream:
                     if watch.saw(piece):
                         self.live.placed(piece.choice)
-                    if facts.first_token_seconds is None and watch.first_token_seconds is not None:
-                        facts.first_token_seconds = watch.first_token_seconds
+                    if context.first_token_seconds is None and watch.first_token_seconds is not None:
+                        context.first_token_seconds = watch.first_token_seconds
                         self.live.first_token(watch.first_token_seconds)
                     yield piece
         finally:
@@ -199,9 +199,9 @@ def decision_headers(progress: RequestProgress) -> dict[str, str]:
     if first is None or first.decision is None:
         return {}
     decision = first.decision
-    told = f"reason={decision.reason}, matched_tokens={decision.matched_tokens}"
-    told += f", prompt_tokens={decision.prompt_tokens}"
-    return {"x-preble-worker": _header_safe(first.worker or decision.worker), "x-preble-decision": _header_safe(told)}
+    text = f"reason={decision.reason}, matched_tokens={decision.matched_tokens}"
+    text += f", prompt_tokens={decision.prompt_tokens}"
+    return {"x-preble-worker": _header_safe(first.worker or decision.worker), "x-preble-decision": _header_safe(text)}
 
 
 def _header_safe(text: str) -> str:

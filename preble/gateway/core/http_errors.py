@@ -68,7 +68,7 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind="overloaded_error", code=code, retry_after_seconds=RETRY_SECONDS)
 
 
-def problem_of(error: PrebleError) -> ApiError:
+def api_error_of(error: PrebleError) -> ApiError:
     """The answer for an error that a request met."""
     if isinstance(error, ApiError):
         return error

@@ -39,7 +39,7 @@ Family = Any  # a CounterMetricFamily or a GaugeMetricFamily
 
 
 class Metrics:
-    """The metrics of one gateway. What it counts itself may be told from any thread."""
+    """The metrics of one gateway. What it counts itself may be counted from any thread."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -69,11 +69,11 @@ class Metrics:
             DECISION_SECONDS,
         )
         self.predicted_cached_tokens = counter(
-            "predicted_cached_tokens", "Prompt tokens believed cached on the chosen worker"
+            "predicted_cached_tokens", "Prompt tokens estimated cached on the chosen worker"
         )
         self.actual_cached_tokens = counter("actual_cached_tokens", "Prompt tokens cached by the engine's word")
         self.best_cached_tokens = counter(
-            "best_eligible_cached_tokens", "Prompt tokens believed cached where most were"
+            "best_eligible_cached_tokens", "Prompt tokens estimated cached where most were"
         )
         self.selected_cached_tokens = counter(
             "selected_cached_tokens", "Those on the chosen worker, of the same decisions"
@@ -157,7 +157,7 @@ class Watch:
 
 
 def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob]) -> dict[int, int]:
-    """The most tokens that any worker is believed to cache, for the first job of each prompt: the others follow it."""
+    """The most tokens that any worker is estimated to cache, for the first job of each prompt: the others follow it."""
     best: dict[int, int] = {}
     seen: set[int] = set()
     for job in jobs:
@@ -185,7 +185,7 @@ def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"preble_{name}", text, value)
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+def _level(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"preble_{name}", text, value)
 
 
@@ -204,16 +204,16 @@ def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
         requests,
         made,
         evicted,
-        _gauge("index_bytes", "Memory of the prefix index", tree["bytes_used"]),
-        _gauge("index_nodes", "Nodes of the prefix index", tree["nodes"]),
-        _gauge("leases_active", "Bookings of requests that have not ended", stats["live_requests"]),
-        _gauge("leases_mirrored", "Of these, bookings of other routers' requests", stats["mirrored_live"]),
+        _level("index_bytes", "Memory of the prefix index", tree["bytes_used"]),
+        _level("index_nodes", "Nodes of the prefix index", tree["nodes"]),
+        _level("leases_active", "Bookings of requests that have not ended", stats["live_requests"]),
+        _level("leases_of_peers", "Of these, bookings of other routers' requests", stats["peer_bookings"]),
         _counter("lease_expired", "Bookings given back because nobody ended them", stats["expired_leases"]),
         _counter("scheduler_ticks_failed", "Background rounds that failed", stats["failed_ticks"]),
     ]
 
 
-_SCALING_GAUGES = {
+_SCALING_METRICS = {
     "workers": "Workers that take any request",
     "prefill_load": "Seconds of prefill that arrive in a second",
     "decode_load": "Seconds of decoding, at full batches, that arrive in a second",
@@ -225,24 +225,24 @@ _SCALING_GAUGES = {
 
 def _scaling_families(scaling: Mapping[str, Any]) -> list[Family]:
     """The advice; what a drain costs is known of some workers only, the least loaded."""
-    told = [
-        _gauge(f"scaling_{name}", text, scaling[name])
-        for name, text in _SCALING_GAUGES.items()
+    advice = [
+        _level(f"scaling_{name}", text, scaling[name])
+        for name, text in _SCALING_METRICS.items()
         if scaling[name] is not None
     ]
     text = "Seconds to compute again what only this worker caches"
     drains = GaugeMetricFamily("preble_scaling_drain_seconds", text, labels=("worker",))
     for worker, seconds in scaling["drain_seconds"].items():
         drains.add_metric((worker,), seconds)
-    return [*told, drains]
+    return [*advice, drains]
 
 
-def _heard(router: Mapping[str, Any], own: str, feeds: str) -> float:
-    """What was heard of a worker's cache: on its link, and on the sockets of a server that is attached."""
+def _received(router: Mapping[str, Any], own: str, feeds: str) -> float:
+    """What was reported of a worker's cache: on its link, and on the sockets of a server that is attached."""
     return float(router.get(own, 0) + (router.get("feed") or {}).get(feeds, 0))
 
 
-# name, text, counter or gauge, value of (the scheduler's books, the router's) of one worker
+# name, text, counter or gauge, value of (the scheduler's bookings, the router's) of one worker
 _WorkerMetric = tuple[str, str, type, Callable[[Mapping[str, Any], Mapping[str, Any]], float]]
 _WORKER_METRICS: tuple[_WorkerMetric, ...] = (
     ("worker_up", "1 while it may take requests", GaugeMetricFamily, lambda b, r: r.get("state") == "ready"),
@@ -254,7 +254,7 @@ _WORKER_METRICS: tuple[_WorkerMetric, ...] = (
         lambda b, r: b.get("live_output_tokens", 0),
     ),
     ("worker_load_seconds", "Its load in the window", GaugeMetricFamily, lambda b, r: b.get("load_seconds", 0.0)),
-    ("worker_cached_tokens", "Tokens believed cached", GaugeMetricFamily, lambda b, r: b.get("cached_tokens", 0)),
+    ("worker_cached_tokens", "Tokens estimated cached", GaugeMetricFamily, lambda b, r: b.get("cached_tokens", 0)),
     (
         "worker_kv_capacity_tokens",
         "Tokens that fit",
@@ -267,20 +267,20 @@ _WORKER_METRICS: tuple[_WorkerMetric, ...] = (
         "kv_event_batches",
         "Batches of cache events",
         CounterMetricFamily,
-        lambda b, r: _heard(r, "event_batches", "batches"),
+        lambda b, r: _received(r, "event_batches", "batches"),
     ),
     (
         "kv_event_gaps",
         "Holes in the stream of events",
         CounterMetricFamily,
-        lambda b, r: _heard(r, "event_gaps", "gaps"),
+        lambda b, r: _received(r, "event_gaps", "gaps"),
     ),
-    ("kv_replays", "Replays asked for", CounterMetricFamily, lambda b, r: _heard(r, "replays", "replays")),
-    ("kv_resyncs", "Events lost for good", CounterMetricFamily, lambda b, r: _heard(r, "resyncs", "resyncs")),
+    ("kv_replays", "Replays asked for", CounterMetricFamily, lambda b, r: _received(r, "replays", "replays")),
+    ("kv_resyncs", "Events lost for good", CounterMetricFamily, lambda b, r: _received(r, "resyncs", "resyncs")),
 )
 
 
-def _worker_families(books: Mapping[str, Any], routers: Mapping[str, Any]) -> list[Family]:
+def _worker_families(loads: Mapping[str, Any], routers: Mapping[str, Any]) -> list[Family]:
     """One family for each metric, one sample for each worker."""
     rows = [(row.get("worker_id") or address, row) for address, row in sorted(routers.items())]
     families = []
@@ -288,7 +288,7 @@ def _worker_families(books: Mapping[str, Any], routers: Mapping[str, Any]) -> li
         sums: dict[str, float] = {}
         for i, (worker, row) in enumerate(rows):
             label = worker if i < WORKER_LABELS_MAX else OTHER
-            sums[label] = sums.get(label, 0.0) + float(value(books.get(worker, {}), row))
+            sums[label] = sums.get(label, 0.0) + float(value(loads.get(worker, {}), row))
         family = kind(f"preble_{name}", text, labels=("worker",))
         for label, total in sums.items():
             family.add_metric((label,), total)
@@ -336,8 +336,8 @@ def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> l
     ended = [_counter(f"generations_{name}", text, router[name]) for name, text in _ROUTER_COUNTERS.items()]
     return [
         *ended,
-        _gauge("generations_live", "Generations that go on", router["live_requests"]),
-        _gauge("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
-        _gauge("tasks", "Tasks of the event loop", gateway["tasks"]),
-        _gauge("ready", "1 while a request would find a worker", gateway["ready"]),
+        _level("generations_live", "Generations that go on", router["live_requests"]),
+        _level("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
+        _level("tasks", "Tasks of the event loop", gateway["tasks"]),
+        _level("ready", "1 while a request would find a worker", gateway["ready"]),
     ]

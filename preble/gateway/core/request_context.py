@@ -1,4 +1,4 @@
-"""What is known of one HTTP request, from the guard that lets it in to the line in the log. Decides nothing."""
+"""What is known of one HTTP request, from the middleware that lets it in to the line in the log. Decides nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..text.generation import RequestProgress
 
 
 @dataclass(slots=True)
-class Facts:
+class RequestContext:
     """What one HTTP request turned out to be, for its log line and the metrics. No prompt, no output."""
 
     request_id: str
@@ -24,7 +24,7 @@ class Facts:
     first_token_seconds: float | None = None
 
 
-def facts_of(request: Request) -> Facts:
-    """The facts of a request, made by the guard."""
-    facts: Facts = request.scope["preble.facts"]
-    return facts
+def context_of(request: Request) -> RequestContext:
+    """The context of a request, made by the middleware."""
+    context: RequestContext = request.scope["preble.context"]
+    return context

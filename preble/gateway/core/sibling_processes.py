@@ -1,8 +1,8 @@
-"""Several gateway processes behind one port, as one of them sees the others: its seat, and how it asks them.
+"""Several gateway processes behind one port, as one of them sees the others: its slot, and how it asks them.
 
 Each process serves its whole API on a Unix socket in a directory that only their user may enter. What comes in there
 was let in by another process: it is asked for no key, counts for no rate, and is not passed on again. So
-  - an operator's change of workers, told to any process, is made in all;
+  - an operator's change of workers, made at any process, is made in all;
   - `/metrics` of any process has the samples of all, each with its `process`;
   - a process that was started again finds the workers that the others have.
 Prompts never go that way. A process that does not answer within `ANSWER_SECONDS` is left out, and shown as such.
@@ -27,7 +27,7 @@ ANSWER_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ProcessSlot:
     """One process's place among `count`: they share `port`, and meet in `directory`."""
 
     index: int
@@ -57,15 +57,15 @@ class ProcessAnswer:
     body: bytes = b""
 
 
-class Siblings:
+class GatewayProcesses:
     """The other processes. Belongs to one asyncio loop."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, slot: ProcessSlot) -> None:
+        self.slot = slot
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> list[ProcessAnswer]:
         """Ask all of them at once; one answer for each, in the order of their indices."""
-        others = [index for index in range(self.seat.count) if index != self.seat.index]
+        others = [index for index in range(self.slot.count) if index != self.slot.index]
         return list(await asyncio.gather(*(asyncio.to_thread(self._ask, i, method, path, body) for i in others)))
 
     async def ask_one(self, index: int, path: str) -> ProcessAnswer:
@@ -73,7 +73,7 @@ class Siblings:
         return await asyncio.to_thread(self._ask, index, "GET", path, b"")
 
     def _ask(self, index: int, method: str, path: str, body: bytes) -> ProcessAnswer:
-        connection = _UnixConnection(self.seat.socket_path(index))
+        connection = _UnixConnection(self.slot.socket_path(index))
         try:
             connection.request(method, path, body or None)
             response = connection.getresponse()
@@ -107,9 +107,9 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def from_sibling(siblings: Siblings | None, scope: MutableMapping[str, Any]) -> bool:
-    """Whether a request came in on the siblings' socket, which alone has no port."""
-    return siblings is not None and (scope["server"] is None or scope["server"][1] is None)
+def from_other_process(processes: GatewayProcesses | None, scope: MutableMapping[str, Any]) -> bool:
+    """Whether a request came in on the other processes' socket, which alone has no port."""
+    return processes is not None and (scope["server"] is None or scope["server"][1] is None)
 
 
 def merged(texts: Mapping[int, bytes | None]) -> bytes:

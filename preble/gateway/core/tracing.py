@@ -1,7 +1,7 @@
 """Traces: one OpenTelemetry span for each request, and the trace's name handed on to the servers behind.
 
 Owns what a span says. `traceparent` and `tracestate` of a request are its span's parent, and go on to attached SGLang
-and vLLM servers with the span in between; without a span they go on as they came. `preble worker` hears of no trace.
+and vLLM servers with the span in between; without a span they go on as they came. `preble worker` receives no trace.
 A span has ids, times, counts and the decision; never a prompt, an output or a key. Needs the extra `otel`, and nothing
 of it is loaded where it is not asked for.
 
@@ -19,7 +19,7 @@ from typing import Any
 from ... import __version__
 from ...errors import MissingExtra
 from ...transport.engine_servers.http_client import TRACE_HEADERS
-from .request_context import Facts
+from .request_context import RequestContext
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACESTATE_CHARS_MAX = 512
@@ -74,11 +74,11 @@ class Tracing:
         hand_on(carrier)
         return span
 
-    def end(self, span: Any, method: str, route: str, status: int, facts: Facts) -> None:
+    def end(self, span: Any, method: str, route: str, status: int, context: RequestContext) -> None:
         """Say what became of it."""
         span.update_name(f"{method} {route}")
         span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
-        span.set_attributes(attributes_of(facts))
+        span.set_attributes(attributes_of(context))
         if status >= 500:
             span.set_status(self._error)
         span.end()
@@ -88,25 +88,25 @@ class Tracing:
         self._provider.shutdown()
 
 
-def attributes_of(facts: Facts) -> dict[str, Any]:
+def attributes_of(context: RequestContext) -> dict[str, Any]:
     """What a span says of a request beside HTTP; names of OpenTelemetry's conventions where they have one."""
-    told: dict[str, Any] = {"preble.request_id": facts.request_id}
-    if facts.session:
-        told["session.id"] = facts.session
-    progress = facts.progress
+    attributes: dict[str, Any] = {"preble.request_id": context.request_id}
+    if context.session:
+        attributes["session.id"] = context.session
+    progress = context.progress
     if not progress.choices:
-        return told
-    told["gen_ai.request.model"] = facts.model
-    told["gen_ai.usage.input_tokens"] = progress.prompt_tokens
-    told["gen_ai.usage.output_tokens"] = progress.output_tokens
-    told["gen_ai.response.finish_reasons"] = [one.finish_reason or "gone" for one in progress.choices]
-    told["preble.cached_tokens"] = progress.cached_tokens
-    if facts.first_token_seconds is not None:
-        told["preble.first_token_seconds"] = facts.first_token_seconds
+        return attributes
+    attributes["gen_ai.request.model"] = context.model
+    attributes["gen_ai.usage.input_tokens"] = progress.prompt_tokens
+    attributes["gen_ai.usage.output_tokens"] = progress.output_tokens
+    attributes["gen_ai.response.finish_reasons"] = [one.finish_reason or "gone" for one in progress.choices]
+    attributes["preble.cached_tokens"] = progress.cached_tokens
+    if context.first_token_seconds is not None:
+        attributes["preble.first_token_seconds"] = context.first_token_seconds
     first = progress.choices[0]
     if first.decision is not None:
-        told["preble.worker"] = first.worker or first.decision.worker
-        told["preble.decision.worker"] = first.decision.worker
-        told["preble.decision.reason"] = first.decision.reason
-        told["preble.decision.matched_tokens"] = first.decision.matched_tokens
-    return told
+        attributes["preble.worker"] = first.worker or first.decision.worker
+        attributes["preble.decision.worker"] = first.decision.worker
+        attributes["preble.decision.reason"] = first.decision.reason
+        attributes["preble.decision.matched_tokens"] = first.decision.matched_tokens
+    return attributes

@@ -47,14 +47,14 @@ class DashboardEvents:
         why = plan["why"] if phase == "ended" else None
         self._add(at, plan["kind"], plan=plan["id"], phase=phase, why=why, **{name: plan[name] for name in names})
 
-    def _add(self, at: float, kind: str, **facts: Any) -> None:
+    def _add(self, at: float, kind: str, **fields: Any) -> None:
         self.total += 1
-        self._events.append({"number": self.total, "at": at, "kind": kind, **facts})
+        self._events.append({"number": self.total, "at": at, "kind": kind, **fields})
 
     def latest(self, now: float) -> list[dict[str, Any]]:
         """The newest, newest first, with `seconds_ago` in place of `at`."""
         found = []
         for event in list(self._events)[: -EVENTS_SHOWN - 1 : -1]:
-            facts = dict(event)
-            found.append({"seconds_ago": max(now - facts.pop("at"), 0.0), **facts})
+            fields = dict(event)
+            found.append({"seconds_ago": max(now - fields.pop("at"), 0.0), **fields})
         return found

@@ -2,7 +2,8 @@
 history and its bounds; the page is `page_api`'s and that of the files in page/.
 
 Once a tick the loop notes how each worker stands (references only), and a thread makes numbers of it, so that a large
-fleet does not hold the loop. Prompts are told by their lengths and by keyed hashes (`hottest`), never by their tokens.
+fleet does not hold the loop. Prompts are shown by their lengths and by keyed hashes (`hot_prefixes`), never by their
+tokens.
 
 Bounds: HISTORY_TICKS of each number; WORKERS_MAX workers and EVENTS_MAX events, what is beyond them is counted in the
 answer; DECISIONS_SHOWN decisions and PREFIXES_SHOWN prefixes in one answer.
@@ -39,11 +40,11 @@ HISTORY_TICKS = 300
 RECENT_TICKS = 30  # over which rates, hit rates and percentiles are taken
 WORKERS_MAX = 1000
 DECISIONS_SHOWN = 50
-RECORDS_PER_SECOND = 10  # beside `record_share`, so that of a quiet fleet every decision is there
+RECORDS_PER_SECOND = 10  # beside `record_share`, so that of an idle fleet every decision is there
 PREFIXES_SHOWN = 20
 FIRST_TOKENS_MAX = 4096
 ANSWERS_MAX = 4  # kept of one tick; who comes in between ticks gets the same bytes
-OBSERVED_LEAST_SECONDS = 10.0  # a worker that has just come is not said to be busy for its first request
+OBSERVED_SECONDS_MIN = 10.0  # a worker that has just come is not said to be busy for its first request
 WORKER_SERIES = ("load", "waiting", "kv", "hit")
 FLEET_SERIES = ("requests_per_second", "hit", "first_token_p50", "first_token_p99", "waiting", "running")
 
@@ -101,7 +102,7 @@ class Live:
     # --- on the loop --------------------------------------------------------------------------------------------------
 
     def placed(self, choice: Choice) -> None:
-        """The first news of a choice. What of its prompt was cached is the engine's word, else our belief."""
+        """The first news of a choice. What of its prompt was cached is the engine's word, else our estimate."""
         if choice.decision is None:
             return
         tally = self._tallies.setdefault(choice.worker, [0, 0])
@@ -162,48 +163,48 @@ class Live:
             self._totals |= {"policy": stats["policy"], "recorded": records.get("made")}
             self._totals |= {"groups": stats["plans"].get("groups"), "index_bytes": stats["tree"]["bytes_used"]}
 
-    def _take_workers(self, now: float, looks: Iterable[Look], books: Mapping[str, Any]) -> None:
+    def _take_workers(self, now: float, looks: Iterable[Look], accounts: Mapping[str, Any]) -> None:
         before, self._workers = self._workers, {}
         for look in looks:
             tracked = before.pop(look.address, None)
             if tracked is None:
                 tracked = _Tracked(look, now)
             self._workers[look.address] = tracked
-            book = books.get(look.worker_id)
-            state = "draining" if book is not None and book["draining"] and look.state == "ready" else look.state
+            account = accounts.get(look.worker_id)
+            state = "draining" if account is not None and account["draining"] and look.state == "ready" else look.state
             if state != tracked.state:
                 self._events.worker(look.worker_id or look.address, tracked.state, state, look.why, now)
                 tracked.state, tracked.since = state, now
             elif look.epoch != tracked.look.epoch and tracked.look.epoch:
                 self._events.worker(look.worker_id, state, state, "it was restarted", now)
             tracked.look = look
-            self._take_numbers(tracked, book, now)
+            self._take_numbers(tracked, account, now)
         for address, gone in before.items():
             self._events.worker(gone.look.worker_id or address, gone.state, "removed", "", now)
 
-    def _take_numbers(self, tracked: _Tracked, book: Mapping[str, Any] | None, now: float) -> None:
+    def _take_numbers(self, tracked: _Tracked, account: Mapping[str, Any] | None, now: float) -> None:
         look, history = tracked.look, self._router.scheduler.config.history_seconds
-        up = look.state in ("ready", "quiet", "draining")
+        up = look.state in ("ready", "suspect", "draining")
         pong = look.pong if up else None
         capacity = look.welcome.kv_capacity_tokens if look.welcome is not None else 0
-        observed = max(OBSERVED_LEAST_SECONDS, min(history, now - tracked.known_since))
-        load = book["load_seconds"] / observed if book is not None and up else 0.0
-        cached = book["cached_tokens"] if book is not None else 0
+        observed = max(OBSERVED_SECONDS_MIN, min(history, now - tracked.known_since))
+        load = account["load_seconds"] / observed if account is not None and up else 0.0
+        cached = account["cached_tokens"] if account is not None else 0
         used = max(pong.kv_used_tokens, pong.kv_cached_tokens) if pong is not None else cached
         waiting = pong.waiting if pong is not None else 0
         hit = tracked.hits.push(look.cached_tokens, look.prompt_tokens)
         kv = min(used / capacity, 1.0) if capacity and up else 0.0
         tracked.numbers = {
             "load": load,
-            "load_seconds": book["load_seconds"] if book is not None else 0.0,
+            "load_seconds": account["load_seconds"] if account is not None else 0.0,
             "waiting": waiting,
             "running": pong.running if pong is not None else 0,
-            "live_requests": book["live_requests"] if book is not None else 0,
+            "live_requests": account["live_requests"] if account is not None else 0,
             "kv": kv,
             "kv_capacity_tokens": capacity,
             "cached_tokens": cached,
             "hit": hit,
-            "trust": book["trust"] if book is not None else None,
+            "cache_accuracy": account["cache_accuracy"] if account is not None else None,
         }
         for name in WORKER_SERIES:
             tracked.series[name].push(tracked.numbers[name])
@@ -228,7 +229,7 @@ class Live:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def state(self, after: int | None, gateway: Mapping[str, Any]) -> bytes:
-        """Everything as JSON, with the history after tick `after`; None for no history. `gateway` is its `facts`."""
+        """Everything as JSON, with the history after tick `after`; None for no history. `gateway` is its `info`."""
         with self._lock:
             count = 0 if after is None else max(0, min(self._tick - after, HISTORY_TICKS))
             if count not in self._answers:

@@ -238,7 +238,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def fingerprint(directory: Path) -> str:
-    """sha256 of tokenizer.json in hexadecimal, as workers tell it in the handshake; "" without that file."""
+    """sha256 of tokenizer.json in hexadecimal, as workers report it in the handshake; "" without that file."""
     file = directory / "tokenizer.json"
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 

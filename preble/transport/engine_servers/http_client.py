@@ -1,8 +1,8 @@
 """One running SGLang or vLLM server over HTTP. Owns the client: what is asked, how streams are read, and the bounds on
-what is believed; which facts the answers hold is `server_facts`', cache events are `kv_feed`'s.
+what is estimated; what the answers say of it is `server_info`', cache events are `kv_feed`'s.
 
     server = EngineServer("http://host:30000")
-    facts = await server.facts()
+    info = await server.info()
     async for piece in server.generate(token_ids, sampling, request_id="r"):
         ...                                     # piece.token_ids, piece.cached_tokens, piece.finish_reason
 
@@ -45,7 +45,7 @@ from ...errors import (
 )
 from ...types import SamplingParams
 from .kv_event_codec import LoadReport
-from .server_info import ServerFacts, ServerOptions, sglang_facts, vllm_facts
+from .server_info import ServerInfo, ServerOptions, sglang_info, vllm_info
 
 if TYPE_CHECKING:
     import aiohttp
@@ -85,7 +85,7 @@ class EngineServer:
             raise InvalidInput(f"url must be http://host:port, got {url!r}")
         self.url = url.rstrip("/")
         self.options = options or ServerOptions()
-        self._known: ServerFacts | None = None
+        self._known: ServerInfo | None = None
         self._session: aiohttp.ClientSession | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -113,17 +113,17 @@ class EngineServer:
             )
         return self._session
 
-    # --- facts --------------------------------------------------------------------------------------------------------
+    # --- server info --------------------------------------------------------------------------------------------------
 
-    async def facts(self) -> ServerFacts:
+    async def info(self) -> ServerInfo:
         """Ask the server what it is; every call asks anew.
 
         Raises `TransportError` if it does not answer, `ProtocolError` if with something else, `HandshakeRefused` if it
         is no server we know or does not let us in, naming the flag or option that would.
         """
         status, body = await self._get("/server_info")
-        if status == 200 and isinstance(told := _json(body), Mapping) and "max_total_num_tokens" in told:
-            self._known = sglang_facts(self.url, told, self.options)
+        if status == 200 and isinstance(answer := _json(body), Mapping) and "max_total_num_tokens" in answer:
+            self._known = sglang_info(self.url, answer, self.options)
             return self._known
         self._check_usable(status)
         status, body = await self._get("/v1/models")
@@ -135,7 +135,7 @@ class EngineServer:
         status, metrics = await self._get("/metrics")
         text = metrics.decode("utf-8", "replace") if status == 200 else ""
         sources = await self._get_json("/kv_event_sources")
-        self._known = vllm_facts(
+        self._known = vllm_info(
             self.url,
             models,
             text,
@@ -151,8 +151,8 @@ class EngineServer:
         if status in (401, 403):
             raise HandshakeRefused(f"{self.url} answers {status}: give ServerOptions.api_key as its --api-key is")
 
-    async def _engine(self) -> ServerFacts:
-        return self._known or await self.facts()
+    async def _engine(self) -> ServerInfo:
+        return self._known or await self.info()
 
     async def health(self) -> None:
         """Return when the server answers that it is well. Raises `TransportError` if it does not, or not in time.
@@ -162,10 +162,10 @@ class EngineServer:
         await self.load()
 
     async def load(self) -> tuple[LoadReport, ...]:
-        """Requests running and waiting for each rank; () if the server is alive and does not tell. Raises
+        """Requests running and waiting for each rank; () if the server is alive and does not say. Raises
         `TransportError`."""
-        facts = await self._engine()
-        if facts.engine == "sglang":
+        info = await self._engine()
+        if info.engine == "sglang":
             status, body = await self._get("/v1/loads?include=core")
             if status == 404:
                 status, _ = await self._get("/health")
@@ -176,7 +176,7 @@ class EngineServer:
         status, _ = await self._get("/health")
         self._check_well(status)
         status, body = await self._get("/metrics")
-        return _vllm_loads(body.decode("utf-8", "replace"), facts) if status == 200 else ()
+        return _vllm_loads(body.decode("utf-8", "replace"), info) if status == 200 else ()
 
     def _check_well(self, status: int) -> None:
         if status != 200:
@@ -204,11 +204,11 @@ class EngineServer:
         Raises `InvalidInput` (the server refuses the request as such), `QueueFull`, `EngineError` (404, 501),
         `TransportError` (broken off, or the server failed: another may do), `ProtocolError` (an answer that is none).
         """
-        facts = await self._engine()
+        info = await self._engine()
         sampling = sampling or SamplingParams()
-        ask = _sglang_request if facts.engine == "sglang" else _vllm_request
-        path, headers, body = ask(facts, token_ids, sampling, request_id, rank, salt, lora, priority)
-        stream = _SglangStream(facts.cumulative) if facts.engine == "sglang" else _VllmStream()
+        ask = _sglang_request if info.engine == "sglang" else _vllm_request
+        path, headers, body = ask(info, token_ids, sampling, request_id, rank, salt, lora, priority)
+        stream = _SglangStream(info.cumulative) if info.engine == "sglang" else _VllmStream()
         client = _aiohttp()
         try:
             async with self._http().post(
@@ -232,8 +232,8 @@ class EngineServer:
     async def abort(self, request_id: str) -> None:
         """Ask the engine to stop a request; unknown ids do nothing. Raises `TransportError`. vLLM has no such question:
         there closing the stream is all."""
-        facts = await self._engine()
-        if facts.engine == "sglang":
+        info = await self._engine()
+        if info.engine == "sglang":
             await self._ask("POST", "/abort_request", {"rid": request_id})
 
     async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -310,7 +310,7 @@ class Unreachable(TransportError):
 
 
 def _sglang_request(
-    facts: ServerFacts,
+    info: ServerInfo,
     token_ids: TokenIds,
     sampling: SamplingParams,
     request_id: str,
@@ -341,7 +341,7 @@ def _sglang_request(
 
 
 def _vllm_request(
-    facts: ServerFacts,
+    info: ServerInfo,
     token_ids: TokenIds,
     sampling: SamplingParams,
     request_id: str,
@@ -352,7 +352,7 @@ def _vllm_request(
 ) -> tuple[str, dict[str, str], dict[str, Any]]:
     body: dict[str, Any] = {
         "request_id": request_id,
-        "model": lora or facts.model,
+        "model": lora or info.model,
         "prompt": _plain(token_ids),
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -385,16 +385,16 @@ class _SglangStream:
         self.ended = False
         self._cumulative = cumulative
         self._have = 0
-        self._told_cached = False
+        self._hit_reported = False
 
     def take(self, line: bytes) -> ServerPiece | None:
-        told = _object(line)
-        if "error" in told:
-            raise _stream_error(told["error"])
-        meta = told.get("meta_info")
+        answer = _object(line)
+        if "error" in answer:
+            raise _stream_error(answer["error"])
+        meta = answer.get("meta_info")
         if not isinstance(meta, Mapping):
             raise ProtocolError("stream: meta_info must be an object")
-        ids = _token_ids(told.get("output_ids"), "output_ids")
+        ids = _token_ids(answer.get("output_ids"), "output_ids")
         fresh = ids[self._have :] if self._cumulative else ids
         if self._cumulative and len(ids) < self._have:
             raise ProtocolError(f"stream: output_ids shrank from {self._have} to {len(ids)}")
@@ -403,7 +403,7 @@ class _SglangStream:
         self.ended = reason is not None
         if not fresh and reason is None:
             return None
-        cached, self._told_cached = None if self._told_cached else _count(meta.get("cached_tokens")), True
+        cached, self._hit_reported = None if self._hit_reported else _count(meta.get("cached_tokens")), True
         return ServerPiece(fresh, cached, reason)
 
     def close(self) -> ServerPiece | None:
@@ -419,10 +419,10 @@ class _VllmStream:
         self._last: ServerPiece | None = None
 
     def take(self, line: bytes) -> ServerPiece | None:
-        told = _object(line)
-        if "error" in told:
-            raise _stream_error(told["error"])
-        choices, usage = told.get("choices"), told.get("usage")
+        answer = _object(line)
+        if "error" in answer:
+            raise _stream_error(answer["error"])
+        choices, usage = answer.get("choices"), answer.get("usage")
         if not isinstance(choices, list) or len(choices) > 1:
             raise ProtocolError("stream: choices must be a list of at most one")
         if not choices:
@@ -452,19 +452,19 @@ class _VllmStream:
         return self._last
 
 
-def _sglang_reason(told: Any) -> str | None:
-    if told is None:
+def _sglang_reason(answer: Any) -> str | None:
+    if answer is None:
         return None
-    kind = told.get("type") if isinstance(told, Mapping) else None
+    kind = answer.get("type") if isinstance(answer, Mapping) else None
     if kind == "abort":
-        raise _stream_error({"message": "aborted", "code": told.get("status_code")})
+        raise _stream_error({"message": "aborted", "code": answer.get("status_code")})
     if kind not in ("stop", "length"):
         raise ProtocolError("stream: finish_reason.type must be stop, length or abort")
     return str(kind)
 
 
-def _stream_error(told: Any) -> Exception:
-    code = told.get("code") if isinstance(told, Mapping) else None
+def _stream_error(answer: Any) -> Exception:
+    code = answer.get("code") if isinstance(answer, Mapping) else None
     if code in (400, 413, 422):
         return InvalidInput(f"the engine refuses the request ({code})")
     if code in (429, 503):
@@ -488,10 +488,10 @@ def _json(body: bytes) -> Any:
 
 
 def _object(line: bytes) -> Mapping[str, Any]:
-    told = _json(line)
-    if not isinstance(told, Mapping):
+    answer = _json(line)
+    if not isinstance(answer, Mapping):
         raise ProtocolError("stream: a line must be a JSON object")
-    return told
+    return answer
 
 
 def _token_ids(value: Any, name: str) -> tuple[int, ...]:
@@ -501,36 +501,36 @@ def _token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _count(value: Any) -> int | None:
-    """A number of tokens; None where the server tells none, or nonsense."""
+    """A number of tokens; None where the server reports none, or nonsense."""
     return value if type(value) is int and 0 <= value <= _INT31 else None
 
 
 def _complaint(body: bytes) -> str:
     """The kind of error a server names, never its text."""
     try:
-        told = json.loads(body)
+        answer = json.loads(body)
     except (ValueError, RecursionError):
         return "no reason given"
-    error = told.get("error", told) if isinstance(told, Mapping) else None
+    error = answer.get("error", answer) if isinstance(answer, Mapping) else None
     kind = error.get("type") if isinstance(error, Mapping) else None
     return kind[:_TEXT_SHOWN_CHARS] if isinstance(kind, str) else "no reason given"
 
 
-def _sglang_loads(told: Any) -> tuple[LoadReport, ...]:
-    loads = told.get("loads") if isinstance(told, Mapping) else None
+def _sglang_loads(answer: Any) -> tuple[LoadReport, ...]:
+    loads = answer.get("loads") if isinstance(answer, Mapping) else None
     if not isinstance(loads, list) or not all(isinstance(load, Mapping) for load in loads):
         raise ProtocolError("/v1/loads: loads must be a list of objects")
     return tuple(LoadReport(*(_count(load.get(name)) or 0 for name in _LOADS)) for load in loads)
 
 
-def _vllm_loads(metrics: str, facts: ServerFacts) -> tuple[LoadReport, ...]:
+def _vllm_loads(metrics: str, info: ServerInfo) -> tuple[LoadReport, ...]:
     seen: dict[tuple[str, int], int] = {}
     for name, rank, value in _LOAD.findall(metrics):
         with contextlib.suppress(ValueError, OverflowError):
             seen[name, int(rank)] = int(float(value))
     ranks = sorted({rank for _, rank in seen})
     running, waiting = "num_requests_running", "num_requests_waiting"
-    capacity = facts.kv_capacity_tokens
+    capacity = info.kv_capacity_tokens
     return tuple(
         LoadReport(max(seen.get((running, r), 0), 0), max(seen.get((waiting, r), 0), 0), 0, capacity, r) for r in ranks
     )

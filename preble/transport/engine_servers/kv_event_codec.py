@@ -15,7 +15,7 @@ import msgspec
 from ...errors import ProtocolError
 
 PAYLOAD_MAX_BYTES = 1 << 24  # what the decoder takes
-_LOAD_MAX_BYTES = 4096
+_LOAD_BYTES_MAX = 4096
 _END = b"\xff" * 8
 _TWO_OR_MORE_AND_DOUBLE = struct.Struct(">BBd")
 
@@ -68,8 +68,8 @@ def decode_load(payload: bytes) -> LoadReport:
 
     Raises `ProtocolError` naming what is wrong.
     """
-    if len(payload) > _LOAD_MAX_BYTES:
-        raise ProtocolError(f"load frame has {len(payload)} bytes, at most {_LOAD_MAX_BYTES} are allowed")
+    if len(payload) > _LOAD_BYTES_MAX:
+        raise ProtocolError(f"load frame has {len(payload)} bytes, at most {_LOAD_BYTES_MAX} are allowed")
     try:
         values = msgspec.msgpack.decode(payload)
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,7 +1,8 @@
 """Following the event sockets of one rank of a running engine. Owns the SUB and replay sockets, gaps, restarts and the
-bounds on what waits; frames are `kv_events`', and what the events mean is `preble._kv_index.decode`'s and the scheduler's.
+bounds on what waits; frames are `kv_events`', and what the events mean is `preble._kv_index.decode`'s and the
+scheduler's.
 
-Every payload reaches the listener once and in order, or the listener is told to forget:
+Every payload reaches the listener once and in order, or the listener is asked to forget:
 
     a gap                     what is missing is asked for again; if that is not to be had, or there is no replay
                               socket: `on_resync`, and on with the oldest that is
@@ -81,13 +82,13 @@ class FeedCounters:
 
 
 class FeedListener(Protocol):
-    """What a feed tells its owner. Called on the loop; must not block."""
+    """What a feed notifies its owner. Called on the loop; must not block."""
 
     def on_payload(self, payload: bytes) -> None:
         """The next batch as the engine wrote it, in order and exactly once."""
 
     def on_resync(self) -> None:
-        """Events are lost for good, or the engine was restarted: forget what is believed of its cache."""
+        """Events are lost for good, or the engine was restarted: forget what is estimated of its cache."""
 
     def on_load(self, report: LoadReport) -> None:
         """SGLang's load, as often as it changes."""
@@ -113,7 +114,7 @@ class EventFeed:
         self._config = config or FeedConfig()
         self._context = context
         self._cursor: EventCursor[bytes] = EventCursor(next_seq, self._config.max_held_batches)
-        self._believing = next_seq > 0  # somebody holds beliefs that came from this stream
+        self._has_estimate = next_seq > 0  # somebody holds estimates that came from this stream
         self._newest: bytes | None = None  # the batch before `next_seq`: the anchor of every replay
         self._newest_time = float("-inf")
         self._wanted = asyncio.Event()
@@ -201,12 +202,12 @@ class EventFeed:
             return
         if seq < self.next_seq and time_of(payload) > self._newest_time:
             self._restarted()
-        if self._newest is None and not self.source.replay_endpoint and not self._believing:
+        if self._newest is None and not self.source.replay_endpoint and not self._has_estimate:
             self._cursor.skip_to(seq)  # nothing came before, for us
         had_gap = self._cursor.has_gap
         self._offer(seq, payload)
         if self._cursor.has_gap and not had_gap:
-            self.counters.gaps += self._believing
+            self.counters.gaps += self._has_estimate
             self._close_gap()
 
     def _offer(self, seq: int, payload: bytes) -> None:
@@ -217,7 +218,7 @@ class EventFeed:
     def _apply(self, payloads: list[bytes]) -> None:
         for payload in payloads:
             self.counters.batches += 1
-            self._believing = True
+            self._has_estimate = True
             self._listener.on_payload(payload)
         if payloads:
             self._newest = payloads[-1]
@@ -235,10 +236,10 @@ class EventFeed:
         self._apply(self._cursor.skip_gap())
 
     def _forget(self) -> None:
-        if self._believing:
+        if self._has_estimate:
             self.counters.resyncs += 1
             self._listener.on_resync()
-        self._believing = False
+        self._has_estimate = False
 
     def _restarted(self) -> None:
         """Another life of the publisher: nothing of the earlier one is true, and its numbers begin again."""
@@ -285,7 +286,7 @@ class EventFeed:
                     break  # what was asked for is of an earlier life
                 if reply is None:
                     if taken == 0 and anchor is not None and anchor is self._newest:
-                        self._restarted()  # who has published less than we have heard is another one
+                        self._restarted()  # who has published less than we have received is another one
                     elif taken and self._cursor.has_gap:
                         self.counters.replays_cut += 1  # some of its middle was dropped
                     return True
@@ -310,7 +311,7 @@ class EventFeed:
             return True
         if first and seq > self.next_seq:
             # The first that comes is the oldest that is kept, and what we need is older. A later jump is a cut.
-            self.counters.gaps += self._believing
+            self.counters.gaps += self._has_estimate
             self._forget()
             self._apply(self._cursor.skip_gap(seq))
         self._offer(seq, payload)

@@ -4,12 +4,12 @@ session with one data-parallel rank: its requests, its heartbeat, its name.
     http://host:30000          the server, rank 0; its other ranks are addresses of their own: http://host:30000#rank=1
 
 To `router_fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
-is lost, and says why. A server that does not answer is quiet after `quiet_after_seconds` and lost after
+is lost, and says why. A server that does not answer is suspect after `suspect_after_seconds` and lost after
 `give_up_seconds`; one whose port is closed is lost at once; one that has had requests for `stalled_after_seconds` and
-sent nothing is quiet, too. A stream that breaks off is a request to be gone on with elsewhere.
+sent nothing is suspect, too. A stream that breaks off is a request to be gone on with elsewhere.
 
-The epoch is that of the server's start where it tells one, else every session is an epoch of its own: then nothing is
-believed after a break. Everything here runs on one asyncio loop; nothing is thread-safe.
+The epoch is that of the server's start where it reports one, else every session is an epoch of its own: then nothing is
+estimated after a break. Everything here runs on one asyncio loop; nothing is thread-safe.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..namespaces import keys_of
 from .http_client import EngineServer, Unreachable
 from .kv_event_codec import LoadReport
 from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters, within
-from .server_info import ServerFacts, ServerOptions
+from .server_info import ServerInfo, ServerOptions
 
 logger = logging.getLogger("preble.transport")
 
@@ -55,7 +55,7 @@ def is_server(address: str) -> bool:
 
 
 class ServerListener(LinkListener, Protocol):
-    """What a link to a server tells its owner beside what every link tells."""
+    """What a link to a server notifies its owner beside what every link reports."""
 
     def on_payload(self, payload: bytes) -> None:
         """The next batch of cache events as the engine wrote it, in order and exactly once."""
@@ -90,10 +90,10 @@ class ServerLink:
         self.rank = int(rank[len(_RANK) :]) if rank else 0
         self.counters = counters or LinkCounters()
         self.feed_counters = feed_counters or FeedCounters()
-        self.quiet = False
+        self.suspect = False
         self.epoch = 0
         self.welcome: wire.Welcome
-        self.facts: ServerFacts
+        self.info: ServerInfo
         self.more_addresses: tuple[str, ...] = ()
         self._server = EngineServer(url, options)
         self._hello = hello
@@ -119,46 +119,46 @@ class ServerLink:
 
         Raises `HandshakeRefused` when the two do not fit, `TransportError` when it does not answer.
         """
-        self.facts = facts = await self._server.facts()
-        if self.rank >= facts.ranks:
-            raise HandshakeRefused(f"{self.address}: the server has {facts.ranks} data-parallel ranks")
-        for advice in facts.advice:
+        self.info = info = await self._server.info()
+        if self.rank >= info.ranks:
+            raise HandshakeRefused(f"{self.address}: the server has {info.ranks} data-parallel ranks")
+        for advice in info.advice:
             logger.warning("%s: %s", self.address, advice)
-        self.epoch = int(facts.start, 16) % 2**62 + 1 if facts.start else secrets.randbelow(2**62) + 1
-        if facts.events:
+        self.epoch = int(info.start, 16) % 2**62 + 1 if info.start else secrets.randbelow(2**62) + 1
+        if info.events:
             resumed = resume_events_at is not None and resume_events_at[0] == self.epoch
             self._feed = EventFeed(
-                facts.events[self.rank],
+                info.events[self.rank],
                 self,
                 self._feed_config,
                 context=self._context,
                 next_seq=resume_events_at[1] if resume_events_at is not None and resumed else 0,
                 counters=self.feed_counters,
             )
-        self.welcome = self._welcome(facts)
+        self.welcome = self._welcome(info)
         difference = wire.disagreement(self._hello, self.welcome)
         if difference:
             raise HandshakeRefused(difference)
         if self.rank == 0:
             url, _ = urldefrag(self.address)
-            self.more_addresses = tuple(f"{url}#{_RANK}{rank}" for rank in range(1, facts.ranks))
+            self.more_addresses = tuple(f"{url}#{_RANK}{rank}" for rank in range(1, info.ranks))
         return self.welcome
 
-    def _welcome(self, facts: ServerFacts) -> wire.Welcome:
+    def _welcome(self, info: ServerInfo) -> wire.Welcome:
         place = urlsplit(self.address).netloc.rpartition("@")[2]
         return wire.Welcome(
-            worker_id=place if facts.ranks == 1 else f"{place}/{self.rank}",
-            engine=facts.engine,
-            model=facts.model,
+            worker_id=place if info.ranks == 1 else f"{place}/{self.rank}",
+            engine=info.engine,
+            model=info.model,
             tokenizer_fingerprint="",
-            block_size=facts.block_size,
-            kv_capacity_tokens=facts.kv_capacity_tokens,
-            max_running=facts.max_running,
-            max_model_tokens=facts.max_model_tokens,
+            block_size=info.block_size,
+            kv_capacity_tokens=info.kv_capacity_tokens,
+            max_running=info.max_running,
+            max_model_tokens=info.max_model_tokens,
             eos_token_ids=(),
-            events_endpoint=facts.events[self.rank].endpoint if facts.events else "",
+            events_endpoint=info.events[self.rank].endpoint if info.events else "",
             next_event_seq=self.next_event_seq,
-            max_frame_bytes=wire.MAX_FRAME_BYTES,
+            max_frame_bytes=wire.FRAME_BYTES_MAX,
         )
 
     async def run(self) -> str:
@@ -220,9 +220,9 @@ class ServerLink:
         task = self._requests.get(request_id)
         if task is not None:
             task.cancel()
-            self._spawn(self._tell_abort(request_id))
+            self._spawn(self._send_abort(request_id))
 
-    async def _tell_abort(self, request_id: str) -> None:
+    async def _send_abort(self, request_id: str) -> None:
         """The closed connection aborts, too, but SGLang notices that late."""
         try:
             await self._server.abort(self._name(request_id))
@@ -248,13 +248,13 @@ class ServerLink:
             submit.token_ids,
             sampling,
             request_id=self._name(submit.request_id),
-            rank=self.rank if self.facts.ranks > 1 else None,
+            rank=self.rank if self.info.ranks > 1 else None,
             salt=salt,
             lora=lora,
         )
         try:
             async for piece in pieces:
-                self._heard()
+                self._recover()
                 self._still_seconds = 0.0
                 self._listener.on_message(
                     wire.OutputChunk(
@@ -292,7 +292,7 @@ class ServerLink:
             except TransportError as error:
                 logger.debug("%s: %s", self.address, error)
             else:
-                self._heard()
+                self._recover()
                 self._report(next((load for load in loads if load.rank == self.rank), None))
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._config.heartbeat_seconds, self._ask_now.wait())
@@ -311,21 +311,21 @@ class ServerLink:
                 return f"silent for {self._silent_seconds:.1f} s"
             self._judge()
 
-    def _heard(self) -> None:
+    def _recover(self) -> None:
         self._silent_seconds = 0.0
-        if self.quiet:
+        if self.suspect:
             self._judge()
 
     def _judge(self) -> None:
-        """Report the server quiet, or heard again, when that has changed."""
-        silent = self._silent_seconds >= self._config.quiet_after_seconds
+        """Report the server suspect, or recovered, when that has changed."""
+        silent = self._silent_seconds >= self._config.suspect_after_seconds
         stalled = self._still_seconds >= self._config.stalled_after_seconds
-        if (silent or stalled) and not self.quiet:
-            self.quiet = True
-            self._listener.on_quiet("silent for too long" if silent else "no output for too long")
-        elif self.quiet and not silent and not stalled:
-            self.quiet = False
-            self._listener.on_heard()
+        if (silent or stalled) and not self.suspect:
+            self.suspect = True
+            self._listener.on_suspect("silent for too long" if silent else "no output for too long")
+        elif self.suspect and not silent and not stalled:
+            self.suspect = False
+            self._listener.on_recovered()
 
     def _report(self, load: LoadReport | None) -> None:
         self._nonce += 1

@@ -32,7 +32,7 @@ _WILDCARDS = ("*", "0.0.0.0", "::", "[::]", "")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What the operator knows of a server and the server does not tell; "" and None mean: take what it tells.
+    """What the operator knows of a server and the server does not say; "" and None mean: take what it reports.
 
     `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
     `require_events`: refuse a server that publishes no cache events, rather than guess what it caches. Times in
@@ -80,8 +80,8 @@ class EventSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a server told. `events` has a source for each rank, or none at all.
+class ServerInfo:
+    """What a server reported. `events` has a source for each rank, or none at all.
 
     `start` is a text that differs from one start of the server to the next, "" if it gives nothing of the kind.
     `cumulative`: each line of a stream repeats all output tokens so far. `advice`: what is missing, and the flag.
@@ -104,35 +104,35 @@ class ServerFacts:
 # --- SGLang -----------------------------------------------------------------------------------------------------------
 
 
-def sglang_facts(url: str, told: Mapping[str, Any], options: ServerOptions) -> ServerFacts:
-    """Facts from the body of /server_info. Raises `ProtocolError` naming a field that is not what it should be."""
+def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> ServerInfo:
+    """What the body says, of /server_info. Raises `ProtocolError` naming a field that is not what it should be."""
     name = f"{url}/server_info"
-    ranks = _int(told, "dp_size", name, 1, RANKS_MAX, 1)
-    events = _given_sources(options, ranks) or _sglang_sources(url, told, ranks)
-    max_length = _int(told, "context_length", name, 1, _INT31, None)
+    ranks = _int(answer, "dp_size", name, 1, RANKS_MAX, 1)
+    events = _given_sources(options, ranks) or _sglang_sources(url, answer, ranks)
+    max_length = _int(answer, "context_length", name, 1, _INT31, None)
     if max_length is None:
-        max_length = _int(told, "max_req_input_len", name, 1, _INT31, _INT31)
+        max_length = _int(answer, "max_req_input_len", name, 1, _INT31, _INT31)
     advice = _sglang_advice(events)
     if options.require_events and not events:
         raise HandshakeRefused(f"{url} publishes no cache events: {advice[0]}")
-    return ServerFacts(
+    return ServerInfo(
         "sglang",
-        str(told.get("version") or ""),
-        options.model or str(told.get("served_model_name") or told.get("model_path") or ""),
-        options.block_size or _int(told, "page_size", name, 1, 65_536, 1),
-        options.kv_capacity_tokens or _int(told, "max_total_num_tokens", name, 1, _INT31),
+        str(answer.get("version") or ""),
+        options.model or str(answer.get("served_model_name") or answer.get("model_path") or ""),
+        options.block_size or _int(answer, "page_size", name, 1, 65_536, 1),
+        options.kv_capacity_tokens or _int(answer, "max_total_num_tokens", name, 1, _INT31),
         max_length,
-        _int(told, "max_running_requests", name, 1, _INT31, None),
+        _int(answer, "max_running_requests", name, 1, _INT31, None),
         ranks,
-        _digest(told.get("startup_time")),
+        _digest(answer.get("startup_time")),
         events,
-        not (told.get("incremental_streaming_output") or told.get("stream_output")),
+        not (answer.get("incremental_streaming_output") or answer.get("stream_output")),
         advice,
     )
 
 
-def _sglang_sources(url: str, told: Mapping[str, Any], ranks: int) -> tuple[EventSource, ...]:
-    described = told.get("kv_events")
+def _sglang_sources(url: str, answer: Mapping[str, Any], ranks: int) -> tuple[EventSource, ...]:
+    described = answer.get("kv_events")
     if isinstance(described, Mapping):
         name = f"{url}/server_info kv_events"
         if described.get("publisher") != "zmq":
@@ -148,7 +148,7 @@ def _sglang_sources(url: str, told: Mapping[str, Any], ranks: int) -> tuple[Even
             for r in range(ranks)
         )
     try:
-        config = json.loads(told.get("kv_events_config") or "{}")
+        config = json.loads(answer.get("kv_events_config") or "{}")
     except (ValueError, TypeError):
         return ()
     return tuple(_configured(url, config, r) for r in range(ranks)) if _publishes(config) else ()
@@ -166,7 +166,7 @@ def _sglang_advice(events: tuple[EventSource, ...]) -> tuple[str, ...]:
     if not events[0].replay_endpoint:
         missing.append('"replay_endpoint" in --kv-events-config lets lost events be asked for again')
     if not events[0].load_endpoint:
-        missing.append("--load-publish-endpoint auto (0.5.23 on) tells the load at once")
+        missing.append("--load-publish-endpoint auto (0.5.23 on) reports the load at once")
     return tuple(missing)
 
 
@@ -177,10 +177,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _CREATED = re.compile(r"^(?:process_start_time_seconds|vllm:request_success_created\{[^}]*\}) (\S+)$", re.MULTILINE)
 
 
-def vllm_facts(
+def vllm_info(
     url: str, models: Mapping[str, Any], metrics: str, sources: Mapping[str, Any], version: str, options: ServerOptions
-) -> ServerFacts:
-    """Facts from /v1/models, the text of /metrics ("" if it has none), /kv_event_sources ({} if it has none) and
+) -> ServerInfo:
+    """What is read from /v1/models, the text of /metrics ("" if it has none), /kv_event_sources ({} if it has none) and
     /version. Raises `ProtocolError` naming what is not as it should be, `HandshakeRefused` naming the option that says
     what the server does not."""
     cards = [card for card in models.get("data") or () if isinstance(card, Mapping)]
@@ -195,13 +195,13 @@ def vllm_facts(
         capacity = block_size * _label(cache, "num_gpu_blocks")
     for name, value in (("block_size", block_size), ("kv_capacity_tokens", capacity)):
         if not value:
-            raise HandshakeRefused(f"{url}/metrics does not tell {name}: give ServerOptions.{name}")
+            raise HandshakeRefused(f"{url}/metrics does not say {name}: give ServerOptions.{name}")
     ranks = max(len(engines), 1)
     events = _given_sources(options, ranks) or _vllm_sources(url, sources, ranks)
     advice = _vllm_advice(events)
     if options.require_events and not events:
         raise HandshakeRefused(f"{url} publishes no cache events: {advice[0]}")
-    return ServerFacts(
+    return ServerInfo(
         "vllm",
         version,
         str(card["id"]),
@@ -235,8 +235,8 @@ def _vllm_advice(events: tuple[EventSource, ...]) -> tuple[str, ...]:
     if not events:
         config = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
         config += '"replay_endpoint": "tcp://*:5657"}'
-        tells = "a server older than 0.32 may not tell them, give ServerOptions.events_endpoint"
-        return (f"--kv-events-config '{config}' turns cache events on; {tells}",)
+        hint = "a server older than 0.32 may not report them, give ServerOptions.events_endpoint"
+        return (f"--kv-events-config '{config}' turns cache events on; {hint}",)
     if not events[0].replay_endpoint:
         return ('"replay_endpoint" in --kv-events-config lets lost events be asked for again',)
     return ()
@@ -250,7 +250,7 @@ def _publishes(config: Any) -> bool:
 
 
 def _configured(url: str, config: Mapping[str, Any], rank: int) -> EventSource:
-    """The sockets of a rank where the server tells the configuration that it was started with."""
+    """The sockets of a rank where the server reports the configuration that it was started with."""
     endpoint, replay = (_dialled(url, str(config.get(name) or "")) for name in ("endpoint", "replay_endpoint"))
     return EventSource(_of_rank(endpoint, rank), _of_rank(replay, rank), str(config.get("topic") or ""))
 
@@ -287,9 +287,9 @@ def _reachable(url: str, host: str) -> str:
     return f"[{name}]" if ":" in name else name
 
 
-def _int(told: Mapping[str, Any], key: str, where: str, low: int, high: int, default: Any = 0) -> Any:
+def _int(answer: Mapping[str, Any], key: str, where: str, low: int, high: int, default: Any = 0) -> Any:
     """An int of an answer; `default` where it is absent or null, 0 meaning that it must be there."""
-    value = told.get(key)
+    value = answer.get(key)
     if value is None and default != 0:
         return default
     if type(value) is not int or not low <= value <= high:

@@ -101,7 +101,7 @@ def test_rounds_end_when_time_is_up_and_what_is_missing_is_counted() -> None:
     assert (found.skipped, found.short, len(found.samples)) == (len(plan) - 4, 4, 4)
 
 
-def test_progress_is_told_of_every_run() -> None:
+def test_progress_is_reported_of_every_run() -> None:
     told: list[tuple[int, int]] = []
     plan = [Point(PREFILL, 20), Point(DECODE, 2, 20)]
     Bench(simulated(), rng()).measure(plan, 2, lambda: False, lambda done, total: told.append((done, total)))

@@ -101,8 +101,8 @@ def test_every_recorded_event_is_decoded_and_the_index_is_that_of_a_naive_replay
         if number % 25 == 24 or number >= len(batches) - 2:
             compared += len(ends)
             for end in ends:
-                believed = scheduler.match([*naive.prompt(end), 7]).matched_tokens.get("w", 0)
-                assert believed == naive.cached_tokens(end)
+                estimated = scheduler.match([*naive.prompt(end), 7]).matched_tokens.get("w", 0)
+                assert estimated == naive.cached_tokens(end)
     assert compared > 100
     worker = scheduler.stats()["workers"]["w"]
     assert worker["orphan_blocks"] == worker["conflicting_blocks"] == worker["keyed_blocks"] == 0
@@ -241,7 +241,7 @@ KEYED: list[tuple[list[dict[str, Any]], int]] = [
 
 @pytest.mark.parametrize("space", [None, "model"])
 @pytest.mark.parametrize(("events", "keyed"), KEYED)
-def test_blocks_told_apart_by_more_than_tokens_are_where_the_compiled_decoder_puts_them(
+def test_blocks_distinguished_by_more_than_tokens_are_where_the_compiled_decoder_puts_them(
     events: list[dict[str, Any]], keyed: int, space: Any
 ) -> None:
     payload = batch(*events)

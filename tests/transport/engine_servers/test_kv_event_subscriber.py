@@ -28,7 +28,7 @@ NO_AUDIT = FeedConfig(audit_seconds=1000.0)
 
 
 class Heard:
-    """What a feed told, in order: payloads, and RESYNC where it said to forget."""
+    """What a feed reported, in order: payloads, and RESYNC where it said to forget."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -77,8 +77,8 @@ def numbered(count: int, start: int = 0, life: float = 0.0) -> list[bytes]:
     return [batch(1000.0 + life + n, ["Else", n, life]) for n in range(start, start + count)]
 
 
-async def heard_all(heard: Heard, told: list[Any]) -> None:
-    await until(lambda: len(heard.told) >= len(told), f"{len(told)} were told")
+async def received_all(heard: Heard, told: list[Any]) -> None:
+    await until(lambda: len(heard.told) >= len(told), f"{len(told)} were reported")
     assert heard.told == told
 
 
@@ -92,7 +92,7 @@ async def test_what_the_publisher_keeps_comes_first_and_then_what_it_publishes(w
         async with following(publisher) as (feed, heard):
             for payload in batches[5:]:
                 await publisher.publish(payload)
-            await heard_all(heard, batches)
+            await received_all(heard, batches)
             assert feed.next_seq == 8 and feed.counters.resyncs == feed.counters.gaps == 0
 
 
@@ -104,7 +104,7 @@ async def test_a_later_session_of_the_same_life_goes_on_where_it_stopped() -> No
             await publisher.publish(payload)
         async with following(publisher, next_seq=3) as (_, heard):
             await publisher.publish(batches[5])
-            await heard_all(heard, batches[3:])
+            await received_all(heard, batches[3:])
 
 
 @both_framings
@@ -114,7 +114,7 @@ async def test_a_gap_is_asked_for_again(with_topic: bool) -> None:
     async with published(with_topic=with_topic) as publisher, following(publisher) as (feed, heard):
         for n, payload in enumerate(batches):
             await publisher.publish(payload, lose=n in (3, 4, 5))
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         assert feed.counters.gaps == 1 and feed.counters.resyncs == 0
 
 
@@ -126,7 +126,7 @@ async def test_frames_that_come_twice_or_late_are_dropped_and_counted() -> None:
             while publisher.next_seq <= seq:
                 await publisher.publish(batches[publisher.next_seq], lose=True)
             await publisher.send(seq, batches[seq])
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         await until(lambda: feed.counters.duplicates >= 3, "what came twice was counted")
         assert feed.counters.restarts == feed.counters.resyncs == 0
 
@@ -156,7 +156,7 @@ async def test_a_storm_of_lost_doubled_and_reordered_frames_and_cut_replays_lose
                 await asyncio.sleep(0)
             if fate > 0.95:
                 publisher.cut_after = rng.randrange(1, 4)
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         assert feed.counters.resyncs == feed.counters.restarts == 0 and feed.counters.gaps > 0
 
 
@@ -166,7 +166,7 @@ async def test_a_loss_with_nothing_after_it_is_found_by_an_audit() -> None:
     async with published() as publisher, following(publisher, FeedConfig(audit_seconds=0.05)) as (feed, heard):
         for n, payload in enumerate(batches):
             await publisher.publish(payload, lose=n >= 2)
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         before = feed.counters.replays
         await until(lambda: feed.counters.replays > before + 2, "audits went on")
         assert heard.told == batches and feed.counters.restarts == 0
@@ -179,11 +179,11 @@ async def test_a_replay_that_is_cut_short_is_noticed_and_asked_for_again(with_to
     config = FeedConfig(audit_seconds=1000.0, replay_seconds=0.1)
     async with published(with_topic=with_topic) as publisher, following(publisher, config) as (feed, heard):
         await publisher.publish(batches[0])
-        await heard_all(heard, batches[:1])
+        await received_all(heard, batches[:1])
         publisher.cut_after = 4
         for n, payload in enumerate(batches[1:], 1):
             await publisher.publish(payload, lose=n < 11)
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         assert feed.counters.replays_cut >= 1 and feed.counters.resyncs == 0
         assert publisher.asked[-2:] == [0, 3], "asked again from the newest that came"
 
@@ -194,11 +194,11 @@ async def test_a_replay_with_a_hole_in_it_is_noticed_and_asked_for_again(with_to
     batches = numbered(12)
     async with published(with_topic=with_topic) as publisher, following(publisher) as (feed, heard):
         await publisher.publish(batches[0])
-        await heard_all(heard, batches[:1])
+        await received_all(heard, batches[:1])
         publisher.drop_once = {5, 6, 7}
         for n, payload in enumerate(batches[1:], 1):
             await publisher.publish(payload, lose=n < 11)
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         assert feed.counters.replays_cut == 1 and feed.counters.resyncs == 0
 
 
@@ -208,10 +208,10 @@ async def test_what_is_kept_no_more_is_lost_for_good_and_said_so() -> None:
     config = FeedConfig(audit_seconds=1000.0, max_held_batches=2)
     async with published(kept=5) as publisher, following(publisher, config) as (feed, heard):
         await publisher.publish(batches[0])
-        await heard_all(heard, batches[:1])
+        await received_all(heard, batches[:1])
         for n, payload in enumerate(batches[1:], 1):
             await publisher.publish(payload, lose=n < 19)
-        await heard_all(heard, [batches[0], RESYNC, *batches[15:]])
+        await received_all(heard, [batches[0], RESYNC, *batches[15:]])
         assert feed.counters.resyncs == 1 and feed.next_seq == 20
 
 
@@ -223,7 +223,7 @@ async def test_to_come_late_to_a_publisher_that_has_dropped_its_oldest_forgets_n
             await publisher.publish(payload)
         async with following(publisher) as (feed, heard):
             await publisher.publish(batches[8])
-            await heard_all(heard, batches[4:])
+            await received_all(heard, batches[4:])
             assert feed.counters.resyncs == 0
 
 
@@ -235,7 +235,7 @@ async def test_without_a_replay_socket_a_gap_is_a_loss() -> None:
         async with following(publisher) as (feed, heard):
             for n, payload in enumerate(batches[1:], 1):
                 await publisher.publish(payload, lose=n == 3)
-            await heard_all(heard, [*batches[1:3], RESYNC, *batches[4:]])
+            await received_all(heard, [*batches[1:3], RESYNC, *batches[4:]])
             assert feed.counters.gaps == feed.counters.resyncs == 1
 
 
@@ -247,7 +247,7 @@ async def test_a_replay_that_is_not_answered_makes_a_gap_a_loss_and_is_counted()
         publisher.mute = True
         for n, payload in enumerate(batches):
             await publisher.publish(payload, lose=n == 2)
-        await heard_all(heard, [*batches[:2], RESYNC, batches[3]])
+        await received_all(heard, [*batches[:2], RESYNC, batches[3]])
         assert feed.counters.replays_unanswered >= 1
 
 
@@ -260,12 +260,12 @@ async def test_a_number_that_falls_back_at_a_later_time_is_a_restart() -> None:
     async with published() as publisher, following(publisher) as (feed, heard):
         for payload in old:
             await publisher.publish(payload)
-        await heard_all(heard, old)
+        await received_all(heard, old)
         publisher.next_seq = 0
         publisher.buffer.clear()
         for n, payload in enumerate(new):
             await publisher.publish(payload, lose=n < 2)
-        await heard_all(heard, [*old, RESYNC, *new])
+        await received_all(heard, [*old, RESYNC, *new])
         assert feed.counters.restarts == feed.counters.resyncs == 1 and feed.next_seq == 3
 
 
@@ -274,19 +274,19 @@ async def test_a_number_that_falls_back_at_a_later_time_is_a_restart() -> None:
 async def test_a_restart_that_no_number_shows_is_found_when_the_connection_is_there_again(
     batches_of_new_life: int,
 ) -> None:
-    """The new life has published less, or more, than the old one, all of it before we could hear it."""
+    """The new life has published less, or more, than the old one, all of it before we could receive it."""
     old, new = numbered(5), numbered(batches_of_new_life, life=100.0)
     first = FakePublisher()
     async with following(first) as (feed, heard):
         for payload in old:
             await first.publish(payload)
-        await heard_all(heard, old)
+        await received_all(heard, old)
         await first.close()
         second = FakePublisher(ports=(first.ports[0], first.ports[1]))
         try:
             for payload in new:
                 await second.publish(payload)
-            await heard_all(heard, [*old, RESYNC, *new])
+            await received_all(heard, [*old, RESYNC, *new])
             assert feed.counters.restarts == 1
         finally:
             await second.close()
@@ -299,7 +299,7 @@ async def test_without_a_replay_socket_a_broken_connection_is_a_loss() -> None:
     async with following(first) as (_, heard):
         for payload in old:
             await first.publish(payload)
-        await heard_all(heard, old)
+        await received_all(heard, old)
         await first.close()
         second = FakePublisher(ports=(first.ports[0], 0), replay=False)
         try:
@@ -307,7 +307,7 @@ async def test_without_a_replay_socket_a_broken_connection_is_a_loss() -> None:
             await until(lambda: RESYNC in heard.told, "the broken connection was noticed")
             for payload in new:
                 await second.publish(payload)
-            await heard_all(heard, [*old, RESYNC, *new])
+            await received_all(heard, [*old, RESYNC, *new])
         finally:
             await second.close()
 
@@ -323,7 +323,7 @@ async def test_more_than_may_wait_behind_a_gap_is_dropped_and_asked_for_again() 
         publisher.cut_after = 1
         for n, payload in enumerate(batches):
             await publisher.publish(payload, lose=n < 2)
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         assert feed.counters.resyncs == 0
 
 
@@ -335,12 +335,12 @@ async def test_frames_of_another_shape_are_counted_and_harm_nothing() -> None:
         for parts in ([b"kv"], [b"kv", b"\0" * 8], [b"kv", b"1", b"x"], [b"kv", b"\xff" * 8, b""], [b"kv"] * 5):
             await publisher.publisher.send_multipart(parts)
         await publisher.publish(batches[1])
-        await heard_all(heard, batches)
+        await received_all(heard, batches)
         assert feed.counters.malformed_frames == 5
 
 
 @asynchronous
-async def test_load_frames_are_told_and_nonsense_among_them_is_counted() -> None:
+async def test_load_frames_are_reported_and_nonsense_among_them_is_counted() -> None:
     frame = msgpack.packb(["LoadStat", 3, 5, 1200, 20_000, 0, 2000, 3200, 3, 3612, 142_000])
     async with (
         published() as publisher,
@@ -350,7 +350,7 @@ async def test_load_frames_are_told_and_nonsense_among_them_is_counted() -> None
         await loads.subscribed.wait()
         await loads.send(0, b"nonsense")
         await loads.send(1, frame)
-        await until(lambda: heard.loads, "the load was told")
+        await until(lambda: heard.loads, "the load was reported")
         assert heard.loads == [LoadReport(3, 5, 1200, 20_000, 0, 2000)]
         assert feed.counters.load_frames == feed.counters.malformed_frames == 1
 

@@ -23,7 +23,7 @@ from preble.types import BlockKeys
 from tests.support.attach import BLOCK, FakePublisher, FakeServer
 from tests.support.transport import (
     FirstByName,
-    assert_books_are_even,
+    assert_bookings_are_even,
     asynchronous,
     collect,
     expected_tokens,
@@ -45,7 +45,7 @@ async def attached(
     router_options: dict[str, Any] | None = None,
     **times: Any,
 ) -> AsyncIterator[Router]:
-    """A started router before these servers; the books are even at the end."""
+    """A started router before these servers; the bookings are even at the end."""
     more: dict[str, Any] = {"policy": FirstByName(), **(router_options or {})}
     for server in servers:
         await server.start()
@@ -56,7 +56,7 @@ async def attached(
         await router.start()
         yield router
         await until(lambda: not router.stats()["live_requests"], "requests ended")
-        assert_books_are_even(router)
+        assert_bookings_are_even(router)
     finally:
         await router.close()
         for server in servers:
@@ -97,7 +97,7 @@ async def test_tokens_come_as_the_engine_makes_them_and_predicted_hits_are_the_r
 
 @both_servers
 @asynchronous
-async def test_what_the_server_is_told_of_a_request(kind: str) -> None:
+async def test_what_the_server_is_reported_of_a_request(kind: str) -> None:
     server = FakeServer(kind)
     sampling = SamplingParams(
         max_new_tokens=5, temperature=0.5, top_p=0.9, stop_token_ids=(7,), ignore_eos=True, seed=11
@@ -186,9 +186,9 @@ async def test_a_server_that_dies_is_lost_and_its_streams_go_on_elsewhere(kind: 
 
 @both_servers
 @asynchronous
-async def test_a_server_that_hangs_is_quiet_and_ready_again_when_it_answers(kind: str) -> None:
+async def test_a_server_that_hangs_is_suspect_and_ready_again_when_it_answers(kind: str) -> None:
     servers = FakeServer(kind), FakeServer(kind)
-    async with attached(*servers, quiet_after_seconds=0.5, give_up_seconds=60.0) as router:
+    async with attached(*servers, suspect_after_seconds=0.5, give_up_seconds=60.0) as router:
         first, _ = by_name(*servers)
         first.pause_seconds = 0.01
         stream = asyncio.ensure_future(collect(router.generate(PROMPT, LONG)))
@@ -196,7 +196,7 @@ async def test_a_server_that_hangs_is_quiet_and_ready_again_when_it_answers(kind
         first.awake.clear()
         tokens, chunks = await stream
         assert tokens == expected_tokens(PROMPT, 60) and len({chunk.worker for chunk in chunks}) == 2
-        assert worker_at(router, first).state == "quiet"
+        assert worker_at(router, first).state == "suspect"
         first.awake.set()
         await until(lambda: worker_at(router, first).state == "ready", "it is ready again")
         assert worker_at(router, first).counters.restarts == 0
@@ -205,14 +205,14 @@ async def test_a_server_that_hangs_is_quiet_and_ready_again_when_it_answers(kind
 @asynchronous
 async def test_a_server_that_stays_silent_is_given_up() -> None:
     server = FakeServer("sglang")
-    async with attached(server, quiet_after_seconds=0.1, give_up_seconds=0.3) as router:
+    async with attached(server, suspect_after_seconds=0.1, give_up_seconds=0.3) as router:
         server.awake.clear()
         await until(lambda: worker_at(router, server).counters.losses, "it was lost")
         assert "silent" in worker_at(router, server).why or worker_at(router, server).state == "lost"
 
 
 @asynchronous
-async def test_an_engine_that_hangs_behind_a_server_that_answers_is_quiet() -> None:
+async def test_an_engine_that_hangs_behind_a_server_that_answers_is_suspect() -> None:
     servers = FakeServer("sglang"), FakeServer("sglang")
     async with attached(*servers, stalled_after_seconds=0.3) as router:
         first, _ = by_name(*servers)
@@ -227,7 +227,7 @@ async def test_an_engine_that_hangs_behind_a_server_that_answers_is_quiet() -> N
         first.on_token = never
         tokens, _ = await collect(router.generate(PROMPT, SHORT))
         assert stuck.is_set() and tokens == expected_tokens(PROMPT, 12)
-        assert worker_at(router, first).counters.quiet_spells == 1
+        assert worker_at(router, first).counters.suspect_spells == 1
 
 
 @both_servers
@@ -256,7 +256,7 @@ async def test_a_restarted_server_is_another_epoch_and_its_cache_is_empty(kind: 
 
 @asynchronous
 async def test_a_break_of_the_network_costs_nothing_that_is_known() -> None:
-    """The HTTP port closes and opens again, the engine behind it lives: what it cached is still believed."""
+    """The HTTP port closes and opens again, the engine behind it lives: what it cached is still estimated."""
     server = FakeServer("sglang")
     async with attached(server) as router:
         name = f"127.0.0.1:{server.port}"
@@ -284,7 +284,7 @@ async def test_events_that_are_lost_for_good_are_forgotten_and_learned_anew() ->
         publisher.buffer.clear()
         await server._store(other, 0)
         await until(lambda: router.scheduler.match([*other, 1]).matched_tokens.get(name) == 12, "what is new is known")
-        assert not router.scheduler.match(PROMPT).matched_tokens.get(name), "what may be gone is not believed"
+        assert not router.scheduler.match(PROMPT).matched_tokens.get(name), "what may be gone is not accepted"
         assert worker_at(router, server).stats()["resyncs"] == 1
 
 
@@ -317,7 +317,7 @@ async def test_an_answer_that_is_none_costs_the_attempt_and_not_the_request(kind
 
 @both_servers
 @asynchronous
-async def test_more_cached_tokens_than_the_prompt_has_are_not_believed_and_counted(kind: str) -> None:
+async def test_more_cached_tokens_than_the_prompt_has_are_not_accepted_and_counted(kind: str) -> None:
     server = FakeServer(kind)
     server.lie_tokens = 10_000
     async with attached(server) as router:
@@ -358,12 +358,12 @@ async def test_more_requests_than_the_bound_are_refused(kind: str) -> None:
         await running
 
 
-# --- what servers tell ------------------------------------------------------------------------------------------------
+# --- what servers report ----------------------------------------------------------------------------------------------
 
 
 @both_servers
 @asynchronous
-async def test_facts_are_what_the_server_tells(kind: str) -> None:
+async def test_facts_are_what_the_server_reports(kind: str) -> None:
     server = await FakeServer(kind, ranks=2).start()
     async with EngineServer(server.url) as client:
         facts = await client.facts()
@@ -397,7 +397,7 @@ async def test_what_keeps_a_server_from_being_attached_is_named_with_its_flag(ki
 
 
 @asynchronous
-async def test_what_vllm_does_not_tell_is_asked_of_the_operator() -> None:
+async def test_what_vllm_does_not_reports_is_asked_of_the_operator() -> None:
     server = await FakeServer("vllm").start()
     server.answers = {"/metrics": (404, b""), "/kv_event_sources": (404, b"")}
     with pytest.raises(HandshakeRefused, match="ServerOptions.block_size"):
@@ -453,7 +453,7 @@ NAMESPACES: list[Any] = [None, "tenant", 7, ("lora", "a"), ("salt", "s"), ("lora
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize("as_extra", [False, True])
-def test_a_namespace_comes_back_from_the_keys_that_the_engine_tells(namespace: Any, as_extra: bool) -> None:
+def test_a_namespace_comes_back_from_the_keys_that_the_engine_reports(namespace: Any, as_extra: bool) -> None:
     salt, lora = keys_of(namespace)
     told = BlockKeys(lora or None, None, None if as_extra else salt or None, (salt,) if as_extra and salt else ())
     if namespace is not None:

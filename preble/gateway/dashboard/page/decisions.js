@@ -89,8 +89,8 @@ function decisionRow(first, ask) {
 
 function tokenWord(decision) {
   if (decision.outcome === null) return "running";
-  const told = decision.outcome.first_token_seconds;
-  return told === null ? decision.outcome.ended : seconds(told);
+  const first = decision.outcome.first_token_seconds;
+  return first === null ? decision.outcome.ended : seconds(first);
 }
 
 // --- one decision ---
@@ -123,7 +123,7 @@ function explanation(decision) {
     closing(`${decision.worker}: ${decision.reason}`),
     make("p", { class: "reason-text" }, REASONS[decision.reason] ?? `The rule of policy ${decision.policy} chose it.`, " ", against(decision)),
     make("div", { class: "fact-line" }, prompt.node,
-      make("span", {}, `${count(chosen.matched_tokens)} of ${plural(decision.prompt_tokens, "prompt token")} believed cached (${percent(chosen.matched_tokens / decision.prompt_tokens)})`)),
+      make("span", {}, `${count(chosen.matched_tokens)} of ${plural(decision.prompt_tokens, "prompt token")} estimated cached (${percent(chosen.matched_tokens / decision.prompt_tokens)})`)),
     table(decision),
     legend(),
     outcome(decision),
@@ -182,7 +182,7 @@ function outcome(decision) {
   }
   if (end.cached_tokens !== null) {
     const error = end.cached_tokens - chosen.matched_tokens;
-    const word = error === 0 ? "as believed" : `${count(Math.abs(error))} ${error > 0 ? "more" : "fewer"} than believed`;
+    const word = error === 0 ? "as estimated" : `${count(Math.abs(error))} ${error > 0 ? "more" : "fewer"} than estimated`;
     lines.push(["Cached", `${plural(end.cached_tokens, "token")} by the engine's word, ${word}`]);
   }
   if (decision.regret_seconds !== null) {

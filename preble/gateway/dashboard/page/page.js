@@ -5,7 +5,7 @@ import { duration, make, setAttribute, setText } from "./dom.js";
 import { showDecisions } from "./decisions.js";
 import { showEvents, showFleet, showPrefixes, showWorkers } from "./views.js";
 
-const SHOWN_LEAST = 60; // ticks that a chart is wide, at the least
+const SHOWN_MIN = 60; // ticks that a chart is wide, at the least
 const KEY = "preble-admin-key";
 const WAIT_MS = 10000;
 
@@ -96,7 +96,7 @@ function append(kept, fresh, most) {
 
 function show(state) {
   const ticks = Object.values(history.fleet)[0].length;
-  const shown = Math.min(state.history_ticks, Math.max(SHOWN_LEAST, ticks));
+  const shown = Math.min(state.history_ticks, Math.max(SHOWN_MIN, ticks));
   $("main").hidden = false;
   $("trouble").hidden = true;
   document.body.classList.remove("stale");
@@ -112,17 +112,17 @@ function showHeader(state) {
   const { ready, draining } = state.gateway;
   const lost = state.workers.filter((worker) => worker.state === "lost" || worker.state === "refused").length;
   const word = draining ? "draining" : !ready ? "no workers" : lost ? "ready, degraded" : "ready";
-  showState(word, draining ? "draining" : !ready ? "lost" : lost ? "quiet" : "ready");
+  showState(word, draining ? "draining" : !ready ? "lost" : lost ? "suspect" : "ready");
   document.title = `${lost ? `${lost} down · ` : ""}Preble`;
-  const facts = [
+  const details = [
     ["policy", state.totals.policy],
     ["model", state.gateway.models.join(", ") || "–"],
     ["up", duration(state.uptime_seconds)],
     ["version", state.gateway.version],
   ];
-  const list = $("facts");
-  if (!list.children.length) facts.forEach(() => list.append(make("div", {}, make("dt"), make("dd"))));
-  facts.forEach(([name, value], i) => {
+  const list = $("details");
+  if (!list.children.length) details.forEach(() => list.append(make("div", {}, make("dt"), make("dd"))));
+  details.forEach(([name, value], i) => {
     setText(list.children[i].firstChild, name);
     setText(list.children[i].lastChild, value);
     setAttribute(list.children[i], "title", `${name}: ${value}`);
@@ -135,9 +135,9 @@ function showState(word, kind) {
 }
 
 function showTrouble(error) {
-  const told = lastAnswer === null ? "" : ` What you see is ${duration((Date.now() - lastAnswer) / 1000)} old.`;
+  const age = lastAnswer === null ? "" : ` What you see is ${duration((Date.now() - lastAnswer) / 1000)} old.`;
   const why = error instanceof TypeError || error.name === "TimeoutError" ? "The gateway does not answer." : `${error.message}.`;
-  setText($("trouble"), `${why}${told}`);
+  setText($("trouble"), `${why}${age}`);
   $("trouble").hidden = false;
   document.body.classList.add("stale");
   showState("no answer", "lost");

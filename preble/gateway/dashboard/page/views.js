@@ -6,7 +6,7 @@ import { ago, count, duration, keepList, make, percent, plural, rate, seconds, s
 
 const WORKERS_SHOWN = 24;
 const HOLDERS_SHOWN = 6;
-const TROUBLE = ["lost", "refused", "quiet", "connecting", "draining", "ready"]; // the order of workers
+const TROUBLE = ["lost", "refused", "suspect", "connecting", "draining", "ready"]; // the order of workers
 const $ = (id) => document.getElementById(id);
 let showsAll = false;
 
@@ -86,7 +86,7 @@ const METERS = [
   { name: "waiting", title: "Queue", kind: "orange", word: (worker) => count(worker.waiting),
     more: (worker) => `${count(worker.running)} running`, hint: () => "Requests that wait at the engine" },
   { name: "kv", title: "KV cache", kind: "violet", word: (worker) => percent(worker.kv),
-    hint: (worker) => `${count(worker.cached_tokens)} of ${count(worker.kv_capacity_tokens)} tokens believed cached` },
+    hint: (worker) => `${count(worker.cached_tokens)} of ${count(worker.kv_capacity_tokens)} tokens estimated cached` },
   { name: "hit", title: "Hit rate", kind: "green", word: (worker) => percent(worker.hit),
     hint: () => "Prompt tokens found in its cache, of the last 30 s" },
 ];
