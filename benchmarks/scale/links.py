@@ -37,7 +37,7 @@ LINKS_FILES = 16_384  # file descriptors, so that these are not what ends it
 
 
 def serve(connection: Any) -> None:
-    """A worker's server. Each Submit asks for LOT frames: its namespace says of what, its prompt with which number it
+    """A worker's server. Each request asks for LOT frames: its namespace says of what, its prompt with which number it
     begins."""
     environment = wire.Welcome(WORKER, "none", "m", "", 1, 198_516, None, 1 << 20, (), "", 0, 1)
     server = Server(ServerConfig(max_sessions=4096, session_timeout_seconds=600.0), environment, epoch=1)

@@ -1,7 +1,7 @@
 """One router of many before a large fleet, in full but for the sockets: what each thing costs it. Owns the measuring;
 the command and the page are `scale.py`'s.
 
-    request -- own share --> schedule, Submit frame ---.
+    request -- own share --> schedule, request frame ---.
             -- the rest  --> the other routers, as one |--> worker's KV cache --> event frames --> decode, apply
                                                        '
 

@@ -126,11 +126,9 @@ cdef bytes words_of(object token_ids, bint allow_empty):
 
 def word_count(bytes words not None) -> int:
     """How many token ids these native int32 words are; -1 if one of them is negative or the last is not whole."""
+    cdef const int32_t* ids = <const int32_t*> PyBytes_AS_STRING(words)
     cdef Py_ssize_t count = PyBytes_GET_SIZE(words) // 4
-    if 4 * count != PyBytes_GET_SIZE(words) or signs_of(<const int32_t*> PyBytes_AS_STRING(words),
-                                                        <uint32_t> count) < 0:
-        return -1
-    return count
+    return -1 if 4 * count != PyBytes_GET_SIZE(words) or signs_of(ids, <uint32_t> count) < 0 else count
 
 
 def word_tuple(bytes words not None):

@@ -53,6 +53,9 @@ class Form(NamedTuple):
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
+_SHORT = ID_BYTES_MAX // 4  # characters, which have four bytes at most: so long may an id be that needs no look
+
+
 def _check_id(text: str, where: str = "") -> str:
     if not text or (4 * len(text) > ID_BYTES_MAX and len(text.encode()) > ID_BYTES_MAX):
         raise Unfit(f"{where} must be a text of 1 to {ID_BYTES_MAX} bytes")
@@ -86,16 +89,10 @@ _Words = Annotated[bytes, _words(PROMPT_TOKENS_MAX)]
 _StopWords = Annotated[bytes, _words(STOP_TOKENS_MAX)]
 
 
-def _pack_ids(token_ids: Any) -> Any:
-    if type(token_ids) in (tuple, list):
-        return token_words(token_ids)
-    return np.ascontiguousarray(token_ids, _INT32).data
-
-
 def _pack_stop(token_ids: Sequence[int], where: str = "") -> bytes:
     if len(token_ids) > STOP_TOKENS_MAX:
         raise Unfit(f"{where} has more than {STOP_TOKENS_MAX} ids")
-    return token_words(tuple(token_ids))
+    return token_words(token_ids)
 
 
 def _count(words: bytes, where: str = "") -> int:
@@ -135,9 +132,9 @@ class _Sampling(Struct, array_like=True, forbid_unknown_fields=True, frozen=True
     seed: Number
 
 
-def _pack_sampling(value: SamplingParams) -> _Sampling:
+def _pack_sampling(value: SamplingParams) -> tuple[Any, ...]:
     stop = _pack_stop(value.stop_token_ids, ".stop_token_ids")
-    return _Sampling(value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed)
+    return value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed
 
 
 def _read_sampling(value: _Sampling) -> SamplingParams:
@@ -173,6 +170,10 @@ def _pack_namespace(namespace: Hashable) -> Any:
         return None if namespace is None else pack_namespace(namespace)
     except Unfit as error:
         raise Unfit(f".namespace{error}") from error
+
+
+def _check_names(event: Any) -> tuple[str, str]:
+    return _check_id(event.router, ".router"), _check_id(event.request_id, ".request_id")
 
 
 class _Event(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -238,11 +239,12 @@ class _Placed(_Event, frozen=True, tag="Q"):
     max_new_tokens: Positive | None
 
     def event(self, elements: Elements) -> RequestPlaced:
-        router, request_id = _check_id(self.router, ".router"), _check_id(self.request_id, ".request_id")
+        if len(self.router) + len(self.request_id) > _SHORT:
+            _check_names(self)
         _count(self.token_ids, ".token_ids")
         token_ids: Any = _array_of(self.token_ids, _INT32)
         namespace = _read_namespace(self.namespace, elements)
-        return RequestPlaced(router, request_id, token_ids, namespace, self.max_new_tokens)
+        return RequestPlaced(self.router, self.request_id, token_ids, namespace, self.max_new_tokens)
 
 
 class _Prefilled(_Event, frozen=True, tag="F"):
@@ -251,8 +253,9 @@ class _Prefilled(_Event, frozen=True, tag="F"):
     cached_tokens: Count | None
 
     def event(self, elements: Elements) -> RequestPrefilled:
-        router, request_id = _check_id(self.router, ".router"), _check_id(self.request_id, ".request_id")
-        return RequestPrefilled(router, request_id, self.cached_tokens)
+        if len(self.router) + len(self.request_id) > _SHORT:
+            _check_names(self)
+        return RequestPrefilled(self.router, self.request_id, self.cached_tokens)
 
 
 class _Ended(_Event, frozen=True, tag="X"):
@@ -261,18 +264,19 @@ class _Ended(_Event, frozen=True, tag="X"):
     output_tokens: Count | None
 
     def event(self, elements: Elements) -> RequestEnded:
-        router, request_id = _check_id(self.router, ".router"), _check_id(self.request_id, ".request_id")
-        return RequestEnded(router, request_id, self.output_tokens)
+        if len(self.router) + len(self.request_id) > _SHORT:
+            _check_names(self)
+        return RequestEnded(self.router, self.request_id, self.output_tokens)
 
 
 _AnyEvent = _Evicted | _Stored | _Removed | _Cleared | _Placed | _Prefilled | _Ended
 EVENT_KINDS: Mapping[str, type[Struct]] = {str(cls.__struct_config__.tag): cls for cls in get_args(_AnyEvent)}
 _PACKS: Mapping[type, Callable[[Any], _Event]] = {
-    PrefixEvicted: lambda e: _Evicted(_pack_ids(e.token_ids), e.kept_tokens, _pack_namespace(e.namespace)),
+    PrefixEvicted: lambda e: _Evicted(token_words(e.token_ids), e.kept_tokens, _pack_namespace(e.namespace)),
     BlockStored: lambda e: _Stored(
         list(e.block_hashes),  # type: ignore[arg-type]
         e.parent_block_hash,
-        _pack_ids(e.token_ids),
+        token_words(e.token_ids),
         e.block_size,
         _pack_namespace(e.namespace),
         _clip(e.medium),
@@ -280,15 +284,11 @@ _PACKS: Mapping[type, Callable[[Any], _Event]] = {
     BlockRemoved: lambda e: _Removed(list(e.block_hashes), _clip(e.medium)),  # type: ignore[arg-type]
     AllBlocksCleared: lambda e: _Cleared(),
     RequestPlaced: lambda e: _Placed(
-        *_pack_names(e), _pack_ids(e.token_ids), _pack_namespace(e.namespace), e.max_new_tokens
+        *_check_names(e), token_words(e.token_ids), _pack_namespace(e.namespace), e.max_new_tokens
     ),
-    RequestPrefilled: lambda e: _Prefilled(*_pack_names(e), e.cached_tokens),
-    RequestEnded: lambda e: _Ended(*_pack_names(e), e.output_tokens),
+    RequestPrefilled: lambda e: _Prefilled(*_check_names(e), e.cached_tokens),
+    RequestEnded: lambda e: _Ended(*_check_names(e), e.output_tokens),
 }
-
-
-def _pack_names(event: RequestPlaced | RequestPrefilled | RequestEnded) -> tuple[str, str]:
-    return _check_id(event.router, ".router"), _check_id(event.request_id, ".request_id")
 
 
 def _pack_events(events: Sequence[CacheEvent]) -> list[_Event]:
@@ -322,10 +322,10 @@ _EVENTS_META = Meta(max_length=EVENTS_MAX, description=f"an array of at most {EV
 
 
 FORMS: Mapping[Any, Form] = {
-    Id: Form(Id, _check_id, _check_id, f"0 < len({{}}) <= {ID_BYTES_MAX // 4}"),
+    Id: Form(Id, _check_id, _check_id, f"0 < len({{}}) <= {_SHORT}"),
     Text: Form(Text, _clip, _check_text),
     Text | None: Form(Text | None, _clip, _check_text, "{} is None"),
-    npt.NDArray[np.int32]: Form(_Words, _pack_ids, _read_prompt),
+    npt.NDArray[np.int32]: Form(_Words, token_words, _read_prompt),
     Sequence[int]: Form(_Words, token_words, _read_tuple),
     tuple[int, ...]: Form(_StopWords, _pack_stop, _read_tuple),
     SamplingParams: Form(_Sampling, _pack_sampling, _read_sampling),

@@ -87,16 +87,13 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} does not travel")
 
 
-_encode = Encoder(enc_hook=_plain).encode
-
-
 def encode(
     message: Message, *, epoch: int = 0, session: int = 0, seq: int = 0, max_bytes: int = FRAME_BYTES_MAX
 ) -> bytes:
     """The frame of a message. Raises `InvalidInput` naming what does not fit the wire: that is this side's fault."""
     layout = _LAYOUTS[type(message)]
     try:
-        frame = _encode(layout.pack(message, epoch, session, seq))
+        frame = layout.write(message, epoch, session, seq)
     except Unfit as error:
         raise InvalidInput(layout.misfit("pack", astuple(message))) from error
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -146,9 +143,9 @@ def disagreement(hello: Hello, welcome: Welcome) -> str:
 class _Layout:
     """How one message travels, made of its annotations.
 
-    `pack(message, epoch, session, seq)` gives the elements of its frame, `read(*elements)` the envelope of those that
-    `decode` has checked. Both are compiled for the message, as the `__init__` of a dataclass is: a loop over its fields
-    takes longer than all the rest.
+    `write(message, epoch, session, seq)` makes its frame, `read(*elements)` the envelope of what `decode` has checked.
+    Both are compiled for the message, as the `__init__` of a dataclass is: a loop over its fields takes longer than all
+    the rest.
     """
 
     def __init__(self, cls: type[Message], code: int) -> None:
@@ -159,10 +156,10 @@ class _Layout:
         self.forms = {name: FORMS[hints[name]] for name in self.names if hints[name] in FORMS}
         kinds = [self.forms[name].kind if name in self.forms else hints[name] for name in self.names]
         self.kinds = (int, int, Number, Number, Number, *kinds)
-        self.decode: Callable[[bytes], tuple[Any, ...]] = Decoder(tuple[self.kinds]).decode  # type: ignore[name-defined]
-        self.pack: Callable[..., tuple[Any, ...]] = self._compiled(
+        self.decode = Decoder(tuple[self.kinds]).decode  # type: ignore[name-defined]
+        self.write: Callable[..., bytes] = self._compiled(
             "lambda message, epoch, session, seq: "
-            f"({PROTOCOL_VERSION}, {code}, epoch, session, seq, {self._fields('pack', 'message.')})"
+            f"encode(({PROTOCOL_VERSION}, {code}, epoch, session, seq, {self._fields('pack', 'message.')}))"
         )
         self.read: Callable[..., Envelope] = self._compiled(
             f"lambda _version, _code, _epoch, _session, _seq, {', '.join(self.names)}: "
@@ -180,7 +177,7 @@ class _Layout:
         return ", ".join(values)
 
     def _compiled(self, source: str) -> Any:
-        names: dict[str, Any] = {"Envelope": Envelope, "cls": self.cls}
+        names: dict[str, Any] = {"Envelope": Envelope, "cls": self.cls, "encode": Encoder(enc_hook=_plain).encode}
         for name, form in self.forms.items():
             names |= {f"pack_{name}": form.pack, f"read_{name}": form.read}
         return eval(source, names)

@@ -153,7 +153,7 @@ def test_an_engine_that_fails_with_the_prompt_in_its_error_does_not_get_it_logge
 
 
 def frame_of(size_bytes: int) -> bytes:
-    """A Submit of exactly that size."""
+    """A request of exactly that size."""
     submit = wire.GenerationRequest("r", SECRET, namespace="")
     spare = size_bytes - len(wire.encode(structs.replace(submit, namespace=b"x" * 300), epoch=5, session=1, seq=1))
     frame = wire.encode(structs.replace(submit, namespace=b"x" * (300 + spare)), epoch=5, session=1, seq=1)
