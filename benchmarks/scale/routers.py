@@ -185,7 +185,8 @@ def section(record: Mapping[str, Any]) -> str:
         "",
         f"{WORKERS} workers (A6000, Mistral-7B) in simulation; each request comes to one of the routers by chance, the",
         "others learn of it as late as the column says. Ratios to one router that learns of its own requests' tokens",
-        f"as late; geometric means over seeds {', '.join(map(str, seeds))}. How routers agree: [routers.md](routers.md).",
+        f"as late; geometric means over seeds {', '.join(map(str, seeds))}.",
+        "How routers agree: [routers.md](routers.md).",
         "",
         "At 50 ms, eight routers have a p99 TTFT more than 10 % over one router's in: "
         + (", ".join(late) or "none")

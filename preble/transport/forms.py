@@ -40,7 +40,7 @@ from .messages import (
 from .namespaces import ELEMENTS_MAX, NIL, Elements, Unfit, pack_namespace, read_namespace
 
 
-class Form(NamedTuple):
+class FrameForm(NamedTuple):
     """How a field travels: msgspec writes and reads `kind`, which `pack` makes of the value and `read` makes it of.
     Both may raise `Unfit`. Neither changes a value of which the expression `plain` is true."""
 
@@ -321,14 +321,14 @@ def _read_events(events: list[_Event]) -> tuple[CacheEvent, ...]:
 _EVENTS_META = Meta(max_length=EVENTS_MAX, description=f"an array of at most {EVENTS_MAX} events")
 
 
-FORMS: Mapping[Any, Form] = {
-    Id: Form(Id, _check_id, _check_id, f"0 < len({{}}) <= {_SHORT}"),
-    Text: Form(Text, _clip, _check_text),
-    Text | None: Form(Text | None, _clip, _check_text, "{} is None"),
-    npt.NDArray[np.int32]: Form(_Words, token_words, _read_prompt),
-    Sequence[int]: Form(_Words, token_words, _read_tuple),
-    tuple[int, ...]: Form(_StopWords, _pack_stop, _read_tuple),
-    SamplingParams: Form(_Sampling, _pack_sampling, _read_sampling),
-    Hashable: Form(Raw, pack_namespace, read_namespace, "{} is None"),
-    tuple[CacheEvent, ...]: Form(Annotated[list[_AnyEvent], _EVENTS_META], _pack_events, _read_events),
+FORMS: Mapping[Any, FrameForm] = {
+    Id: FrameForm(Id, _check_id, _check_id, f"0 < len({{}}) <= {_SHORT}"),
+    Text: FrameForm(Text, _clip, _check_text),
+    Text | None: FrameForm(Text | None, _clip, _check_text, "{} is None"),
+    npt.NDArray[np.int32]: FrameForm(_Words, token_words, _read_prompt),
+    Sequence[int]: FrameForm(_Words, token_words, _read_tuple),
+    tuple[int, ...]: FrameForm(_StopWords, _pack_stop, _read_tuple),
+    SamplingParams: FrameForm(_Sampling, _pack_sampling, _read_sampling),
+    Hashable: FrameForm(Raw, pack_namespace, read_namespace, "{} is None"),
+    tuple[CacheEvent, ...]: FrameForm(Annotated[list[_AnyEvent], _EVENTS_META], _pack_events, _read_events),
 }
