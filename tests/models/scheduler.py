@@ -367,7 +367,7 @@ class Row:
     eviction: float
     prefill: float
     queue: float
-    own: float
+    delay: float
     total: float
     decoding: float
     candidate: bool
@@ -468,11 +468,11 @@ class NaiveScheduler:
         rows = [self.row(name, path, held[name], limit, now, prices, whole[name] >= least_held) for name in names]
         best = min((row for row in rows if row.candidate), key=lambda row: (row.total, row.tie))
         if exploits:
-            free = min(rows, key=lambda row: row.own)
-            if best.own > self.config.escape_seconds and free.own < best.own - self.config.escape_seconds:
-                rows = [replace(row, total=row.own, candidate=True) for row in rows]
+            free = min(rows, key=lambda row: row.delay)
+            if best.delay > self.config.escape_seconds and free.delay < best.delay - self.config.escape_seconds:
+                rows = [replace(row, total=row.delay, candidate=True) for row in rows]
                 free = next(row for row in rows if row.worker == free.worker)
-                agreed = self.agreed(rows, free, path[1], longest, best.own - self.config.escape_seconds, now)
+                agreed = self.agreed(rows, free, path[1], longest, best.delay - self.config.escape_seconds, now)
                 return Choice(agreed.worker, "escape", rows)
             return Choice(best.worker, "exploit", rows)
         agreed = self.agreed(rows, best, path[1], longest, math.inf, now)
@@ -535,9 +535,9 @@ class NaiveScheduler:
         eviction = self.eviction(account, path, need, now)
         prefill = account.cost.prefill(length - usable, length)
         tie = (-usable, len(account.live), self.tree.cached(name), self.places.index(name))
-        own = queue + (eviction + prefill) * waited
+        delay = queue + (eviction + prefill) * waited
         total = queue + eviction * waited + prefill * price
-        return Row(name, usable, load, eviction, prefill, queue, own, total, self.decoding(account), candidate, tie)
+        return Row(name, usable, load, eviction, prefill, queue, delay, total, self.decoding(account), candidate, tie)
 
     def queue(self, account: Account) -> float:
         """Q: prefill that is booked and not seen done, and a little for each live request."""
@@ -591,11 +591,11 @@ class NaiveScheduler:
     # --- a request's life ---
 
     def book(
-        self, request_id: Hashable, path: Path, worker: str, limit: int | None, now: float, mirrored: bool = False
+        self, request_id: Hashable, path: Path, worker: str, limit: int | None, now: float, from_peer: bool = False
     ) -> None:
         self.advance(now)
         account, length = self.accounts[worker], len(path[1])
-        others = self.others + (mirrored - self.others) / PLACED_LATELY
+        others = self.others + (from_peer - self.others) / PLACED_LATELY
         self.others = others if others > OTHERS_MIN else 0.0
         held = self.estimated(path, worker)
         usable = min(held, length - 1)

@@ -90,12 +90,12 @@ def history(steps: Sequence[tuple[str, int, bool]]) -> list[CacheEvent]:
     state: dict[tuple[str, int], tuple[int, int]] = {}  # (router, slot) -> number of the request, how far it is
     for number, (router, slot, leaves) in enumerate(steps):
         request, stage = state.get((router, slot), (number, 0))
-        told = life(router, str(request), [request + 1, request + 2])
+        reports = life(router, str(request), [request + 1, request + 2])
         if leaves and stage:
             events.append(RequestEnded(router, str(request)))
             stage = 3
         else:
-            events.append(told[stage])
+            events.append(reports[stage])
             stage += 1
         state[router, slot] = (request, stage)
         if stage == 3:
@@ -136,22 +136,22 @@ def test_whenever_it_comes_or_comes_back_it_books_what_runs_and_nothing_else(
     one has that was there all the time, and booked no request that was over."""
     events = history(steps)
     away = (min(first, len(events)), min(first + second, len(events)))
-    peers, told = PeerRequests(OWN), []
+    peers, reports = PeerRequests(OWN), []
     for batch in cut(events[: away[0]], sizes):
-        told += peers.take(batch, past=False)
-    before = len(told)
+        reports += peers.take(batch, past=False)
+    before = len(reports)
     for batch in cut(events[away[0] : away[1]], sizes):
-        told += peers.take(batch, past=True)
-    behind = [event for event in told[before:] if isinstance(event, RequestPlaced)]
-    told += peers.caught_up()
+        reports += peers.take(batch, past=True)
+    behind = [event for event in reports[before:] if isinstance(event, RequestPlaced)]
+    reports += peers.caught_up()
     assert behind == [], "nothing is booked before the past is over"
-    assert running(told) == running(events[: away[1]])
+    assert running(reports) == running(events[: away[1]])
     for batch in cut(events[away[1] :], sizes):
-        told += peers.take(batch, past=False)
-    assert running(told) == running(events)
-    assert [e for e in told if isinstance(e, PrefixEvicted)] == [e for e in events if isinstance(e, PrefixEvicted)]
+        reports += peers.take(batch, past=False)
+    assert running(reports) == running(events)
+    assert [e for e in reports if isinstance(e, PrefixEvicted)] == [e for e in events if isinstance(e, PrefixEvicted)]
     scheduler = GlobalScheduler([WorkerSpec("w")])
-    scheduler.apply("w", told)
+    scheduler.apply("w", reports)
     stats = scheduler.stats()
     assert stats["peer_bookings"] == stats["live_requests"] == len(running(events))
     assert stats["peer_events_ignored"] == 0, "all of it was understood"
@@ -163,13 +163,13 @@ def test_a_late_router_knows_the_prompts_of_the_past_unless_they_were_evicted_si
     steps: list[tuple[str, int, bool]], late: int
 ) -> None:
     events = history(steps)[:late]
-    peers, told = PeerRequests(OWN), []
+    peers, reports = PeerRequests(OWN), []
     for event in events:
-        told += peers.take([event], past=True)
+        reports += peers.take([event], past=True)
     prompts = {(e.router, e.request_id): e.token_ids for e in events if isinstance(e, RequestPlaced)}
     meant = [
         PrefixStored(prompts[e.router, e.request_id]) if isinstance(e, RequestPrefilled) else e
         for e in events
         if isinstance(e, RequestPrefilled | PrefixEvicted)
     ]
-    assert told == meant
+    assert reports == meant

@@ -20,7 +20,7 @@ from preble import (
     WorkerSpec,
 )
 from preble.errors import CacheMismatchWarning, UnknownWorker
-from preble.scheduling.cache_mismatch import nearest_pair, shifted
+from preble.scheduling.cache_mismatch import extra_tokens, nearest_pair
 from tests.support.paths import SHARED
 
 CAPTURES = SHARED / "engines-cpu" / "captures"
@@ -445,8 +445,8 @@ def test_the_nearest_prompt_is_found() -> None:
     assert nearest_pair([], [(None, [1])]) is None
     sent = [(None, [1, 2, 3, 4, 5]), ("x", [1, 2, 9])]
     assert nearest_pair(sent, [(None, [1, 2, 9, 9])]) == (("x", [1, 2, 9]), (None, [1, 2, 9, 9]), 3)
-    assert shifted([1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]) == shifted([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5]) == 1
-    assert shifted([1, 2, 3, 4, 5], [5, 4, 3, 2, 1]) == 0
+    assert extra_tokens([1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]) == extra_tokens([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5]) == 1
+    assert extra_tokens([1, 2, 3, 4, 5], [5, 4, 3, 2, 1]) == 0
 
 
 # --- real engines -----------------------------------------------------------------------------------------------------

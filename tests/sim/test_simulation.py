@@ -263,7 +263,7 @@ EVICTED = [
 
 
 @pytest.mark.parametrize(
-    ("chance", "believed"),
+    ("chance", "estimated"),
     [
         ({}, 51),
         ({"event_delay_seconds": 0.5}, 51),  # reported in time
