@@ -1,7 +1,7 @@
 """Plain data that crosses module borders: workers, requests, cache events, decisions' parts. No behaviour beyond
 validation.
 
-Everything here is frozen and may be shared between threads. `Decision` and `Match` live in `_answers` (they are built
+Everything here is frozen and may be shared between threads. `Decision` and `Match` live in `_placement/decision` (they are built
 in compiled code) and are re-exported by the package.
 """
 

@@ -1,5 +1,5 @@
 """`preble attach`: what running SGLang and vLLM servers report, and whether Preble can follow them. Owns the questions
-and how the answers are printed; the client is `transport.http_server`, the feed `transport.kv_feed`.
+and how the answers are printed; the client is `http_client`, the feed `kv_event_subscriber`.
 
 One row for each data-parallel rank. `replay` is "answers" when the batches that the engine keeps really came. With
 `--watch` a router follows the servers, and a line a second says what it receives, until interrupted.

@@ -2,7 +2,7 @@
 
     preble up --engine simulated --workers 2 -- --time-scale 0.05
 
-Which workers run is decided in `launcher`, their processes and logs are `launcher_process`'s. Every worker keeps the
+Which workers run is decided in `launch/supervisor.py`, their processes and logs are `launch/processes.py`'s. Every worker keeps the
 endpoint of its first start, so that routers find it again after a restart. The router connects to each as it gets
 ready; it serves `--prompts`, one JSON object a line, each answered by JSON lines as its tokens come:
 

@@ -1,5 +1,5 @@
 """Puts a worker in front of a SGLang or vLLM server that runs already: requests over HTTP, cache events over its
-sockets. Owns the translation between the server's client (`transport.http_server`) and ours.
+sockets. Owns the translation between the server's client (`http_client`) and ours.
 
 A router can attach to such a server by itself (`Router.attach`); a worker beside it adds the paper's queue in front,
 and serves several routers that then see each other's load. Needs aiohttp.

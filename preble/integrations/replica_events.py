@@ -1,5 +1,5 @@
 """Cache events of replicas, followed on the router's event loop. Owns one feed for each replica that reports where its
-engine publishes them; sockets, gaps and replays are `transport.kv_feed`'s, and what the events mean the scheduler's.
+engine publishes them; sockets, gaps and replays are `kv_event_subscriber`'s, and what the events mean the scheduler's.
 """
 
 from __future__ import annotations

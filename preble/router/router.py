@@ -9,11 +9,11 @@ Life of a request
   2. Chunks come back; the first one reports the prefill, and the engine's own number of cached tokens, to the
   scheduler.
   3. If the worker is lost, hangs, or skips a token, the booking is given back and the request goes on elsewhere: prompt
-     plus the output so far. Positions on every chunk keep each token delivered exactly once (`router_request`).
+     plus the output so far. Positions on every chunk keep each token delivered exactly once (`request`).
      A worker at its queue bound is passed over for this request; when all are, `QueueFull`.
   4. The last chunk finishes the booking. A consumer that goes away cancels it, and aborts the request at the worker.
 
-Workers come and go in `router_fleet`. The scheduler never blocks, so it is called on the loop; only its background
+Workers come and go in `fleet`. The scheduler never blocks, so it is called on the loop; only its background
 `tick` runs in a thread. A Router belongs to one asyncio loop and is not thread-safe; its scheduler is.
 """
 

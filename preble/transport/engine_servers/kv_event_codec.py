@@ -1,5 +1,5 @@
 """What engines send on their event sockets, frame by frame. Owns sequence numbers, replays and SGLang's load frames;
-sockets are `kv_feed`'s, and the events in a payload are decoded by `preble._kv_index.decode`.
+sockets are `kv_event_subscriber`'s, and the events in a payload are decoded by `preble._kv_index.decode`.
 
     SUB     [topic, number, payload]           numbers count from 0 in each life of the publisher
     DEALER  ["", number] -> ["", topic, number, payload] ... ["", "", -1, ""]       (older engines leave the topic out)

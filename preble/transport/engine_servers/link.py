@@ -3,7 +3,7 @@ session with one data-parallel rank: its requests, its heartbeat, its name.
 
     http://host:30000          the server, rank 0; its other ranks are addresses of their own: http://host:30000#rank=1
 
-To `router_fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
+To `fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
 is lost, and says why. A server that does not answer is suspect after `suspect_after_seconds` and lost after
 `give_up_seconds`; one whose port is closed is lost at once; one that has had requests for `stalled_after_seconds` and
 sent nothing is suspect, too. A stream that breaks off is a request to be gone on with elsewhere.

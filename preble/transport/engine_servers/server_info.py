@@ -1,5 +1,5 @@
 """What a running SGLang or vLLM server is: engine, model, cache, ranks, event sockets. Owns how its answers are read
-and which flag to name when something is missing; asks nothing itself (`http_server` does).
+and which flag to name when something is missing; asks nothing itself (`http_client` does).
 
 | fact            | SGLang: GET /server_info                    | vLLM                                                 |
 |-----------------|---------------------------------------------|------------------------------------------------------|
