@@ -434,7 +434,7 @@ class GlobalScheduler(RequestApi):
             policy=self._policy,
             cost_model=self._cost_model,
             workers=self._workers,
-            shifts=self._rebalancer,
+            rebalancer=self._rebalancer,
             counts=self._counts_here,
             reasons=self._reason_counts(beyond=True),
         )

@@ -160,7 +160,7 @@ class RequestObserver:
 
 # --- questions --------------------------------------------------------------------------------------------------------
 
-cdef Match believed(DecisionCore core, object token_ids, object namespace):
+cdef Match estimated_match(DecisionCore core, object token_ids, object namespace):
     """What each worker is estimated to cache. Changes nothing, takes no lock."""
     cdef Match match = Match.__new__(Match)
     cdef Terms terms
@@ -417,7 +417,7 @@ cdef class RequestApi:
                 if self._observer is not None:
                     core.need_room(request_id)   # what is wrong with the request is found before anybody looks at it
                     core.need_eligible()
-                    believed(core, token_ids, namespace)
+                    estimated_match(core, token_ids, namespace)
                     core.advance(now)
                     before = self._observer.before_decision(core, self._policy, request, now, explain)
                 decision = core.schedule(token_ids, request_id, namespace, output_limit(max_new_tokens), now,
@@ -468,7 +468,7 @@ cdef class RequestApi:
     def match(self, token_ids, *, namespace=None) -> Match:
         """How much of a prompt each worker is estimated to cache. Changes nothing, takes no lock."""
         hashable("namespace", namespace)
-        return believed(self.core, token_ids, namespace)
+        return estimated_match(self.core, token_ids, namespace)
 
     def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None) -> Explanation:
         """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no

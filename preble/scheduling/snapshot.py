@@ -42,7 +42,7 @@ ELAPSED_SECONDS_MAX = 1e9  # that may pass between a snapshot and its restoratio
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a scheduler hands over of itself. `workers`: by id, with spec, index, blocks, draining, drift and truth.
+    """What a scheduler hands over of itself. `workers`: by id, with spec, index, blocks, draining, drift and mismatch.
     `reasons`: decisions by reason, without those that `api` counts."""
 
     api: RequestApi
@@ -51,7 +51,7 @@ class Parts:
     policy: Policy | None
     cost_model: CostModel
     workers: Mapping[str, Any]
-    shifts: Rebalancer | None
+    rebalancer: Rebalancer | None
     counts: Mapping[str, int]
     reasons: Mapping[str, int]
 
@@ -110,7 +110,7 @@ def _state(parts: Parts) -> tuple[Any, ...]:
         ("truth", tuple(_mismatch_fact(core, worker) for worker in workers)),
         ("faded_at", core.accuracy.faded),
         ("counts", _pairs(parts.counts)),
-        ("shifts", None if parts.shifts is None else parts.shifts.state()),
+        ("shifts", None if parts.rebalancer is None else parts.rebalancer.state()),
         ("reasons", _pairs(parts.reasons)),
     )
 
@@ -226,8 +226,8 @@ class Snapshot:
             read_blocks(self._reader, kept.blocks)
         core.accuracy.faded = _read("its time", lambda: finite_time("faded_at", state.get("faded_at", self._then)))
         self._reader.done()
-        if parts.shifts is not None and state["shifts"] is not None:
-            _read("its plans", partial(parts.shifts.restore, state["shifts"]))
+        if parts.rebalancer is not None and state["shifts"] is not None:
+            _read("its plans", partial(parts.rebalancer.restore, state["shifts"]))
         self.counts = _read("its counts", lambda: _counts_of(state["counts"]))
         self.reasons = _read("its counts", lambda: _counts_of(state["reasons"]))
 

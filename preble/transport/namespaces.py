@@ -27,16 +27,16 @@ from ..errors import InvalidInput, ProtocolError
 from ..types import BlockKeys
 
 _MARK = "preble:"
-MAX_DEPTH = 4  # tuples inside tuples
-MAX_ITEMS = 64  # elements of one tuple
-MAX_ATOM_BYTES = 4096  # of a text or of bytes
+DEPTH_MAX = 4  # tuples inside tuples
+ITEMS_MAX = 64  # elements of one tuple
+ATOM_BYTES_MAX = 4096  # of a text or of bytes
 ELEMENTS_MAX = 1 << 18  # array elements in one frame
 
 _INT63 = 2**63 - 1
-_ITEMS: Decoder[tuple[Raw, ...]] = Decoder(Annotated[tuple[Raw, ...], Meta(max_length=MAX_ITEMS)])
-_BYTES: Decoder[bytes] = Decoder(Annotated[bytes, Meta(max_length=MAX_ATOM_BYTES)])
+_ITEMS: Decoder[tuple[Raw, ...]] = Decoder(Annotated[tuple[Raw, ...], Meta(max_length=ITEMS_MAX)])
+_BYTES: Decoder[bytes] = Decoder(Annotated[bytes, Meta(max_length=ATOM_BYTES_MAX)])
 _ATOM: Decoder[Any] = Decoder(
-    Annotated[int, Meta(ge=-_INT63, le=_INT63)] | Annotated[str, Meta(max_length=MAX_ATOM_BYTES)] | None
+    Annotated[int, Meta(ge=-_INT63, le=_INT63)] | Annotated[str, Meta(max_length=ATOM_BYTES_MAX)] | None
 )
 NIL = Raw(b"\xc0")
 _encode = Encoder().encode
@@ -88,12 +88,12 @@ def decode_namespace(data: bytes, name: str) -> Hashable:
 
 def pack_namespace(value: Any, depth: int = 0) -> Any:
     """The value, if it and all in it are of a kind that travels. Raises `Unfit`."""
-    if isinstance(value, tuple) and depth < MAX_DEPTH:
+    if isinstance(value, tuple) and depth < DEPTH_MAX:
         for item in value:
             pack_namespace(item, depth + 1)
     elif value is not None and type(value) not in (str, bytes, int):
         raise Unfit(
-            f" must be None, str, bytes, int or tuples of these (at most {MAX_DEPTH} deep), got {type(value).__name__}"
+            f" must be None, str, bytes, int or tuples of these (at most {DEPTH_MAX} deep), got {type(value).__name__}"
         )
     return value
 
@@ -110,13 +110,13 @@ def read_namespace(raw: Raw, elements: Elements | None = None) -> Hashable:
 
 def _read(raw: Raw, depth: int, elements: Elements) -> Hashable:
     head = memoryview(raw)[0]
-    if depth < MAX_DEPTH and (0x90 <= head < 0xA0 or head in (0xDC, 0xDD)):
+    if depth < DEPTH_MAX and (0x90 <= head < 0xA0 or head in (0xDC, 0xDD)):
         items = _ITEMS.decode(raw)
         elements.take(len(items) + 1)
         return tuple(_read(item, depth + 1, elements) for item in items)
     value: Hashable = (_BYTES if 0xC4 <= head < 0xC7 else _ATOM).decode(raw)
-    if type(value) is str and 4 * len(value) > MAX_ATOM_BYTES and len(value.encode()) > MAX_ATOM_BYTES:
-        raise DecodeError(f"more than {MAX_ATOM_BYTES} bytes")
+    if type(value) is str and 4 * len(value) > ATOM_BYTES_MAX and len(value.encode()) > ATOM_BYTES_MAX:
+        raise DecodeError(f"more than {ATOM_BYTES_MAX} bytes")
     return value
 
 

@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=6, help="requests at a time (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do")
     parser.add_argument("--prompt-seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--quiet-seconds", type=float, default=0.5, help="silence after which a worker is left")
+    parser.add_argument("--silent-seconds", type=float, default=0.5, help="silence after which a worker is left")
     parser.add_argument("--give-up-seconds", type=float, default=4.0, help="silence after which a link is closed")
     parser.add_argument("--forget-seconds", type=float, default=30.0, help="loss after which a worker is forgotten")
     asyncio.run(serve(parser.parse_args()))
