@@ -2,9 +2,9 @@
 
     preble up --engine simulated --workers 2 -- --time-scale 0.05
 
-Which workers run is decided in `launch/supervisor.py`, their processes and logs are `launch/processes.py`'s. Every worker keeps the
-endpoint of its first start, so that routers find it again after a restart. The router connects to each as it gets
-ready; it serves `--prompts`, one JSON object a line, each answered by JSON lines as its tokens come:
+Which workers run is decided in `launch/supervisor.py`, their processes and logs are `launch/processes.py`'s. Every
+worker keeps the endpoint of its first start, so that routers find it again after a restart. The router connects to each
+as it gets ready; it serves `--prompts`, one JSON object a line, each answered by JSON lines as its tokens come:
 
     {"id": "a", "token_ids": [1, 2, 3], "sampling": {"max_new_tokens": 8}}
     {"id": "a", "index": 0, "token_ids": [17], "worker": "worker-0", "cached_tokens": 0, "finish_reason": null}

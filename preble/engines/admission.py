@@ -1,7 +1,8 @@
 """The waiting queue before an engine that has a loop of its own. Owns who waits and who goes in next; runs nothing.
 
 An engine such as SGLang or vLLM keeps its own waiting queue, in its own order. So it is given little more than it can
-run, and who comes next is decided here, by the paper's priority groups (`batching/waiting_queue`), for as long as possible:
+run, and who comes next is decided here, by the paper's priority groups (`batching/waiting_queue`), for as long as
+possible:
 
     waiting here  -> by group ->  in the engine, no output yet  ->  in the engine, streaming
                                   [ prefilling | look-ahead ]
