@@ -16,7 +16,7 @@ import pytest
 import preble
 from preble.config import SchedulerConfig
 from preble.integrations import booking_exchange as module
-from preble.integrations.booking_exchange import NOTE_BYTES, QUEUE_MAX, Board, ExchangeClient, Heard, Note
+from preble.integrations.booking_exchange import NOTE_BYTES, QUEUE_MAX, BookingExchange, ExchangeClient, ReceivedNotes, Note
 from preble.integrations.prompt_extractors import Tokens
 from preble.integrations.replica_scheduler import PEER_SECONDS, ReplicaMetadata, ReplicaScheduler, Ticket
 
@@ -33,28 +33,28 @@ def tokens(start: int, own: int = 0, count: int = 300) -> Tokens:
 
 def test_a_router_receives_the_others_and_not_itself() -> None:
     async def talk() -> None:
-        board = Board()
-        await board.tell("one", [Note(1, "a"), Note(2, "b")])
-        await board.tell("two", [Note(1, "c")])
-        heard = await board.hear("one", "", 0, 0.0)
+        board = BookingExchange()
+        await board.publish("one", [Note(1, "a"), Note(2, "b")])
+        await board.publish("two", [Note(1, "c")])
+        heard = await board.poll("one", "", 0, 0.0)
         assert heard.notes == [("two", Note(1, "c"))]
         assert not heard.missed
-        assert (await board.hear("one", heard.epoch, heard.after, 0.0)).notes == []
-        await board.tell("two", [Note(1, "c", given_back=True)])
-        assert (await board.hear("one", heard.epoch, heard.after, 0.0)).notes == [("two", Note(1, "c", None, True))]
+        assert (await board.poll("one", heard.epoch, heard.after, 0.0)).notes == []
+        await board.publish("two", [Note(1, "c", given_back=True)])
+        assert (await board.poll("one", heard.epoch, heard.after, 0.0)).notes == [("two", Note(1, "c", None, True))]
 
     asyncio.run(talk())
 
 
 def test_hearing_waits_for_news_of_others() -> None:
     async def talk() -> list[tuple[str, Note]]:
-        board = Board()
-        waiting = asyncio.ensure_future(board.hear("one", "", 0, 60.0))
+        board = BookingExchange()
+        waiting = asyncio.ensure_future(board.poll("one", "", 0, 60.0))
         await asyncio.sleep(0)
-        await board.tell("one", [Note(7, "a")])
+        await board.publish("one", [Note(7, "a")])
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        await board.tell("two", [Note(8, "a")])
+        await board.publish("two", [Note(8, "a")])
         return (await waiting).notes
 
     assert asyncio.run(talk()) == [("two", Note(8, "a"))]
@@ -62,17 +62,17 @@ def test_hearing_waits_for_news_of_others() -> None:
 
 def test_the_exchange_keeps_so_many_bytes_and_says_what_was_missed() -> None:
     async def talk() -> None:
-        board = Board(bytes_max=10 * NOTE_BYTES)
-        await board.tell("one", [Note(0, "a")])
-        first = await board.hear("two", "", 0, 0.0)
-        await board.tell("one", [Note(number, "a") for number in range(1, 31)])
-        heard = await board.hear("two", first.epoch, first.after, 0.0)
+        board = BookingExchange(bytes_max=10 * NOTE_BYTES)
+        await board.publish("one", [Note(0, "a")])
+        first = await board.poll("two", "", 0, 0.0)
+        await board.publish("one", [Note(number, "a") for number in range(1, 31)])
+        heard = await board.poll("two", first.epoch, first.after, 0.0)
         assert heard.missed
         assert [note.booking for _, note in heard.notes] == list(range(21, 31))
-        late = await board.hear("three", "", 0, 0.0)
+        late = await board.poll("three", "", 0, 0.0)
         assert not late.missed, "one that comes late has missed nothing that it was waiting for"
         assert len(late.notes) == 10
-        again = await board.hear("two", "another board's", 5, 0.0)
+        again = await board.poll("two", "another board's", 5, 0.0)
         assert len(again.notes) == 10
 
     asyncio.run(talk())
@@ -82,10 +82,10 @@ def test_many_notes_come_in_several_answers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "BATCH_MAX", 4)
 
     async def talk() -> list[int]:
-        board, found, heard = Board(), [], Heard("", 0, False, [])
-        await board.tell("one", [Note(number, "a") for number in range(10)])
+        board, found, heard = BookingExchange(), [], ReceivedNotes("", 0, False, [])
+        await board.publish("one", [Note(number, "a") for number in range(10)])
         for _ in range(3):
-            heard = await board.hear("two", heard.epoch, heard.after, 0.0)
+            heard = await board.poll("two", heard.epoch, heard.after, 0.0)
             found += [note.booking for _, note in heard.notes]
         return found
 
@@ -98,10 +98,10 @@ def test_many_notes_come_in_several_answers(monkeypatch: pytest.MonkeyPatch) -> 
 class Broken:
     """A board that fails, or is not there."""
 
-    async def tell(self, router: str, notes: Sequence[Note]) -> None:
+    async def publish(self, router: str, notes: Sequence[Note]) -> None:
         raise ConnectionError
 
-    async def hear(self, router: str, epoch: str, after: int, wait_seconds: float) -> Heard:
+    async def poll(self, router: str, epoch: str, after: int, wait_seconds: float) -> ReceivedNotes:
         raise ConnectionError
 
 
@@ -117,7 +117,7 @@ async def until(condition: Any) -> None:
 def test_notes_arrive_although_exchange_fail() -> None:
     async def talk() -> None:
         boards: list[Any] = [Broken(), Broken()]
-        real, taken = Board(), []
+        real, taken = BookingExchange(), []
         counters: Counter[str] = Counter()
 
         async def connect() -> Any:
@@ -125,11 +125,11 @@ def test_notes_arrive_although_exchange_fail() -> None:
 
         one = ExchangeClient(connect, lambda *_: None, counters, retry_seconds=0.001)
         two = ExchangeClient(connect, lambda *note: taken.append(note), Counter(), retry_seconds=0.001)
-        one.tell(Note(1, "a"))
+        one.publish(Note(1, "a"))
         one.start()
         await until(lambda: counters["exchange_failed"] == 2)
         two.start()
-        one.tell(Note(2, "b"))
+        one.publish(Note(2, "b"))
         await until(lambda: len(taken) == 2)
         assert taken == [(one.router, Note(1, "a")), (one.router, Note(2, "b"))]
         assert counters["notes_published"] == 2
@@ -141,7 +141,7 @@ def test_notes_arrive_although_exchange_fail() -> None:
 
 def test_a_note_that_fails_takes_no_other_along() -> None:
     async def talk() -> None:
-        board, taken = Board(), []
+        board, taken = BookingExchange(), []
         counters: Counter[str] = Counter()
 
         async def connect() -> Any:
@@ -153,7 +153,7 @@ def test_a_note_that_fails_takes_no_other_along() -> None:
             taken.append(note.booking)
 
         client = ExchangeClient(connect, take, counters)
-        await board.tell("other", [Note(1, "a"), Note(2, "a"), Note(3, "a")])
+        await board.publish("other", [Note(1, "a"), Note(2, "a"), Note(3, "a")])
         client.start()
         await until(lambda: taken == [1, 3])
         assert (counters["notes_failed"], counters["exchange_failed"]) == (1, 0)
@@ -169,7 +169,7 @@ def test_notes_that_wait_are_bounded() -> None:
     counters: Counter[str] = Counter()
     client = ExchangeClient(nowhere, lambda *_: None, counters)
     for number in range(QUEUE_MAX + 5):
-        client.tell(Note(number, "a"))
+        client.publish(Note(number, "a"))
     assert counters["notes_dropped"] == 5
     client.close()
 
@@ -186,7 +186,7 @@ class Routers:
 
     def _router(self, name: str) -> ReplicaScheduler:
         config = SchedulerConfig(lease_seconds=3600.0)
-        books = ReplicaScheduler(clock=self.clock, config=config, tell=lambda note: self._restore_accuracy(name, note))
+        books = ReplicaScheduler(clock=self.clock, config=config, publish=lambda note: self._restore_accuracy(name, note))
         books.update(REPLICAS)
         return books
 

@@ -24,7 +24,7 @@ from preble.errors import InvalidConfig, InvalidInput, NoWorkers, QueueFull
 from preble.integrations import prompt_extractors
 from preble.integrations.prompt_extractors import Prompt, PromptReader, ReaderConfig, Tokens
 from preble.integrations.replica_events import ReplicaEvents, ReplicaListener
-from preble.integrations.replica_scheduler import ReplicaMetadata, ReplicaScheduler, Ticket, facts_of, scheduler_config
+from preble.integrations.replica_scheduler import ReplicaMetadata, ReplicaScheduler, Ticket, metadata_of, scheduler_config
 from tests.support.gateway import make_tokenizer
 
 REPLICAS = {name: ReplicaMetadata() for name in ("a", "b", "c")}
@@ -205,15 +205,15 @@ def test_any_order_of_calls_leaves_both_bookings_alike(clock: preble.ManualClock
 
 def test_facts_are_read_from_metadata_and_stats() -> None:
     events = {"endpoint": "tcp://10.0.0.1:5557", "replay_endpoint": "tcp://10.0.0.1:6557", "block_size": 16}
-    facts = facts_of({"kv_capacity_tokens": 1000}, {"kv_event_metadata": {**events, "dp_rank": 0}})
+    facts = metadata_of({"kv_capacity_tokens": 1000}, {"kv_event_metadata": {**events, "dp_rank": 0}})
     assert facts == ReplicaMetadata(1000, 16, "tcp://10.0.0.1:5557", "tcp://10.0.0.1:6557")
-    assert facts_of({}, {}) == ReplicaMetadata()
+    assert metadata_of({}, {}) == ReplicaMetadata()
 
 
 @pytest.mark.parametrize("told", [{"kv_capacity_tokens": 0}, {"block_size": "16"}, {"endpoint": 5557}])
 def test_a_wrong_fact_is_refused_by_name(told: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(told))):
-        facts_of(told)
+        metadata_of(told)
 
 
 def test_a_replica_that_reports_another_capacity_begins_anew(books: ReplicaScheduler) -> None:
