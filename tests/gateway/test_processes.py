@@ -70,7 +70,7 @@ def pid_of(gateway: GatewayProcess, index: int) -> int:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-        if "preble.gateway.processes" in words and json.loads(words[3])["seat"]["index"] == index:
+        if "preble.gateway.processes" in words and json.loads(words[3])["slot"]["index"] == index:
             return pid
     return 0
 
