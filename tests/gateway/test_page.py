@@ -210,7 +210,7 @@ def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any,
         page.goto(gateway.url)
         expect(page.locator(".worker")).to_have_count(24)
         expect(page.locator(".worker .name").first).to_have_text("w499")  # the one in trouble
-        expect(page.locator("#workers-count")).to_have_text("1 quiet499 ready")
+        expect(page.locator("#workers-count")).to_have_text("1 suspect499 ready")
         page.get_by_role("button", name="Show all 500 (7 more are not listed)").click()
         expect(page.locator(".worker")).to_have_count(500)
         page.get_by_role("button", name="Show fewer").click()

@@ -16,7 +16,14 @@ import pytest
 import preble
 from preble.config import SchedulerConfig
 from preble.integrations import booking_exchange as module
-from preble.integrations.booking_exchange import NOTE_BYTES, QUEUE_MAX, BookingExchange, ExchangeClient, ReceivedNotes, Note
+from preble.integrations.booking_exchange import (
+    NOTE_BYTES,
+    QUEUE_MAX,
+    BookingExchange,
+    ExchangeClient,
+    Note,
+    ReceivedNotes,
+)
 from preble.integrations.prompt_extractors import Tokens
 from preble.integrations.replica_scheduler import PEER_SECONDS, ReplicaMetadata, ReplicaScheduler, Ticket
 
@@ -186,7 +193,9 @@ class Routers:
 
     def _router(self, name: str) -> ReplicaScheduler:
         config = SchedulerConfig(lease_seconds=3600.0)
-        books = ReplicaScheduler(clock=self.clock, config=config, publish=lambda note: self._restore_accuracy(name, note))
+        books = ReplicaScheduler(
+            clock=self.clock, config=config, publish=lambda note: self._restore_accuracy(name, note)
+        )
         books.update(REPLICAS)
         return books
 

@@ -24,7 +24,13 @@ from preble.errors import InvalidConfig, InvalidInput, NoWorkers, QueueFull
 from preble.integrations import prompt_extractors
 from preble.integrations.prompt_extractors import Prompt, PromptReader, ReaderConfig, Tokens
 from preble.integrations.replica_events import ReplicaEvents, ReplicaListener
-from preble.integrations.replica_scheduler import ReplicaMetadata, ReplicaScheduler, Ticket, metadata_of, scheduler_config
+from preble.integrations.replica_scheduler import (
+    ReplicaMetadata,
+    ReplicaScheduler,
+    Ticket,
+    metadata_of,
+    scheduler_config,
+)
 from tests.support.gateway import make_tokenizer
 
 REPLICAS = {name: ReplicaMetadata() for name in ("a", "b", "c")}
