@@ -1,15 +1,9 @@
 """`preble serve`: an HTTP front door to a fleet of workers, OpenAI-compatible. Owns the command's options.
 
-program        the process: start, signals, reload, end        config          every knob, and where it comes from
-processes      several of them on one port                     siblings        what they ask each other
-app, middleware routes; keys, limits, errors, log               state           one request from prompt to pieces
-openai_api     chat completions, completions, models           generation      choices, stop strings, merging
-sglang_api     /generate                                       tokenizing      text to ids; `detokenizing` back
-admin_api      health, workers, explanations                   chat_template   messages to text
-schemas        request bodies                                  metrics         Prometheus
-problems       errors as HTTP                                  http            bodies, SSE, clients that go away
-page_api       the live page; its files are in page/           live            what it shows; `history`, `live_events`
-logs           JSON lines                                      openapi         what can be asked, as a document
+program, processes   the process: start, signals, reload, end; several of them on one port
+app, middleware      routes; keys, limits, errors, log
+api/                 the endpoints and their bodies          text/        text to ids and back, choices, stop strings
+core/                what the handlers share                 dashboard/   the live page
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
 from .core.config import FIELDS, GatewayConfig, load_for
 from .core.logs import log_as_json
-from .core.sibling_processes import ProcessSlot
+from .core.sibling_processes import ProcessSlot, say_ready
 
 logger = logging.getLogger("preble.gateway")
 
@@ -60,7 +60,7 @@ class _Fleet:
         names = ("/".join(path) for path in FIELDS)
         self._flags |= {name: value for name in names if (value := getattr(args, name, None)) is not None}
         self._count, self._directory = config.processes, directory
-        self._host, self._port = address[:2]
+        self._address = address
         self._ready: set[int] = set()  # processes that have served once
         self._failed = False
         limits = SupervisorConfig(
@@ -96,9 +96,7 @@ class _Fleet:
         first = len(self._ready) < self._count
         self._ready.add(number)
         if first and len(self._ready) == self._count:
-            host = f"[{self._host}]" if ":" in self._host else self._host
-            sys.stdout.write(f"READY http://{host}:{self._port}\n")
-            sys.stdout.flush()
+            say_ready(self._address)
 
     def _take(self, happening: Happening) -> None:
         happening.log(logger, "process", extra={"fields": {"process": happening.child}})
@@ -109,7 +107,7 @@ class _Fleet:
             self._supervisor.drain()
 
     def _spawn(self, number: int) -> ChildProcess:
-        slot = ProcessSlot(number, self._count, self._port, self._directory)
+        slot = ProcessSlot(number, self._count, self._address[1], self._directory)
         what = json.dumps({"flags": self._flags, "slot": asdict(slot)})
         argv = [sys.executable, "-m", "preble.gateway.processes", what]
         return ChildProcess(argv, on_output=lambda line: None, on_log=_pass_on)

@@ -31,7 +31,7 @@ from ..scheduling.records import Recording
 from ..transport.security import load_client_keys
 from .core.config import GatewayConfig, Loaded, changes
 from .core.logs import log_as_json
-from .core.sibling_processes import GatewayProcesses, ProcessSlot
+from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
 
 try:
     import uvicorn
@@ -153,9 +153,7 @@ class _Server(uvicorn.Server):
         """Start, and report that."""
         await super().startup(sockets)
         if self.started:
-            host, port = self._listener.getsockname()[:2]
-            sys.stdout.write(f"READY http://{f'[{host}]' if ':' in host else host}:{port}\n")
-            sys.stdout.flush()
+            say_ready(self._listener.getsockname())
 
 
 def _allow_descriptors(wanted: int) -> None:

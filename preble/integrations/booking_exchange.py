@@ -12,6 +12,7 @@ comes late receives what the exchange still has. Prompts are in notes, as token 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections import Counter, deque
@@ -96,14 +97,8 @@ class BookingExchange:
             if found or missed or left <= 0.0:
                 return ReceivedNotes(self._epoch, after, missed, found)
             if after == self._first + len(self._notes):
-                await _until(self._news, left)
-
-
-async def _until(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
-        return
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), left)
 
 
 class ExchangeCalls(Protocol):
@@ -166,8 +161,7 @@ class ExchangeClient:
     async def _run(self) -> None:
         while True:
             try:
-                exchange = await self._connect()
-                await self._both(exchange)
+                await self._both(await self._connect())
             except Exception as error:  # noqa: BLE001  of whatever kind: the router goes on without the others
                 self._counters["exchange_failed"] += 1
                 logger.info("the booking exchange is not reached: %s", type(error).__name__)

@@ -419,13 +419,13 @@ class RayCluster:
         return str(self._ray.util.get_node_ip_address())
 
 
+@dataclass(slots=True, eq=False)
 class _RayActor:
     """An actor and its placement group."""
 
-    def __init__(self, ray: Any, group: Any, handle: Any) -> None:
-        self._ray = ray
-        self._group = group
-        self._handle = handle
+    _ray: Any
+    _group: Any
+    _handle: Any
 
     async def status(self) -> Mapping[str, Any]:
         """See `Actor`."""

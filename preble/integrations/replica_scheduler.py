@@ -123,9 +123,8 @@ class ReplicaScheduler:
         self._specs: dict[str, WorkerSpec] = {}
         self._tickets: OrderedDict[int, tuple[Ticket, float]] = OrderedDict()  # by booking, oldest first
         self._by_call: dict[str, list[Ticket]] = {}  # calls made within one outer request share its id
-        self._early: dict[
-            str, Counter[str]
-        ] = {}  # ends reported before it was known where the call went, by call and replica
+        # Ends reported before it was known where the call went, by call and replica.
+        self._early: dict[str, Counter[str]] = {}
         self._numbers = itertools.count(1)
         self._next_tick = clock() + TICK_SECONDS
         self._ticking = False

@@ -3,13 +3,13 @@ nothing.
 
 Bodies are decoded by msgspec, which names the place of what is wrong and quotes no value. Fields that cannot change an
 answer (`user`, `metadata`, ...) are ignored. Fields that ask for something this gateway does not do are refused, unless
-they ask for nothing (`UNSUPPORTED`): an answer that silently ignores `logit_bias` would be a wrong answer.
+they ask for nothing (`neutral`): an answer that silently ignores `logit_bias` would be a wrong answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -55,45 +55,57 @@ class Message(msgspec.Struct):
     tool_calls: Any = None
 
 
-class Common(msgspec.Struct, kw_only=True):
+def neutral(*values: Any) -> Meta:
+    """Marks a field that is refused unless it has one of these values, or none: they ask for nothing."""
+    return Meta(extra={"neutral": (None, *values)})
+
+
+Unsupported = Annotated[Any, neutral()]
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """How to choose output tokens: what OpenAI's bodies and SGLang's `sampling_params` share."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Choices | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    frequency_penalty: Annotated[Any, neutral(0)] = None
+    logit_bias: Annotated[Any, neutral({})] = None
+    min_p: Annotated[Any, neutral(0)] = None
+    presence_penalty: Annotated[Any, neutral(0)] = None
+    repetition_penalty: Annotated[Any, neutral(1)] = None
+    top_k: Annotated[Any, neutral(-1, 0)] = None
+
+
+class Common(Sampling, kw_only=True):
     """What completions and chat completions share."""
 
     model: str | None = None
     max_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Stop | Stops | None = None
-    stop_token_ids: StopIds | None = None
-    ignore_eos: bool | None = None
     seed: Seed | None = None
     cache_salt: Salt | None = None
-    # Refused unless they ask for nothing, see UNSUPPORTED.
-    audio: Any = None
-    best_of: Any = None
-    echo: Any = None
-    frequency_penalty: Any = None
-    functions: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    include_stop_str_in_output: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    modalities: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    suffix: Any = None
-    tools: Any = None
-    top_k: Any = None
-    top_logprobs: Any = None
+    audio: Unsupported = None
+    best_of: Annotated[Any, neutral(1)] = None
+    echo: Annotated[Any, neutral(False)] = None
+    functions: Annotated[Any, neutral([])] = None
+    guided_choice: Annotated[Any, neutral([])] = None
+    guided_grammar: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    include_stop_str_in_output: Annotated[Any, neutral(False)] = None
+    logprobs: Annotated[Any, neutral(False)] = None
+    min_tokens: Annotated[Any, neutral(0)] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
+    response_format: Annotated[Any, neutral({"type": "text"})] = None
+    structured_outputs: Unsupported = None
+    suffix: Annotated[Any, neutral("")] = None
+    tools: Annotated[Any, neutral([])] = None
+    top_logprobs: Annotated[Any, neutral(0)] = None
 
 
 class CompletionRequest(Common):
@@ -109,31 +121,19 @@ class ChatRequest(Common):
     max_completion_tokens: Count | None = None
 
 
-class SglangSampling(msgspec.Struct):
+class SglangSampling(Sampling, kw_only=True):
     """`sampling_params` of SGLang's /generate."""
 
     max_new_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    n: Choices | None = None
-    stop: Stop | Stops | None = None
-    stop_token_ids: StopIds | None = None
-    ignore_eos: bool | None = None
     sampling_seed: Seed | None = None
     skip_special_tokens: bool | None = None
-    ebnf: Any = None
-    frequency_penalty: Any = None
-    json_schema: Any = None
-    logit_bias: Any = None
-    min_new_tokens: Any = None
-    min_p: Any = None
-    no_stop_trim: Any = None
-    presence_penalty: Any = None
-    regex: Any = None
-    repetition_penalty: Any = None
-    stop_regex: Any = None
-    structural_tag: Any = None
-    top_k: Any = None
+    ebnf: Unsupported = None
+    json_schema: Unsupported = None
+    min_new_tokens: Annotated[Any, neutral(0)] = None
+    no_stop_trim: Annotated[Any, neutral(False)] = None
+    regex: Unsupported = None
+    stop_regex: Annotated[Any, neutral([])] = None
+    structural_tag: Unsupported = None
 
 
 class GenerateRequest(msgspec.Struct):
@@ -144,9 +144,9 @@ class GenerateRequest(msgspec.Struct):
     sampling_params: SglangSampling | None = None
     stream: bool | None = None
     rid: str | None = None
-    return_logprob: Any = None
-    image_data: Any = None
-    lora_path: Any = None
+    return_logprob: Annotated[Any, neutral(False)] = None
+    image_data: Annotated[Any, neutral([])] = None
+    lora_path: Unsupported = None
 
 
 class ExplainRequest(msgspec.Struct):
@@ -165,53 +165,22 @@ class WorkerRequest(msgspec.Struct):
     address: Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
-# Field -> the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "ebnf": (None,),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "functions": (None, []),
-    "guided_choice": (None, []),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "image_data": (None, []),
-    "include_stop_str_in_output": (None, False),
-    "json_schema": (None,),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "lora_path": (None,),
-    "min_new_tokens": (None, 0),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "no_stop_trim": (None, False),
-    "presence_penalty": (None, 0),
-    "regex": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "return_logprob": (None, False),
-    "stop_regex": (None, []),
-    "structural_tag": (None,),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "top_k": (None, -1, 0),
-    "top_logprobs": (None, 0),
+_NEUTRAL = {
+    name: mark.extra["neutral"]
+    for kind in (Common, GenerateRequest, SglangSampling)
+    for name, hint in get_type_hints(kind, include_extras=True).items()
+    for mark in getattr(hint, "__metadata__", ())
+    if mark.extra is not None
 }
-
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict(sorted(_NEUTRAL.items()))
+_KINDS = (ChatRequest, CompletionRequest, GenerateRequest, ExplainRequest, WorkerRequest)
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 
 
 def decode(body: bytes, kind: type[T]) -> T:
     """The request in a body. Raises `ApiError` 400 saying what is wrong and where."""
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
-        decoder = _DECODERS[kind] = msgspec.json.Decoder(kind)
     try:
-        request: T = decoder.decode(body)
+        request: T = _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         raise wrong(str(error), _place(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -230,8 +199,8 @@ def _place(message: str) -> str | None:
 
 def _refuse_unsupported(request: object) -> None:
     sampling = getattr(request, "sampling_params", None)
-    for name, neutral in UNSUPPORTED.items():
-        if getattr(request, name, None) not in neutral or getattr(sampling, name, None) not in neutral:
+    for name, values in UNSUPPORTED.items():
+        if getattr(request, name, None) not in values or getattr(sampling, name, None) not in values:
             raise ApiError(400, f"{name} is not supported by this gateway", param=name, code="unsupported_parameter")
 
 
@@ -243,8 +212,8 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def sampling_of(request: Common, max_new_tokens: int, seed: int) -> SamplingParams:
-    """The sampling parameters of a request. OpenAI's temperature is 1 where none is given."""
+def sampling_of(request: Sampling, max_new_tokens: int, seed: int) -> SamplingParams:
+    """The sampling parameters of a request. The temperature is 1 where none is given."""
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,

@@ -15,14 +15,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...types import SamplingParams
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import wrong
 from ..core.request_context import RequestContext, context_of
 from ..text.generation import Choice, ChoiceJob, TextPiece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .openai import first_of
-from .schemas import GenerateRequest, SglangSampling, decode, prompts_of, stop_strings
+from .schemas import GenerateRequest, SglangSampling, decode, prompts_of, sampling_of, stop_strings
 
 SGLANG_MAX_NEW_TOKENS = 128  # where a request names no limit
 
@@ -54,7 +53,7 @@ class Sglang:
         jobs = gateway.plan(
             context,
             prompts,
-            _sampling(asked, limit, gateway.seed(asked.sampling_seed)),
+            sampling_of(asked, limit, gateway.seed(asked.sampling_seed)),
             choices=asked.n or 1,
             stops=stop_strings(asked.stop),
             skip_special_tokens=asked.skip_special_tokens is not False,
@@ -128,17 +127,6 @@ def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], bool]:
         return given, isinstance(body.input_ids[0], list)
     assert body.text is not None
     return prompts_of(body.text, "text"), not isinstance(body.text, str)
-
-
-def _sampling(asked: SglangSampling, limit: int, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=limit,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
-        ignore_eos=bool(asked.ignore_eos),
-        seed=seed,
-    )
 
 
 def _finish_reason(choice: Choice) -> dict[str, Any] | None:

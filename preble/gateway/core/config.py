@@ -108,12 +108,11 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[Field
     sources = [
         ({} if file is None else _from_file(file), lambda path: str(file)),
         (_from_environment(environment), variable_of),
-        (dict(flags), flag_of),
+        (flags, flag_of),
     ]
     for found, origin in sources:
-        for path, value in found.items():
-            values[path] = value
-            origins[".".join(path)] = origin(path)
+        values.update(found)
+        origins.update({".".join(path): origin(path) for path in found})
     return Loaded(_checked(values, origins), origins)
 
 
@@ -169,16 +168,13 @@ def _from_environment(environment: Mapping[str, str]) -> dict[FieldPath, Any]:
     for name, text in environment.items():
         if name in names:
             path = names[name]
-            values[path] = _split(text) if path[-1] in LISTS else text
+            items = [item.strip() for item in text.split(",") if item.strip()]
+            values[path] = items if path[-1] in LISTS else text
         elif name.startswith(PREFIX):
             near = difflib.get_close_matches(name, names, 1, NEAR + 0.1)
             if near:
                 raise InvalidConfig(f"no such variable {name}; did you mean {near[0]}?")
     return values
-
-
-def _split(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def _nearest(path: Sequence[Any]) -> str:

@@ -10,6 +10,7 @@ No message quotes a prompt: what comes from a request is named by its place in t
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ...errors import (
@@ -26,26 +27,20 @@ from ...errors import (
 RETRY_SECONDS = 1.0  # after which a client may hope that an overloaded fleet has room
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(PrebleError):
-    """An answer that is an error: `status`, and OpenAI's `type`, `param` and `code`."""
+    """An answer that is an error: `status`, and OpenAI's `type` (`kind`), `param` and `code`."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_seconds: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.retry_after_seconds = retry_after_seconds
+    status: int
+    message: str
+    _: KW_ONLY
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""

@@ -6,6 +6,7 @@ that exist, and beyond `WORKER_LABELS_MAX` workers the rest is summed under the 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -189,21 +190,25 @@ def _level(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"preble_{name}", text, value)
 
 
+def _labelled(
+    kind: type, name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Family:
+    """A family with a sample for each (values of the labels, value)."""
+    family = kind(f"preble_{name}", text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
 def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
-    tree, plans = stats["tree"], stats["plans"]
-    requests = CounterMetricFamily("preble_requests", "Decisions by policy and reason", labels=("policy", "reason"))
-    for reason, count in stats["reasons"].items():
-        requests.add_metric((stats["policy"], reason), count)
-    made = CounterMetricFamily("preble_replication_plans", "Plans that move or copy hot prefixes", labels=("kind",))
-    for kind, count in plans.get("made", {}).items():
-        made.add_metric((kind,), count)
-    evicted = CounterMetricFamily("preble_index_evictions", "Nodes that left the index", labels=("why",))
-    evicted.add_metric(("expired",), stats["expired_nodes"])
-    evicted.add_metric(("full",), tree["shed_nodes"])
+    tree, policy, made = stats["tree"], stats["policy"], stats["plans"].get("made", {})
+    decisions = [((policy, reason), count) for reason, count in stats["reasons"].items()]
+    plans = [((kind,), count) for kind, count in made.items()]
+    evicted = [(("expired",), stats["expired_nodes"]), (("full",), tree["shed_nodes"])]
     return [
-        requests,
-        made,
-        evicted,
+        _labelled(CounterMetricFamily, "requests", "Decisions by policy and reason", ("policy", "reason"), decisions),
+        _labelled(CounterMetricFamily, "replication_plans", "Plans that move or copy hot prefixes", ("kind",), plans),
+        _labelled(CounterMetricFamily, "index_evictions", "Nodes that left the index", ("why",), evicted),
         _level("index_bytes", "Memory of the prefix index", tree["bytes_used"]),
         _level("index_nodes", "Nodes of the prefix index", tree["nodes"]),
         _level("leases_active", "Bookings of requests that have not ended", stats["live_requests"]),
@@ -231,96 +236,64 @@ def _scaling_families(scaling: Mapping[str, Any]) -> list[Family]:
         if scaling[name] is not None
     ]
     text = "Seconds to compute again what only this worker caches"
-    drains = GaugeMetricFamily("preble_scaling_drain_seconds", text, labels=("worker",))
-    for worker, seconds in scaling["drain_seconds"].items():
-        drains.add_metric((worker,), seconds)
-    return [*advice, drains]
+    drains = [((worker,), seconds) for worker, seconds in scaling["drain_seconds"].items()]
+    return [*advice, _labelled(GaugeMetricFamily, "scaling_drain_seconds", text, ("worker",), drains)]
 
 
-def _received(router: Mapping[str, Any], own: str, feeds: str) -> float:
-    """What was reported of a worker's cache: on its link, and on the sockets of a server that is attached."""
-    return float(router.get(own, 0) + (router.get("feed") or {}).get(feeds, 0))
-
-
-# name, text, counter or gauge, value of (the scheduler's bookings, the router's) of one worker
-_WorkerMetric = tuple[str, str, type, Callable[[Mapping[str, Any], Mapping[str, Any]], float]]
-_WORKER_METRICS: tuple[_WorkerMetric, ...] = (
-    ("worker_up", "1 while it may take requests", GaugeMetricFamily, lambda b, r: r.get("state") == "ready"),
-    ("worker_requests", "Live requests booked on it", GaugeMetricFamily, lambda b, r: b.get("live_requests", 0)),
-    (
-        "worker_inflight_tokens",
-        "Output tokens that its live requests are expected to have",
-        GaugeMetricFamily,
-        lambda b, r: b.get("live_output_tokens", 0),
-    ),
-    ("worker_load_seconds", "Its load in the window", GaugeMetricFamily, lambda b, r: b.get("load_seconds", 0.0)),
-    ("worker_cached_tokens", "Tokens estimated cached", GaugeMetricFamily, lambda b, r: b.get("cached_tokens", 0)),
-    (
-        "worker_kv_capacity_tokens",
-        "Tokens that fit",
-        GaugeMetricFamily,
-        lambda b, r: b.get("kv_capacity_tokens", 0),
-    ),
-    ("worker_restarts", "Starts after the first", CounterMetricFamily, lambda b, r: r.get("restarts", 0)),
-    ("worker_losses", "Connections lost", CounterMetricFamily, lambda b, r: r.get("losses", 0)),
-    (
-        "kv_event_batches",
-        "Batches of cache events",
-        CounterMetricFamily,
-        lambda b, r: _received(r, "event_batches", "batches"),
-    ),
-    (
-        "kv_event_gaps",
-        "Holes in the stream of events",
-        CounterMetricFamily,
-        lambda b, r: _received(r, "event_gaps", "gaps"),
-    ),
-    ("kv_replays", "Replays asked for", CounterMetricFamily, lambda b, r: _received(r, "replays", "replays")),
-    ("kv_resyncs", "Events lost for good", CounterMetricFamily, lambda b, r: _received(r, "resyncs", "resyncs")),
+# Of one worker, by the scheduler's bookings: name, text, field.
+_BOOKING_METRICS = (
+    ("worker_requests", "Live requests booked on it", "live_requests"),
+    ("worker_inflight_tokens", "Output tokens that its live requests are expected to have", "live_output_tokens"),
+    ("worker_load_seconds", "Its load in the window", "load_seconds"),
+    ("worker_cached_tokens", "Tokens estimated cached", "cached_tokens"),
+    ("worker_kv_capacity_tokens", "Tokens that fit", "kv_capacity_tokens"),
 )
-
-
-def _worker_families(loads: Mapping[str, Any], routers: Mapping[str, Any]) -> list[Family]:
-    """One family for each metric, one sample for each worker."""
-    rows = [(row.get("worker_id") or address, row) for address, row in sorted(routers.items())]
-    families = []
-    for name, text, kind, value in _WORKER_METRICS:
-        sums: dict[str, float] = {}
-        for i, (worker, row) in enumerate(rows):
-            label = worker if i < WORKER_LABELS_MAX else OTHER
-            sums[label] = sums.get(label, 0.0) + float(value(loads.get(worker, {}), row))
-        family = kind(f"preble_{name}", text, labels=("worker",))
-        for label, total in sums.items():
-            family.add_metric((label,), total)
-        families.append(family)
-    return [*families, _events_family(rows), _epoch_family(rows)]
-
-
+# Of one worker, by the router: name, text, field; and the field of its feed's counters where a server is attached,
+# whose events come on sockets beside its link.
+_LINK_METRICS = (
+    ("worker_restarts", "Starts after the first", "restarts", None),
+    ("worker_losses", "Connections lost", "losses", None),
+    ("kv_event_batches", "Batches of cache events", "event_batches", "batches"),
+    ("kv_event_gaps", "Holes in the stream of events", "event_gaps", "gaps"),
+    ("kv_replays", "Replays asked for", "replays", "replays"),
+    ("kv_resyncs", "Events lost for good", "resyncs", "resyncs"),
+)
 _EVENT_TYPES = {
     "BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared", "PrefixEvicted": "evicted",
     "RequestPlaced": "placed", "RequestPrefilled": "prefilled", "RequestEnded": "ended",
 }  # fmt: skip
 
 
-def _events_family(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Family:
-    """Cache events by type, summed beyond the bound on workers."""
-    sums: dict[tuple[str, str], float] = {}
-    for i, (worker, row) in enumerate(rows):
-        label = worker if i < WORKER_LABELS_MAX else OTHER
+def _worker_families(loads: Mapping[str, Any], routers: Mapping[str, Any]) -> list[Family]:
+    """One family for each metric, one sample for each worker; those beyond the bound are summed."""
+    rows = [(row.get("worker_id") or address, row) for address, row in sorted(routers.items())]
+    labelled = [(name if i < WORKER_LABELS_MAX else OTHER, name, row) for i, (name, row) in enumerate(rows)]
+
+    def family(kind: type, name: str, text: str, value_of: Callable[[str, Mapping[str, Any]], float]) -> Family:
+        sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for label, worker, row in labelled:
+            sums[label,] += float(value_of(worker, row))
+        return _labelled(kind, name, text, ("worker",), sums.items())
+
+    def booked(field: str) -> Callable[[str, Mapping[str, Any]], float]:
+        return lambda worker, _: loads.get(worker, {}).get(field, 0)
+
+    def reported(own: str, feed: str | None) -> Callable[[str, Mapping[str, Any]], float]:
+        return lambda _, row: row.get(own, 0) + (row.get("feed") or {}).get(feed, 0)
+
+    events: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for label, _, row in labelled:
         for kind, count in row.get("events", {}).items():
-            at = (_EVENT_TYPES.get(kind, OTHER), label)
-            sums[at] = sums.get(at, 0.0) + count
-    family = CounterMetricFamily("preble_kv_events", "Cache events by type", labels=("type", "worker"))
-    for labels, total in sums.items():
-        family.add_metric(labels, total)
-    return family
-
-
-def _epoch_family(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Family:
-    epochs = GaugeMetricFamily("preble_worker_epoch", "When it was started, seconds since 1970", labels=("worker",))
-    for worker, row in rows[:WORKER_LABELS_MAX]:
-        epochs.add_metric((worker,), row["epoch"] / 1e9)
-    return epochs
+            events[_EVENT_TYPES.get(kind, OTHER), label] += count
+    epochs = [((worker,), row["epoch"] / 1e9) for worker, row in rows[:WORKER_LABELS_MAX]]
+    started = "When it was started, seconds since 1970"
+    return [
+        family(GaugeMetricFamily, "worker_up", "1 while it may take requests", lambda _, r: r.get("state") == "ready"),
+        *(family(GaugeMetricFamily, name, text, booked(field)) for name, text, field in _BOOKING_METRICS),
+        *(family(CounterMetricFamily, name, text, reported(own, feed)) for name, text, own, feed in _LINK_METRICS),
+        _labelled(CounterMetricFamily, "kv_events", "Cache events by type", ("type", "worker"), events.items()),
+        _labelled(GaugeMetricFamily, "worker_epoch", started, ("worker",), epochs),
+    ]
 
 
 _ROUTER_COUNTERS = {
@@ -333,9 +306,8 @@ _ROUTER_COUNTERS = {
 
 
 def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> list[Family]:
-    ended = [_counter(f"generations_{name}", text, router[name]) for name, text in _ROUTER_COUNTERS.items()]
     return [
-        *ended,
+        *(_counter(f"generations_{name}", text, router[name]) for name, text in _ROUTER_COUNTERS.items()),
         _level("generations_live", "Generations that go on", router["live_requests"]),
         _level("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
         _level("tasks", "Tasks of the event loop", gateway["tasks"]),

@@ -15,6 +15,7 @@ import http.client
 import json
 import logging
 import socket
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,13 @@ class ProcessSlot:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         return listener
+
+
+def say_ready(address: Sequence[Any]) -> None:
+    """The line on stdout that says where requests are answered; `address` is a socket's own name."""
+    host, port = address[:2]
+    sys.stdout.write(f"READY http://{f'[{host}]' if ':' in host else host}:{port}\n")
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True, slots=True)

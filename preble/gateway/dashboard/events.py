@@ -53,8 +53,5 @@ class DashboardEvents:
 
     def latest(self, now: float) -> list[dict[str, Any]]:
         """The newest, newest first, with `seconds_ago` in place of `at`."""
-        found = []
-        for event in list(self._events)[: -EVENTS_SHOWN - 1 : -1]:
-            fields = dict(event)
-            found.append({"seconds_ago": max(now - fields.pop("at"), 0.0), **fields})
-        return found
+        newest = [dict(event) for event in list(self._events)[: -EVENTS_SHOWN - 1 : -1]]
+        return [{"seconds_ago": max(now - event.pop("at"), 0.0), **event} for event in newest]

@@ -134,11 +134,10 @@ class Live:
         workers = self._router.fleet.workers
         known = {worker.worker_id for worker in workers.values()}
         self._tallies = {name: tally for name, tally in self._tallies.items() if name in known}
-        none = (0, 0)
         return [
             Look(
                 address, w.worker_id, w.state, w.why, w.epoch, w.welcome, w.pong,
-                w.counters.restarts, w.counters.losses, *self._tallies.get(w.worker_id, none),
+                w.counters.restarts, w.counters.losses, *self._tallies.get(w.worker_id, (0, 0)),
             )
             for address, w in workers.items()
         ]  # fmt: skip
@@ -166,9 +165,7 @@ class Live:
     def _take_workers(self, now: float, looks: Iterable[Look], accounts: Mapping[str, Any]) -> None:
         before, self._workers = self._workers, {}
         for look in looks:
-            tracked = before.pop(look.address, None)
-            if tracked is None:
-                tracked = _Tracked(look, now)
+            tracked = before.pop(look.address, None) or _Tracked(look, now)
             self._workers[look.address] = tracked
             account = accounts.get(look.worker_id)
             state = "draining" if account is not None and account["draining"] and look.state == "ready" else look.state
@@ -293,6 +290,8 @@ class Live:
         }
 
 
+_DECIDED = ("policy", "reason", "worker", "runner_up", "margin", "prompt_tokens")
+_BECAME = ("chosen", "outcome", "late_seconds", "regret_seconds", "lost_tokens")
 _COUNTERS = ("requests", "finished", "failed", "cancelled", "resumed", "queue_full", "output_tokens")
 
 
@@ -301,17 +300,8 @@ def _summary(record: DecisionRecord) -> dict[str, Any]:
     return {
         "sequence": record.sequence,
         "request_id": str(record.request_id),
-        "policy": record.policy,
-        "reason": record.reason,
-        "worker": record.worker,
-        "runner_up": record.runner_up,
-        "margin": record.margin,
-        "prompt_tokens": record.prompt_tokens,
+        **{name: getattr(record, name) for name in _DECIDED},
         "candidates": sum(terms.candidate for terms in record.workers),
         "workers": len(record.workers),
-        "chosen": record.chosen,
-        "outcome": record.outcome,
-        "late_seconds": record.late_seconds,
-        "regret_seconds": record.regret_seconds,
-        "lost_tokens": record.lost_tokens,
+        **{name: getattr(record, name) for name in _BECAME},
     }

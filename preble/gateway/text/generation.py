@@ -186,16 +186,13 @@ async def _merged(streams: Sequence[AsyncGenerator[TextPiece, None]]) -> AsyncGe
 
 def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: ChoiceJob, choices: int) -> list[ChoiceJob]:
     """`choices` jobs for each prompt, like `template`; each with a seed and a request id of its own."""
-    jobs = []
-    for index in range(len(prompts) * choices):
-        seed = (template.sampling.seed + index % choices) % 2**63
-        jobs.append(
-            replace(
-                template,
-                index=index,
-                request_id=f"{template.request_id}/{index}",
-                token_ids=prompts[index // choices],
-                sampling=replace(template.sampling, seed=seed),
-            )
+    return [
+        replace(
+            template,
+            index=index,
+            request_id=f"{template.request_id}/{index}",
+            token_ids=prompts[index // choices],
+            sampling=replace(template.sampling, seed=(template.sampling.seed + index % choices) % 2**63),
         )
-    return jobs
+        for index in range(len(prompts) * choices)
+    ]

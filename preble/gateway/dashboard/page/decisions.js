@@ -12,11 +12,8 @@ const REASONS = {
   exploit: "Most of the prompt is cached on its candidates; the cheapest of them got it.",
   explore: "No worker has most of the prompt, so the cheapest of all got it.",
   escape: "The workers that cache the prompt would have kept it waiting too long, so it left them.",
-  prefill_decode: "Of the cheapest workers, the one that mostly decodes got it: it has compute to spare.",
   rebalance: "A plan moves this prefix from a heavy worker to a light one.",
   replica: "A plan has copied this prefix to more workers; the cheapest of those that serve it got it.",
-  handover: "The worker that had this prefix is leaving; a plan gives it to this one.",
-  newcomer: "The worker is new and is given prefixes of its own.",
 };
 
 // What a decision is made of, in seconds; `rest` is what E2 adds to them.

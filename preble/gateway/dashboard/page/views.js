@@ -184,7 +184,7 @@ function holderChip(tokens) {
 
 // --- events ---
 
-const KINDS = { replica: "copy", rebalance: "move", handover: "hand-over", worker: "worker", policy: "policy" };
+const KINDS = { replica: "copy", rebalance: "move" };
 
 export function showEvents(state) {
   setText($("events-note"), state.events_total ? `${count(state.events_total)} so far` : "");
