@@ -48,15 +48,11 @@ class DuplicateRequest(InvalidInput):
     """The request id is live: scheduled and neither finished nor cancelled."""
 
 
-class _Lookup(PrebleError, KeyError):
-    """A KeyError whose text is the message itself, not its repr."""
+class UnknownWorker(PrebleError, KeyError):
+    """No worker of that id. Its text is the message itself, not its repr as a KeyError's is."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
-
-
-class UnknownWorker(_Lookup):
-    """No worker of that id."""
 
 
 class NoWorkers(PrebleError):

@@ -1,7 +1,8 @@
 """The local scheduler: what one worker computes in each iteration. Paper section 4.3, Sarathi's chunked prefill.
 
-Owns the state of one worker's requests, from `add` to the last token, and conducts the waiting queue (`batching/waiting_queue`)
-and the KV cache (`batching/kv_cache`). Knows no model, no engine, no socket and no clock but the one it is given.
+Owns the state of one worker's requests, from `add` to the last token, and conducts the waiting queue
+(`batching/waiting_queue`) and the KV cache (`batching/kv_cache`). Knows no model, no engine, no socket and no clock but
+the one it is given.
 
 Life of a request
   1. `add` puts it into the waiting queue, in the priority group of the share of its prompt that is cached now.

@@ -1,8 +1,8 @@
 """Plain data that crosses module borders: workers, requests, cache events, decisions' parts. No behaviour beyond
 validation.
 
-Everything here is frozen and may be shared between threads. `Decision` and `Match` live in `_placement/decision` (they are built
-in compiled code) and are re-exported by the package.
+Everything here is frozen and may be shared between threads. `Decision` and `Match` live in `_placement/decision` (they
+are built in compiled code) and are re-exported by the package.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from ..local import StepOutput
 from ..scheduler import GlobalScheduler
 from ..types import CacheEvent, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
-from .config import SimConfig
-from .faults import Fault, WorkerDrain, WorkerJoin, WorkerSlowdown
+from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .routers import News, SimRouters
 from .timeline import Timeline

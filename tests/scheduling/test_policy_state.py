@@ -213,7 +213,7 @@ def test_a_check_notices_a_book_that_is_wrong() -> None:
     for need, spoil in spoilers.items():
         sched, _, _ = curious()
         sched.schedule([*range(40)])
-        spoil(sched._policy_state._policy_state[need])
+        spoil(sched._policy_state._trackers[need])
         with pytest.raises(AssertionError, match="w0"):
             sched.check()
 
