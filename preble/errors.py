@@ -1,27 +1,16 @@
 """The exception tree. Owns every class Preble raises on purpose; contains no logic.
 
 PrebleError
-├── InvalidInput (ValueError)        a caller's argument is wrong; nothing was changed
-│   ├── InvalidTokens                token_ids: empty, negative, too large, 2-D, floats
-│   ├── InvalidTime                  a clock or `now` that is NaN or infinite
-│   ├── InvalidConfig                a configuration field out of range
-│   └── SnapshotRefused              a snapshot that is none, damaged, or of another version
-├── UnknownWorker (KeyError)         no worker of that id
-├── DuplicateWorker (InvalidInput)   a worker of that id exists
-├── NoWorkers                        no worker may take a request
-├── DuplicateRequest (InvalidInput)  the request id is live
-├── CapacityExceeded                 a stated bound was reached (queue, tree, frame)
-│   ├── QueueFull
-│   └── TreeFull
-├── TransportError                   between router and worker
-│   ├── ProtocolError                a frame that does not decode, or breaks the protocol
-│   ├── HandshakeRefused             the two sides do not fit; names both
-│   ├── WorkerLost                   the worker died and the request could not be resumed
-│   └── InsecureBind                 binding beyond loopback without keys
-├── EngineError                      the engine refused or failed a request
-└── MissingExtra (ImportError)       an optional dependency is not installed
-
-CacheMismatchWarning (UserWarning)   what an engine says of its cache is never like what was sent there
+├── InvalidInput (ValueError)
+│   ├── InvalidTokens, InvalidTime, InvalidConfig, SnapshotRefused
+│   └── DuplicateWorker, DuplicateRequest
+├── UnknownWorker (KeyError)
+├── NoWorkers
+├── CapacityExceeded: QueueFull, TreeFull
+├── TransportError: ProtocolError, HandshakeRefused, WorkerLost, InsecureBind
+├── EngineError
+└── MissingExtra (ImportError)
+CacheMismatchWarning (UserWarning)
 """
 
 from __future__ import annotations
@@ -40,7 +29,7 @@ class InvalidTokens(InvalidInput):
 
 
 class InvalidTime(InvalidInput):
-    """A time is NaN or infinite."""
+    """A clock or `now` is NaN or infinite."""
 
 
 class InvalidConfig(InvalidInput):
@@ -59,15 +48,11 @@ class DuplicateRequest(InvalidInput):
     """The request id is live: scheduled and neither finished nor cancelled."""
 
 
-class _Lookup(PrebleError, KeyError):
-    """A KeyError whose text is the message itself, not its repr."""
+class UnknownWorker(PrebleError, KeyError):
+    """No worker of that id. Its text is the message itself, not its repr as a KeyError's is."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
-
-
-class UnknownWorker(_Lookup):
-    """No worker of that id."""
 
 
 class NoWorkers(PrebleError):
@@ -75,7 +60,7 @@ class NoWorkers(PrebleError):
 
 
 class CapacityExceeded(PrebleError):
-    """A stated bound was reached; the message names the bound."""
+    """A stated bound (of a queue, tree, frame) was reached; the message names the bound."""
 
 
 class QueueFull(CapacityExceeded):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from .batching._batch import Batch, BatchItem, LiveRequest, StepOutput, decoding_count, prefilling
@@ -37,15 +38,10 @@ __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "Lo
 
 DEFERRALS_PER_ROUND = 64
 COUNTERS = (
-    "admitted",
-    "finished",
-    "cancelled",
-    "preempted",
-    "deferred",
-    "prompt_tokens",
-    "cached_tokens",
-    "computed_tokens",
+    *("admitted", "finished", "cancelled", "preempted", "deferred"),
+    *("prompt_tokens", "cached_tokens", "computed_tokens"),
 )
+_by_arrival = attrgetter("number")
 
 
 class LocalScheduler:
@@ -414,10 +410,6 @@ class LocalScheduler:
         if not math.isfinite(seconds):
             raise InvalidTime(f"now must be finite, got {seconds!r}")
         return seconds
-
-
-def _by_arrival(live: LiveRequest) -> int:
-    return live.number
 
 
 def _share(other: LiveRequest, live: LiveRequest, end: int, extra: int) -> bool:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ._cost import CostModel, LoadTracker
@@ -24,27 +23,14 @@ from ._placement.request_api import RequestApi, finite_time, iterable, policy_na
 from ._radix import RadixTree
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
-from .errors import (
-    CacheMismatchWarning,
-    DuplicateWorker,
-    InvalidConfig,
-    InvalidInput,
-    InvalidTime,
-    UnknownWorker,
-)
+from .errors import CacheMismatchWarning, DuplicateWorker, InvalidConfig, InvalidInput, InvalidTime, UnknownWorker
 from .policies.base import Policy, resolve
 from .scheduling import peer_bookings
 from .scheduling.cache_mismatch import CacheMismatches, look, warn
 from .scheduling.calibration import NEUTRAL, Calibrator
 from .scheduling.leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .scheduling.membership import Handover, Membership
-from .types import (
-    AllBlocksCleared,
-    BlockKeys,
-    CacheEvent,
-    WorkerSpec,
-    check_int,
-)
+from .types import AllBlocksCleared, BlockKeys, CacheEvent, WorkerSpec, check_int
 
 if TYPE_CHECKING:
     from .scheduling.policy_state import PolicyState
@@ -505,9 +491,7 @@ class GlobalScheduler(RequestApi):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -573,14 +557,7 @@ def _open_rebalancer(core: DecisionCore, config: SchedulerConfig) -> Rebalancer 
         return None
     from .scheduling.rebalancer import Rebalancer
 
-    return Rebalancer(
-        core,
-        history_seconds=config.history_seconds,
-        rebalance_ratio=config.rebalance_ratio,
-        rebalance_floor_seconds=config.rebalance_floor_seconds,
-        replicas_max=config.replicas_max,
-        warm_up_seconds=config.warm_up_seconds,
-    )
+    return Rebalancer(core, config)
 
 
 def _cost_model(model: CostModel | str | None, name: str) -> CostModel | None:

@@ -26,31 +26,26 @@ class SlotPool:
 
     def __init__(self, capacity: int) -> None:
         self._stack = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        self._count = capacity
-
-    @property
-    def free_count(self) -> int:
-        """Slots in the pool."""
-        return self._count
+        self.free_count = capacity
 
     @property
     def free_slots(self) -> Int32Array:
         """The free slots. A view, for checks."""
-        return self._stack[: self._count]
+        return self._stack[: self.free_count]
 
     def take(self, count: int) -> Int32Array:
         """Remove `count` slots from the pool. A view that holds until slots are given back."""
-        assert 0 <= count <= self._count, f"took {count} of {self._count} free slots"
-        self._count -= count
-        return self._stack[self._count : self._count + count]
+        assert 0 <= count <= self.free_count, f"took {count} of {self.free_count} free slots"
+        self.free_count -= count
+        return self._stack[self.free_count : self.free_count + count]
 
     def give(self, slots: npt.ArrayLike) -> None:
         """Put slots back. Cost: their number."""
         returned = np.asarray(slots, np.int32)
-        end = self._count + len(returned)
+        end = self.free_count + len(returned)
         assert end <= len(self._stack), "more slots given back than exist"
-        self._stack[self._count : end] = returned
-        self._count = end
+        self._stack[self.free_count : end] = returned
+        self.free_count = end
 
 
 class KvCache:

@@ -65,8 +65,9 @@ class WaitingQueue:
         self._live: dict[int, LiveRequest] = {}  # number -> every waiting request
         self._preempted: deque[LiveRequest] = deque()
         self._arrivals: list[int] = []  # numbers of newcomers in order, without deferred ones
-        self._groups: list[list[tuple[int, int]]] = [[] for _ in range(self._group_count())]  # (rank, number), sorted
-        self._credits = [0] * self._group_count()
+        groups = config.priority_groups + 1 if config.order == "priority" else 1
+        self._groups: list[list[tuple[int, int]]] = [[] for _ in range(groups)]  # (rank, number), sorted
+        self._credits = [0] * groups
         self._deferred: list[LiveRequest] = []
         self._picked_by_turn = False
         self._turns = OVERDUE_EVERY - 1  # picks by turn since one for age
@@ -139,11 +140,12 @@ class WaitingQueue:
             live = self._preempted[0]
         elif not self._arrivals:
             return None
-        elif self._turns >= OVERDUE_EVERY - 1 and self._is_overdue(now):
-            live = self._oldest()
         else:
-            live = self._head_by_turn()
-            self._picked_by_turn = True
+            live = self._live[self._arrivals[0]]
+            overdue = now - live.arrival_seconds > self._config.max_wait_seconds
+            if not overdue or self._turns < OVERDUE_EVERY - 1:
+                live = self._head_by_turn()
+                self._picked_by_turn = True
         self._look(live)
         return live
 
@@ -194,12 +196,6 @@ class WaitingQueue:
 
     # --- places -------------------------------------------------------------------------------------------------------
 
-    def _is_overdue(self, now: float) -> bool:
-        return now - self._oldest().arrival_seconds > self._config.max_wait_seconds
-
-    def _oldest(self) -> LiveRequest:
-        return self._live[self._arrivals[0]]
-
     def _head_by_turn(self) -> LiveRequest:
         """The first of the group whose turn it is. Its place is of this round, as far as the bound on looks allows."""
         while True:
@@ -226,9 +222,6 @@ class WaitingQueue:
         if self._config.order == "priority":
             return self._config.priority_groups * live.cached_now // live.known_tokens, 0
         return 0, -live.cached_now if self._config.order == "longest_prefix" else 0
-
-    def _group_count(self) -> int:
-        return self._config.priority_groups + 1 if self._config.order == "priority" else 1
 
     def _file(self, live: LiveRequest) -> None:
         """Put a newcomer where its place says."""

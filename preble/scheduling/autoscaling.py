@@ -292,7 +292,8 @@ class LoadSampler:
             with self._core.tree:
                 for index, name in enumerate(self._core.names[start : start + SLICE], start):
                     if name is not None:
-                        observed = self._observed_seconds(joined_at(self._core, index), now)
+                        observed = max(now - joined_at(self._core, index), self._join_seconds)
+                        observed = min(observed, self._window_seconds)
                         accounts[name] = self._core.loads.account(index), observed, cost_at(self._core, index)
         live = sum(account["live_requests"] for account, _, _ in accounts.values())
         batch = min(max(live / max(len(accounts), 1), BATCH_MIN), BATCH_MAX)
@@ -303,9 +304,6 @@ class LoadSampler:
             since = min((joined_at(self._core, index) for _, index, _, _ in opened), default=now)
             self._load = self._loaded(len(opened), [account for account, _, _ in accounts.values()], now - since)
         self._look_at_one(opened, now)
-
-    def _observed_seconds(self, since: float, now: float) -> float:
-        return min(max(now - since, self._join_seconds), self._window_seconds)
 
     def _note(self, accounts: Sequence[Mapping[str, float]], rates: dict[str, _Rates], now: float) -> None:
         """Add a sample. Its weight falls by e in half a window, so that samples are as old, in the mean, as the

@@ -140,14 +140,13 @@ def apart(name: str, blocks: BlockIndex, prompts: Sequence[Head], block_size: in
 def nearest_pair(prompts: Sequence[Head], stored: Sequence[Head]) -> tuple[Head, Head, int] | None:
     """The prompt and the stored one with the longest common beginning, those that agree but for a few tokens in front
     before those that do not; None if there are none of either."""
-    best, best_key = None, (-1, -1, False)
-    for one in prompts:
-        for other in stored:
-            common = common_tokens(one[1], other[1])
-            key = (common, 0 if common else extra_tokens(one[1], other[1]) > 0, one[0] == other[0])
-            if key > best_key:
-                best, best_key = (one, other, common), key
-    return best
+
+    def closeness(pair: tuple[Head, Head, int]) -> tuple[int, bool, bool]:
+        one, other, common = pair
+        return common, not common and extra_tokens(one[1], other[1]) > 0, one[0] == other[0]
+
+    pairs = ((one, other, common_tokens(one[1], other[1])) for one in prompts for other in stored)
+    return max(pairs, key=closeness, default=None)
 
 
 def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:

@@ -336,8 +336,8 @@ class CostTerms:
         found: dict[str, Any] = model.coefficients()
         self.at = np.array([tokens for tokens, _ in found["knots"]])
         self.seconds = np.array([seconds for _, seconds in found["knots"]])
-        self._context = found["context"]
-        self._pair = found["pair"]
+        self.context: tuple[float, ...] = found["context"]
+        self.pair: tuple[float, ...] = found["pair"]
 
     def linear(self, tokens: Any) -> Floats:
         """Seconds of the layers that see tokens only; beyond the last knot as between the last two."""
@@ -352,12 +352,19 @@ class CostTerms:
         `context`, one chunk of a prefill among them."""
         tokens, context, chunk = np.asarray(tokens), np.asarray(context), np.asarray(chunk)
         floor = self.linear(np.minimum(tokens, DECODE_TOKENS))
-        start, flat, base, slope = self._context
-        attention = np.where(context <= start, flat, base + slope * context)
         last = np.maximum(chunk, context if chunk_context is None else chunk_context)
-        start, base, q, s, qs = self._pair
-        pair = np.where((chunk <= 0.0) | (chunk * last <= start), 0.0, base + q * chunk + s * last + qs * chunk * last)
-        return np.stack([floor, self.linear(tokens) - floor, attention, pair], axis=1)
+        pair = np.where(chunk > 0.0, self.pair_seconds(chunk, last), 0.0)
+        return np.stack([floor, self.linear(tokens) - floor, self.context_seconds(context), pair], axis=1)
+
+    def context_seconds(self, context: Floats) -> Floats:
+        """Seconds of attention over contexts that sum up to so many tokens."""
+        start, flat, base, slope = self.context
+        return np.where(context <= start, flat, base + slope * context)
+
+    def pair_seconds(self, chunk: float | Floats, last: Floats) -> Floats:
+        """Seconds of attention of chunks that are not empty and end at so many tokens."""
+        start, base, q, s, qs = self.pair
+        return np.where(chunk * last > start, base + q * chunk + s * last + qs * chunk * last, 0.0)
 
 
 def scaled(prior: CostModel, logs: Logs) -> CostModel:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..types import check_int
 from .rebalance_planner import Group, by_node
-from .rebalancer import SHARES, SLICE
+from .rebalancer import counted_groups
 
 GlobalScheduler = Any  # the class is above this module, which is handed it
 NAMES_MAX = 4096  # prefixes whose name is kept; their tokens need not be hashed again
@@ -64,7 +64,7 @@ class HotPrefixes:
         check_int("count", count, 1, 1000)
         if scheduler is not self._names_of:
             self._names, self._names_of = {}, scheduler
-        shares = by_node(_groups(scheduler))
+        shares = by_node(counted_groups(scheduler.core, scheduler.now(), 0.0))
         ranked = sorted(shares, key=lambda node: (-sum(share.load for share in shares[node]), node))
         found = (self._prefix(scheduler, shares[node]) for node in ranked[:count])
         return [prefix for prefix in found if prefix is not None]
@@ -103,15 +103,6 @@ class HotPrefixes:
                 self._names.clear()
             self._names[at] = hashed.hexdigest()
         return self._names[at]
-
-
-def _groups(scheduler: GlobalScheduler) -> list[Group]:
-    groups: list[Group] = []
-    core = scheduler.core
-    for start in range(0, SHARES, SLICE):
-        with scheduler.core.tree:
-            groups += map(Group._make, core.groups.rows(start, SLICE, scheduler.now(), 0.0))
-    return groups
 
 
 def _holders(asked: dict[str | None, Group], held: Iterable[tuple[str, int]], prefix_tokens: int) -> Iterable[Holder]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from .._placement.bookings import DecisionCore
@@ -56,9 +55,7 @@ class Lease:
         self._book(self._excluded or ())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         with self._core.tree:
             self._over = True
             if self.live:
@@ -67,10 +64,8 @@ class Lease:
     async def __aenter__(self) -> Lease:
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
+    async def __aexit__(self, *failure: object) -> None:
+        self.__exit__()
 
     # --- inside it ----------------------------------------------------------------------------------------------------
 

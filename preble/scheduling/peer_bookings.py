@@ -13,6 +13,7 @@ and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -41,13 +42,10 @@ def runs_of(events: Iterable[Any]) -> Iterable[tuple[bool, Iterable[Any]]]:
     """Cut events into those of an engine's blocks and those reported by a worker (True); the usual lot stays whole."""
     if type(events) in (list, tuple) and _TYPES.isdisjoint(map(type, events)):
         return ((False, events),)
-    return groupby(events, _is_peer_event)
+    return groupby(events, lambda event: isinstance(event, PEER_EVENTS))
 
 
-def _is_peer_event(event: Any) -> bool:
-    return isinstance(event, PEER_EVENTS)
-
-
+@dataclass(slots=True, eq=False)
 class PeerBookings:
     """Books what workers report, always under the writers' lock.
 
@@ -55,57 +53,47 @@ class PeerBookings:
     output_tokens)` and `cancel` are a scheduler's, and `count(counter, times)` is its counter.
     """
 
-    def __init__(
-        self,
-        core: DecisionCore,
-        book_on: Callable[[int, Any, Hashable, Hashable, int | None, float], bool],
-        first_token: Callable[..., bool],
-        end: Callable[[Hashable, int], bool],
-        cancel: Cancel,
-        count: Callable[[str, int], None],
-    ) -> None:
-        self._core = core
-        self._book_on = book_on
-        self._first_token = first_token
-        self._end = end
-        self._cancel = cancel
-        self._count = count
+    core: DecisionCore
+    book_on: Callable[[int, Any, Hashable, Hashable, int | None, float], bool]
+    first_token: Callable[..., bool]
+    end: Callable[[Hashable, int], bool]
+    cancel: Cancel
+    count: Callable[[str, int], None]
 
     def take(self, worker_id: str, index: int, event: Any, now: float) -> bool:
         """Book an event; whether it was news. Raises InvalidInput; then nothing has changed."""
         if isinstance(event, PrefixStored):
             news = self._store(index, event, now)
-            self._count("events", 1)
+            self.count("events", 1)
             return news
         request_id = peer_id(worker_id, _name("router", event.router), _name("request_id", event.request_id))
         if isinstance(event, RequestPlaced):
             news = self._place(request_id, index, event, now)
         else:
-            news = request_id in self._core.leases and self._go_on(request_id, event, now)
-        self._count("events" if news else "peer_events_ignored", 1)
+            news = request_id in self.core.leases and self._go_on(request_id, event, now)
+        self.count("events" if news else "peer_events_ignored", 1)
         return news
 
     def _store(self, index: int, event: PrefixStored, now: float) -> bool:
         """Mark what a worker says it caches."""
-        tree, space = self._core.tree, event.namespace
+        tree, space = self.core.tree, event.namespace
         known = tree.matched(event.token_ids, index, namespace=space)
         tree.insert(event.token_ids, now, worker=index, namespace=space, is_hit=False)
         return known < len(event.token_ids)
 
     def _place(self, request_id: Hashable, index: int, event: RequestPlaced, now: float) -> bool:
         """Book a request where it is. One that is booked already, or finds no room, is not."""
-        asked = event.namespace, event.max_new_tokens
-        news = self._book_on(index, event.token_ids, request_id, *asked, now)
-        self._count("peer_requests", int(news))
+        news = self.book_on(index, event.token_ids, request_id, event.namespace, event.max_new_tokens, now)
+        self.count("peer_requests", int(news))
         return news
 
     def _go_on(self, request_id: Hashable, event: RequestPrefilled | RequestEnded, now: float) -> bool:
         """A live request has its first token or is over. Records, which are of own requests, are passed by."""
         if isinstance(event, RequestPrefilled):
-            return self._first_token(request_id, cached_tokens=event.cached_tokens)
+            return self.first_token(request_id, cached_tokens=event.cached_tokens)
         if event.output_tokens is None:
-            return self._cancel(request_id, now)
-        return self._end(request_id, event.output_tokens)
+            return self.cancel(request_id, now)
+        return self.end(request_id, event.output_tokens)
 
 
 def forget(cancel: Cancel, request_ids: Iterable[Hashable], now: float) -> list[Hashable]:

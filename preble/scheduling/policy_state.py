@@ -239,7 +239,8 @@ class WindowCostTracker(PolicyTracker):
             prompt.workers.discard(worker)
 
     def known(self, question: Question) -> WindowCosts:
-        self._forget(question.now - self.window_seconds)
+        while self._window and self._window[0][0] <= question.now - self.window_seconds:
+            self._drop_oldest()
         seconds = {name: nanoseconds * 1e-9 for name, nanoseconds in self._nanoseconds.items()}
         return WindowCosts(question.match()[0], seconds, dict(self._requests))
 
@@ -270,10 +271,6 @@ class WindowCostTracker(PolicyTracker):
         for worker in prompt.workers:
             self._nanoseconds[worker] += times * prompt.nanoseconds
             self._requests[worker] += times
-
-    def _forget(self, before: float) -> None:
-        while self._window and self._window[0][0] <= before:
-            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         _, key = self._window.popleft()

@@ -129,7 +129,8 @@ def propose_move(
             for group in found[:CANDIDATES]:
                 saved = waiting[heavy] - waiting[light] - RECOMPUTE_PAID * recompute(group, light)
                 if saved > MOVE_GAIN_SECONDS_MIN:
-                    return Proposal(REBALANCE, group, light, _heavier(expected[heavy], expected[light]), saved)
+                    why = f"{expected[heavy]:.1f} s of work in the window against {expected[light]:.1f} s"
+                    return Proposal(REBALANCE, group, light, why, saved)
     return None
 
 
@@ -148,10 +149,6 @@ def _nearest_half(groups: Iterable[Group], worker: int, gap: float, resting: Col
     own = [g for g in groups if g.worker == worker and g.node not in resting and g.requests >= REQUESTS_MIN]
     own = [g for g in own if 0.0 < g.window_seconds < gap]
     return sorted(own, key=lambda g: (abs(g.window_seconds - gap / 2), g.node))
-
-
-def _heavier(heavy: float, light: float) -> str:
-    return f"{heavy:.1f} s of work in the window against {light:.1f} s"
 
 
 def is_satisfied(source: float, target: float) -> bool:

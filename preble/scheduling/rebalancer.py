@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from .._placement.bookings import DecisionCore
 from .._placement.request_api import finite_time
+from ..config import SchedulerConfig
 from ..errors import InvalidInput
 from .rebalance_planner import (
     GROW_LOAD,
@@ -94,25 +95,25 @@ def smoothed(known: dict[int, float], loads: Sequence[Load], passed: float, seco
     return {load.worker: before[load.worker] + (load.waiting_seconds - before[load.worker]) * weight for load in loads}
 
 
+def counted_groups(core: DecisionCore, now: float, load_min: float) -> list[Group]:
+    """All prefix groups with at least that load. The lock is held for slices."""
+    groups: list[Group] = []
+    for start in range(0, SHARES, SLICE):
+        with core.tree:
+            groups += map(Group._make, core.groups.rows(start, SLICE, now, load_min))
+    return groups
+
+
 class Rebalancer:
     """Rebalancing and prefix copies of one scheduler. Every method but `tick` comes under the writers' lock."""
 
-    def __init__(
-        self,
-        core: DecisionCore,
-        *,
-        history_seconds: float,
-        rebalance_ratio: float,
-        rebalance_floor_seconds: float,
-        replicas_max: int,
-        warm_up_seconds: float,
-    ) -> None:
+    def __init__(self, core: DecisionCore, config: SchedulerConfig) -> None:
         self._core = core
-        self._history_seconds = history_seconds
-        self._ratio = rebalance_ratio
-        self._floor_seconds = rebalance_floor_seconds
-        self._copies_max = min(replicas_max, COPIES_MAX)
-        self._warm_up_seconds = warm_up_seconds
+        self._history_seconds = config.history_seconds
+        self._ratio = config.rebalance_ratio
+        self._floor_seconds = config.rebalance_floor_seconds
+        self._copies_max = min(config.replicas_max, COPIES_MAX)
+        self._warm_up_seconds = config.warm_up_seconds
         self._works: dict[int, Work] = {}  # plan id -> active plan
         self._copied: dict[int, ReplicatedPrefix] = {}  # node -> the workers that serve it
         self._resting: dict[int, tuple[float, float]] = {}  # node -> until when it may not grow, nor be moved or shrunk
@@ -140,10 +141,7 @@ class Rebalancer:
         try:
             with lock:
                 loads, lasting = self._loads(now)
-            groups: list[Group] = []
-            for start in range(0, SHARES, SLICE):
-                with lock:
-                    groups += map(Group._make, self._core.groups.rows(start, SLICE, now, LOAD_MIN))
+            groups = counted_groups(self._core, now, LOAD_MIN)
             with lock:
                 changed = self._end_finished(groups, loads, now)
             changed |= self._grow(groups, loads, now)
@@ -205,7 +203,8 @@ class Rebalancer:
         """Send prefixes of heavy workers to light ones."""
         begun = 0
         while self._ratio and begun < PLANS_A_TICK:
-            resting = {node for node in {g.node for g in groups} if self._rests(node, now)[1]} | self._busy()
+            resting = {node for node in {g.node for g in groups} if self._rests(node, now)[1]}
+            resting |= {work.group.node for work in self._works.values()} | self._copied.keys()
             proposal = propose_move(
                 groups, loads, self._moves(now), resting, self._recompute,
                 ratio=self._ratio, floor_seconds=self._floor_seconds,
@@ -214,9 +213,6 @@ class Rebalancer:
                 break
             begun += 1
         return begun > 0
-
-    def _busy(self) -> set[int]:
-        return {work.group.node for work in self._works.values()} | set(self._copied)
 
     def _moves(self, now: float) -> list[Move]:
         """What the redirects have not moved yet: all of it when they begin, nothing when a window has passed."""
@@ -467,8 +463,8 @@ class Rebalancer:
         for waits, pairs in zip((self._waits, self._lasting), found["waits"], strict=True):
             waits.update({int(worker): _time(seconds) for worker, seconds in pairs})
         self._ended.extend(map(_plan_of, found["ended"]))
-        self._made.update(_counts_of(found["made"]))
-        self._why_ended.update(_counts_of(found["why_ended"]))
+        self._made.update(counts_of(found["made"]))
+        self._why_ended.update(counts_of(found["why_ended"]))
         self._left_out, self._numbers = map(int, found["numbers"])
         self._ticked_at = found["ticked_at"] if found["ticked_at"] == -math.inf else _time(found["ticked_at"])
         _need(len(self._works) <= PLANS_MAX and len(found["ended"]) <= HISTORY_MAX, "more plans than there may be")
@@ -531,9 +527,11 @@ def _time(seconds: Any) -> float:
     return finite_time("a plan's number", seconds)
 
 
-def _counts_of(pairs: Any) -> dict[str, int]:
+def counts_of(pairs: Any) -> dict[str, int]:
+    """Counters by name. Raises InvalidInput, TypeError or ValueError."""
     counts = dict(pairs)
-    _need(all(type(name) is str and type(count) is int and count >= 0 for name, count in counts.items()), "a counter")
+    if not all(type(name) is str and type(count) is int and count >= 0 for name, count in counts.items()):
+        raise InvalidInput("a counter is no number")
     return counts
 
 

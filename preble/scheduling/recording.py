@@ -15,7 +15,7 @@ from .._placement.decision import Decision
 from .._placement.request_api import RequestObserver, explanation, output_limit
 from ..policies.base import Policy, RequestView
 from ..types import Explanation
-from .records import DecisionRecord, Recording, Records
+from .records import DecisionRecord, Recording, Records, record_of
 from .shadow import Shadow, ShadowAnswer
 
 
@@ -76,7 +76,11 @@ class Recorder(RequestObserver):
             self._shadow.compare(before.answer, decision)
         if self._records is not None and before.why is not None:
             choice = None if before.answer is None else before.answer.choice
-            self._records.add(decision, before.why, before.backlog, before.sequence, now, choice)
+            record = record_of(decision, before.why, before.backlog, before.sequence, now, choice)
+            if record is None:
+                self._records.failed()
+            else:
+                self._records.add(record)
 
     def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
         if self._records is not None:

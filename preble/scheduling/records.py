@@ -56,6 +56,9 @@ class WorkerTerms:
         return self.backlog_seconds + self.prefill_seconds
 
 
+_AS_EXPLAINED = tuple(field.name for field in fields(WorkerTerms) if field.name != "backlog_seconds")
+
+
 @dataclass(frozen=True, slots=True)
 class ShadowChoice:
     """What the shadow policy would have done, if it was not in error."""
@@ -211,21 +214,8 @@ class Records:
         self._this_second += 1
         return self._this_second <= self._recording.per_second
 
-    def add(
-        self,
-        decision: Decision,
-        why: Explanation,
-        backlog: Mapping[str, float],
-        sequence: int,
-        now: float,
-        shadow: ShadowChoice | None,
-    ) -> None:
-        """Keep the record of a decision; at the bound the oldest is pushed out. `why` and `backlog` (seconds by worker)
-        are of the moment before it was booked."""
-        if all(cost.worker != decision.worker for cost in why.workers):
-            self.failed()  # a policy has changed the fleet while it was asked
-            return
-        record = record_of(decision, why, backlog, sequence, now, shadow)
+    def add(self, record: DecisionRecord) -> None:
+        """Keep the record of a decision; at the bound the oldest is pushed out."""
         number = self._counts["made"]
         self._counts["made"] += 1
         self._ring[number] = record
@@ -304,24 +294,19 @@ def record_of(
     sequence: int,
     now: float,
     shadow: ShadowChoice | None,
-) -> DecisionRecord:
-    """A decision as a record. A policy that answers otherwise when asked twice is taken at its second word."""
+) -> DecisionRecord | None:
+    """A decision as a record; None if `why` does not know its worker: its policy has changed the fleet when asked. A
+    policy that answers otherwise when asked twice is taken at its second word. `why` and `backlog` (seconds by worker)
+    are of the moment before it was booked."""
     workers = tuple(
         WorkerTerms(
-            worker=cost.worker,
-            matched_tokens=cost.matched_tokens,
-            missed_tokens=cost.missed_tokens,
-            load_seconds=cost.load_seconds,
-            eviction_seconds=cost.eviction_seconds,
-            prefill_seconds=cost.prefill_seconds,
-            backlog_seconds=backlog.get(cost.worker, 0.0),
-            total_seconds=cost.total_seconds,
-            score=cost.score,
-            candidate=cost.candidate,
+            backlog_seconds=backlog.get(cost.worker, 0.0), **{name: getattr(cost, name) for name in _AS_EXPLAINED}
         )
         for cost in why.workers
     )
-    own = next(terms.score for terms in workers if terms.worker == decision.worker)
+    own = next((terms.score for terms in workers if terms.worker == decision.worker), None)
+    if own is None:
+        return None
     others = [(terms.score, terms.worker) for terms in workers if terms.candidate and terms.worker != decision.worker]
     score, runner_up = min(others, default=(own, None))
     return DecisionRecord(

@@ -31,7 +31,7 @@ from ..policies.base import POLICIES, Policy, resolve
 from ..types import WorkerSpec
 from .cache_mismatch import CacheMismatches
 from .leases import Drift
-from .rebalancer import Rebalancer
+from .rebalancer import Rebalancer, counts_of
 
 T = TypeVar("T")
 MAGIC = b"preble\x1a\n"
@@ -228,8 +228,8 @@ class Snapshot:
         self._reader.done()
         if parts.rebalancer is not None and state["shifts"] is not None:
             _read("its plans", partial(parts.rebalancer.restore, state["shifts"]))
-        self.counts = _read("its counts", lambda: _counts_of(state["counts"]))
-        self.reasons = _read("its counts", lambda: _counts_of(state["reasons"]))
+        self.counts = _read("its counts", lambda: counts_of(state["counts"]))
+        self.reasons = _read("its counts", lambda: counts_of(state["reasons"]))
 
     def clock_of(self, clock: Clock) -> tuple[Clock, float]:
         """A clock that goes on from the snapshot's time at the pace of `clock`, and how far it is ahead of that one."""
@@ -303,10 +303,3 @@ def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel,
         raise SnapshotRefused("the snapshot contradicts itself: a worker's cost model")
     spec = WorkerSpec(name, capacity, block_size, model, max_running, None if labels is None else dict(labels))
     return index, spec, draining, CostModel(**dict(cost)), Drift.restored(drift)
-
-
-def _counts_of(pairs: Any) -> dict[str, int]:
-    counts = dict(pairs)
-    if not all(type(name) is str and type(count) is int and count >= 0 for name, count in counts.items()):
-        raise SnapshotRefused("the snapshot contradicts itself: a counter is no number")
-    return counts

@@ -7,10 +7,10 @@ print(result.summary())
 """
 
 from .config import SimConfig as SimConfig
-from .faults import WorkerDeath as WorkerDeath
-from .faults import WorkerDrain as WorkerDrain
-from .faults import WorkerJoin as WorkerJoin
-from .faults import WorkerSlowdown as WorkerSlowdown
+from .config import WorkerDeath as WorkerDeath
+from .config import WorkerDrain as WorkerDrain
+from .config import WorkerJoin as WorkerJoin
+from .config import WorkerSlowdown as WorkerSlowdown
 from .results import Result as Result
 from .results import Summary as Summary
 from .simulation import Simulation as Simulation

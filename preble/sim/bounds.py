@@ -64,6 +64,7 @@ import numpy.typing as npt
 from .._cost import CostModel
 from .._radix import RadixTree
 from ..errors import DuplicateRequest, InvalidInput
+from ..scheduling.calibration import CostTerms
 from ..types import check_int
 from ..workloads.types import PromptRequest
 
@@ -294,46 +295,28 @@ class Prices:
     iteration with that `one_token` alone."""
 
     def __init__(self, cost_model: CostModel, token_budget: int, tokens_max: int) -> None:
-        coefficients = cost_model.coefficients()
-        self._knots = np.array(coefficients["knots"], float)
-        self._context: tuple[float, float, float, float] = coefficients["context"]  # type: ignore[assignment]
-        self._pair: tuple[float, float, float, float, float] = coefficients["pair"]  # type: ignore[assignment]
+        self._terms = CostTerms(cost_model)
         context = np.arange(1, tokens_max + 1).astype(np.float64)
         token_rate = self._token_rate(token_budget)
-        single = self._pair_seconds(1.0, context)
+        single = self._terms.pair_seconds(1.0, context)
         prefill = token_rate + self._attention_price(context, token_budget)
         decode = token_rate + self._context_rate() * context + single
         if min(prefill.min(), decode.min()) < 0.0:
             prefill, decode = np.zeros(tokens_max), np.zeros(tokens_max)
         self.prefill = _running_sums(prefill)
         self.decode = _running_sums(decode)
-        self.one_token = _running_sums(self._linear_seconds(1.0) + self._context_seconds(context) + single)
-
-    def _linear_seconds(self, tokens: float) -> float:
-        at, seconds = self._knots[:, 0], self._knots[:, 1]
-        if tokens <= at[-1] or len(at) == 1:
-            return float(np.interp(tokens, at, seconds))
-        slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2])
-        return float(seconds[-1] + (tokens - at[-1]) * slope)
+        self.one_token = _running_sums(self._terms.linear(1.0) + self._terms.context_seconds(context) + single)
 
     def _token_rate(self, token_budget: int) -> float:
         """Least L(n) / n. Between knots that is a / n + b, so its least value is at a knot or an end."""
-        inner = [at for at in self._knots[:, 0].tolist() if 1.0 < at < token_budget]
-        sizes: list[float] = [1.0, *inner, float(token_budget)]
-        return min(self._linear_seconds(tokens) / tokens for tokens in sizes)
-
-    def _context_seconds(self, context: Floats) -> Floats:
-        start, flat, base, slope = self._context
-        return np.where(context <= start, flat, base + slope * context)
+        inner = [at for at in self._terms.at.tolist() if 1.0 < at < token_budget]
+        sizes = np.array([1.0, *inner, float(token_budget)])
+        return float((self._terms.linear(sizes) / sizes).min())
 
     def _context_rate(self) -> float:
         """Least context(C) / C: at the end of the flat part, or at infinity, for beyond it the model does not fall."""
-        start, flat, _, slope = self._context
+        start, flat, _, slope = self._terms.context
         return slope if start <= 0.0 else min(flat / start, slope)
-
-    def _pair_seconds(self, chunk: float, context: Floats) -> Floats:
-        start, base, q, s, qs = self._pair
-        return np.where(chunk * context > start, base + q * chunk + s * context + qs * chunk * context, 0.0)
 
     def _attention_price(self, position: Floats, token_budget: int) -> Floats:
         """Least of (context + pair) / q over chunks of q tokens that end at s >= max(position, q).
@@ -343,7 +326,7 @@ class Prices:
         with it, as it is not negative where it begins. Beyond, what is left is a / q + b on either side of
         q = position, so its least value is at an end of either.
         """
-        start, base, q, s, qs = self._pair
+        start, base, q, s, qs = self._terms.pair
         rate = self._context_rate()
         free, root = start / position, max(0.0, start) ** 0.5  # `free`: the largest chunk without the pair term
         best = np.where(free >= 1.0, rate * np.maximum(position / np.clip(free, 1.0, token_budget), 1.0), np.inf)

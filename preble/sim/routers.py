@@ -7,7 +7,7 @@ and what each is informed: of its own requests as by the workers' answers, of th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -16,14 +16,14 @@ import numpy as np
 from ..clock import ManualClock
 from ..errors import UnknownWorker
 from ..scheduler import GlobalScheduler
-from ..types import CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled, WorkerSpec
+from ..types import CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled
 from .config import SimConfig
 
 News = tuple[int, str, "int | None", "int | None"]  # router, request; cached tokens, or at its end its output tokens
 
 
 class SimRouters:
-    """`config.routers` schedulers on one clock. `schedulers[0]` is the only one where there is one."""
+    """`config.routers` schedulers on one clock, all of which learn of workers and evictions."""
 
     def __init__(self, config: SimConfig, clock: ManualClock) -> None:
         self.schedulers = [
@@ -63,32 +63,3 @@ class SimRouters:
             if number != router:
                 with suppress(UnknownWorker):
                     scheduler.apply(worker, (event,))
-
-    def apply(self, worker: str, events: Sequence[CacheEvent]) -> None:
-        """All learn of evictions."""
-        for scheduler in self.schedulers:
-            scheduler.apply(worker, events)
-
-    def add_worker(self, spec: WorkerSpec) -> None:
-        """All find a worker."""
-        for scheduler in self.schedulers:
-            scheduler.add_worker(spec)
-
-    def drain_worker(self, worker: str, handover_seconds: float) -> None:
-        """All know that a worker leaves."""
-        for scheduler in self.schedulers:
-            scheduler.drain_worker(worker, handover_seconds=handover_seconds)
-
-    def remove_worker(self, worker: str) -> None:
-        """All forget a worker."""
-        for scheduler in self.schedulers:
-            scheduler.remove_worker(worker)
-
-    def cancel(self, router: int, request_id: Hashable) -> None:
-        """A router's request was not taken, or is lost."""
-        self.schedulers[router].cancel(request_id)
-
-    def tick(self) -> None:
-        """A second has passed."""
-        for scheduler in self.schedulers:
-            scheduler.tick()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,18 +28,14 @@ from ..local import StepOutput
 from ..scheduler import GlobalScheduler
 from ..types import CacheEvent, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
-from .config import SimConfig
-from .faults import Fault, WorkerDrain, WorkerJoin, WorkerSlowdown
+from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .routers import News, SimRouters
 from .timeline import Timeline
 from .worker import SimWorker
 
 TICK_SECONDS = 1.0
-COUNTERS = (
-    *("resumed", "truncated", "faults"),
-    *("event_batches", "lost_event_batches", "late_event_batches"),
-)
+COUNTERS = ("resumed", "truncated", "faults", "event_batches", "lost_event_batches", "late_event_batches")
 Progress = Callable[[int, int, float], None]
 
 
@@ -54,18 +50,16 @@ def simulate(workload: Workload, config: SimConfig | None = None, *, progress: P
     return Simulation(workload, config or SimConfig(), progress).run()
 
 
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A request on its way: its row, what it asked for, and how much of its answer has come."""
 
-    __slots__ = ("emitted", "planned_ids", "request", "router", "row", "worker")
-
-    def __init__(self, request: PromptRequest, row: int, planned_ids: Int32Array, router: int) -> None:
-        self.request = request
-        self.row = row
-        self.planned_ids = planned_ids
-        self.router = router
-        self.emitted = 0
-        self.worker: SimWorker | None = None
+    request: PromptRequest
+    row: int
+    planned_ids: Int32Array
+    router: int
+    emitted: int = 0
+    worker: SimWorker | None = None
 
 
 class Simulation:
@@ -142,25 +136,18 @@ class Simulation:
         if self._placed[row] < 0:
             self._placed[row] = decision.matched_tokens
         self._worker[row] = flight.worker.number
-        if self._config.network_seconds:
-            self._timeline.at(
-                self._timeline.now + self._config.network_seconds,
-                self._submit,
-                (flight, flight.worker, token_ids, left),
-            )
-        else:
-            self._submit((flight, flight.worker, token_ids, left))
+        self._later(self._config.network_seconds, self._submit, (flight, flight.worker, token_ids, left))
 
     def _submit(self, sent: tuple[_Flight, SimWorker, Int32Array, Int32Array]) -> None:
         flight, worker, token_ids, left = sent
         if flight.worker is not worker:
             return
         if not worker.submit(flight.request.request_id, token_ids, left):
-            self.routers.cancel(flight.router, flight.request.request_id)
+            self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
-            self._later(self.routers.report_placed, placed)
+            self._later(self._config.event_delay_seconds, self.routers.report_placed, placed)
 
     def _refuse(self, flight: _Flight) -> None:
         """A request ends without an answer, or with half of one, and with it all that wait for it, unsent."""
@@ -202,12 +189,12 @@ class Simulation:
                 self._counts["lost_event_batches"] += 1
                 events = ()
         if news or events:
-            self._later(self._report, (worker, news, events))
+            self._later(self._config.event_delay_seconds, self._report, (worker, news, events))
 
-    def _later(self, action: Callable[[Any], None], subject: object) -> None:
-        """Once the routers have received it."""
-        if self._config.event_delay_seconds:
-            self._timeline.at(self._timeline.now + self._config.event_delay_seconds, action, subject)
+    def _later(self, seconds: float, action: Callable[[Any], None], subject: object) -> None:
+        """Once it has been received; at once where that takes no time."""
+        if seconds:
+            self._timeline.at(self._timeline.now + seconds, action, subject)
         else:
             action(subject)
 
@@ -225,7 +212,8 @@ class Simulation:
         worker, news, events = reported
         self.routers.report(worker.name, [item for item in news if self._is_true(item, worker)])
         if events and self._workers.get(worker.name) is worker:
-            self.routers.apply(worker.name, events)
+            for scheduler in self.routers.schedulers:
+                scheduler.apply(worker.name, events)
         elif events:
             self._counts["late_event_batches"] += 1
 
@@ -237,21 +225,9 @@ class Simulation:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _add_worker(self, spec: WorkerSpec) -> None:
-        config = self._config
-        running = config.local.max_running if spec.max_running is None else spec.max_running
-        local = replace(config.local, kv_capacity_tokens=spec.kv_capacity_tokens, max_running=running)
-        model = config.engine_model_of(spec)
-        worker = SimWorker(
-            spec.id,
-            len(self.workers),
-            model,
-            local,
-            self._timeline,
-            self._deliver,
-            config.step_seconds,
-            config.step_seconds_per_request,
-        )
-        self.routers.add_worker(spec)
+        worker = SimWorker(spec, len(self.workers), self._config, self._timeline, self._deliver)
+        for scheduler in self.routers.schedulers:
+            scheduler.add_worker(spec)
         self._workers[spec.id] = worker
         self.workers.append(worker)
 
@@ -264,7 +240,8 @@ class Simulation:
         if isinstance(fault, WorkerJoin):
             self._add_worker(fault.spec)
         elif isinstance(fault, WorkerDrain):
-            self.routers.drain_worker(fault.worker, fault.handover_seconds)
+            for scheduler in self.routers.schedulers:
+                scheduler.drain_worker(fault.worker, handover_seconds=fault.handover_seconds)
         elif isinstance(fault, WorkerSlowdown):
             self._workers[fault.worker].slowness = fault.factor
         else:
@@ -275,16 +252,18 @@ class Simulation:
     def _notice_death(self, worker: SimWorker) -> None:
         """Forget a dead worker; its requests go elsewhere, in the order in which they arrived."""
         del self._workers[worker.name]
-        self.routers.remove_worker(worker.name)
+        for scheduler in self.routers.schedulers:
+            scheduler.remove_worker(worker.name)
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
-            self.routers.cancel(flight.router, flight.request.request_id)
+            self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             self._counts["resumed"] += 1
             self._place(flight)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, _: object) -> None:
-        self.routers.tick()
+        for scheduler in self.routers.schedulers:
+            scheduler.tick()
         if self._progress is not None:
             self._progress(self._ended, len(self._requests), self._timeline.now)
         if self._ended < len(self._requests):

@@ -4,13 +4,14 @@ end; the batches are the real local scheduler's, and what follows from their tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from .._cost import CostModel
 from ..engines.simulated import GenerationRequest, SimulatedEngine
 from ..errors import InvalidInput, QueueFull
-from ..local import LocalConfig, StepOutput
-from ..types import CacheEvent, SamplingParams
+from ..local import StepOutput
+from ..types import CacheEvent, SamplingParams, WorkerSpec
 from ..workloads.types import Int32Array
+from .config import SimConfig
 from .timeline import Timeline
 
 Deliver = Callable[["SimWorker", Sequence[StepOutput], Sequence[CacheEvent]], None]
@@ -19,28 +20,19 @@ Deliver = Callable[["SimWorker", Sequence[StepOutput], Sequence[CacheEvent]], No
 class SimWorker:
     """An engine that runs whenever it has work. `deliver(worker, outputs, events)` is called as an iteration ends."""
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        cost_model: CostModel,
-        config: LocalConfig,
-        timeline: Timeline,
-        deliver: Deliver,
-        step_seconds: float,
-        step_seconds_per_request: float,
-    ) -> None:
-        self.name = name
+    def __init__(self, spec: WorkerSpec, number: int, config: SimConfig, timeline: Timeline, deliver: Deliver) -> None:
+        self.name = spec.id
         self.number = number
         self._busy_seconds = 0.0  # of the iterations that have ended
         self._begun = self._end_seconds = 0.0  # when the iteration that runs began, and when it will end
         self.iterations = 0
         self.slowness = 1.0  # what an iteration's time is multiplied by
-        self.engine = SimulatedEngine(cost_model, config, clock=timeline.clock, time_scale=0.0)
+        running = config.local.max_running if spec.max_running is None else spec.max_running
+        local = replace(config.local, kv_capacity_tokens=spec.kv_capacity_tokens, max_running=running)
+        self.engine = SimulatedEngine(config.engine_model_of(spec), local, clock=timeline.clock, time_scale=0.0)
         self._timeline = timeline
         self._deliver = deliver
-        self._step_seconds = step_seconds
-        self._step_seconds_per_request = step_seconds_per_request
+        self._config = config
         self._running = False
         self._dead = False
 
@@ -74,7 +66,8 @@ class SimWorker:
         self._running = seconds > 0.0 or self.engine.has_work()  # a cost model may say that work takes no time
         if self._running:
             self._begun = self._timeline.now
-            host_seconds = self._step_seconds + self._step_seconds_per_request * self.engine.batch_requests
+            host_seconds = self._config.step_seconds
+            host_seconds += self._config.step_seconds_per_request * self.engine.batch_requests
             self._end_seconds = self._begun + (seconds + host_seconds) * self.slowness
             self.iterations += 1
             self._timeline.at(self._end_seconds, self._end)

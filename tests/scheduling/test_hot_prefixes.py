@@ -95,7 +95,7 @@ def test_holders_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_prefix_that_is_forgotten_meanwhile_is_left_out(scheduler: GlobalScheduler) -> None:
     ask(scheduler, LONG, 3)
-    groups = module._groups(scheduler)
+    groups = module.counted_groups(scheduler.core, scheduler.now(), 0.0)
     scheduler.remove_worker("a")
     scheduler.remove_worker("b")
     scheduler.tick(1e6)
