@@ -38,10 +38,10 @@ class HereActor:
     def _crash(self) -> None:
         self.crashed = True
 
-    async def facts(self) -> Mapping[str, Any]:
+    async def status(self) -> Mapping[str, Any]:
         if self.crashed:
             raise ActorLost("it crashed", dead=True)
-        return self.actor.facts()
+        return self.actor.status()
 
     async def stop(self) -> None:
         self.actor.stop()
@@ -183,7 +183,7 @@ def test_addresses_are_reported_and_a_drain_ends_all() -> None:
     for line in written.splitlines():
         word, address, name = line.split()
         assert word == "READY" and address.startswith("tcp://127.0.0.1:") and name.startswith("name=worker-")
-    assert all(actor.actor.facts()["ended"] for actor in cluster.actors)
+    assert all(actor.actor.status()["ended"] for actor in cluster.actors)
 
 
 def test_the_second_signal_waits_for_nobody() -> None:

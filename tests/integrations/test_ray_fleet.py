@@ -108,7 +108,7 @@ def ask(router: Router, count: int, start: int = 0) -> list[asyncio.Future[bool]
 
 async def pid_of(fleet: RayFleet, name: str) -> int:
     """The process of an actor."""
-    return int((await fleet.workers[name].actor.facts())["pid"])
+    return int((await fleet.workers[name].actor.status())["pid"])
 
 
 def children(pid: int) -> list[int]:

@@ -480,8 +480,8 @@ def test_when_the_actor_dies_its_worker_does_within_the_grace(tmp_path: Path) ->
         "import sys, time; from preble.integrations import ray_actor as ra; ra._node_address = lambda: '127.0.0.1'; "
         "plan = ra.ActorPlan('w', '127.0.0.1', ('--engine', 'simulated', '--time-scale', '50')); "
         "actor = ra.WorkerActor(plan)\n"
-        "while not actor.facts()['address']: time.sleep(0.01)\n"
-        "print(actor.facts()['address'], flush=True); time.sleep(600)"
+        "while not actor.status()['address']: time.sleep(0.01)\n"
+        "print(actor.status()['address'], flush=True); time.sleep(600)"
     )
     import subprocess
 
