@@ -30,7 +30,6 @@ HEADER = ("server", "engine", "model", "block", "capacity", "rank", "events", "r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble attach`."""
     parser.add_argument("urls", nargs="+", metavar="URL", help="http://host:port of a running server")
     parser.add_argument("--watch", action="store_true", help="follow their events and load until interrupted")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first line is their API key")

@@ -283,7 +283,6 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n")
     except OSError:

@@ -26,7 +26,6 @@ LEGEND = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble explain`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="decision records, one JSON object a line")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--id", metavar="ID", help="the records of this request id")
@@ -52,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose(records: Iterable[DecisionRecord], args: argparse.Namespace) -> Sequence[DecisionRecord]:
-    """The records that the options name."""
     if args.id is not None:
         return deque((record for record in records if str(record.request_id) == args.id), maxlen=RECORDS_MAX)
     if args.worst_regret is not None:
@@ -98,7 +96,6 @@ def ordered(record: DecisionRecord) -> list[WorkerTerms]:
 
 
 def row_of(record: DecisionRecord, terms: WorkerTerms) -> tuple[str, ...]:
-    """One worker's row."""
     mark = "*" if terms.worker == record.worker else "" if terms.candidate else "-"
     seconds = (terms.load_seconds, terms.eviction_seconds, terms.prefill_seconds)
     sums = (terms.total_seconds, terms.backlog_seconds, terms.score)
@@ -112,7 +109,6 @@ def row_of(record: DecisionRecord, terms: WorkerTerms) -> tuple[str, ...]:
 
 
 def ending(record: DecisionRecord) -> list[str]:
-    """What came of it."""
     if record.outcome is None:
         return ["no outcome: the request had not ended when this was written"]
     outcome, chosen = record.outcome, record.chosen

@@ -21,7 +21,6 @@ from ..transport.security import add_clients, create_keys, remove_clients
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble keygen`."""
     parser.add_argument("--into", required=True, metavar="DIR", help="key directory, made where missing")
     change = parser.add_mutually_exclusive_group()
     change.add_argument("--clients", nargs="+", metavar="NAME", help="routers to let in, each with a pair of its own")

@@ -16,7 +16,6 @@ from ..engines.torch.tiny_models import SPECS, make_tiny_model_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble tiny-model`."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="the model's directory, which must not exist yet")
     parser.add_argument("--spec", choices=sorted(SPECS), default="llama-1m", help="its shape (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default: %(default)s)")

@@ -30,7 +30,6 @@ State = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble top`."""
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the gateway (%(default)s)")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument(

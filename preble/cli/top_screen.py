@@ -5,7 +5,7 @@ Names come from workers and clients; what a terminal would obey in them is writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from ..errors import MissingExtra
@@ -128,7 +128,6 @@ def decision_table(decisions: Sequence[State]) -> Table:
 
 
 def prefix_table(prefixes: Sequence[State]) -> Table:
-    """The hot prefixes, and where they are."""
     table = _table("prefix", ">tokens", ">requests", ">load", "workers")
     for one in prefixes:
         holders = ", ".join(printable(holder["worker"]) for holder in one["holders"][:6])
@@ -139,7 +138,6 @@ def prefix_table(prefixes: Sequence[State]) -> Table:
 
 
 def event_table(events: Sequence[State]) -> Table:
-    """What happened."""
     table = _table("event", "", "")
     for one in events:
         _add(table, f"{duration(one['seconds_ago'])} ago", *map(printable, event_words(one)))
@@ -175,15 +173,11 @@ def _add(table: Table, *cells: str | Text) -> None:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def _known(write: Callable[[float], str]) -> Callable[[float | None], str]:
-    return lambda value: UNKNOWN if value is None else write(value)
-
-
-share = _known(lambda value: f"{value:.0%}")
+def share(value: float | None) -> str:
+    return number(value, ".0%")
 
 
 def number(value: float | None, form: str) -> str:
-    """A number, or a dash."""
     return UNKNOWN if value is None else format(value, form)
 
 

@@ -52,7 +52,6 @@ _OURS = ("id", "bind", "events_bind", "until_stdin_closes", "curve_keys", "insec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble up`."""
     parser.add_argument("--engine", required=True, metavar="NAME", help="the workers' engine: see preble worker --help")
     parser.add_argument("--model", metavar="DIR", help="the workers' model")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes (%(default)s)")
@@ -142,7 +141,6 @@ class UpPlan:
         return [*preble_command(), "worker", *self.worker_arguments(bind)]
 
     def worker_arguments(self, bind: tuple[str, str]) -> list[str]:
-        """What follows `preble worker`."""
         events = ["--events-bind", bind[1]] if bind[1] else []
         return ["--bind", bind[0], *events, "--until-stdin-closes", *self.arguments]
 
@@ -317,7 +315,6 @@ class UpRun:
     # --- status and prompts -------------------------------------------------------------------------------------------
 
     def _status(self) -> str:
-        """One line about everything."""
         stats = self._router.stats()
         workers = [
             f"{self._plan.names[slot.number]} {self._worker_status(slot, stats)}" for slot in self._supervisor.slots

@@ -32,7 +32,6 @@ _NOT_HERE = {"devices": None, "port": 0, "log_dir": None}  # options that say so
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that concern Ray."""
     group = parser.add_argument_group("with --on ray")
     group.add_argument("--ray-address", default="auto", metavar="ADDRESS", help="of the cluster; local: start one here")
     group.add_argument("--gpus-per-worker", type=float, default=0.0, metavar="N", help="all on one node (%(default)g)")

@@ -152,7 +152,6 @@ class LogBook:
             handler.handle(record)
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             file.close()
 
@@ -214,19 +213,15 @@ class ChildProcess:
         """SIGKILL to the child and to all it has started, also after its own end."""
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.poll() is not None:
-            self._close()
+        if self._process.poll() is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            for reader in self._readers:
+                reader.join(0.2)  # its last words; a pipe that somebody else still holds open is left to its thread
 
     def _take_output(self, line: str) -> None:
         self._on_output(line)
         if line.startswith(READY):
             self.ready_line = line
-
-    def _close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        for reader in self._readers:
-            reader.join(0.2)  # its last words; a pipe that somebody else still holds open is left to its thread
 
 
 def ready_endpoints(line: str) -> tuple[str, str]:

@@ -86,7 +86,6 @@ class Happening:
 
     @property
     def is_trouble(self) -> bool:
-        """Whether something went wrong."""
         return self.kind in ("exited", "killed", "gave_up")
 
     def log(self, logger: logging.Logger, name: str, **fields: Any) -> None:
@@ -114,7 +113,6 @@ class Slot:
 
     @property
     def restarts(self) -> int:
-        """Starts after the first."""
         return max(0, self.starts - 1)
 
 

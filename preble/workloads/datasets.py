@@ -1,4 +1,5 @@
-"""Reads the public data sets of the evaluation as their authors publish them. Owns how a record becomes a prompt.
+"""Reads the public data sets of the evaluation as their authors publish them, and prompts that are kept as segments.
+Owns how a record becomes a prompt.
 
 ToolBench queries, LooGLE documents, NExT-QA videos, ALFWorld action logs, APPS problems. What all requests of a group
 share is a part of its own and comes first; instructions are worded here, the data sets' own prompts are not copied.
@@ -15,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
-from .collecting import Collector
-from .files import Row, csv_rows, json_list, json_rows, numbered_lines
+from .files import Collector, Row, csv_rows, json_list, json_rows, numbered_lines
 from .types import Int32Array
 
 TOOL_SYSTEM = "Serve the user's request by calling the tools described below. Answer with one call as JSON.\n\nTools:\n"
@@ -40,9 +40,7 @@ def read_toolbench(into: Collector) -> None:
     They hold no answers, so output lengths are drawn from Table 1.
     """
     rows = json_list(into.path) if starts_with(into.path, "[") else json_rows(into.path)
-    for row in rows:
-        if into.full:
-            return
+    for row in into.until_full(rows):
         tools = [tool_text(row, api) for api in row.items("api_list")]
         request_id = row.text("query_id") if "query_id" in row.values else str(row.line)
         parts = [
@@ -123,9 +121,7 @@ def read_nextqa(into: Collector) -> None:
 
     The video is a run of one token id of its own: 256 tokens for each second at 30 frames a second.
     """
-    for row in csv_rows(into.path, NEXTQA_COLUMNS):
-        if into.full:
-            return
+    for row in into.until_full(csv_rows(into.path, NEXTQA_COLUMNS)):
         choice = row.integer("answer", 0)
         if choice > 4:
             raise row.wrong(f"'answer' must be 0 to 4, got {choice}")
@@ -149,9 +145,7 @@ def read_alfworld(into: Collector) -> None:
     finished; the action is its output. Group: the trajectory. Lines before the first room of a text are its preface
     and passed over; a log without any action is refused.
     """
-    for number, (row, log) in enumerate(logs(into.path)):
-        if into.full:
-            return
+    for number, (row, log) in enumerate(into.until_full(logs(into.path))):
         read_log(into, row, log, f"t{number:04d}")
 
 
@@ -176,15 +170,12 @@ def logs(path: Path) -> Iterator[tuple[Row, str]]:
 
 
 def read_log(into: Collector, row: Row, log: str, group: str) -> None:
-    """The requests of one trajectory."""
     task, steps = split_log(log)
     if not steps:
         raise row.wrong("the log has no action (a line that starts with '>' or 'Act 1:')")
     parts: list[Int32Array] = [into.bos, into.encode(f"{HOUSE_SYSTEM}{task}\n>")]
     after = None
-    for turn, (action, observation) in enumerate(steps):
-        if into.full:
-            return
+    for turn, (action, observation) in enumerate(into.until_full(steps)):
         request_id = f"{group}.{turn:03d}"
         into.add(row, request_id, parts, into.output("embodied", request_id, f" {action}"), group=group, after=after)
         seen = f"{observation}\n" if observation else ""
@@ -210,9 +201,7 @@ def read_apps(into: Collector) -> None:
 
     Group: the problem. The output is the first solution; without one its length is drawn from Table 1.
     """
-    for row in apps_folders(into.path) if into.path.is_dir() else json_rows(into.path):
-        if into.full:
-            return
+    for row in into.until_full(apps_folders(into.path) if into.path.is_dir() else json_rows(into.path)):
         found = row.values.get("solutions") or []
         solutions = literal(row, "solutions", found) if isinstance(found, str) else found
         if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
@@ -237,3 +226,51 @@ def starts_with(path: Path, sign: str) -> bool:
     """True if the first line that is not empty starts with `sign`."""
     first = next((line for _, line in numbered_lines(path) if line.strip()), "")
     return first.lstrip().startswith(sign)
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+def read_segmented(into: Collector) -> None:
+    """Read `NAME.jsonl.gz` of requests beside `NAME_segments.jsonl.gz` of what they share.
+
+    A request line has `id`, `group`, `parts` (`{"seg": id}` or `{"text": s}` in prompt order), `output_tokens`,
+    `output_tokens_t1`, `output_kind`, `output_text`, `after`; a segment line `id` and `text` or `pseudo`. One BOS leads
+    each prompt; each part is tokenised on its own.
+    """
+    segments = {row.text("id"): row for row in json_rows(segments_path(into.path))}
+    for row in into.until_full(json_rows(into.path)):
+        parts = [into.bos, *(part_ids(into, row, part, segments) for part in row.items("parts"))]
+        after = None if row.values.get("after") is None else row.text("after")
+        into.add(row, row.text("id"), parts, output_of(into, row), group=row.text("group"), after=after)
+
+
+def segments_path(path: Path) -> Path:
+    """The sibling that holds the segments, zipped or not. Raises `InvalidInput` where there is none."""
+    name = path.name.split(".jsonl")[0] + "_segments.jsonl"
+    for candidate in (path.with_name(f"{name}.gz"), path.with_name(name)):
+        if candidate.exists():
+            return candidate
+    raise InvalidInput(f"path: {path} needs {name}.gz or {name} beside it")
+
+
+def part_ids(into: Collector, row: Row, part: Any, segments: dict[str, Row]) -> Int32Array:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return into.encode(part["text"])
+    if not isinstance(part, dict) or not isinstance(part.get("seg"), str):
+        raise row.wrong(f"a part must have 'seg' or 'text', got {part!r:.80}")
+    segment = segments.get(part["seg"])
+    if segment is None:
+        raise row.wrong(f"no segment {part['seg']!r} in {segments_path(into.path).name}")
+    if "pseudo" in segment.values:
+        return into.pseudo(segment, segment.text("id"), segment.integer("n_tokens", 1))
+    return into.encode(segment.text("text"))
+
+
+def output_of(into: Collector, row: Row) -> tuple[int, Int32Array | None]:
+    """(length, ids) of the answer: of the real text where it is one, as drawn in the file where not."""
+    if into.outputs == "table1":
+        return row.integer("output_tokens_t1", 1), None
+    if row.values.get("output_kind") == "real":
+        return into.output("", row.text("id"), row.text("output_text"))
+    return row.integer("output_tokens", 1), None

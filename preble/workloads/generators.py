@@ -1,7 +1,7 @@
 """`generate`: workloads with the published experiments' parameters, without any file. Owns those parameters.
 
 Prompts are random token ids with the lengths and the sharing of the real data sets; nothing in them can be read. How
-lengths are spread is in `lengths`, the published statistics are in `table1`, arrivals in `arrivals`.
+lengths are spread is in `lengths`, with the published statistics, arrivals in `arrivals`.
 
     BOS + system text | what the group shares: tools, document, video, problem | what one request has: uuid, question
 """
@@ -17,9 +17,8 @@ import numpy as np
 from ..errors import InvalidInput
 from ..types import check_int
 from .arrivals import check_positive, generator
-from .collecting import constant
-from .lengths import Counts, shared_out, spread, spread_below
-from .table1 import TABLE1
+from .files import constant
+from .lengths import TABLE1, Counts, shared_out, spread, spread_below
 from .tokenizers import BOS_ID, RESERVED_IDS, WORDS_VOCABULARY
 from .types import Int32Array, PromptRequest, Workload
 

@@ -1,5 +1,4 @@
-"""`read`: any known file to a `Workload`. Owns recognising the format; the formats are in `segmented`, `traces` and
-`datasets`."""
+"""`read`: any known file to a `Workload`. Owns recognising the format; the formats are in `traces` and `datasets`."""
 
 from __future__ import annotations
 
@@ -9,10 +8,8 @@ from pathlib import Path
 
 from ..errors import InvalidInput
 from ..types import check_int
-from .collecting import Collector
-from .datasets import ROOM, read_alfworld, read_apps, read_loogle, read_nextqa, read_toolbench
-from .files import Row, json_list, json_rows, numbered_lines
-from .segmented import read_segmented
+from .datasets import ROOM, read_alfworld, read_apps, read_loogle, read_nextqa, read_segmented, read_toolbench
+from .files import Collector, Row, json_list, json_rows, numbered_lines
 from .tokenizers import Tokenizer, words
 from .traces import read_azure, read_mooncake
 from .types import Workload

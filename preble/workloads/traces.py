@@ -12,8 +12,7 @@ from datetime import datetime, timedelta
 
 import numpy as np
 
-from .collecting import Collector
-from .files import Row, csv_rows, json_rows
+from .files import Collector, Row, csv_rows, json_rows
 from .types import Int32Array
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -57,9 +56,7 @@ def read_mooncake(into: Collector) -> None:
     """
     blocks = Blocks(into)
     last = 0
-    for row in json_rows(into.path):
-        if into.full:
-            return
+    for row in into.until_full(json_rows(into.path)):
         tokens, ids = row.integer("input_length", 1), row.items("hash_ids")
         if len(ids) != -(-tokens // MOONCAKE_BLOCK_TOKENS):
             raise row.wrong(f"{tokens} tokens need {-(-tokens // MOONCAKE_BLOCK_TOKENS)} hash_ids, got {len(ids)}")
@@ -87,9 +84,7 @@ def read_azure(into: Collector) -> None:
     """
     blocks = Blocks(into)
     first = last = None
-    for row in csv_rows(into.path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
-        if into.full:
-            return
+    for row in into.until_full(csv_rows(into.path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))):
         at = timestamp(row)
         first = first or at
         if last is not None and at < last:

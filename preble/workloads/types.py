@@ -52,7 +52,6 @@ class PromptRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
         return sum(len(part) for part in self.parts)
 
     @property

@@ -13,8 +13,7 @@ import pytest
 from preble.errors import InvalidInput
 from preble.workloads import Workload, generate
 from preble.workloads.generators import MAKERS
-from preble.workloads.lengths import shared_out, spread, spread_below
-from preble.workloads.table1 import TABLE1, drawn_output_tokens
+from preble.workloads.lengths import TABLE1, drawn_output_tokens, shared_out, spread, spread_below
 
 # Requests and groups near the data sets' own ratio (39 requests a tool, 10 a problem, 18 a document, 8.6 a video).
 SIZES = {

@@ -16,8 +16,7 @@ import pytest
 
 from preble.errors import InvalidConfig, InvalidInput
 from preble.workloads import Workload, mistral, read, words
-from preble.workloads.collecting import PSEUDO_IDS_PER_FILE, Collector
-from preble.workloads.files import Row
+from preble.workloads.files import PSEUDO_IDS_PER_FILE, Collector, Row
 from tests.support import paths
 
 DATA = paths.DATA / "workloads"

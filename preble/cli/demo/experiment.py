@@ -65,7 +65,10 @@ async def run_phase(
             await asyncio.sleep(max(0.0, start + prompt.arrival_seconds - loop.time()))
             tally.sent += 1
             await ask(router, prompt.token_ids, output_tokens, record, lambda: loop.time() - start)
-            count(tally, record)
+            if record.error is not None:
+                tally.failed += 1
+            else:
+                tally.add(record.ttft_seconds, record.prompt_tokens, record.cached_tokens)
             update()
 
         tasks = [asyncio.ensure_future(ask_at(p, r)) for p, r in zip(prompts, records, strict=True)]
@@ -89,14 +92,6 @@ async def ask(
         record.done_seconds = now()
     except PrebleError as error:
         record.error = f"{type(error).__name__}: {error}"
-
-
-def count(tally: Tally, record: Record) -> None:
-    """Add a request that ended to the running numbers."""
-    if record.error is not None:
-        tally.failed += 1
-    else:
-        tally.add(record.ttft_seconds, record.prompt_tokens, record.cached_tokens)
 
 
 async def watch(tasks: Iterable[asyncio.Future[None]], fleet: DemoFleet, limit_seconds: float) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from ...errors import PrebleError
 from ...launch.processes import ChildProcess, LogBook, preble_command, ready_endpoints
@@ -53,9 +52,7 @@ class DemoFleet:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.stop()
 
     def command(self, number: int) -> list[str]:
@@ -71,15 +68,10 @@ class DemoFleet:
             if news.kind == "ready":
                 self.endpoints[news.child], _ = ready_endpoints(news.text)
             elif news.is_trouble:
-                raise self.failure(news.child, news.text.partition(";")[0])
-
-    def failure(self, number: int, what: str) -> WorkerFailed:
-        """The error that says what happened to a worker, with the tail of its log."""
-        log = self._logs[number]
-        return WorkerFailed(f"{self.worker_ids[number]} {what}. The end of its log, {log}:\n{tail(log)}")
+                what, log = news.text.partition(";")[0], self._logs[news.child]
+                raise WorkerFailed(f"{self.worker_ids[news.child]} {what}. The end of its log, {log}:\n{tail(log)}")
 
     def log_tails(self) -> str:
-        """The ends of all logs."""
         return "\n".join(f"--- {log}\n{tail(log)}" for log in self._logs)
 
     def stop(self) -> None:

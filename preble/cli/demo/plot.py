@@ -82,7 +82,6 @@ def draw_work(axes: Any, phases: Sequence[Phase]) -> None:
 
 
 def draw_queue(axes: Any, phases: Sequence[Phase]) -> None:
-    """Requests in the system over time."""
     for phase, colour in zip(phases, COLOURS, strict=True):
         moments, counts = in_flight(phase.finished)
         axes.step(moments, counts, where="post", color=colour, linewidth=1.6, label=phase.policy)

@@ -39,7 +39,6 @@ ENDINGS = (signal.SIGINT, signal.SIGTERM)  # ways in which a process is asked to
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble demo`."""
     parser.add_argument("--engine", choices=("torch", "simulated"), default="torch", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="a shorter run: fewer documents and requests")
     parser.add_argument("--workers", type=positive_int, default=2, metavar="N", help="worker processes (default: 2)")
@@ -75,7 +74,6 @@ class Settings:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that the options ask for."""
     usual_seconds = 7.0 if args.engine == "simulated" else 75.0
     return Settings(
         engine=args.engine,

@@ -86,11 +86,9 @@ class Phase:
         return [record for record in self.records if record.error is None and record.done_seconds is not None]
 
     def ttft(self) -> Spread:
-        """Time to first token over finished requests."""
         return spread([record.ttft_seconds for record in self.finished])
 
     def latency(self) -> Spread:
-        """Time to last token over finished requests."""
         return spread([record.latency_seconds for record in self.finished])
 
     def shares(self) -> dict[str, WorkerShare]:

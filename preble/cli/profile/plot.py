@@ -42,7 +42,6 @@ def draw_decode(path: Path, profile: Profile, subtitle: str) -> None:
 
 
 def two_panels() -> tuple[Any, Any, Any]:
-    """A figure with two panels side by side."""
     figure = new_figure((12.8, 6.0), (0.01, 0.065, 0.98, 0.815), h_pad=0.08)
     return figure, *figure.subplots(1, 2)
 

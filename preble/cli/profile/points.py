@@ -46,7 +46,6 @@ class Limits:
 
     @property
     def decode_context_max(self) -> int:
-        """The longest context of a decode."""
         return self.tokens_max // 2
 
 
@@ -62,11 +61,6 @@ def doubling(first: int, last: int) -> list[int]:
 def cold_lengths(limits: Limits) -> list[int]:
     """Lengths of the prompts that are measured alone, ascending."""
     return doubling(SHORTEST_TOKENS, limits.tokens_max)
-
-
-def middles(lengths: list[int]) -> list[int]:
-    """The lengths half-way between neighbours, which show whether time is a straight line between these."""
-    return [(low + high) // 2 for low, high in zip(lengths, lengths[1:], strict=False) if high > low + 1]
 
 
 def plan(limits: Limits, rng: np.random.Generator) -> list[Point]:
@@ -99,7 +93,9 @@ def decode_batches(limits: Limits) -> list[int]:
 
 def refining(limits: Limits) -> list[Point]:
     """Lengths half-way between those of the grid, and more after cached tokens: where does what start?"""
-    points = [Point(PREFILL, length) for length in middles(cold_lengths(limits))]
+    lengths = cold_lengths(limits)
+    pairs = zip(lengths, lengths[1:], strict=False)
+    points = [Point(PREFILL, (low + high) // 2) for low, high in pairs if high > low + 1]
     befores = (limits.tokens_max // 8, limits.tokens_max // 2)
     return points + [Point(PREFILL, limits.tokens_max // part, b) for part in (32, 16, 4) for b in befores]
 

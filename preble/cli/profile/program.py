@@ -25,7 +25,6 @@ TINY_MODEL, TINIEST_MODEL = "llama-20m", "llama-1m"  # what "tiny" is, and what 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble profile`."""
     parser.add_argument("--engine", choices=("torch", "simulated"), default="torch", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts, seconds instead of minutes")
     parser.add_argument("--out", type=Path, metavar="DIR", help="model file and figures (default: a new directory)")
@@ -104,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_target(args: argparse.Namespace, effort: Effort, out: Path) -> Target:
-    """The engine that the options ask for."""
     config = local_config(effort.limits, DECODE_STEPS)
     if args.engine == "simulated":
         return SimulatedTarget(CostModel.preset(args.cost_model), config)

@@ -69,7 +69,6 @@ FIGURE_5 = (
 
 
 def milliseconds(seconds: Values | None) -> Values | None:
-    """Seconds as milliseconds."""
     return None if seconds is None else seconds * 1000
 
 

@@ -16,7 +16,6 @@ from .statistics import Study, measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble study`."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="prompt or trace files")
     parser.add_argument("--tokenizer", choices=("mistral", "words"), default="mistral", help="default: %(default)s")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N requests of each file")

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+import numpy as np
+
 from ... import __version__
 from ..console import commit, machine, processor, rich_console, versions
 from .statistics import Study, Values, summary
@@ -103,7 +105,6 @@ def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]
 
 
 def turned(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Columns as rows."""
     return list(zip(*rows, strict=True))
 
 
@@ -130,16 +131,8 @@ def document(studies: Sequence[Study], settings: dict[str, Any]) -> dict[str, An
 
 def as_json(study: Study) -> dict[str, Any]:
     """One workload as JSON; columns it does not have are null."""
-    columns = {
-        "prompt_tokens": study.prompt_tokens,
-        "output_tokens": study.output_tokens,
-        "prompt_to_output": study.prompt_to_output,
-        "shared_fraction": study.shared_fraction,
-        "key_fraction": study.key_fraction,
-        "requests_per_key": study.requests_per_key,
-        "requests_per_key_below": study.requests_per_key_below,
-        "gap_seconds": study.gap_seconds,
-    }
     named = ("name", "source", "arrivals", "requests", "groups", "nodes", "hit_fraction")
-    found = {name: getattr(study, name) for name in named}
-    return found | {name: None if values is None else summary(values) for name, values in columns.items()}
+    lengths = ("prompt_tokens", "output_tokens", "prompt_to_output")
+    rest = ("shared_fraction", "key_fraction", "requests_per_key", "requests_per_key_below", "gap_seconds")
+    found = {name: getattr(study, name) for name in (*named, *lengths, *rest)}
+    return {name: summary(value) if isinstance(value, np.ndarray) else value for name, value in found.items()}
