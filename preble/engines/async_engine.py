@@ -56,6 +56,7 @@ class Backend(Protocol):
 
     def make_loop(self) -> asyncio.AbstractEventLoop:
         """The loop to run on. Called once, before anything else."""
+        return asyncio.new_event_loop()
 
     async def start(self) -> BackendInfo:
         """Get ready."""

@@ -366,7 +366,7 @@ async def test_more_requests_than_the_bound_are_refused(kind: str) -> None:
 async def test_facts_are_what_the_server_reports(kind: str) -> None:
     server = await FakeServer(kind, ranks=2).start()
     async with EngineServer(server.url) as client:
-        facts = await client.facts()
+        facts = await client.info()
         loads = await client.load()
     first, second = server.publishers
     await server.kill()
@@ -389,9 +389,9 @@ async def test_what_keeps_a_server_from_being_attached_is_named_with_its_flag(ki
     ]
     for options, complaint in stories:
         with pytest.raises(HandshakeRefused, match=complaint):
-            await EngineServer(server.url, options).facts()
+            await EngineServer(server.url, options).info()
     async with EngineServer(server.url, ServerOptions(api_key="right")) as client:
-        facts = await client.facts()
+        facts = await client.info()
         assert facts.events == () and "--kv-events-config" in facts.advice[0]
     await server.kill()
 
@@ -401,10 +401,10 @@ async def test_what_vllm_does_not_reports_is_asked_of_the_operator() -> None:
     server = await FakeServer("vllm").start()
     server.answers = {"/metrics": (404, b""), "/kv_event_sources": (404, b"")}
     with pytest.raises(HandshakeRefused, match="ServerOptions.block_size"):
-        await EngineServer(server.url).facts()
+        await EngineServer(server.url).info()
     options = ServerOptions(block_size=32, kv_capacity_tokens=4096, events_endpoint="tcp://127.0.0.1:5557")
     async with EngineServer(server.url, options) as client:
-        facts = await client.facts()
+        facts = await client.info()
         assert (facts.block_size, facts.kv_capacity_tokens, facts.start) == (32, 4096, "")
         assert facts.events == (EventSource("tcp://127.0.0.1:5557"),)
     await server.kill()
