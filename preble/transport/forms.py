@@ -235,11 +235,6 @@ class _RequestEvent(_Event, frozen=True):
     router: Id
     request_id: Id
 
-    def names(self) -> tuple[str, str]:
-        if len(self.router) + len(self.request_id) > _SHORT:
-            _check_names(self)
-        return self.router, self.request_id
-
 
 class _Placed(_RequestEvent, frozen=True, tag="Q"):
     token_ids: _Words
@@ -247,24 +242,30 @@ class _Placed(_RequestEvent, frozen=True, tag="Q"):
     max_new_tokens: Positive | None
 
     def event(self, elements: Elements) -> RequestPlaced:
-        names = self.names()
+        if len(self.router) + len(self.request_id) > _SHORT:
+            _check_names(self)
         _count(self.token_ids, ".token_ids")
         token_ids: Any = _array_of(self.token_ids, _INT32)
-        return RequestPlaced(*names, token_ids, _read_namespace(self.namespace, elements), self.max_new_tokens)
+        namespace = _read_namespace(self.namespace, elements)
+        return RequestPlaced(self.router, self.request_id, token_ids, namespace, self.max_new_tokens)
 
 
 class _Prefilled(_RequestEvent, frozen=True, tag="F"):
     cached_tokens: Count | None
 
     def event(self, elements: Elements) -> RequestPrefilled:
-        return RequestPrefilled(*self.names(), self.cached_tokens)
+        if len(self.router) + len(self.request_id) > _SHORT:
+            _check_names(self)
+        return RequestPrefilled(self.router, self.request_id, self.cached_tokens)
 
 
 class _Ended(_RequestEvent, frozen=True, tag="X"):
     output_tokens: Count | None
 
     def event(self, elements: Elements) -> RequestEnded:
-        return RequestEnded(*self.names(), self.output_tokens)
+        if len(self.router) + len(self.request_id) > _SHORT:
+            _check_names(self)
+        return RequestEnded(self.router, self.request_id, self.output_tokens)
 
 
 _AnyEvent = _Evicted | _Stored | _Removed | _Cleared | _Placed | _Prefilled | _Ended
