@@ -116,6 +116,10 @@ def token_words(token_ids) -> bytes:
 
 cdef bytes words_of(object token_ids, bint allow_empty):
     cdef TokenView view
+    cdef int32_t token
+    if PyTuple_Check(token_ids) and PyTuple_GET_SIZE(token_ids) == 1:      # what comes for every token
+        if plain_tokens((<PyTupleObject*> token_ids).ob_item, 1, &token):
+            return PyBytes_FromStringAndSize(<const char*> &token, 4)
     view_tokens(token_ids, &view, allow_empty)
     try:
         check_tokens(&view, 0)

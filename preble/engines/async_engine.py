@@ -26,11 +26,11 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from ..clock import Clock, monotonic
-from ..errors import DuplicateRequest, EngineError, InvalidInput, InvalidTokens, PrebleError
-from ..types import AllBlocksCleared, CacheEvent, check_int
+from ..errors import DuplicateRequest, EngineError, PrebleError
+from ..types import AllBlocksCleared, CacheEvent
 from .admission import Admission, AdmissionConfig
 from .async_requests import EngineJob, Stream, StreamCounters, StreamPart
-from .base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk
+from .base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk, check_prompt
 from .event_buffer import EventRelay, EventSink
 
 logger = logging.getLogger("preble.engines")
@@ -56,6 +56,7 @@ class Backend(Protocol):
 
     def make_loop(self) -> asyncio.AbstractEventLoop:
         """The loop to run on. Called once, before anything else."""
+        return asyncio.new_event_loop()
 
     async def start(self) -> BackendInfo:
         """Get ready."""
@@ -139,7 +140,7 @@ class StreamingEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed."""
-        self._check_request(request)
+        check_prompt(request, self._vocab_size, self._info.max_model_tokens)
         with self._changed:
             self._check_open()
             if request.request_id in self._live:
@@ -237,20 +238,6 @@ class StreamingEngine:
             raise EngineError("the engine is closed")
         if self._failure:
             raise EngineError(self._failure)
-
-    def _check_request(self, request: GenerationRequest) -> None:
-        tokens, longest = request.token_ids, self._info.max_model_tokens
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size == 0:
-            raise InvalidTokens(f"request {request.request_id!r}: token_ids must be a non-empty 1-D integer array")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._vocab_size:
-            raise InvalidTokens(f"request {request.request_id!r}: token_ids must be in [0, {self._vocab_size - 1}]")
-        check_int("output_offset", request.output_offset, 0, len(tokens) - 1, InvalidInput)
-        if len(tokens) - request.output_offset >= longest:
-            raise InvalidInput(
-                f"request {request.request_id!r}: a prompt of {len(tokens)} tokens leaves no room for output, the "
-                f"context is {longest} tokens"
-            )
 
     def _admit(self) -> None:
         """Hand requests to the engine while it has room for them."""

@@ -18,7 +18,7 @@ from ..errors import TransportError
 from ..transport.engine_servers.http_client import EngineServer
 from ..transport.engine_servers.server_info import EventSource, ServerOptions
 from ..transport.namespaces import salt_of
-from .async_engine import BackendInfo
+from .async_engine import Backend, BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
@@ -27,8 +27,8 @@ from .kv_event_listener import listen
 logger = logging.getLogger("preble.engines")
 
 
-class AttachedBackend:
-    """Implements `streaming.Backend` with the server at `url`; a server that does not answer for `gone_seconds` has
+class AttachedBackend(Backend):
+    """Implements `Backend` with the server at `url`; a server that does not answer for `gone_seconds` has
     failed. `start` raises `TransportError` or `HandshakeRefused`."""
 
     def __init__(
@@ -47,10 +47,6 @@ class AttachedBackend:
         self._clock = clock
         self._received_at = clock()
         self._failure = ""
-
-    def make_loop(self) -> asyncio.AbstractEventLoop:
-        """A new one."""
-        return asyncio.new_event_loop()
 
     async def start(self) -> BackendInfo:
         """Ask the server what it is."""
@@ -75,7 +71,6 @@ class AttachedBackend:
             await listen(self._sources, sink)
 
     async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
-        """Generate."""
         task = asyncio.current_task()
         assert task is not None, "streams are read by tasks"
         self._tasks[job.id] = task

@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import EngineError, InvalidConfig, MissingExtra
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import salt_of
-from .async_engine import BackendInfo
+from .async_engine import Backend, BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
@@ -40,8 +40,8 @@ OURS = ("model_path", "kv_events_config", "skip_tokenizer_init", "custom_sigquit
 _child_died = threading.Event()
 
 
-class SglangBackend:
-    """Implements `streaming.Backend` with SGLang in child processes of this one.
+class SglangBackend(Backend):
+    """Implements `Backend` with SGLang in child processes of this one.
 
     `arguments` are fields of SGLang's `ServerArgs`. Raises `MissingExtra` without SGLang, `InvalidConfig` for arguments
     that it does not have or that are set here, `EngineError` if it does not start.
@@ -104,11 +104,9 @@ class SglangBackend:
         return BackendInfo(info, ranks, iteration, int(manager.model_config.vocab_size))
 
     async def feed(self, sink: EventSink) -> None:
-        """Cache events of all ranks."""
         await listen(self._sources, sink)
 
     async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
-        """Generate."""
         wanted = job.request.sampling
         sampling = {
             "max_new_tokens": job.max_tokens,
@@ -136,7 +134,6 @@ class SglangBackend:
             )
 
     async def abort(self, job_id: str) -> None:
-        """End a request."""
         self._engine.tokenizer_manager.abort_request(rid=job_id)
 
     async def used_tokens(self) -> int:

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..clock import Clock, monotonic
-from ..errors import DuplicateRequest, EngineError, InvalidConfig, InvalidInput
-from ..local import Batch, LocalConfig, LocalRequest, LocalScheduler, StepOutput
-from ..types import CacheEvent, check_int
-from .base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk
+from ..errors import InvalidConfig, InvalidInput
+from ..local import Batch, LocalConfig, StepOutput
+from ..types import check_int
+from .base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine
 
 NO_TOKENS: Mapping[str, int] = {}
 HASH_FACTOR = 0x9E3779B97F4A7C15
@@ -39,15 +39,14 @@ class IterationCost(Protocol):
 
 
 @dataclass(slots=True)
-class _SimulatedRequest:
-    """A live request: the hash of its tokens so far, its next output position, and whether it may end by itself."""
+class _SimulatedRequest(LiveOutput):
+    """A live request: the hash of its tokens so far, and whether it may end by itself."""
 
     state: int
-    next_index: int
     may_stop: bool
 
 
-class SimulatedEngine:
+class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
     """Implements `Engine`. Sampling settings other than lengths, stop tokens and `ignore_eos` have no influence.
 
     `time_scale` is seconds slept per simulated second: 1 is real time, 0.05 twenty times faster, 0 does not sleep
@@ -75,14 +74,7 @@ class SimulatedEngine:
             raise InvalidConfig(f"time_scale must be finite and at least 0, got {time_scale!r}")
         if not 0.0 <= eos_probability <= 1.0 or (eos_probability and eos_token_id is None):
             raise InvalidConfig(f"eos_probability must be in [0, 1] and needs an eos_token_id, got {eos_probability!r}")
-        self._cost_model = cost_model
-        self._scheduler = LocalScheduler(config, clock=clock)
-        self._sleep = sleep
-        self._time_scale = time_scale
-        self._vocab_size = vocab_size
-        self._eos_token_id = eos_token_id
-        self._eos_probability = eos_probability
-        self._info = EngineInfo(
+        info = EngineInfo(
             engine="simulated",
             model=model,
             kv_capacity_tokens=config.kv_capacity_tokens,
@@ -90,20 +82,14 @@ class SimulatedEngine:
             max_model_tokens=config.kv_capacity_tokens + 1,  # the last output token is never computed
             eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         )
-        self._live: dict[str, _SimulatedRequest] = {}
-        self._ended: list[OutputChunk] = []  # last chunks of requests that ended between steps
+        super().__init__(info, config, clock)
+        self._cost_model = cost_model
+        self._sleep = sleep
+        self._time_scale = time_scale
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._eos_probability = eos_probability
         self._batch = Batch()
-        self._closed = False
-
-    @property
-    def info(self) -> EngineInfo:
-        """What is constant about this engine."""
-        return self._info
-
-    @property
-    def scheduler(self) -> LocalScheduler:
-        """The local scheduler, for its counters and its `check`."""
-        return self._scheduler
 
     @property
     def batch_requests(self) -> int:
@@ -118,44 +104,19 @@ class SimulatedEngine:
         `planned_ids` is the answer, where it is known (a replay): as many tokens as the request may still have.
         Raises `DuplicateRequest`, `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed.
         """
-        if self._closed:
-            raise EngineError("the engine is closed")
-        if request.request_id in self._live:
-            raise DuplicateRequest(f"request {request.request_id!r} is live")
-        tokens, sampling = request.token_ids, request.sampling
+        self._check_new(request.request_id)
+        tokens = request.token_ids
         check_int("output_offset", request.output_offset, 0, max(0, len(tokens) - 1), InvalidInput)
-        room = self._info.max_model_tokens - len(tokens)
-        if room <= 0:
+        if len(tokens) >= self.info.max_model_tokens:
             raise InvalidInput(
                 f"request {request.request_id!r}: a prompt of {len(tokens)} tokens leaves no room for output, "
-                f"prompt and output together may have {self._info.max_model_tokens} tokens"
+                f"prompt and output together may have {self.info.max_model_tokens} tokens"
             )
-        left = sampling.max_new_tokens - request.output_offset
-        if left <= 0:  # resumed after its last token: only the news of its end was lost
-            chunk = OutputChunk(request.request_id, request.output_offset, (), cached_tokens=0, finish_reason="length")
-            self._ended.append(chunk)
-            return
-        stops = frozenset(sampling.stop_token_ids)
-        local = LocalRequest(
-            request_id=request.request_id,
-            token_ids=tokens,
-            max_new_tokens=min(left, room),
-            stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self._info.eos_token_ids),
-            namespace=request.namespace,
-            planned_ids=None if planned_ids is None else planned_ids[: min(left, room)],
-        )
-        self._scheduler.add(local)
-        state = prefix_hash(local.token_ids) if planned_ids is None else 0
-        self._live[request.request_id] = _SimulatedRequest(state, request.output_offset, not sampling.ignore_eos)
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; its last chunk (finish_reason "abort") comes from the next `step`. False if it is not live."""
-        live = self._live.pop(request_id, None)
-        if live is None:
-            return False
-        self._scheduler.cancel(request_id)
-        self._ended.append(OutputChunk(request_id, live.next_index, (), finish_reason="abort"))
-        return True
+        local = self._queue(request, planned_ids)
+        if local is not None:
+            state = prefix_hash(local.token_ids) if planned_ids is None else 0
+            may_stop = not request.sampling.ignore_eos
+            self._live[request.request_id] = _SimulatedRequest(request.output_offset, state, may_stop)
 
     # --- iterations ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +133,7 @@ class SimulatedEngine:
         Call `end_step` when they have passed. Until then requests may be submitted and aborted. Raises
         `InvalidInput` where the step before has not ended.
         """
-        self._batch = batch = self._scheduler.next_batch()
+        self._batch = batch = self.scheduler.next_batch()
         return self._cost_model.iteration_time(batch.chunks(), batch.decode_contexts()) if batch else 0.0
 
     def end_step(self) -> list[OutputChunk]:
@@ -180,7 +141,7 @@ class SimulatedEngine:
         batch, self._batch = self._batch, Batch()
         tokens = {request_id: self._next_token(self._live[request_id]) for request_id in batch.sampling()}
         chunks, self._ended = self._ended, []
-        chunks.extend(self._book(output) for output in self._scheduler.complete(batch, tokens))
+        chunks.extend(self._book(output) for output in self.scheduler.complete(batch, tokens))
         return chunks
 
     def end_batch(self) -> list[StepOutput]:
@@ -190,49 +151,19 @@ class SimulatedEngine:
         if unplanned:
             raise InvalidInput(f"end_batch is for requests with planned_ids; {unplanned[0]!r} has none")
         batch, self._batch = self._batch, Batch()
-        outputs = self._scheduler.complete(batch, NO_TOKENS)
+        outputs = self.scheduler.complete(batch, NO_TOKENS)
         for output in outputs:
             if output.finish_reason is not None:
                 del self._live[output.request_id]
         self._ended.clear()  # nobody asks for the chunks of aborted requests
         return outputs
 
-    def has_work(self) -> bool:
-        """True while a request is live or a chunk waits to be returned."""
-        return bool(self._live or self._ended)
-
-    def take_events(self) -> list[CacheEvent]:
-        """Evictions since the last call, oldest first."""
-        return list(self._scheduler.take_events())
-
-    def load(self) -> EngineLoad:
-        """Load at this moment."""
-        return EngineLoad(*self._scheduler.load())
-
-    def close(self) -> None:
-        """Drop all requests without further chunks. Idempotent."""
-        for request_id in list(self._live):
-            self.abort(request_id)
-        self._ended.clear()
-        self._closed = True
-
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def _book(self, output: StepOutput) -> OutputChunk:
-        """The chunk for one output token."""
         live = self._live[output.request_id]
-        chunk = OutputChunk(
-            output.request_id,
-            live.next_index,
-            (output.token,),
-            cached_tokens=output.cached_tokens if output.index == 0 else None,
-            finish_reason=output.finish_reason,
-        )
         live.state = extend_hash(live.state, output.token)
-        live.next_index += 1
-        if output.finish_reason is not None:
-            del self._live[output.request_id]
-        return chunk
+        return super()._book(output)
 
     def _next_token(self, live: _SimulatedRequest) -> int:
         """The token after the tokens hashed so far. The end-of-sequence token is drawn apart from all others."""

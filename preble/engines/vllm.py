@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import EngineError, InvalidConfig, MissingExtra
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import salt_of
-from .async_engine import BackendInfo
+from .async_engine import Backend, BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
@@ -33,8 +33,8 @@ TOPIC = "kv-events"
 OURS = ("model", "kv_events_config", "skip_tokenizer_init")
 
 
-class VllmBackend:
-    """Implements `streaming.Backend` with vLLM's engine core in child processes of this one.
+class VllmBackend(Backend):
+    """Implements `Backend` with vLLM's engine core in child processes of this one.
 
     `arguments` are fields of vLLM's `AsyncEngineArgs`. Raises `MissingExtra` without vLLM, `InvalidConfig` for
     arguments that it does not have or that are set here; `start` raises `EngineError` if vLLM does not.
@@ -65,10 +65,6 @@ class VllmBackend:
         except TypeError as error:
             self._remove_directory()
             raise InvalidConfig(f"vLLM does not take these arguments: {error}") from error
-
-    def make_loop(self) -> asyncio.AbstractEventLoop:
-        """A new one."""
-        return asyncio.new_event_loop()
 
     async def start(self) -> BackendInfo:
         """Load the model and ask the engine what it found: memory, places, lengths."""
@@ -123,13 +119,11 @@ class VllmBackend:
         return Listener
 
     async def feed(self, sink: EventSink) -> None:
-        """Cache events of all ranks."""
         sources = self._engine.get_kv_event_sources()
         ends = [EventSource(sources[r].endpoint, sources[r].replay_endpoint or "", TOPIC) for r in sorted(sources)]
         await listen(ends, sink)
 
     async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
-        """Generate."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -157,7 +151,6 @@ class VllmBackend:
             produced += len(token_ids)
 
     async def abort(self, job_id: str) -> None:
-        """End a request."""
         await self._engine.abort(job_id)
 
     async def used_tokens(self) -> int:

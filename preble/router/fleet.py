@@ -323,31 +323,22 @@ class Fleet:
 
     def _new_link(self, worker: FleetWorker) -> WorkerLink | ServerLink:
         self._sessions += 1
-        if is_server(worker.address):
-            return ServerLink(
-                worker.address,
-                self._expect,
-                worker,
-                self._config.link,
-                session=self._sessions,
-                context=self._context,
-                background=self._background,
-                options=worker.options,
-                feed_config=self._config.feed,
-                counters=worker.link_counters,
-                feed_counters=worker.feed_counters,
-                clock=self._clock,
-            )
-        return WorkerLink(
-            worker.address,
-            self._expect,
-            worker,
-            self._config.link,
-            session=self._sessions,
-            context=self._context,
-            keys=self._keys,
-            counters=worker.link_counters,
-            clock=self._clock,
+        ends = worker.address, self._expect, worker, self._config.link
+        shared: dict[str, Any] = {
+            "session": self._sessions,
+            "context": self._context,
+            "counters": worker.link_counters,
+            "clock": self._clock,
+        }
+        if not is_server(worker.address):
+            return WorkerLink(*ends, keys=self._keys, **shared)
+        return ServerLink(
+            *ends,
+            background=self._background,
+            options=worker.options,
+            feed_config=self._config.feed,
+            feed_counters=worker.feed_counters,
+            **shared,
         )
 
     async def _serve(self, worker: FleetWorker, link: WorkerLink | ServerLink) -> bool:

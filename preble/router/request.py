@@ -161,14 +161,15 @@ class RoutedRequest:
         while True:
             self._changed.clear()
             if self._read < len(self._output):
-                return self._read_chunk()
+                return self.read_chunk()
             if self.error is not None:
                 raise self.error
             if self.finish_reason is not None or self.setback is not None:
                 return None
             await self._changed.wait()
 
-    def _read_chunk(self) -> StreamChunk:
+    def read_chunk(self) -> StreamChunk:
+        """All that has not been read, which may be nothing but how it ended."""
         start, self._read = self._read, len(self._output)
         return StreamChunk(
             self.request_id,
@@ -178,18 +179,6 @@ class RoutedRequest:
             self._unreported_hit(),
             self.finish_reason,
             self.decision if start == 0 else None,
-        )
-
-    def last_chunk(self) -> StreamChunk:
-        """The chunk that says how it ended, for a consumer who has read all tokens without learning it."""
-        return StreamChunk(
-            self.request_id,
-            self._read,
-            (),
-            self._last_worker,
-            self._unreported_hit(),
-            self.finish_reason,
-            self.decision if self._read == 0 else None,
         )
 
     def _unreported_hit(self) -> int | None:

@@ -303,7 +303,7 @@ class Router:
                     finished = chunk.finish_reason is not None
                     yield chunk
             if not finished:
-                yield live.last_chunk()
+                yield live.read_chunk()
         except PrebleError as error:
             self.counters.failed += 1
             live.fail(error)

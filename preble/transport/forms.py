@@ -231,9 +231,12 @@ class _Cleared(_Event, frozen=True, tag="C"):
         return AllBlocksCleared()
 
 
-class _Placed(_Event, frozen=True, tag="Q"):
+class _RequestEvent(_Event, frozen=True):
     router: Id
     request_id: Id
+
+
+class _Placed(_RequestEvent, frozen=True, tag="Q"):
     token_ids: _Words
     namespace: Raw
     max_new_tokens: Positive | None
@@ -247,9 +250,7 @@ class _Placed(_Event, frozen=True, tag="Q"):
         return RequestPlaced(self.router, self.request_id, token_ids, namespace, self.max_new_tokens)
 
 
-class _Prefilled(_Event, frozen=True, tag="F"):
-    router: Id
-    request_id: Id
+class _Prefilled(_RequestEvent, frozen=True, tag="F"):
     cached_tokens: Count | None
 
     def event(self, elements: Elements) -> RequestPrefilled:
@@ -258,9 +259,7 @@ class _Prefilled(_Event, frozen=True, tag="F"):
         return RequestPrefilled(self.router, self.request_id, self.cached_tokens)
 
 
-class _Ended(_Event, frozen=True, tag="X"):
-    router: Id
-    request_id: Id
+class _Ended(_RequestEvent, frozen=True, tag="X"):
     output_tokens: Count | None
 
     def event(self, elements: Elements) -> RequestEnded:

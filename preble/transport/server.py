@@ -111,31 +111,19 @@ class SessionEnded:
 Request = wire.GenerationRequest | wire.Abort | wire.Ping | SessionEnded
 
 
+@dataclass(slots=True, eq=False)
 class Session:
     """One connection of one router. `serial` is unique in this worker process."""
 
-    __slots__ = (
-        "expected_seq",
-        "received_at",
-        "identity",
-        "number",
-        "open",
-        "outbox",
-        "router_id",
-        "send_seq",
-        "serial",
-    )
-
-    def __init__(self, serial: int, identity: bytes, number: int, router_id: str, outbox: Outbox) -> None:
-        self.serial = serial
-        self.identity = identity
-        self.number = number
-        self.router_id = router_id
-        self.outbox = outbox
-        self.expected_seq = 1  # Hello was 0
-        self.send_seq = 0
-        self.received_at = 0.0
-        self.open = True
+    serial: int
+    identity: bytes
+    number: int
+    router_id: str
+    outbox: Outbox
+    received_at: float
+    expected_seq: int = 1  # Hello was 0
+    send_seq: int = 0
+    open: bool = True
 
 
 class Waker:
@@ -366,25 +354,20 @@ class Server:
         old = self._sessions.get(identity)
         if old is not None:
             self._forget(old, "replaced")
-        self._number_reports()  # while the others are as many as they were: they may need not be reported
+        if self._reports:
+            self.publish(())  # while the others are as many as they were: they may need not be reported
         self._serial += 1
         outbox = Outbox(self.config.max_pending_messages, self.config.max_pending_tokens)
-        session = Session(self._serial, identity, envelope.session, hello.router_id, outbox)
-        session.received_at = self._alive_seconds
+        session = Session(self._serial, identity, envelope.session, hello.router_id, outbox, self._alive_seconds)
         self._sessions[identity] = session
         self.counters.sessions_opened += 1
         self.send(session, structs.replace(self.welcome, next_event_seq=self.replay.next_seq))
 
     def _refusal(self, identity: bytes, hello: wire.Hello) -> str:
         """Why this router cannot be served, naming both sides; "" if it can."""
-        difference = wire.disagreement(hello, self.welcome)
-        if difference:
-            return difference
-        if len(self._sessions) >= self.config.max_sessions and identity not in self._sessions:
-            return (
-                f"worker {self.welcome.worker_id} serves {len(self._sessions)} routers, no room for {hello.router_id}"
-            )
-        return ""
+        full = len(self._sessions) >= self.config.max_sessions and identity not in self._sessions
+        crowd = f"worker {self.welcome.worker_id} serves {len(self._sessions)} routers, no room for {hello.router_id}"
+        return wire.disagreement(hello, self.welcome) or (crowd if full else "")
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -476,15 +459,11 @@ class Server:
         self._report_bytes += size
         self._reports_due = self._reports_due or event.router != self._router_alone()
         if len(self._reports) >= _REPORTS_MAX or self._report_bytes >= _EVENT_FRAME_BYTES:
-            self._number_reports()
+            self.publish(())
 
     def publish_reports(self) -> None:
         """Publish what `report` was given, where somebody waits for it."""
         if self._reports_due:
-            self.publish(())
-
-    def _number_reports(self) -> None:
-        if self._reports:
             self.publish(())
 
     def _router_alone(self) -> str:
@@ -509,13 +488,11 @@ class Server:
     def _replay(self, session: Session, from_seq: int) -> None:
         self.counters.replays += 1
         replay = self.replay
-        if from_seq < replay.first_seq:
-            self.counters.replays_too_old += 1
+        self.counters.replays_too_old += from_seq < replay.first_seq
         page = replay.page(from_seq, _REPLAY_PAGE_BATCHES)
         for number, batch in page:
             self.send(session, wire.Events(number, tuple(batch)))
-        end = wire.ReplayEnd(from_seq, from_seq + len(page), replay.first_seq, replay.next_seq)
-        self.send(session, end)
+        self.send(session, wire.ReplayEnd(from_seq, from_seq + len(page), replay.first_seq, replay.next_seq))
 
 
 def _events_bind(endpoint: str) -> str:

@@ -91,11 +91,10 @@ def encode(
     message: Message, *, epoch: int = 0, session: int = 0, seq: int = 0, max_bytes: int = FRAME_BYTES_MAX
 ) -> bytes:
     """The frame of a message. Raises `InvalidInput` naming what does not fit the wire: that is this side's fault."""
-    layout = _LAYOUTS[type(message)]
     try:
-        frame = layout.write(message, epoch, session, seq)
+        frame = _WRITES[type(message)](message, epoch, session, seq)
     except Unfit as error:
-        raise InvalidInput(layout.misfit("pack", astuple(message))) from error
+        raise InvalidInput(_LAYOUTS[type(message)].misfit("pack", astuple(message))) from error
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
         raise InvalidInput(f"{type(message).__name__} cannot be encoded: {error}") from error
     if len(frame) > max_bytes:
@@ -171,8 +170,9 @@ class _Layout:
         for name in self.names:
             form, value = self.forms.get(name), of + name
             if form is not None:
-                call = f"{way}_{name}({value})"
-                value = call if form.plain is None else f"{value} if {form.plain.format(value)} else {call}"
+                call = f"{way}_{name}"
+                plain = None if form.plain is None else form.plain.format(f"(_value := {value})")
+                value = f"{call}({value})" if plain is None else f"_value if {plain} else {call}(_value)"
             values.append(value)
         return ", ".join(values)
 
@@ -220,6 +220,7 @@ _RAWS = Decoder(list[Raw])
 _LETTER = Decoder(str)
 _PLACES = re.compile(r" - at `\$((?:\[\d+\])+)`$")
 _LAYOUTS: Mapping[type, _Layout] = {cls: _Layout(cls, code) for cls, code in _CODES.items()}
+_WRITES = {cls: layout.write for cls, layout in _LAYOUTS.items()}
 _BY_CODE = {layout.code: layout for layout in _LAYOUTS.values()}
 # By the bytes that `encode` begins with; a message of 16 elements or more begins otherwise.
 _BY_START = {

@@ -31,6 +31,7 @@ logger = logging.getLogger("preble.worker")
 
 _LOAD_SECONDS = 0.05  # the load is read no more often: routers ask once per heartbeat
 _STOP_POLL_SECONDS = 0.05
+_REFUSAL_CODES = {QueueFull: "queue_full", InvalidInput: "invalid", EngineError: "engine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +109,7 @@ class EngineThread:
 
     def take(self) -> list[Output]:
         """All outputs so far, oldest first; [] when there are none."""
-        taken: list[Output] = []
-        while True:
-            try:
-                taken.append(self._outputs.get_nowait())
-            except queue.Empty:
-                return taken
+        return [self._outputs.get_nowait() for _ in range(self._outputs.qsize())]  # nobody else takes any
 
     def stop(self, timeout_seconds: float = 10.0) -> bool:
         """End the loop after the step it is in and close the engine. False if the step does not end in time."""
@@ -184,12 +180,9 @@ class EngineThread:
             return None
         try:
             self.engine.submit(command)
-        except QueueFull as error:
-            return Refusal(command.request_id, "queue_full", str(error))
-        except InvalidInput as error:
-            return Refusal(command.request_id, "invalid", str(error))
-        except EngineError as error:
-            return Refusal(command.request_id, "engine", str(error))
+        except (QueueFull, InvalidInput, EngineError) as error:
+            code = next(code for kind, code in _REFUSAL_CODES.items() if isinstance(error, kind))
+            return Refusal(command.request_id, code, str(error))
         return None
 
     def _put(self, output: Output) -> None:

@@ -161,7 +161,10 @@ class Worker:
         if isinstance(request, GenerationRequest):
             self._submit(session, request)
         elif isinstance(request, wire.Abort):
-            self._abort(session, request.request_id)
+            engine_id = _engine_id(session, request.request_id)
+            if engine_id in self._live:
+                self.counters.aborts += 1
+                self.engine.abort(engine_id)
         elif isinstance(request, wire.Ping):
             self.server.send(session, self._pong(request.nonce))
         elif isinstance(request, SessionEnded):
@@ -194,12 +197,6 @@ class Worker:
             return "queue_full", f"worker {self.worker_id} has {len(self._live)} live requests, its bound"
         return None
 
-    def _abort(self, session: Session, request_id: str) -> None:
-        engine_id = _engine_id(session, request_id)
-        if engine_id in self._live:
-            self.counters.aborts += 1
-            self.engine.abort(engine_id)
-
     def _abort_all(self, session: Session) -> None:
         """The router is gone. The requests stay live, and count against the bound, until the engine has ended them."""
         for engine_id, ticket in self._live.items():
@@ -208,17 +205,12 @@ class Worker:
                 self.engine.abort(engine_id)
 
     def _pong(self, nonce: int) -> wire.Pong:
-        load = self.engine.load
         return wire.Pong(
             nonce,
             self.server.replay.next_seq,
-            load.running,
-            load.waiting,
-            load.kv_used_tokens,
-            load.kv_cached_tokens,
-            load.waiting_uncached_tokens,
-            int(self.engine.step_seconds(self._clock()) * 1000),
-            self._draining_since is not None,
+            step_ms=int(self.engine.step_seconds(self._clock()) * 1000),
+            draining=self._draining_since is not None,
+            **asdict(self.engine.load),
         )
 
     # --- from the engine ----------------------------------------------------------------------------------------------
@@ -337,17 +329,10 @@ def _welcome(worker_id: str, info: EngineInfo) -> wire.Welcome:
     """What the handshake reports; the server fills in its own part."""
     return wire.Welcome(
         worker_id=worker_id,
-        engine=info.engine,
-        model=info.model,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        block_size=info.block_size,
-        kv_capacity_tokens=info.kv_capacity_tokens,
-        max_running=info.max_running,
-        max_model_tokens=info.max_model_tokens,
-        eos_token_ids=info.eos_token_ids,
         events_endpoint="",
         next_event_seq=0,
         max_frame_bytes=wire.FRAME_BYTES_MAX,
+        **asdict(info),
     )
 
 

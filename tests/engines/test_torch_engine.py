@@ -244,7 +244,7 @@ def test_the_models_end_of_sequence_stops_unless_ignored(
     expected = reference.greedy(prompt(1, 30), 16)
     engine = make_engine()
     assert engine.info.eos_token_ids == (2,)
-    monkeypatch.setattr(engine, "_info", dataclasses.replace(engine.info, eos_token_ids=(expected[0],)))
+    monkeypatch.setattr(engine, "info", dataclasses.replace(engine.info, eos_token_ids=(expected[0],)))
     driver = Driver(engine)
     answer = driver.ask("stops", prompt(1, 30), SamplingParams(max_new_tokens=16))
     assert (answer.token_ids, answer.finish_reason) == (expected[:1], "stop")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...clock import Clock
-from ...errors import DuplicateRequest, EngineError, InvalidInput, InvalidTokens
-from ...local import Batch, LocalConfig, LocalRequest, LocalScheduler, StepOutput
-from ...types import CacheEvent, SamplingParams, check_int
-from ..base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk
+from ...errors import EngineError
+from ...local import Batch, LocalConfig
+from ...types import SamplingParams, check_int
+from ..base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine, check_prompt
 from .loading import Model, choose_device, choose_dtype, load_model
 from .runner import Runner
 from .sampling import choose_tokens
@@ -28,14 +27,13 @@ KV_DEFAULT_TOKENS_MAX = 1 << 18
 
 
 @dataclass(slots=True)
-class _TorchRequest:
-    """A request in the scheduler: what it asked for, and the output position of its next token."""
+class _TorchRequest(LiveOutput):
+    """A request in the scheduler, with what it asked for."""
 
     sampling: SamplingParams
-    next_index: int
 
 
-class TorchEngine:
+class TorchEngine(ScheduledEngine[_TorchRequest]):
     """Implements `preble.engines.base.Engine` with torch. Paper section 4.3. Not thread-safe; one thread drives it.
 
     `local` configures batches and the KV capacity in tokens (None: a capacity that fits into a share of free
@@ -74,61 +72,17 @@ class TorchEngine:
             max_model_tokens=max_model_tokens,
         )
         config = local or LocalConfig(kv_capacity_tokens=default_kv_capacity(model))
-        self._info = _info(model, config)
+        super().__init__(_info(model, config), config, clock)
+        self.dtype = model.dtype  # what the model computes in: the outcome of "auto"
         self._vocab_size = model.vocab_size
-        self._dtype = model.dtype
         self._runner: Runner | None = _make_runner(model, config.kv_capacity_tokens)
-        self._scheduler = LocalScheduler(config, clock=clock)
-        self._live: dict[str, _TorchRequest] = {}
-        self._ended: list[OutputChunk] = []  # last chunks of requests that ended between steps
-
-    @property
-    def info(self) -> EngineInfo:
-        """What is constant about this engine."""
-        return self._info
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the model computes in: the outcome of "auto"."""
-        return self._dtype
-
-    @property
-    def scheduler(self) -> LocalScheduler:
-        """The local scheduler, for its counters and its `check`."""
-        return self._scheduler
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed."""
-        if self._runner is None:
-            raise EngineError("the engine is closed")
-        if request.request_id in self._live:
-            raise DuplicateRequest(f"request {request.request_id!r} is live")
-        self._check_prompt(request)
-        sampling, offset = request.sampling, request.output_offset
-        room = self._info.max_model_tokens - len(request.token_ids)
-        left = min(sampling.max_new_tokens - offset, room)
-        if left <= 0:
-            # Resumed after its last token: only the news of its end was lost.
-            self._ended.append(OutputChunk(request.request_id, offset, (), cached_tokens=0, finish_reason="length"))
-            return
-        stops = frozenset(sampling.stop_token_ids)
-        self._scheduler.add(
-            LocalRequest(
-                request_id=request.request_id,
-                token_ids=request.token_ids,
-                max_new_tokens=left,
-                stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self._info.eos_token_ids),
-                namespace=request.namespace,
-            )
-        )
-        self._live[request.request_id] = _TorchRequest(sampling, offset)
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; its last chunk (finish_reason "abort") comes from the next `step`. False if it is not live."""
-        if request_id not in self._live:
-            return False
-        self._ended.append(self._end(request_id, "abort"))
-        return True
+        self._check_new(request.request_id)
+        check_prompt(request, self._vocab_size, self.info.max_model_tokens)
+        if self._queue(request) is not None:
+            self._live[request.request_id] = _TorchRequest(request.output_offset, request.sampling)
 
     def step(self) -> list[OutputChunk]:
         """Run one iteration and return what it produced; [] when there is nothing to do.
@@ -136,28 +90,14 @@ class TorchEngine:
         A failing computation ends the requests of its batch with finish_reason "error"; the engine goes on.
         """
         chunks, self._ended = self._ended, []
-        batch = self._scheduler.next_batch()
+        batch = self.scheduler.next_batch()
         if batch:
             chunks.extend(self._run(batch))
         return chunks
 
-    def has_work(self) -> bool:
-        """True while a request is live or a chunk waits to be returned."""
-        return bool(self._live or self._ended)
-
-    def take_events(self) -> list[CacheEvent]:
-        """Evictions since the last call, oldest first."""
-        return list(self._scheduler.take_events())
-
-    def load(self) -> EngineLoad:
-        """Load at this moment."""
-        return EngineLoad(*self._scheduler.load())
-
     def close(self) -> None:
         """Drop all requests without further chunks and free the model and its KV pool. Idempotent."""
-        for request_id in list(self._live):
-            self._end(request_id, "abort")
-        self._ended.clear()
+        super().close()
         self._runner = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -172,7 +112,7 @@ class TorchEngine:
         try:
             tokens = choose_tokens(self._runner.forward(batch.items), choices)
         except RuntimeError as error:  # what torch raises, out of memory included
-            self._scheduler.discard(batch)
+            self.scheduler.discard(batch)
             return [self._end(item.request_id, "error", f"the forward pass failed: {error}") for item in batch.items]
         chosen = {request_id: token for request_id, token in zip(sampling, tokens, strict=True) if token is not None}
         chunks = [
@@ -180,46 +120,7 @@ class TorchEngine:
             for request_id in sampling
             if request_id not in chosen
         ]
-        return chunks + [self._book(output) for output in self._scheduler.complete(batch, chosen)]
-
-    def _book(self, output: StepOutput) -> OutputChunk:
-        """The chunk for one output token."""
-        live = self._live[output.request_id]
-        chunk = OutputChunk(
-            output.request_id,
-            live.next_index,
-            (output.token,),
-            cached_tokens=output.cached_tokens if output.index == 0 else None,
-            finish_reason=output.finish_reason,
-        )
-        live.next_index += 1
-        if output.finish_reason is not None:
-            del self._live[output.request_id]
-        return chunk
-
-    def _end(self, request_id: str, reason: str, error: str | None = None) -> OutputChunk:
-        """Forget a live request before its time and return its last chunk."""
-        live = self._live.pop(request_id)
-        self._scheduler.cancel(request_id)
-        return OutputChunk(request_id, live.next_index, (), finish_reason=reason, error=error)
-
-    def _check_prompt(self, request: GenerationRequest) -> None:
-        tokens = request.token_ids
-        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size == 0:
-            raise InvalidTokens(f"request {request.request_id!r}: token_ids must be a non-empty 1-D integer array")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidTokens(
-                f"request {request.request_id!r}: token_ids must be in [0, {self._vocab_size - 1}], got {wrong}"
-            )
-        check_int("output_offset", request.output_offset, 0, len(tokens) - 1, InvalidInput)
-        longest = self._info.max_model_tokens
-        if len(tokens) - request.output_offset >= longest:
-            raise InvalidInput(
-                f"request {request.request_id!r}: a prompt of {len(tokens)} tokens leaves no room for output, the "
-                f"context is {longest} tokens"
-            )
+        return chunks + [self._book(output) for output in self.scheduler.complete(batch, chosen)]
 
 
 def default_kv_capacity(model: Model) -> int:

@@ -63,6 +63,7 @@ _LOADS: tuple[str, ...] = (  # in the order of LoadReport's fields
     *("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "dp_rank"),
     "num_waiting_uncached_tokens",
 )
+_SEEDS = {"sglang": "sampling_seed", "vllm": "seed"}
 _TEXT_SHOWN_CHARS = 200
 
 
@@ -206,8 +207,7 @@ class EngineServer:
         """
         info = await self._engine()
         sampling = sampling or SamplingParams()
-        ask = _sglang_request if info.engine == "sglang" else _vllm_request
-        path, headers, body = ask(info, token_ids, sampling, request_id, rank, salt, lora, priority)
+        path, headers, body = _request(info, token_ids, sampling, request_id, rank, salt, lora, priority)
         stream = _SglangStream(info.cumulative) if info.engine == "sglang" else _VllmStream()
         client = _aiohttp()
         try:
@@ -222,8 +222,8 @@ class EngineServer:
                         yield piece
                     if stream.ended:
                         return
-                if (last := stream.close()) is not None:
-                    yield last
+                if stream.last is not None:
+                    yield stream.last
                     return
         except (client.ClientError, asyncio.TimeoutError, OSError) as error:
             raise TransportError(f"{self.url} broke off: {type(error).__name__}") from error
@@ -309,7 +309,7 @@ class Unreachable(TransportError):
 # --- the two request forms --------------------------------------------------------------------------------------------
 
 
-def _sglang_request(
+def _request(
     info: ServerInfo,
     token_ids: TokenIds,
     sampling: SamplingParams,
@@ -319,60 +319,44 @@ def _sglang_request(
     lora: str,
     priority: int | None,
 ) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """Path, headers and body of the request for output."""
     choose: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": list(sampling.stop_token_ids),
         "skip_special_tokens": False,
     }
-    if sampling.temperature > 0.0:
-        choose["sampling_seed"] = sampling.seed % 2**31
-    body: dict[str, Any] = {
-        "rid": request_id,
-        "input_ids": _plain(token_ids),
-        "sampling_params": choose,
-        "stream": True,
-    }
-    extra = {"routed_dp_rank": rank, "cache_salt": salt or None, "lora_path": lora or None, "priority": priority}
+    prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+    seed = {} if sampling.temperature <= 0.0 else {_SEEDS[info.engine]: sampling.seed % 2**31}
+    extra: dict[str, Any] = {"cache_salt": salt or None, "lora_path": lora or None, "priority": priority}
+    headers: dict[str, str] = {}
+    if info.engine == "sglang":
+        path = "/generate"
+        body: dict[str, Any] = {
+            "rid": request_id,
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": sampling.max_new_tokens, **choose, **seed},
+            "stream": True,
+        }
+        extra = {"routed_dp_rank": rank, **extra}
+    else:
+        path = "/v1/completions"
+        body = {
+            "request_id": request_id,
+            "model": lora or info.model,
+            "prompt": prompt,
+            "max_tokens": sampling.max_new_tokens,
+            **choose,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **seed,
+        }
+        del extra["lora_path"]
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     body.update({name: value for name, value in extra.items() if value is not None})
-    return "/generate", {}, body
-
-
-def _vllm_request(
-    info: ServerInfo,
-    token_ids: TokenIds,
-    sampling: SamplingParams,
-    request_id: str,
-    rank: int | None,
-    salt: str,
-    lora: str,
-    priority: int | None,
-) -> tuple[str, dict[str, str], dict[str, Any]]:
-    body: dict[str, Any] = {
-        "request_id": request_id,
-        "model": lora or info.model,
-        "prompt": _plain(token_ids),
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "skip_special_tokens": False,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    if sampling.temperature > 0.0:
-        body["seed"] = sampling.seed % 2**31
-    extra = {"cache_salt": salt or None, "priority": priority}
-    body.update({name: value for name, value in extra.items() if value is not None})
-    return "/v1/completions", {} if rank is None else {"X-data-parallel-rank": str(rank)}, body
-
-
-def _plain(token_ids: TokenIds) -> list[int]:
-    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+    return path, headers, body
 
 
 # --- the two stream forms ---------------------------------------------------------------------------------------------
@@ -383,6 +367,7 @@ class _SglangStream:
 
     def __init__(self, cumulative: bool) -> None:
         self.ended = False
+        self.last: ServerPiece | None = None  # none is kept back
         self._cumulative = cumulative
         self._have = 0
         self._hit_reported = False
@@ -406,9 +391,6 @@ class _SglangStream:
         cached, self._hit_reported = None if self._hit_reported else _count(meta.get("cached_tokens")), True
         return ServerPiece(fresh, cached, reason)
 
-    def close(self) -> ServerPiece | None:
-        return None
-
 
 class _VllmStream:
     """OpenAI completions with token ids; the hit comes with the usage, after the last token, so that one is kept back
@@ -416,7 +398,7 @@ class _VllmStream:
 
     def __init__(self) -> None:
         self.ended = False
-        self._last: ServerPiece | None = None
+        self.last: ServerPiece | None = None  # what ends the stream if no usage comes
 
     def take(self, line: bytes) -> ServerPiece | None:
         answer = _object(line)
@@ -426,10 +408,10 @@ class _VllmStream:
         if not isinstance(choices, list) or len(choices) > 1:
             raise ProtocolError("stream: choices must be a list of at most one")
         if not choices:
-            if self._last is None:
+            if self.last is None:
                 return None
             self.ended = True
-            return ServerPiece(self._last.token_ids, _usage_cached(usage), self._last.finish_reason)
+            return ServerPiece(self.last.token_ids, _usage_cached(usage), self.last.finish_reason)
         choice = choices[0]
         if not isinstance(choice, Mapping):
             raise ProtocolError("stream: a choice must be an object")
@@ -443,13 +425,9 @@ class _VllmStream:
             raise HandshakeRefused("the server does not return token ids (return_token_ids, vLLM 0.10.2 on)")
         piece = ServerPiece(_token_ids(ids or [], "token_ids"), None, reason)
         if reason is not None:
-            self._last = piece
+            self.last = piece
             return None
         return piece if piece.token_ids else None
-
-    def close(self) -> ServerPiece | None:
-        """The stream is over; the last piece, if it came and no usage did."""
-        return self._last
 
 
 def _sglang_reason(answer: Any) -> str | None:

@@ -401,7 +401,7 @@ async def test_what_vllm_does_not_reports_is_asked_of_the_operator() -> None:
     server = await FakeServer("vllm").start()
     server.answers = {"/metrics": (404, b""), "/kv_event_sources": (404, b"")}
     with pytest.raises(HandshakeRefused, match="ServerOptions.block_size"):
-        await EngineServer(server.url).facts()
+        await EngineServer(server.url).info()
     options = ServerOptions(block_size=32, kv_capacity_tokens=4096, events_endpoint="tcp://127.0.0.1:5557")
     async with EngineServer(server.url, options) as client:
         facts = await client.info()
