@@ -11,22 +11,8 @@ from libc.stdint cimport uint32_t, uint64_t
 from preble._placement.bookings cimport DecisionCore
 from preble._cost cimport prefill_seconds
 from preble._placement.e2 cimport ANY_REQUEST
-from preble._core.tree.layout cimport (
-    LIVE,
-    Entry,
-    EntryBlock,
-    Mark,
-    Node,
-    Tree,
-    Walk,
-    end_of,
-    generation,
-    index_of,
-    mark_at,
-    node_at,
-    run_end,
-    worker_of,
-)
+from preble._core.tree.layout cimport (LIVE, Entry, EntryBlock, Mark, Node, Tree, Walk, end_of, generation, index_of,
+                                       mark_at, node_at, run_end, worker_of)
 from preble._core.tree.parts cimport find_entry, hits_estimate
 from preble._core.memory cimport NONE
 from preble._core.tree.operations cimport drop_below, tree_insert

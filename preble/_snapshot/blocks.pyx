@@ -10,20 +10,8 @@ from libc.string cimport memset
 
 from preble._kv_index.block_layout cimport COPIES_MAX, MEDIUM_BYTES, Blocks, Copy, Space
 from preble._kv_index.block_positions cimport live_place, print_above
-from preble._kv_index.block_table cimport (
-    DEPTH_MAX,
-    SEGMENT,
-    SEGMENT_FULL,
-    Block,
-    Segment,
-    Table,
-    block_at,
-    find_name,
-    name_of,
-    new_segment,
-    reserve_blocks,
-    tag_of,
-)
+from preble._kv_index.block_table cimport (DEPTH_MAX, SEGMENT, SEGMENT_FULL, Block, Segment, Table, block_at, find_name,
+                                           name_of, new_segment, reserve_blocks, tag_of)
 from preble._kv_index.block_index cimport BlockIndex
 from preble._core.tree.layout cimport LIVE, Node, Tree, generation, node_at, run_end
 from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, budget_alloc, budget_free, slab_at

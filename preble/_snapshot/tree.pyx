@@ -13,31 +13,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from preble._core.tree.layout cimport (
-    CONFIRMED,
-    EPOCH_MAX,
-    INDEX_BITS,
-    LISTED,
-    LIVE,
-    NOBODY,
-    ChildTable,
-    Entry,
-    EntryBlock,
-    List,
-    Mark,
-    Node,
-    TokenRun,
-    Tree,
-    Victims,
-    WorkerMarks,
-    end_of,
-    generation,
-    index_of,
-    mark_at,
-    node_at,
-    run_end,
-    worker_of,
-)
+from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LISTED, LIVE, NOBODY, ChildTable, Entry,
+                                       EntryBlock, List, Mark, Node, TokenRun, Tree, Victims, WorkerMarks, end_of,
+                                       generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport block_bytes, block_marks, entry_count, find_entry, fresh_rows, new_run
 from preble._core.memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at

@@ -3,25 +3,8 @@ changes nothing."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._core.tree.layout cimport (
-    LISTED,
-    LIVE,
-    ChildTable,
-    Entry,
-    List,
-    Node,
-    Tree,
-    Victim,
-    Victims,
-    WorkerMarks,
-    end_of,
-    generation,
-    index_of,
-    mark_at,
-    node_at,
-    run_end,
-    worker_of,
-)
+from preble._core.tree.layout cimport (LISTED, LIVE, ChildTable, Entry, List, Node, Tree, Victim, Victims, WorkerMarks,
+                                       end_of, generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport block_bytes, block_marks, entry_count, find_entry, run_bytes, run_slots
 from preble._core.memory cimport CHUNK, CHUNK_BITS, NONE, charged
