@@ -49,7 +49,8 @@ cdef check_node(Tree* t, uint32_t i):
         assert node.run.start < end <= run_end(node.run), f"M1: mark of {worker} on node {i}"
         assert mark_at(t, mark).node == i, f"M1: a mark of node {i} points elsewhere"
         assert mark_at(t, mark).worker == worker, f"M1: a mark of node {i} names another worker"
-        check_closure(t, i, worker)
+        assert above.parent == NONE or find_entry(above, worker).end == run_end(above.run), (
+            f"M1: worker {worker} marks node {i}, not its parent")
         if t.with_slots:
             assert end == run_end(node.run), f"M1: node {i} of a slot tree is cached in part"
     if t.with_slots:
@@ -74,13 +75,6 @@ cdef list entries_at(Tree* t, uint32_t i):
 
 cdef uint64_t pins_of(Tree* t, uint32_t i):
     return mark_at(t, node_at(t, i).only_mark).pins
-
-
-cdef check_closure(Tree* t, uint32_t i, uint32_t worker):
-    cdef Node* above = node_at(t, node_at(t, i).parent)
-    if above.parent == NONE:
-        return
-    assert find_entry(above, worker).end == run_end(above.run), f"M1: worker {worker} marks node {i}, not its parent"
 
 
 cdef check_roots(Tree* t, list nodes, dict roots, dict names, root_queue):
