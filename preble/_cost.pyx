@@ -16,14 +16,7 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcmp, memset
 
 from preble._core.atomic cimport load32, load_double, load_signed, store32, store_double, store_signed
-from preble._core.memory cimport (
-    CHUNK_BITS,
-    CHUNK_MASK,
-    slab_close,
-    slab_give,
-    slab_init,
-    slab_take,
-)
+from preble._core.memory cimport CHUNK_BITS, CHUNK_MASK, slab_close, slab_give, slab_init, slab_take
 
 from .costs.presets import PRESETS
 from .errors import InvalidConfig, InvalidInput, UnknownWorker

@@ -20,45 +20,16 @@ from preble._core.tree.audit cimport check_tree, show_tree
 from preble._core.prefix_compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
 from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
 from preble._core.writer_lock cimport await_python, lock_close, lock_enter, lock_init, lock_leave, lock_try
-from preble._core.tree.layout cimport (
-    LIVE,
-    Entry,
-    Mark,
-    Node,
-    TokenRun,
-    Tree,
-    Victims,
-    Walk,
-    WorkerMarks,
-    generation,
-    mark_at,
-    node_at,
-    run_end,
-    store_workers,
-)
+from preble._core.tree.layout cimport (LIVE, Entry, Mark, Node, TokenRun, Tree, Victims, Walk, WorkerMarks, generation,
+                                       mark_at, node_at, run_end, store_workers)
 from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
-from preble._core.memory cimport (
-    NONE,
-    budget_alloc,
-    budget_free,
-    slab_close,
-    slab_init,
-    slab_reserve,
-)
+from preble._core.memory cimport NONE, budget_alloc, budget_free, slab_close, slab_init, slab_reserve
 from preble._core.tree.nodes cimport at_root, free_node, held_on_path, take_node, tree_walk
 from preble._core.tree.reclaim cimport reclaim, reclaim_soon, retire_memory
 from preble._core.tree.child_table cimport TABLE_START, new_table
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._core.tree.operations cimport (
-    clear_marks,
-    drop_below,
-    forget_dead,
-    has_dead,
-    make_room_for_root,
-    set_limit,
-    sweep_ghosts,
-    tree_insert,
-)
+from preble._core.tree.operations cimport (clear_marks, drop_below, forget_dead, has_dead, make_room_for_root,
+                                           set_limit, sweep_ghosts, tree_insert)
 
 from .errors import InvalidConfig, InvalidInput, InvalidTime, TreeFull, UnknownWorker
 

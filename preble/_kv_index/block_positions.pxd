@@ -6,7 +6,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from preble._kv_index.block_layout cimport Blocks
 from preble._kv_index.block_table cimport Block, block_at, find_name
 from preble._kv_index.decode cimport finished_print, print_base
-from preble._core.tree.layout cimport LIVE, Node, Tree, generation, node_at, run_end
+from preble._core.tree.layout cimport LIVE, Node, Tree, generation, is_same_node, node_at, run_end
 from preble._core.tree.parts cimport find_entry
 from preble._core.memory cimport NONE
 from preble._core.tree.child_table cimport find_child
@@ -50,13 +50,8 @@ cdef inline uint32_t live_place(Tree* t, Block* block) noexcept nogil:
     return i
 
 cdef inline uint32_t space_root(Blocks* x, Tree* t, uint32_t space) noexcept nogil:
-    cdef Node* root
-    if x.spaces[space].root == NONE:
-        return NONE
-    root = node_at(t, x.spaces[space].root)
-    if not root.state & LIVE or generation(root) != x.spaces[space].generation:
-        return NONE
-    return x.spaces[space].root
+    cdef uint32_t root = x.spaces[space].root
+    return root if root != NONE and is_same_node(t, root, x.spaces[space].generation) else <uint32_t> NONE
 
 cdef inline uint32_t place_of(Blocks* x, Tree* t, uint32_t index) noexcept nogil:
     # The node that holds a block's end, NONE if the tree does not know it. O(1), where places have been lost O(blocks

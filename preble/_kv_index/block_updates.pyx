@@ -24,41 +24,11 @@ from libc.string cimport memcmp, memcpy, memset
 from preble._core.atomic cimport store32
 from preble._kv_index.block_layout cimport (COPIES_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS, Copy, Odd,
                                             Space)
-from preble._kv_index.block_positions cimport (
-    is_chain_known,
-    marked_above,
-    marked_end,
-    place_of,
-    put_place,
-    space_root,
-)
-from preble._kv_index.block_table cimport (
-    NO_ROOM,
-    Block,
-    block_at,
-    clear_table,
-    fetch_slot,
-    find_key,
-    give_block,
-    link_block,
-    name_of,
-    reserve_blocks,
-    tag_of,
-    take_block,
-    unlink_block,
-)
+from preble._kv_index.block_positions cimport is_chain_known, marked_above, marked_end, place_of, put_place, space_root
+from preble._kv_index.block_table cimport (NO_ROOM, Block, block_at, clear_table, fetch_slot, find_key, give_block,
+                                           link_block, name_of, reserve_blocks, tag_of, take_block, unlink_block)
 from preble._kv_index.decode cimport CLEARED, STORED, Batch, Event, Key
-from preble._core.tree.layout cimport (
-    CONFIRMED,
-    TOUCHED,
-    Entry,
-    Node,
-    Tree,
-    Walk,
-    mark_at,
-    node_at,
-    run_end,
-)
+from preble._core.tree.layout cimport CONFIRMED, TOUCHED, Entry, Node, Tree, Walk, mark_at, node_at, run_end
 from preble._core.tree.parts cimport find_entry, marks_a_child, touch_mark
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, tree_walk

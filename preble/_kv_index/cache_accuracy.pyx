@@ -19,7 +19,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from preble._core.atomic cimport load32, store32
-from preble._core.tree.layout cimport LIVE, Node, generation, node_at
+from preble._core.tree.layout cimport is_same_node
 from preble._core.memory cimport CHUNK
 from preble._radix cimport RadixTree
 
@@ -41,6 +41,10 @@ cdef double AMOUNT_MAX = 1e15
 _EVENTS = "events"
 _REPORTS = "reports"
 _ESTIMATE = "estimate"
+
+
+cdef inline bint is_apart(const WorkerAccuracy* row) noexcept nogil:
+    return row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS
 
 
 cdef class CacheAccuracy:
@@ -188,8 +192,7 @@ cdef class CacheAccuracy:
 
     def is_apart(self, uint32_t worker) -> bool:
         """Whether no stored block has begun like a prompt for too long."""
-        cdef WorkerAccuracy* row = &self.rows[worker]
-        return row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS
+        return is_apart(&self.rows[worker])
 
     def misses(self, uint32_t worker) -> bool:
         """Whether reports have found nothing of what was known for too long."""
@@ -203,28 +206,21 @@ cdef class CacheAccuracy:
         """Workers whose events or reports have had nothing in common with what they were sent for too long.
         O(workers)."""
         cdef uint32_t i
-        cdef WorkerAccuracy* row
-        found = []
-        for i in range(self.end):
-            row = &self.rows[i]
-            if (row.misses >= <uint32_t> MISSES or row.odd_runs >= <uint32_t> APART_RUNS
-                    or row.apart_prompts >= <uint32_t> APART_PROMPTS and row.apart_runs >= <uint32_t> APART_RUNS):
-                found.append(i)
-        return found
+        return [i for i in range(self.end)
+                if self.rows[i].misses >= <uint32_t> MISSES or self.rows[i].odd_runs >= <uint32_t> APART_RUNS
+                or is_apart(&self.rows[i])]
 
     def prompts(self, RadixTree tree not None, uint32_t worker, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
         """(namespace, first tokens) of some prompts that were computed on a worker lately. As the writer."""
         cdef uint32_t at
         cdef WorkerAccuracy* row = &self.rows[worker]
         cdef Place* place
-        cdef Node* node
         found = []
         for at in range(min(row.apart_prompts, <uint32_t> PROMPTS_KEPT)):
             place = &row.prompts[at]
-            if place.node < tree.t.nodes.chunk_count * <uint32_t> CHUNK:      # not NONE, nor restored and wrong
-                node = node_at(&tree.t, place.node)
-                if node.state & LIVE and generation(node) == place.generation:
-                    found.append(tree.path_to(place.node, min(place.end, tokens_max)))
+            if (place.node < tree.t.nodes.chunk_count * <uint32_t> CHUNK     # not NONE, nor restored and wrong
+                    and is_same_node(&tree.t, place.node, place.generation)):
+                found.append(tree.path_to(place.node, min(place.end, tokens_max)))
         return found
 
     # --- as plain numbers, for snapshots ---
@@ -252,9 +248,8 @@ cdef class CacheAccuracy:
         row.reports_total, row.known_total, row.kept_total, row.surplus_total = totals
         (row.misses, row.seen_events, row.seen_reports, row.prompts_since_events, row.prompts_since_report,
          row.apart_prompts, row.apart_runs, row.odd_runs) = counts
-        if len(places) != PROMPTS_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MAX or min(totals) < 0:
-            raise ValueError("what was reported of a cache is out of its range")
-        if not 0.0 <= row.reports <= AMOUNT_MAX or max(counts) > COUNT_MAX:
+        if (len(places) != PROMPTS_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MAX or min(totals) < 0
+                or not 0.0 <= row.reports <= AMOUNT_MAX or max(counts) > COUNT_MAX):
             raise ValueError("what was reported of a cache is out of its range")
         for at in range(PROMPTS_KEPT):
             row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end = places[at]

@@ -13,23 +13,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.memory cimport budget_alloc, budget_free
-from preble._core.msgpack_reader cimport (
-    ARRAY_ITEM,
-    BYTES_ITEM,
-    FINE,
-    FLOAT_ITEM,
-    INT_ITEM,
-    MAP_ITEM,
-    NIL_ITEM,
-    TEXT_ITEM,
-    Item,
-    Reader,
-    Trouble,
-    is_text,
-    read_item,
-    read_tokens,
-    skip_items,
-)
+from preble._core.msgpack_reader cimport (ARRAY_ITEM, BYTES_ITEM, FINE, FLOAT_ITEM, INT_ITEM, MAP_ITEM, NIL_ITEM,
+                                          TEXT_ITEM, Item, Reader, Trouble, is_text, read_item, read_tokens, skip_items)
 
 cdef const char* DEFAULT_MEDIUM = b"GPU"      # what an event that names no medium speaks of
 

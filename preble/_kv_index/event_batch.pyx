@@ -12,46 +12,12 @@ from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._kv_index.decode cimport (
-    BATCH,
-    CLEARED,
-    HASH_BYTES_MAX,
-    HASH_TOO_LONG,
-    LEFT_OVER,
-    MISSING,
-    NAMED_TWICE,
-    NO_FIT,
-    OUT_OF_MEMORY,
-    REMOVED,
-    STORED,
-    TIME,
-    WRONG_TYPE,
-    Batch,
-    Event,
-    Fault,
-    Key,
-    Slice,
-    close_batch,
-    decode,
-    empty_batch,
-    keep_event,
-    key_item,
-    need_keys,
-    need_tokens,
-    take_prints,
-)
-from preble._core.msgpack_reader cimport (
-    BAD_TOKEN,
-    BYTES_ITEM,
-    CUT_SHORT,
-    FINE,
-    INT_ITEM,
-    RESERVED_BYTE,
-    TOO_LONG,
-    Item,
-    Reader,
-    read_item,
-)
+from preble._kv_index.decode cimport (BATCH, CLEARED, HASH_BYTES_MAX, HASH_TOO_LONG, LEFT_OVER, MISSING, NAMED_TWICE,
+                                      NO_FIT, OUT_OF_MEMORY, REMOVED, STORED, TIME, WRONG_TYPE, Batch, Event, Fault,
+                                      Key, Slice, close_batch, decode, empty_batch, keep_event, key_item, need_keys,
+                                      need_tokens, take_prints)
+from preble._core.msgpack_reader cimport (BAD_TOKEN, BYTES_ITEM, CUT_SHORT, FINE, INT_ITEM, RESERVED_BYTE, TOO_LONG,
+                                          Item, Reader, read_item)
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
 
 from ..errors import InvalidInput, InvalidTokens

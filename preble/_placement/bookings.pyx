@@ -21,13 +21,12 @@ from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Ch
 from preble._core.epochs cimport reader_enter, reader_leave
 from preble._placement.timing_samples cimport TimingSamples, note_end, note_first
 from preble._core.writer_lock cimport await_python, lock_enter, lock_leave, lock_try
-from preble._core.tree.layout cimport LIVE, Node, Tree, Walk, WorkerMarks, generation, node_at, run_end
+from preble._core.tree.layout cimport Node, Tree, Walk, WorkerMarks, generation, is_same_node, node_at, run_end
 from preble._core.tree.parts cimport find_entry
 from preble._core.memory cimport NONE, slab_reserve
 from preble._core.tree.nodes cimport at_root, confirmed_tokens, tree_walk, walk_holds
-from preble._radix cimport RadixTree
+from preble._radix cimport SHORT_TOKENS, RadixTree
 from preble._core.tree.reclaim cimport PLAIN, reclaim, retire_thing
-from preble._radix cimport SHORT_TOKENS
 from preble._core.token_ids cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
 from preble._kv_index.cache_accuracy cimport Served
 from preble._core.tree.operations cimport confirm_path, drop_beside, limit_of, set_limit, take_back, tree_insert
@@ -362,7 +361,8 @@ cdef class DecisionCore(E2):
             reason = self.choose(&request, policy, asked, &choice)
             if policy is not None:
                 self.need_room(request_id)     # a policy that called this scheduler may have changed anything
-                self.need_chosen(choice.worker, reason)
+                if choice.worker >= self.tree.t.worker_end or not self.loads.rows[choice.worker].eligible:
+                    raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
                 self.begin(&request, &view, namespace, max_new_tokens, now)
                 self.look_again(&request, choice.worker)
             choice.usable = self.scratch.terms[choice.worker].usable
@@ -427,11 +427,6 @@ cdef class DecisionCore(E2):
             raise DuplicateRequest(f"request_id {request_id!r} is live")
         if len(self.leases) >= self.live_max:
             raise QueueFull(f"{self.live_max} requests are live, the most allowed (SchedulerConfig.live_requests_max)")
-
-    def need_chosen(self, uint32_t worker, str reason) -> None:
-        """Raise InvalidInput if a policy has taken the worker it chose out of service."""
-        if worker >= self.tree.t.worker_end or not self.loads.rows[worker].eligible:
-            raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
 
     cdef int need_workers(self) except -1:
         """Raise NoWorkers where there are none at all."""
@@ -547,11 +542,7 @@ cdef class DecisionCore(E2):
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
         """Whether the prompt's last node is still there."""
-        cdef Node* leaf
-        if lease.leaf_generation == NO_GENERATION:
-            return False
-        leaf = node_at(&self.tree.t, lease.leaf)
-        return leaf.state & LIVE and generation(leaf) == lease.leaf_generation
+        return lease.leaf_generation != NO_GENERATION and is_same_node(&self.tree.t, lease.leaf, lease.leaf_generation)
 
     cdef void remark(self, Lease* lease, double now) noexcept nogil:
         """Mark the prompt again if it was unmarked while it waited. Out of memory the estimate stays what it was."""

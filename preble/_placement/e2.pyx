@@ -39,23 +39,8 @@ from libc.string cimport memset
 from preble._core.atomic cimport load32, load64, load_double, load_signed, store_double
 from preble._cost cimport Cost, LoadTracker, Row, prefill_seconds
 from preble._placement.prefix_groups cimport Groups
-from preble._core.tree.layout cimport (
-    EntryBlock,
-    Node,
-    Tree,
-    Victim,
-    Victims,
-    Walk,
-    WorkerMarks,
-    end_of,
-    load_block,
-    load_run,
-    load_workers,
-    mark_at,
-    node_at,
-    run_end,
-    worker_of,
-)
+from preble._core.tree.layout cimport (EntryBlock, Node, Tree, Victim, Victims, Walk, WorkerMarks, end_of, load_block,
+                                       load_run, load_workers, mark_at, node_at, run_end, worker_of)
 from preble._core.tree.parts cimport hits_estimate
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport held_at

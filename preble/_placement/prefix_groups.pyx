@@ -17,7 +17,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from preble._cost cimport Lease, LoadTracker, prefill_seconds
-from preble._core.tree.layout cimport LIVE, Node, TokenRun, Tree, generation, node_at, run_end
+from preble._core.tree.layout cimport Node, TokenRun, Tree, generation, is_same_node, node_at, run_end
 from preble._core.tree.parts cimport find_entry, hits_estimate
 from preble._core.memory cimport NONE
 from preble._radix cimport RadixTree
@@ -75,9 +75,7 @@ cdef class Groups:
 
     cdef bint is_live(self, uint32_t node, uint32_t node_generation) noexcept nogil:
         """Whether a node is still the one that was meant."""
-        cdef Tree* t = &self.tree.t
-        return (node >> 10) < t.nodes.chunk_count and (
-            node_at(t, node).state & LIVE and generation(node_at(t, node)) == node_generation)
+        return (node >> 10) < self.tree.t.nodes.chunk_count and is_same_node(&self.tree.t, node, node_generation)
 
     cdef int64_t weight(self, const Share* share) noexcept nogil:
         """What would be lost with a share: its tokens of prefill, in time, and one for being there; 0 if nothing."""

@@ -11,22 +11,8 @@ from libc.stdint cimport uint32_t, uint64_t
 from preble._placement.bookings cimport DecisionCore
 from preble._cost cimport prefill_seconds
 from preble._placement.e2 cimport ANY_REQUEST
-from preble._core.tree.layout cimport (
-    LIVE,
-    Entry,
-    EntryBlock,
-    Mark,
-    Node,
-    Tree,
-    Walk,
-    end_of,
-    generation,
-    index_of,
-    mark_at,
-    node_at,
-    run_end,
-    worker_of,
-)
+from preble._core.tree.layout cimport (Entry, EntryBlock, Mark, Node, Tree, Walk, end_of, generation, index_of,
+                                       is_same_node, mark_at, node_at, run_end, worker_of)
 from preble._core.tree.parts cimport find_entry, hits_estimate
 from preble._core.memory cimport NONE
 from preble._core.tree.operations cimport drop_below, tree_insert
@@ -138,7 +124,7 @@ cdef class Search:
         if self.looked == 0:
             i = t.workers[self.worker].recency.newest
         elif (mark_at(t, i).worker != t.workers[self.worker].key or mark_at(t, i).node != self.next_node
-                or not is_same(t, self.next_node, self.next_generation)):
+                or not is_same_node(t, self.next_node, self.next_generation)):
             return False
         while i != NONE and self.looked < min(marks_end, <uint32_t> MARKS_MAX) and (
                 self.hot < min(hot_end, <uint32_t> HOT_MAX)):
@@ -202,7 +188,7 @@ cdef void take_out_longer(DecisionCore core, dict found, uint32_t worker, bint e
     cdef HotPrefix prefix, shorter
     cdef uint32_t top
     for prefix, hits in [(prefix, prefix.hits) for prefix in found.values()]:
-        if not is_same(&core.tree.t, prefix.top, prefix.top_generation):
+        if not is_same_node(&core.tree.t, prefix.top, prefix.top_generation):
             continue
         top = top_of(core, node_at(&core.tree.t, prefix.top).parent, worker, exclusive)
         shorter = found.get(top)
@@ -224,7 +210,7 @@ def hand_over(DecisionCore core not None, HotPrefix prefix not None, uint32_t gi
         from_key = t.workers[giver].key
         to_key = t.workers[taker].key
         for i, number in prefix.nodes:
-            entry = find_entry(node_at(t, i), from_key) if is_same(t, i, number) else Entry(0, 0, NONE)
+            entry = find_entry(node_at(t, i), from_key) if is_same_node(t, i, number) else Entry(0, 0, NONE)
             if entry.end == 0:
                 continue
             walk.node = i
@@ -234,14 +220,9 @@ def hand_over(DecisionCore core not None, HotPrefix prefix not None, uint32_t gi
             if tree_insert(t, walk, NULL, walk.matched, to_key, False, now, &leaf):
                 raise MemoryError("hand_over")
             marked += 1
-        if not keep and is_same(t, prefix.top, prefix.top_generation):
+        if not keep and is_same_node(t, prefix.top, prefix.top_generation):
             drop_below(t, prefix.top, from_key, node_at(t, prefix.top).run.start)
     return marked
-
-
-cdef bint is_same(Tree* t, uint32_t i, uint32_t number) noexcept:
-    """Whether node `i` is still the one of that generation. A split leaves its lower part under the index."""
-    return node_at(t, i).state & LIVE and generation(node_at(t, i)) == number
 
 
 def open_workers(DecisionCore core not None, double now) -> list[tuple[float, int, str, int]]:

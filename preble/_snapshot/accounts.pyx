@@ -7,7 +7,7 @@ how), so slices of the window and counters of hits need no change.
 """
 
 from libc.math cimport NAN, isfinite
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
@@ -15,10 +15,10 @@ from preble._core.atomic cimport store32
 from preble._placement.bookings cimport PENDING, DecisionCore
 from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadTracker, WorkerLoad
 from preble._placement.request_api cimport RequestApi
-from preble._core.tree.layout cimport LIVE, Mark, Node, generation, node_at
+from preble._core.tree.layout cimport Mark, Node, is_same_node
 from preble._placement.prefix_groups cimport SHARES
-from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, Slab, slab_at
-from preble._snapshot.codec cimport Reader, Writer, chain_free, load_slab, refuse
+from preble._core.memory cimport CHUNK, CHUNKS_MAX
+from preble._snapshot.codec cimport Reader, Writer, chain_free, load_slab, refuse, save_slab
 from preble._snapshot.tree cimport read_tree, write_tree
 
 from zlib import crc32
@@ -123,10 +123,7 @@ cdef int write_book(Writer w, LoadTracker loads) except -1:
     w.put(&head, sizeof(head))
     for i in range(loads.end):
         write_account(w, &loads.workers[i])
-    for i in range(loads.leases.chunk_count):
-        w.put(loads.leases.chunks[i], CHUNK * sizeof(Lease))
-    write_free(w, &loads.leases)
-    return 0
+    return save_slab(w, &loads.leases)
 
 
 cdef int write_account(Writer w, WorkerLoad* loads) except -1:
@@ -139,14 +136,6 @@ cdef int write_account(Writer w, WorkerLoad* loads) except -1:
         row.output_token_seconds = loads.output_token_seconds
         memcpy(&row.ring[0], &loads.ring[0], sizeof(row.ring))
     return w.put(&row, sizeof(row))
-
-
-cdef int write_free(Writer w, Slab* slab) except -1:
-    cdef uint32_t i = slab.free_head
-    while i != NONE:
-        w.put(&i, 4)
-        i = (<uint32_t*> slab_at(slab, i))[0]
-    return 0
 
 
 cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -1:
@@ -233,6 +222,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
 cdef int read_lease_slab(Reader r, DecisionCore core, BookHead* head) except -1:
     cdef LoadTracker loads = core.loads
     cdef uint32_t i, items = head.lease_chunks * <uint32_t> CHUNK, live = 0
+    cdef bytearray taken
     cdef const char* order
     cdef Lease* lease
     if head.lease_chunks > <uint32_t> CHUNKS_MAX:
@@ -240,34 +230,24 @@ cdef int read_lease_slab(Reader r, DecisionCore core, BookHead* head) except -1:
     load_slab(r, &loads.leases, &loads.budget, head.lease_chunks)
     for i in range(head.lease_chunks):
         r.copy(loads.leases.chunks[i], CHUNK * sizeof(Lease))
+    taken = bytearray(items)
     for i in range(items):
         lease = loads.lease_at(i)
         if lease.serial:
             live += 1
+            taken[i] = 1
             read_lease(core, lease, i)
     order = r.take(<int64_t> head.free_leases * 4)
-    if <uint64_t> live + head.free_leases != items or not are_free(loads, <const uint32_t*> order, head.free_leases):
+    if <uint64_t> live + head.free_leases != items or not chain_free(
+            &loads.leases, <const uint32_t*> order, head.free_leases, <uint8_t*> <char*> taken):
         refuse(b"its list of free leases is wrong")
     return 0
-
-
-cdef bint are_free(LoadTracker loads, const uint32_t* order, uint32_t count) except -1:
-    """Chain the free leases, if they are just those that have ended, each once."""
-    cdef uint32_t i, index
-    cdef bytearray seen = bytearray(loads.leases.chunk_count * <uint32_t> CHUNK)
-    for i in range(count):
-        memcpy(&index, order + i, 4)
-        if index >= len(seen) or seen[index] or loads.lease_at(index).serial:
-            return False
-        seen[index] = 1
-    return chain_free(&loads.leases, order, count)
 
 
 cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     """Make sure of a lease, and count it for its worker."""
     cdef LoadTracker loads = core.loads
     cdef WorkerLoad* account
-    cdef Node* leaf
     lease.prefilled = lease.prefilled != 0
     lease.share = lease.share if lease.share <= <uint32_t> SHARES else 0
     lease.first_at = NAN                         # what was measured of its worker since then is not kept
@@ -278,8 +258,8 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
             or lease.expected_output > <uint32_t> LEASE_TOKENS_MAX):
         refuse(b"a lease is out of its range")
     if lease.leaf_generation != <uint32_t> NO_GENERATION:
-        leaf = node_at(&core.tree.t, lease.leaf) if lease.leaf < core.tree.t.nodes.chunk_count * CHUNK else NULL
-        if leaf == NULL or not leaf.state & LIVE or generation(leaf) != lease.leaf_generation:
+        if lease.leaf >= core.tree.t.nodes.chunk_count * CHUNK or not is_same_node(&core.tree.t, lease.leaf,
+                                                                                   lease.leaf_generation):
             lease.leaf_generation = NO_GENERATION        # forgotten since, and to stay so
     if loads.is_current(lease):
         account = &loads.workers[lease.worker]

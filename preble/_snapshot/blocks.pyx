@@ -5,29 +5,17 @@ Hashes are kept, since engines go on speaking in them. A place whose node has go
 caller's `namespace_of` has answered is not kept; it is asked again.
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from preble._kv_index.block_layout cimport COPIES_MAX, MEDIUM_BYTES, Blocks, Copy, Space
 from preble._kv_index.block_positions cimport live_place, print_above
-from preble._kv_index.block_table cimport (
-    DEPTH_MAX,
-    SEGMENT,
-    SEGMENT_FULL,
-    Block,
-    Segment,
-    Table,
-    block_at,
-    find_name,
-    name_of,
-    new_segment,
-    reserve_blocks,
-    tag_of,
-)
+from preble._kv_index.block_table cimport (DEPTH_MAX, SEGMENT, SEGMENT_FULL, Block, Segment, Table, block_at, find_name,
+                                           name_of, new_segment, reserve_blocks, tag_of)
 from preble._kv_index.block_index cimport BlockIndex
-from preble._core.tree.layout cimport LIVE, Node, Tree, generation, node_at, run_end
+from preble._core.tree.layout cimport Tree, is_same_node, node_at, run_end
 from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, budget_alloc, budget_free, slab_at
-from preble._snapshot.codec cimport Reader, Writer, chain_free, load_slab, refuse
+from preble._snapshot.codec cimport Reader, Writer, chain_free, load_slab, refuse, save_slab
 
 cdef enum:
     SPACES_MAX = 65535           # of `_kv_index/block_index.pyx`
@@ -53,7 +41,6 @@ def write_blocks(Writer w not None, BlockIndex index not None) -> None:
     """Write what is known of a worker's blocks, as the tree's writer."""
     cdef Blocks* b = &index.b
     cdef BlocksHead head
-    cdef uint32_t i
     memset(&head, 0, sizeof(head))
     head.calls = index.calls
     head.credit = b.credit
@@ -70,12 +57,7 @@ def write_blocks(Writer w not None, BlockIndex index not None) -> None:
     w.value(tuple(index.names), "a namespace of blocks")
     w.value(tuple(index.free_rows), "a row of blocks")
     if b.table.blocks.chunks != NULL:
-        for i in range(b.table.blocks.chunk_count):
-            w.put(b.table.blocks.chunks[i], CHUNK * sizeof(Block))
-        i = b.table.blocks.free_head
-        while i != NONE:
-            w.put(&i, 4)
-            i = (<uint32_t*> slab_at(&b.table.blocks, i))[0]
+        save_slab(w, &b.table.blocks)
     write_segments(w, &b.table)
 
 
@@ -155,15 +137,13 @@ cdef int read_spaces(Reader r, BlockIndex index, uint32_t room) except -1:
 
 cdef bint is_root(Tree* t, Space* space) noexcept:
     """Whether a row of a namespace leads to its root still."""
-    cdef Node* root
-    if space.root >= t.nodes.chunk_count * <uint32_t> CHUNK:
-        return False
-    root = node_at(t, space.root)
-    return root.state & LIVE and generation(root) == space.generation and root.parent == NONE
+    return (space.root < t.nodes.chunk_count * <uint32_t> CHUNK and is_same_node(t, space.root, space.generation)
+            and node_at(t, space.root).parent == NONE)
 
 
 cdef int read_slab(Reader r, Blocks* b, BlocksHead* head) except -1:
     cdef Table* table = &b.table
+    cdef bytearray taken
     cdef uint32_t i
     cdef const char* order
     if head.chunks == NONE:
@@ -174,15 +154,9 @@ cdef int read_slab(Reader r, Blocks* b, BlocksHead* head) except -1:
     for i in range(head.chunks):
         r.copy(table.blocks.chunks[i], CHUNK * sizeof(Block))
     order = r.take(<int64_t> head.free_blocks * 4)
-    if head.free_blocks > head.chunks * <uint32_t> CHUNK:
+    taken = bytearray(head.chunks * <uint32_t> CHUNK)
+    if not chain_free(&table.blocks, <const uint32_t*> order, head.free_blocks, <uint8_t*> <char*> taken):
         refuse(b"its list of free blocks is wrong")
-    seen = bytearray(head.chunks * <uint32_t> CHUNK)
-    for i in range(head.free_blocks):
-        at = (<const unsigned int*> order)[i]
-        if at >= len(seen) or seen[at]:
-            refuse(b"its list of free blocks is wrong")
-        seen[at] = 1
-    chain_free(&table.blocks, <const uint32_t*> order, head.free_blocks)
     return 0
 
 
@@ -295,7 +269,7 @@ cdef const char* check_block(Blocks* b, Tree* t, uint32_t i) noexcept:
         return b"a block is not found by its hash"
     if not block.copies or not block.start < block.end <= <uint32_t> POSITIONS_MAX or block.space >= b.space_room:
         return b"a block is out of its range"
-    if not is_place(t, block):
+    if block.node >= t.nodes.chunk_count * <uint32_t> CHUNK or not is_same_node(t, block.node, block.generation):
         block.node = NONE
         block.generation = 0
         return NULL
@@ -303,12 +277,3 @@ cdef const char* check_block(Blocks* b, Tree* t, uint32_t i) noexcept:
     if run_end(node_at(t, node).run) < block.end or print_above(t, node, block.start, block.end) != block.print:
         return b"a block is not where it should be"
     return NULL
-
-
-cdef bint is_place(Tree* t, Block* block) noexcept:
-    """Whether the node in which a block ended is still there."""
-    cdef Node* node
-    if block.node >= t.nodes.chunk_count * <uint32_t> CHUNK:
-        return False
-    node = node_at(t, block.node)
-    return node.state & LIVE and generation(node) == block.generation

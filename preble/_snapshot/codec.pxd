@@ -1,7 +1,7 @@
 # Bytes of a snapshot, written and read: contents of `codec.pyx`.
 
 from cpython.ref cimport PyObject
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from preble._core.memory cimport Budget, Slab
 
@@ -26,4 +26,5 @@ cdef const char* NO_MEMORY     # a reason that is not the snapshot's fault
 
 cdef int refuse(const char* reason) except -1
 cdef int load_slab(Reader r, Slab* slab, Budget* budget, uint32_t chunks) except -1
-cdef bint chain_free(Slab* slab, const uint32_t* order, uint32_t count) noexcept nogil
+cdef int save_slab(Writer w, Slab* slab) except -1
+cdef bint chain_free(Slab* slab, const uint32_t* order, uint32_t count, uint8_t* taken) noexcept nogil

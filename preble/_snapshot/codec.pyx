@@ -201,6 +201,18 @@ cdef class Reader:
 
 # --- slabs ------------------------------------------------------------------------------------------------------------
 
+cdef int save_slab(Writer w, Slab* slab) except -1:
+    """Write a slab's items as they lie in memory, then which are free, in the order in which they will be handed
+    out."""
+    cdef uint32_t chunk, i = slab.free_head
+    for chunk in range(slab.chunk_count):
+        w.put(slab.chunks[chunk], CHUNK * slab.item_bytes)
+    while i != NONE:
+        w.put(&i, 4)
+        i = (<uint32_t*> slab_at(slab, i))[0]
+    return 0
+
+
 cdef int load_slab(Reader r, Slab* slab, Budget* budget, uint32_t chunks) except -1:
     """Allocate a slab's chunks, all items free, if the bytes that follow can fill them."""
     if chunks > <uint32_t> CHUNKS_MAX or <int64_t> chunks * CHUNK * slab.item_bytes > r.left():
@@ -210,17 +222,18 @@ cdef int load_slab(Reader r, Slab* slab, Budget* budget, uint32_t chunks) except
     return 0
 
 
-cdef bint chain_free(Slab* slab, const uint32_t* order, uint32_t count) noexcept nogil:
-    """Let a slab hand out exactly these items, in this order; all of them are known to be free. False if one is not an
-    item."""
+cdef bint chain_free(Slab* slab, const uint32_t* order, uint32_t count, uint8_t* taken) noexcept nogil:
+    """Let a slab hand out exactly these items, in this order. False if one is not an item, is in use or comes twice;
+    `taken`, a flag for each item, says which are in use, and then all that are free."""
     cdef uint32_t i, index, items = slab.chunk_count * <uint32_t> CHUNK
     slab.free_head = NONE
     slab.free_count = count
     slab.live = items - count
     for i in range(count):
         memcpy(&index, order + (count - 1 - i), 4)
-        if index >= items:
+        if index >= items or taken[index]:
             return False
+        taken[index] = True
         (<uint32_t*> slab_at(slab, index))[0] = slab.free_head
         slab.free_head = index
     return True

@@ -13,31 +13,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from preble._core.tree.layout cimport (
-    CONFIRMED,
-    EPOCH_MAX,
-    INDEX_BITS,
-    LISTED,
-    LIVE,
-    NOBODY,
-    ChildTable,
-    Entry,
-    EntryBlock,
-    List,
-    Mark,
-    Node,
-    TokenRun,
-    Tree,
-    Victims,
-    WorkerMarks,
-    end_of,
-    generation,
-    index_of,
-    mark_at,
-    node_at,
-    run_end,
-    worker_of,
-)
+from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LISTED, LIVE, NOBODY, ChildTable, Entry,
+                                       EntryBlock, List, Mark, Node, TokenRun, Tree, Victims, WorkerMarks, end_of,
+                                       generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport block_bytes, block_marks, entry_count, find_entry, fresh_rows, new_run
 from preble._core.memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at
@@ -497,23 +475,17 @@ cdef const char* claim(Load* x, uint32_t i, uint64_t word, uint32_t index) noexc
 
 cdef const char* free_items(Slab* slab, const uint32_t* order, uint32_t count, Load* x, bint nodes) noexcept nogil:
     """The free list, with exactly the items that nothing has."""
-    cdef uint32_t items = x.nodes if nodes else x.marks, i, index, live = 0
-    cdef uint8_t* seen = <uint8_t*> calloc(max(items, 1), 1)
-    cdef bint right = seen != NULL
-    if seen == NULL:
+    cdef uint32_t items = x.nodes if nodes else x.marks, i, live = 0
+    cdef uint8_t* taken = <uint8_t*> calloc(max(items, 1), 1)
+    cdef bint right
+    if taken == NULL:
         return NO_MEMORY
     for i in range(items):
-        seen[i] = node_at(x.t, i).state & LIVE if nodes else x.seen[i] != 0
-        live += seen[i]
-    right = <uint64_t> live + count == items
-    for i in range(count):
-        memcpy(&index, order + i, 4)
-        right = right and index < items and not seen[index]
-        if not right:
-            break
-        seen[index] = 1
-    free(seen)
-    return NULL if right and chain_free(slab, order, count) else <const char*> b"its list of free items is wrong"
+        taken[i] = node_at(x.t, i).state & LIVE if nodes else x.seen[i] != 0
+        live += taken[i]
+    right = <uint64_t> live + count == items and chain_free(slab, order, count, taken)
+    free(taken)
+    return NULL if right else <const char*> b"its list of free items is wrong"
 
 
 cdef int read_tables(Reader r, Tree* t, TreeHead* head) except -1:

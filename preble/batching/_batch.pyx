@@ -216,22 +216,12 @@ cdef class Batch:
     def chunks(self) -> list[tuple[int, int]]:
         """(new tokens, context tokens after them) of each prefill chunk."""
         cdef LiveRequest live
-        cdef Py_ssize_t i
-        answer = []
-        for i in range(self.decode_count, len(self.lives)):
-            live = self.lives[i]
-            answer.append((live.scheduled, live.computed + live.scheduled))
-        return answer
+        return [(live.scheduled, live.computed + live.scheduled) for live in self.lives[self.decode_count :]]
 
     def decode_contexts(self) -> list[int]:
         """Context tokens of each decode, the new one included."""
-        cdef LiveRequest live
         cdef Py_ssize_t i
-        answer = []
-        for i in range(self.decode_count):
-            live = self.lives[i]
-            answer.append(live.computed + 1)
-        return answer
+        return [(<LiveRequest> self.lives[i]).computed + 1 for i in range(self.decode_count)]
 
     def sampling(self) -> list[str]:
         """Request ids whose next token must be sampled, in order: those at the end of what is known, without a plan."""

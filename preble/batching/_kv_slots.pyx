@@ -15,16 +15,8 @@ from libc.string cimport memcpy
 
 from preble._core.atomic cimport store64
 from preble._core.tree.layout cimport Node, TokenRun, Walk, mark_at, node_at, run_end, store_run
-from preble._core.tree.parts cimport (
-    add_tokens,
-    find_entry,
-    free_run,
-    new_run,
-    recency_push_after,
-    recency_remove,
-    retire_run,
-    run_slots,
-)
+from preble._core.tree.parts cimport (add_tokens, find_entry, free_run, new_run, recency_push_after, recency_remove,
+                                      retire_run, run_slots)
 from preble._core.memory cimport NONE, slab_reserve
 from preble._core.tree.nodes cimport add_entry, add_leaf, at_root, forget_leaf, split_node, tree_walk
 from preble._core.tree.child_table cimport table_reserve

@@ -3,25 +3,8 @@ changes nothing."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._core.tree.layout cimport (
-    LISTED,
-    LIVE,
-    ChildTable,
-    Entry,
-    List,
-    Node,
-    Tree,
-    Victim,
-    Victims,
-    WorkerMarks,
-    end_of,
-    generation,
-    index_of,
-    mark_at,
-    node_at,
-    run_end,
-    worker_of,
-)
+from preble._core.tree.layout cimport (LISTED, LIVE, ChildTable, Entry, List, Node, Tree, Victim, Victims, WorkerMarks,
+                                       end_of, generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport block_bytes, block_marks, entry_count, find_entry, run_bytes, run_slots
 from preble._core.memory cimport CHUNK, CHUNK_BITS, NONE, charged
@@ -66,7 +49,8 @@ cdef check_node(Tree* t, uint32_t i):
         assert node.run.start < end <= run_end(node.run), f"M1: mark of {worker} on node {i}"
         assert mark_at(t, mark).node == i, f"M1: a mark of node {i} points elsewhere"
         assert mark_at(t, mark).worker == worker, f"M1: a mark of node {i} names another worker"
-        check_closure(t, i, worker)
+        assert above.parent == NONE or find_entry(above, worker).end == run_end(above.run), (
+            f"M1: worker {worker} marks node {i}, not its parent")
         if t.with_slots:
             assert end == run_end(node.run), f"M1: node {i} of a slot tree is cached in part"
     if t.with_slots:
@@ -91,13 +75,6 @@ cdef list entries_at(Tree* t, uint32_t i):
 
 cdef uint64_t pins_of(Tree* t, uint32_t i):
     return mark_at(t, node_at(t, i).only_mark).pins
-
-
-cdef check_closure(Tree* t, uint32_t i, uint32_t worker):
-    cdef Node* above = node_at(t, node_at(t, i).parent)
-    if above.parent == NONE:
-        return
-    assert find_entry(above, worker).end == run_end(above.run), f"M1: worker {worker} marks node {i}, not its parent"
 
 
 cdef check_roots(Tree* t, list nodes, dict roots, dict names, root_queue):

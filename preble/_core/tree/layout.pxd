@@ -46,7 +46,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from preble._core.atomic cimport load32, load64
+from preble._core.atomic cimport load32
 from preble._core.epochs cimport Epochs
 from preble._core.writer_lock cimport WriterLock
 from preble._core.memory cimport CHUNK_BITS, CHUNK_MASK, NONE, Budget, Slab
@@ -198,6 +198,10 @@ cdef inline Mark* mark_at(Tree* t, uint32_t i) noexcept nogil:
 
 cdef inline uint32_t generation(Node* node) noexcept nogil:
     return load32(&node.state) >> STATE_BITS
+
+cdef inline bint is_same_node(Tree* t, uint32_t i, uint32_t number) noexcept nogil:
+    # Whether node `i` is still the live one of that generation. A split leaves its lower part under the index.
+    return node_at(t, i).state & LIVE and generation(node_at(t, i)) == number
 
 cdef inline uint32_t run_end(TokenRun* run) noexcept nogil:
     # Tokens from the prompt's start to the end of the run.

@@ -12,52 +12,13 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport load32, load64, store32, store64
 from preble._core.prefix_compare cimport common_prefix
-from preble._core.tree.layout cimport (
-    CONFIRMED,
-    LIVE,
-    LISTED,
-    NOBODY,
-    STATE_BITS,
-    Entry,
-    EntryBlock,
-    Mark,
-    Node,
-    TokenRun,
-    Tree,
-    Walk,
-    WorkerMarks,
-    end_of,
-    generation,
-    index_of,
-    load_block,
-    load_run,
-    load_workers,
-    mark_at,
-    node_at,
-    owner_of,
-    run_end,
-    state_of,
-    store_block,
-    store_run,
-    worker_of,
-)
-from preble._core.tree.parts cimport (
-    add_tokens,
-    age_push,
-    age_remove,
-    block_bytes,
-    block_marks,
-    entry_count,
-    find_entry,
-    free_run,
-    new_run,
-    place_in,
-    recency_push_after,
-    recency_remove,
-    retire_run,
-    run_slots,
-    set_end,
-)
+from preble._core.tree.layout cimport (CONFIRMED, LIVE, LISTED, NOBODY, STATE_BITS, Entry, EntryBlock, Mark, Node,
+                                       TokenRun, Tree, Walk, WorkerMarks, end_of, generation, index_of, load_block,
+                                       load_run, load_workers, mark_at, node_at, owner_of, run_end, state_of,
+                                       store_block, store_run, worker_of)
+from preble._core.tree.parts cimport (add_tokens, age_push, age_remove, block_bytes, block_marks, entry_count,
+                                      find_entry, free_run, new_run, place_in, recency_push_after, recency_remove,
+                                      retire_run, run_slots, set_end)
 from preble._core.memory cimport NONE, budget_alloc, budget_free, slab_reserve, slab_take
 from preble._core.tree.reclaim cimport MARK, NODE, retire_memory, retire_thing
 from preble._core.tree.child_table cimport add_child, find_child, remove_child, replace_child, table_reserve

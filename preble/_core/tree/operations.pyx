@@ -10,44 +10,12 @@ Sections: insert, eviction, corrections, room under max_bytes, forgetting.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport store32, store64
-from preble._core.tree.layout cimport (
-    CONFIRMED,
-    EPOCH_MAX,
-    INDEX_BITS,
-    LISTED,
-    TOUCHED,
-    Entry,
-    List,
-    Mark,
-    Node,
-    TokenRun,
-    Tree,
-    Victims,
-    Walk,
-    WorkerMarks,
-    end_of,
-    mark_at,
-    node_at,
-    run_end,
-    state_of,
-)
-from preble._core.tree.parts cimport (
-    add_tokens,
-    age_push,
-    age_remove,
-    block_bytes,
-    entry_count,
-    find_entry,
-    hits_add,
-    hits_seen,
-    hits_take,
-    marks_a_child,
-    new_run,
-    run_bytes,
-    set_end,
-    touch_mark,
-    window_of,
-)
+from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LISTED, TOUCHED, Entry, List, Mark, Node,
+                                       TokenRun, Tree, Victims, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
+                                       state_of)
+from preble._core.tree.parts cimport (add_tokens, age_push, age_remove, block_bytes, entry_count, find_entry, hits_add,
+                                      hits_seen, hits_take, marks_a_child, new_run, run_bytes, set_end, touch_mark,
+                                      window_of)
 from preble._core.memory cimport NONE, charged, slab_bytes, slab_growth, slab_reserve
 from preble._core.tree.nodes cimport add_entry, add_leaf, drop_mark, forget_leaf, reserve_entry, split_node, trim_entry
 from preble._core.tree.reclaim cimport reclaim_soon

@@ -5,22 +5,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport store32, store64, store_signed
-from preble._core.tree.layout cimport (
-    LISTED,
-    Entry,
-    EntryBlock,
-    List,
-    Mark,
-    Node,
-    TokenRun,
-    Tree,
-    WorkerMarks,
-    end_of,
-    mark_at,
-    node_at,
-    state_of,
-    worker_of,
-)
+from preble._core.tree.layout cimport (LISTED, Entry, EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
+                                       mark_at, node_at, state_of, worker_of)
 from preble._core.memory cimport NONE, budget_alloc, budget_free
 from preble._core.tree.reclaim cimport retire_memory
 from preble._core.tree.victims cimport victims_gone

@@ -8,7 +8,7 @@
 # place of following links from mark to node to run. A mark that leaves the recency list, or becomes its newest, leaves
 # this one; a mark that changes otherwise cuts the list short before itself.
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t
 from libc.string cimport memmove
 
 from preble._core.tree.layout cimport LISTED, VICTIMS_MAX, Tree, Victim, Victims, WorkerMarks, mark_at, state_of
