@@ -97,10 +97,11 @@ def smoothed(known: dict[int, float], loads: Sequence[Load], passed: float, seco
 
 def counted_groups(core: DecisionCore, now: float, load_min: float) -> list[Group]:
     """All prefix groups with at least that load. The lock is held for slices."""
+    lock, rows = core.tree, core.groups.rows
     groups: list[Group] = []
     for start in range(0, SHARES, SLICE):
-        with core.tree:
-            groups += map(Group._make, core.groups.rows(start, SLICE, now, load_min))
+        with lock:
+            groups += map(Group._make, rows(start, SLICE, now, load_min))
     return groups
 
 
