@@ -290,7 +290,7 @@ cdef class RequestApi:
     """What callers ask of a scheduler for each request. Complete in itself; `GlobalScheduler` adds the workers, their
     events and the work in the background. Any thread may call anything.
 
-    `clock`: seconds. `policy`: None is E2. `policy_state`: what the policy is informed beside columns (`known`), a
+    `clock`: seconds. `policy`: None is E2. `policy_state`: what the policy is given beside columns (`known`), a
     RequestObserver. `observer`: who looks on; without one each call asks only whether there is one.
     """
 

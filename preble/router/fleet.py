@@ -1,4 +1,4 @@
-r"""The router's workers: connecting, losing and finding them again, and what the scheduler is informed about it.
+r"""The router's workers: connecting, losing and finding them again, and what the scheduler learns of it.
 
     connecting -> ready <-> suspect        suspect: silent for a while; its requests went elsewhere, its cache remains
                     |  \-> draining        draining: it asked for no new requests
@@ -7,7 +7,7 @@ r"""The router's workers: connecting, losing and finding them again, and what th
 
 A lost worker stays in the scheduler, unused, for `forget_after_seconds`: after a short break of the network its cache
 is as it was, and its events go on where they stopped. A worker with a new epoch has been restarted: it is removed from
-the scheduler and added afresh, so that nothing is estimated about its cache.
+the scheduler and added afresh, so that its cache counts as empty.
 
 Owns membership in the scheduler and the supervisor task of each address. Requests are `router`'s, bytes `transport`'s.
 """

@@ -1,5 +1,5 @@
 """The routers of a simulation: one global scheduler each, over the same workers. Owns which of them a request comes to,
-and what each is informed: of its own requests as by the workers' answers, of the others' as by their events.
+and what each learns: of its own requests as by the workers' answers, of the others' as by their events.
 
     request --> one of the routers, by chance --> worker
                       all of them  <-- event_delay_seconds -- placed, prefilled, ended; evictions
@@ -58,7 +58,7 @@ class SimRouters:
                 self._report_to_others(worker, router, RequestPrefilled(str(router), request_id, cached_tokens))
 
     def _report_to_others(self, worker: str, router: int, event: CacheEvent) -> None:
-        """Of a worker that is gone meanwhile nobody is informed."""
+        """What became of a worker that is gone meanwhile is not reported."""
         for number, scheduler in enumerate(self.schedulers):
             if number != router:
                 with suppress(UnknownWorker):

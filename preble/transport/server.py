@@ -449,8 +449,8 @@ class Server:
     def report(self, event: _RequestEvent) -> None:
         """Take what became of a router's request. Where another router is there it is published by the next
         `publish_reports`; else it waits for the next batch, for another router, or until many wait, and is only kept
-        for replay: a router that is alone is not reported of its own requests. What would need a frame of its own over
-        the limit is counted and left out; nobody knows the request then."""
+        for replay: a router that is alone receives no events of its own requests. What would need a frame of its own
+        over the limit is counted and left out; nobody knows the request then."""
         size = bytes_of(event)
         if size > self.config.max_frame_bytes - _EMPTY_FRAME_BYTES:
             self.counters.events_too_large += 1

@@ -314,7 +314,7 @@ def _cached_of(ticket: _Ticket, chunk: OutputChunk) -> int | None:
 
 
 def _placed(router_id: str, request: GenerationRequest) -> RequestPlaced:
-    """What is informed of a request that comes; of one that is resumed, the output that it may still have."""
+    """What is reported of a request that comes; of one that is resumed, the output that it may still have."""
     left = max(1, request.sampling.max_new_tokens - request.output_offset)
     token_ids: Any = request.token_ids
     return RequestPlaced(router_id, request.request_id, token_ids, request.namespace, left)
