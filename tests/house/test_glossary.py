@@ -22,7 +22,7 @@ def test_terms_are_few_and_each_stands_once() -> None:
 
 
 def test_what_the_glossary_names_is_in_the_code() -> None:
-    sources = (path for path in (ROOT / "preble").rglob("*") if path.suffix in {".py", ".pyx"})
+    sources = (path for path in (ROOT / "preble").rglob("*") if path.suffix in {".py", ".pyx", ".pxd"})
     words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
     named = {word for row in ROWS for quoted in re.findall(r"`([^`]+)`", row[1]) for word in re.findall(r"\w+", quoted)}
     assert named and named <= words, named - words
