@@ -210,6 +210,7 @@ class RebalancerMachine(RuleBasedStateMachine):
         if name not in self.real.workers:
             self.real.add_worker(WorkerSpec(name, block_size=1, kv_capacity_tokens=100_000))
             self.incarnations[name] = self.incarnations.get(name, 0) + 1
+            self.half()
 
     @rule(name=st.sampled_from(NAMES), drain=st.booleans())
     def leave(self, name: str, drain: bool) -> None:
@@ -224,7 +225,8 @@ class RebalancerMachine(RuleBasedStateMachine):
         if rows and to < len(core.names):
             row = data.draw(st.sampled_from(rows))
             with self.real._lock:
-                busy = row.node in self.real._rebalancer._busy()
+                plans = self.real._rebalancer
+                busy = row.node in plans._copied or row.node in {work.group.node for work in plans._works.values()}
                 begun = self.real._rebalancer.begin(Proposal(REBALANCE, row, to, "test", 1.0), self.clock())
                 self.real._rebalancer.publish()
             assert bool(begun) == (core.names[to] is not None) or busy
