@@ -286,7 +286,7 @@ def test_importing_the_engine_without_its_packages_names_the_remedy(run_python: 
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from preble.errors import MissingExtra\n"
-        "try:\n    import preble.engines.torch\n"
+        "try:\n    from preble.engines.torch import TorchEngine\n"
         "except MissingExtra as error:\n    sys.exit(str(error))\n"
     )
     assert run_python("-c", code).stderr.strip() == f'the torch engine needs {package}: pip install "preble[torch]"'

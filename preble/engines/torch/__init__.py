@@ -1,20 +1,34 @@
 """The torch engine: runs a Llama-family model directory on CPU or CUDA, with KV reuse across requests.
 
-Owns the check that torch and transformers are installed, and the public name. Life of a step: `engine` asks
-`LocalScheduler` for a batch, `runner` computes it over the KV pool, `sampling` chooses tokens, `LocalScheduler`
-books them. `loading` reads model directories, `attention` reads the pool.
+Owns the check that torch and transformers are installed, and the public name, which imports them. Life of a step:
+`engine` asks `LocalScheduler` for a batch, `runner` computes it over the KV pool, `sampling` chooses tokens,
+`LocalScheduler` books them. `loading` reads model directories, `attention` reads the pool, `tiny_models` makes models.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from ...errors import MissingExtra
 
-for _package in ("torch", "transformers"):
-    if find_spec(_package) is None:
-        raise MissingExtra(f'the torch engine needs {_package}: pip install "preble[torch]"')
+if TYPE_CHECKING:
+    from .engine import TorchEngine as TorchEngine
 
-from .engine import TorchEngine  # noqa: E402  (after the check, so that the error names the remedy)
 
-__all__ = ["TorchEngine"]
+def need_torch() -> None:
+    """Raise `MissingExtra`, which names the remedy, unless torch and transformers are installed. Imports neither."""
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise MissingExtra(f'the torch engine needs {package}: pip install "preble[torch]"')
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name != "TorchEngine":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        need_torch()
+        from .engine import TorchEngine
+
+        return TorchEngine

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EngineError, InvalidInput
+from . import need_torch
 
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>")
 PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID = range(3)
@@ -106,7 +107,8 @@ def _publish(building: Path, final: Path) -> None:
 
 
 def _write_model(spec: TinySpec, path: Path, seed: int) -> None:
-    from .loading import muted_transformers  # raises MissingExtra without torch
+    need_torch()
+    from .loading import muted_transformers
 
     with muted_transformers():
         _random_model(spec, seed).save_pretrained(path)
