@@ -157,9 +157,9 @@ def test_one_hot_worker_leaves_the_others_their_prefixes(three_workers_worth: li
         asks += requests_for(f"quiet{'x' * group}", quiet, 0.5, 0.0, 60.0, question=100, seed=group)
     result, _ = run(asks, SchedulerConfig())
     assert plans(result, "replica")
-    idle_rows = np.array([name.startswith("suspect") for name in result.request_ids])
-    prompt, cached = result.prompt_tokens[idle_rows].sum(), result.cached_tokens[idle_rows].sum()
-    off, _ = run([r for r in asks if r.request_id.startswith("suspect")], OFF)
+    quiet_rows = np.array([name.startswith("quiet") for name in result.request_ids])
+    prompt, cached = result.prompt_tokens[quiet_rows].sum(), result.cached_tokens[idle_rows].sum()
+    off, _ = run([r for r in asks if r.request_id.startswith("quiet")], OFF)
     assert cached / prompt > 0.95 * off.cached_tokens.sum() / off.prompt_tokens.sum()
 
 
