@@ -283,7 +283,7 @@ def page(result: Found) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
     return (
         f"{markdown(names, lines)}\n\nThe router that joins:\n\n{markdown(titles, joins)}\n\n"
-        f"`{typed_today(result['environment']['command'])}`: {told}; {settings}."
+        f"`{typed_today(result['facts']['command'])}`: {told}; {settings}."
     )
 
 

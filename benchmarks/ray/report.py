@@ -41,8 +41,8 @@ caches. Each run has fresh replicas and {requests} requests, the first {first} o
 request's arrival at the process that holds the handle, to its first token there. Hits are what the replicas found in
 their caches.
 
-Ray's routers have their default settings, and so has Preble's, reported a tokenizer and the replicas' cost model;
-replicas report it the size of their caches. Two handles are two processes that share the load by turns; each has a
+Ray's routers have their default settings, and so has Preble's, given a tokenizer and the replicas' cost model;
+replicas report the size of their caches to it. Two handles are two processes that share the load by turns; each has a
 router of its own. Preble's inform each other of what they book through an actor, Ray's prefix routers share one tree in
 an actor.
 """

@@ -328,7 +328,7 @@ def page(result: dict[str, Any]) -> str:
     holds = "holds in every round" if max(found) < BAR_US else "**does not hold in every round**"
     told = ", ".join(f"{name} {value}" for name, value in result["facts"].items() if name != "command")
     bar = f"Bar: first token under {BAR_US:g} us at the median; it {holds}."
-    return f"{table(result)}\n\n{bar}\n\n`{typed_today(result['environment']['command'])}`: {told}."
+    return f"{table(result)}\n\n{bar}\n\n`{typed_today(result['facts']['command'])}`: {told}."
 
 
 def write_docs(result: dict[str, Any]) -> None:
