@@ -158,7 +158,7 @@ def test_one_hot_worker_leaves_the_others_their_prefixes(three_workers_worth: li
     result, _ = run(asks, SchedulerConfig())
     assert plans(result, "replica")
     quiet_rows = np.array([name.startswith("quiet") for name in result.request_ids])
-    prompt, cached = result.prompt_tokens[quiet_rows].sum(), result.cached_tokens[idle_rows].sum()
+    prompt, cached = result.prompt_tokens[quiet_rows].sum(), result.cached_tokens[quiet_rows].sum()
     off, _ = run([r for r in asks if r.request_id.startswith("quiet")], OFF)
     assert cached / prompt > 0.95 * off.cached_tokens.sum() / off.prompt_tokens.sum()
 
