@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not full:
                 self.asked.append(path)
                 own_id = peer_id(name, "other", str(self.number))
-                self.model.book(own_id, path, name, limit, self.clock(), mirrored=True)
+                self.model.book(own_id, path, name, limit, self.clock(), from_peer=True)
 
     @precondition(lambda self: self.model.live)
     @rule(which=st.integers(0, 99), share=st.sampled_from([None, 0.0, 0.5, 1.0]))
