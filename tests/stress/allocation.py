@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import preble
 from preble import (
     AllBlocksCleared,
     BlockRemoved,
@@ -33,6 +34,7 @@ from preble._radix import RadixTree
 from preble.batching._kv_slots import SlotTree
 from preble.errors import UnknownWorker
 
+CORE = preble.__file__.removesuffix("__init__.py")  # all compiled modules lie below it
 GROWN_MAX = 1100  # fillers tried to find where tables and slabs grow
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
 LONG = list(range(100, 160))
@@ -65,7 +67,7 @@ class FailingMalloc:
         modules = set()
         for line in Path("/proc/self/maps").read_text().splitlines():
             addresses, rights, *_, name = line.split(maxsplit=5)
-            if "x" in rights and "/preble/_" in name and name.endswith(".so"):
+            if "x" in rights and name.startswith(CORE) and name.endswith(".so"):
                 start, _, end = addresses.partition("-")
                 assert self.library.watch_code(int(start, 16), int(end, 16)) == 0
                 modules.add(name)
