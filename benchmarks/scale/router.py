@@ -323,7 +323,7 @@ class Run:
             self.timer.sent("chunk", len(frame))
 
     def _publish(self, running: Running, what: str, events: Told) -> None:
-        """A worker notifies all routers. One that is alone is not reported of its own requests."""
+        """A worker reports to all routers; a single router gets no events about its own requests."""
         worker = running.worker
         if self.cell.routers == 1 and what in ("placed", "prefilled", "ended"):
             return

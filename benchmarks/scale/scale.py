@@ -315,7 +315,7 @@ def summary_table(run: Figures) -> str:
         ["of them prompts of placed requests; of evictions; answers",
          "; ".join(f"{size[name]:,.0f}" for name in ("told", "cache", "answers"))],
         ["bytes from each router", f"{run['bytes']['submit'] / run['requests_counted']:,.0f} a request of the fleet"],
-        ["time for an own request: decision and life; frames; reported of it",
+        ["time for an own request: decision and life; frames; events about it",
          "; ".join(f"{cost[name]:,.1f} us" for name in ("decide_us", "stream_us", "passed_by_us"))],
         ["time for another router's: decode; apply", f"{cost['decode_us']:,.1f} us; {cost['apply_us']:,.1f} us"],
         ["time for cache events, a request", f"{cost['cache_us']:,.1f} us"],

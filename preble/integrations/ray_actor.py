@@ -1,5 +1,5 @@
 """What runs on a Ray node for each worker: an actor that keeps one `preble worker` as its child. Owns the child, and
-what is reported of it; who places actors, and what routers do, is `ray_workers.py`'s.
+what it reports; who places actors, and what routers do, is `ray_workers.py`'s.
 
 The worker is a process of its own, not a thread of the actor: an engine that crashes, or is killed for its memory,
 takes nobody along, its signals and its main thread are its own, and its loop shares no interpreter lock with Ray. When

@@ -61,7 +61,7 @@ FinishReason = Annotated[str, _one_of(*FINISH_REASONS)]
 class Hello(Struct, frozen=True):
     """Opens a session. What the router expects of the worker is checked by the worker; "" and 0 mean no expectation.
 
-    No two routers may have the same `router_id`: each takes what is reported of its own requests for known.
+    No two routers may have the same `router_id`: each passes by events about its own requests.
     """
 
     router_id: Id

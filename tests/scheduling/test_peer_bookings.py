@@ -1,4 +1,4 @@
-"""Bookings for other routers: a scheduler that is reported of them decides as one that placed them itself. Transport
+"""Bookings for other routers: a scheduler that receives them decides as one that placed them itself. Transport
 and processes are in router/test_several_routers.py."""
 
 from __future__ import annotations

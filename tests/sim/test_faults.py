@@ -84,7 +84,7 @@ def test_a_request_on_its_way_to_a_dying_worker_arrives_once(sent: Sent) -> None
 
 
 def test_late_news_of_a_dead_worker_do_no_harm() -> None:
-    """The first token is reported of after the request was placed elsewhere; its end after the worker was forgotten."""
+    """The first token is reported after the request was placed elsewhere; its end after the worker was forgotten."""
     requests = [asked("a", 0.0, 100, out=50), asked("b", 0.0, 20, out=1), asked("c", 0.001, 30, out=1)]
     faults = (WorkerDeath(0.25, "w0", noticed_after_seconds=0.05),)
     result, simulation = run(requests, config(workers=2, policy="round_robin", event_delay_seconds=0.4, faults=faults))
@@ -94,7 +94,7 @@ def test_late_news_of_a_dead_worker_do_no_harm() -> None:
 
 
 def test_a_late_first_token_of_a_dead_worker_is_not_taken_for_one_of_the_next() -> None:
-    """It came on w0 at 0.11 s and is reported of at 0.51 s; since 0.3 s the request is w1's, whose first token is to be
+    """It came on w0 at 0.11 s and is reported at 0.51 s; since 0.3 s the request is w1's, whose first token is to be
     reported at 0.82 s."""
     faults = (WorkerDeath(0.25, "w0", noticed_after_seconds=0.05),)
     for until, waiting in ((0.7, 1), (0.9, 0)):
