@@ -78,6 +78,19 @@ def _endpoint(fields: Mapping[str, Any], name: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
+class Siblings:
+    """Calls made within one outer request share its id, so the end of one may be taken for another's. Once it is known
+    of all of them where they went, and as many have ended at each replica as went there, all are over."""
+
+    open: list[Ticket] = field(default_factory=list)  # those that have a booking
+    on_their_way: set[Ticket] = field(default_factory=set)  # those of which is not known where they went
+    running: Counter[str] = field(default_factory=Counter)  # went there, less ended there, by replica
+
+    def are_over(self) -> bool:
+        return not self.on_their_way and all(count <= 0 for count in self.running.values())
+
+
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One call on its way: its tokens, and the booking it has, if any. `left` are replicas that it was booked on and
     that did not take it. `silent_seconds`: after so long without a word its call is taken to be over, None where its
@@ -122,9 +135,7 @@ class ReplicaScheduler:
         self.counters: Counter[str] = Counter()
         self._specs: dict[str, WorkerSpec] = {}
         self._tickets: OrderedDict[int, tuple[Ticket, float]] = OrderedDict()  # by booking, oldest first
-        self._by_call: dict[str, list[Ticket]] = {}  # calls made within one outer request share its id
-        # Ends reported before it was known where the call went, by call and replica.
-        self._early: dict[str, Counter[str]] = {}
+        self._by_call: dict[str, Siblings] = {}  # while one of them has a booking
         self._numbers = itertools.count(1)
         self._next_tick = clock() + TICK_SECONDS
         self._ticking = False
@@ -193,20 +204,18 @@ class ReplicaScheduler:
     def routed(self, ticket: Ticket, replica: str) -> None:
         """The call was taken by this replica. If it was booked on another one, the booking follows it."""
         with self._lock:
-            over = self._early.get(ticket.call_id, Counter())[replica] > 0
+            mine = self._by_call.get(ticket.call_id, Siblings())
+            ended_first = mine.running[replica] < 0
+            if ticket in mine.on_their_way:
+                mine.on_their_way.remove(ticket)
+                mine.running[replica] += 1
             if ticket.booking is None:
                 self.counters["routed_unbooked"] += 1
-                return
-            if over and replica != ticket.replica:
-                # Its end came first and was taken for a sibling's, for which this booking stands from now on.
-                self._early[ticket.call_id][replica] -= 1
-                return
-            if replica != ticket.replica and replica in self._specs:
-                self.counters["booking_moved"] += 1
-                ticket.left.add(ticket.replica)
-                self._give_back(ticket)
-                self._book(ticket, {replica})
-            ticket.routed = True
+            elif replica == ticket.replica or not ended_first:  # else the booking stands for the sibling that was ended
+                if replica != ticket.replica and replica in self._specs:
+                    self._move(ticket, replica)
+                ticket.routed = True
+            self._end_if_over(ticket.call_id)
 
     def completed(self, replica: str, call_id: str) -> bool:
         """A call is over, whether it went well or not; True if that ended a booking.
@@ -215,20 +224,22 @@ class ReplicaScheduler:
         Among calls of one id on one replica the oldest ends.
         """
         with self._lock:
-            mine = self._by_call.get(call_id, ())
-            ticket = next((one for one in mine if one.replica == replica), None)
-            if ticket is None:  # sent, without a word, to a replica that it was not booked on
-                ticket = next((one for one in mine if not one.routed and replica not in one.left), None)
-                self._early.setdefault(call_id, Counter())[replica] += ticket is not None
-            if ticket is None:
-                if call_id not in self._by_call:
-                    self._early.pop(call_id, None)
+            mine = self._by_call.get(call_id, Siblings())
+            here = sorted((one for one in mine.open if one.replica == replica), key=lambda one: not one.routed)
+            # Else it was sent, without a word, to a replica that it was not booked on.
+            elsewhere = (one for one in mine.open if not one.routed and replica not in one.left)
+            ticket = next(itertools.chain(here, elsewhere), None)
+            known = {*mine.open, *mine.on_their_way}
+            if ticket is None and mine.running[replica] <= 0 and all(replica in one.left for one in known):
                 self.counters["completed_unbooked"] += 1
                 return False
-            self._finish(ticket)
-            ticket.left.add(replica)  # of use where it was no end but a refusal, and the call is placed again
-            self.counters["completed"] += 1
-            return True
+            mine.running[replica] -= 1
+            if ticket is not None:
+                self._finish(ticket)
+                ticket.left.add(replica)  # of use where it was no end but a refusal, and the call is placed again
+            self.counters["completed" if ticket is not None else "completed_unbooked"] += 1
+            self._end_if_over(call_id)
+            return ticket is not None
 
     def cancel(self, ticket: Ticket) -> None:
         """The call will not be made: give its booking back, if it has one."""
@@ -241,7 +252,7 @@ class ReplicaScheduler:
         call_id = f"{router}:{note.booking}"
         with self._lock:
             if note.tokens is None:
-                for ticket in list(self._by_call.get(call_id, ())):
+                for ticket in list(self._by_call.get(call_id, Siblings()).open):
                     self._give_back(ticket) if note.given_back else self._finish(ticket)
             elif note.replica in self._specs and call_id not in self._by_call:
                 ticket = Ticket(call_id, note.tokens, silent_seconds=PEER_SECONDS, peer=router)
@@ -262,10 +273,31 @@ class ReplicaScheduler:
         )
         ticket.booking, ticket.replica, ticket.routed = number, decision.worker, False
         self._tickets[number] = (ticket, self._clock())
-        self._by_call.setdefault(ticket.call_id, []).append(ticket)
+        mine = self._by_call.setdefault(ticket.call_id, Siblings())
+        mine.open.append(ticket)
+        mine.on_their_way.add(ticket)
         if self._publish is not None and not ticket.peer:
             self._publish(Note(number, decision.worker, tokens))
         return decision.worker
+
+    def _move(self, ticket: Ticket, replica: str) -> None:
+        """Book it where it went."""
+        mine = self._by_call[ticket.call_id]
+        self.counters["booking_moved"] += 1
+        ticket.left.add(ticket.replica)
+        self._give_back(ticket)
+        self._book(ticket, {replica})
+        now = self._by_call[ticket.call_id]  # others than before, if it was the only one
+        now.running, now.on_their_way = mine.running, mine.on_their_way
+        now.on_their_way.discard(ticket)
+
+    def _end_if_over(self, call_id: str) -> None:
+        """End what stayed open because one's end was taken for another's."""
+        mine = self._by_call.get(call_id)
+        if mine is not None and mine.are_over():
+            for ticket in list(mine.open):
+                self._finish(ticket)
+                self.counters["completed"] += 1
 
     def _finish(self, ticket: Ticket) -> None:
         self.scheduler.finish(ticket.booking)
@@ -281,10 +313,11 @@ class ReplicaScheduler:
             if self._publish is not None and not ticket.peer:
                 self._publish(Note(ticket.booking, ticket.replica, given_back=given_back))
         mine = self._by_call[ticket.call_id]
-        mine.remove(ticket)
-        if not mine:
+        mine.open.remove(ticket)
+        if given_back:
+            mine.on_their_way.discard(ticket)
+        if not mine.open:
             del self._by_call[ticket.call_id]
-            self._early.pop(ticket.call_id, None)
         ticket.booking = None
 
     # --- background ---------------------------------------------------------------------------------------------------
@@ -334,7 +367,7 @@ class ReplicaScheduler:
         with self._lock:
             assert self._specs.keys() == self.scheduler.workers.keys()
             assert self.scheduler.stats()["live_requests"] == len(self._tickets)
-            by_call = [ticket.booking for tickets in self._by_call.values() for ticket in tickets]
+            by_call = [ticket.booking for mine in self._by_call.values() for ticket in mine.open]
             assert sorted(self._tickets) == sorted(number for number in by_call if number is not None)
         self.scheduler.check()
 
