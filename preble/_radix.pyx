@@ -297,7 +297,7 @@ cdef class RadixTree:
     cdef int look(self, object token_ids, object namespace, Held* found) except -1:
         """What each worker holds of a prompt, without a lock. The caller frees `found.held`.
 
-        Asks again if a worker came or went meanwhile, so that no tokens are informed of the wrong one.
+        Asks again if a worker came or went meanwhile, so that no tokens are reported for the wrong one.
         """
         cdef TokenView view
         cdef uint64_t changes

@@ -22,9 +22,8 @@ class WorkerSpec:
 
     `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size` its cache granularity in
     tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel`, a preset name or a file (*.json), None
-    for the scheduler's own;
-    `max_running` the requests it runs at once, None when unknown; `labels` free text for filters and metrics.
-    Raises `InvalidConfig` naming the field.
+    for the scheduler's own; `max_running` the requests it runs at once, None when unknown; `labels` free text for
+    filters and metrics. Raises `InvalidConfig` naming the field.
     """
 
     id: str
@@ -137,8 +136,8 @@ class PrefixStored:
     namespace: Hashable = None
 
 
-# Where several routers use one worker, it informs all of them of what each one's requests do there. Whoever is informed
-# books them like its own (`preble/scheduling/peer_bookings.py`), so every router's bookings are of the whole fleet.
+# Where several routers use one worker, it reports to all of them what each one's requests do there. Who gets a report
+# books it like its own (`preble/scheduling/peer_bookings.py`), so every router's bookings are of the whole fleet.
 
 
 @dataclass(frozen=True, slots=True)

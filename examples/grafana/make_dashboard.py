@@ -88,8 +88,8 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
             (
                 "timeseries", "Prompt tokens from cache", "percentunit", 8,
                 [
-                    ("by the engines' word", HIT_RATE),
-                    ("believed", share("preble_predicted_cached_tokens_total", "preble_prompt_tokens_total")),
+                    ("reported by engines", HIT_RATE),
+                    ("estimated", share("preble_predicted_cached_tokens_total", "preble_prompt_tokens_total")),
                     ("best worker", share("preble_best_eligible_cached_tokens_total", "preble_prompt_tokens_total")),
                     ("chosen worker", share("preble_selected_cached_tokens_total", "preble_prompt_tokens_total")),
                 ],

@@ -1,1 +1,1 @@
-"""What engines report of their caches: KV events decoded, blocks by hash, and how accurate the estimates are."""
+"""What engines report about their caches: KV events decoded, blocks by hash, and how accurate the estimates are."""

@@ -10,7 +10,7 @@ from preble._kv_index.cache_accuracy cimport CacheAccuracy
 cdef class BlockIndex:
     cdef Blocks b
     cdef RadixTree tree
-    cdef CacheAccuracy accuracy  # who is given what events come; None: nobody
+    cdef CacheAccuracy accuracy  # is given the events that come; None: unused
     cdef dict rows               # (namespace, digests) -> row in `spaces`
     cdef list names              # the same by row, None where free
     cdef list free_rows

@@ -61,13 +61,13 @@ cdef class BlockIndex:
     # --- what it is compared with ---
 
     def watch(self, CacheAccuracy accuracy not None, uint32_t block_size) -> None:
-        """Let `accuracy` know what events come, and compare blocks with the size that was said."""
+        """Report to `accuracy` what events come, and compare blocks with the size that was given."""
         self.accuracy = accuracy
         self.b.block_size = block_size
 
     @property
     def odd_size(self) -> int:
-        """Tokens of the last stored blocks that were of another size than was said; 0 if none were."""
+        """Tokens of the last stored blocks that were of another size than was given; 0 if none were."""
         return self.b.odd_size
 
     def odd_prompts(self) -> list[tuple[object, list[int]]]:

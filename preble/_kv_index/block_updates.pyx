@@ -152,7 +152,7 @@ cdef Outcome look_up(Blocks* x, Batch* b, Run* run) noexcept nogil:
 
 
 cdef bint is_estimated(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
-    """Whether a run of known blocks is estimated cached, as the engine's word, and ends at a node's end. Its path is in
+    """Whether a run of known blocks is marked cached, confirmed by the engine, and ends at a node's end. Its path is in
     use then."""
     cdef uint32_t i = place_of(x, t, b.found[run.keys_at + run.count - 1])
     cdef Entry entry
@@ -379,7 +379,7 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
 
 cdef uint32_t kept_end(Tree* t, uint32_t i, uint32_t worker, uint32_t start) noexcept nogil:
     """How far, from `start` on, the worker needs the path to node `i` for another prompt that leaves it above that
-    node. Changes nothing. Where a node has too many children to look, less than a block stays estimated that is gone.
+    node. Changes nothing. Where a node has too many children to look, less than a block that is gone stays marked.
     """
     cdef uint32_t below = i
     cdef Node* node

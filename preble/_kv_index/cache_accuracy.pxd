@@ -11,7 +11,7 @@ cdef struct Place:               # a node as it was when it was noted, and a pos
     uint32_t generation
     uint32_t end
 
-cdef struct Served:              # a request that was served, as far as it reports of a cache
+cdef struct Served:              # a request that was served, as far as it concerns the cache
     uint32_t worker
     uint32_t block_size
     uint32_t prompt_tokens
@@ -23,7 +23,7 @@ cdef struct Served:              # a request that was served, as far as it repor
     bint marked                  # and marked up to its end
     int64_t cached_tokens        # reported; -1: nothing was
 
-cdef struct WorkerAccuracy:      # what was reported of one worker's cache
+cdef struct WorkerAccuracy:      # what was reported about one worker's cache
     double known                 # decayed: tokens it was known to hold, in requests whose report came
     double kept                  # decayed: of these, found there
     double reports               # decayed: these requests
@@ -31,7 +31,7 @@ cdef struct WorkerAccuracy:      # what was reported of one worker's cache
     int64_t known_total
     int64_t kept_total
     int64_t surplus_total        # tokens reported beyond what was counted on
-    uint32_t eighths             # (r) what is estimated of what is marked; FULL_ACCURACY: all
+    uint32_t eighths             # (r) how much of what is marked counts; FULL_ACCURACY: all
     uint32_t misses              # reports in a row of less than one block where one or more was known
     uint32_t seen_events         # whether the engine has ever reported what it stores
     uint32_t seen_reports        # whether it has ever reported a hit, or a miss
@@ -45,7 +45,7 @@ cdef struct WorkerAccuracy:      # what was reported of one worker's cache
 cdef class CacheAccuracy:
     cdef WorkerAccuracy* rows    # by worker index, in memory that never moves
     cdef uint32_t end            # one past the highest index in use
-    cdef uint32_t inaccurate     # (r) workers of which less than all is estimated
+    cdef uint32_t inaccurate     # (r) workers whose marks count for less than all
     cdef double half_life_seconds
     cdef double faded_at
     cdef void open(self, uint32_t worker) noexcept

@@ -1,14 +1,14 @@
-"""How accurate the estimates of each worker's cache are. Owns, per worker, what was reported of its cache and how
-often it agreed with what was known; nobody's marks. What is made of it in words is in `scheduling/cache_mismatch.py`.
+"""How accurate the estimates of each worker's cache are. Owns, per worker, what was reported about its cache and
+how often it agreed with what was known; nobody's marks. The words for it are in `scheduling/cache_mismatch.py`.
 
 Three sources say what a worker caches, the best first: cache events, `cached_tokens` reported with a request, and the
-estimate, which is that a prompt once sent there stays until there is no room. A worker is on the best one that was
-received lately: within the last SILENT_PROMPTS prompts that should have been reported.
+estimate, which is that a prompt once sent there stays until there is no room. A worker is on the best one that
+has reported lately: within the last SILENT_PROMPTS prompts that should have been reported.
 
 Accuracy is the share of what a worker was known to hold that its reports found there. A prefix that was only predicted,
 because its first request still runs, does not count: that is no error. It is 1 as long as the share is at least
-AGREED, and quantised, so that decisions change seldom; then what is marked counts for less. It fades with time, so a
-worker that gets no more requests is estimated again some minutes later, and has to show what it has.
+AGREED, and quantised, so that decisions change seldom; then what is marked counts for less. It fades with time, so the
+marks of a worker that gets no more requests count again some minutes later, and it has to show what it has.
 
 Everything is done as the tree's writer; `eighths` and `inaccurate` are also read without.
 """
@@ -48,7 +48,7 @@ cdef inline bint is_apart(const WorkerAccuracy* row) noexcept nogil:
 
 
 cdef class CacheAccuracy:
-    """What was reported of each worker's cache, by worker index. `half_life_seconds`: of what reports have taught."""
+    """What was reported about workers' caches, by worker index. `half_life_seconds`: of what reports have taught."""
 
     def __cinit__(self, double half_life_seconds):
         if not half_life_seconds > 0.0:
@@ -62,7 +62,7 @@ cdef class CacheAccuracy:
         free(self.rows)
 
     cdef void open(self, uint32_t worker) noexcept:
-        """A new worker: estimated, and nothing reported yet."""
+        """A new worker: its marks count in full, and nothing is reported yet."""
         if worker < self.end and self.rows[worker].eighths < <uint32_t> FULL_ACCURACY:
             store32(&self.inaccurate, self.inaccurate - 1)
         memset(&self.rows[worker], 0, sizeof(WorkerAccuracy))
@@ -122,8 +122,8 @@ cdef class CacheAccuracy:
             self.publish(one.worker)
 
     cdef void stored(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil:
-        """The engine has reported of blocks it stored: `runs` of new ones, of which `overlaps` begin like a prompt that
-        was sent there; the last `odd_runs` are of another block size than was said."""
+        """The engine has reported blocks it stored: `runs` of new ones, of which `overlaps` begin like a prompt that
+        was sent there; the last `odd_runs` are of another block size than was given."""
         cdef WorkerAccuracy* row = &self.rows[worker]
         row.seen_events = True
         row.prompts_since_events = 0
@@ -135,7 +135,7 @@ cdef class CacheAccuracy:
             self.publish(worker)
 
     def cleared(self, uint32_t worker) -> None:
-        """Its cache is empty: what was learned of the one before says nothing of this one."""
+        """Its cache is empty: what was learned about the one before says nothing about this one."""
         self.rows[worker].known = self.rows[worker].kept = self.rows[worker].reports = 0.0
         self.rows[worker].misses = self.rows[worker].apart_prompts = self.rows[worker].apart_runs = 0
         self.publish(worker)
@@ -159,7 +159,7 @@ cdef class CacheAccuracy:
     # --- what follows ---
 
     cdef void publish(self, uint32_t worker) noexcept nogil:
-        """Work out the accuracy anew. Events need none: what they say is not estimated."""
+        """Work out the accuracy anew. With events it is full: what they say is no estimate."""
         cdef WorkerAccuracy* row = &self.rows[worker]
         cdef uint32_t eighths = FULL_ACCURACY
         if row.reports >= REPORTS_MIN and row.kept < AGREED * row.known and not self.on_events(worker):
@@ -226,7 +226,7 @@ cdef class CacheAccuracy:
     # --- as plain numbers, for snapshots ---
 
     def state(self, uint32_t worker) -> tuple[float, ...]:
-        """All that was reported of a worker."""
+        """All that was reported about a worker."""
         cdef WorkerAccuracy* row = &self.rows[worker]
         cdef uint32_t at
         places = tuple((row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end)

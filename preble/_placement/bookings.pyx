@@ -1,5 +1,5 @@
-"""Decisions that count: one scheduler's tree, book and leases, and what a request's life does to them. Owns the one
-function that books a decision (`commit`); the rule is `e2.pyx`, the calls of users come in by `request_api.pyx`.
+"""Decisions that count: one scheduler's tree, load tracker and leases, and what a request's life does to them. Owns the
+one function that books a decision (`commit`); the rule is `e2.pyx`, the calls of users come in by `request_api.pyx`.
 
 A decision by E2 is one way from top to bottom, `decide`: the namespace's root, the walk, then as the tree's writer
 `walk_and_book` (walk on, choose, `commit`), then the chosen worker's name. `schedule` is the same where every worker is
@@ -43,7 +43,7 @@ REASON_NAMES = ("exploit", "explore", "escape", "rebalance", "replica", "rendezv
 
 
 cdef class DecisionCore(E2):
-    """One scheduler's compiled state: tree, book, leases. Whoever changes it holds the tree's lock
+    """One scheduler's compiled state: tree, load tracker, leases. Whoever changes it holds the tree's lock
     (`with core.tree:`)."""
 
     def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
@@ -221,7 +221,7 @@ cdef class DecisionCore(E2):
 
     cdef str decide(self, TokenView* view, object namespace, Placement* request, Choice* choice):
         """Decide by E2 and book; returns the worker's id. Anew where the namespace vanishes under it, or the chosen
-        worker before it can be reported. Raises what `schedule` says; then nothing is booked."""
+        worker before it can be returned. Raises what `schedule` says; then nothing is booked."""
         cdef Tree* t = &self.tree.t
         cdef uint32_t slot, tries = 0
         cdef int outcome
@@ -455,7 +455,7 @@ cdef class DecisionCore(E2):
         return self.accuracy.prompts(self.tree, worker, HEAD_TOKENS)
 
     def restore_accuracy(self, uint32_t worker, object state) -> None:
-        """Restore what was reported of a worker's cache, and with it how much it may be estimated to hold."""
+        """Restore what was reported about a worker's cache, and with it how much it may be estimated to hold."""
         with self.tree:
             self.accuracy.restore(worker, state)
             set_limit(&self.tree.t, worker, self.accuracy.on_events(worker))
@@ -665,7 +665,7 @@ cdef class DecisionCore(E2):
         }
 
     def check(self) -> None:
-        """Assert the invariants of tree and book, and that they agree on the workers."""
+        """Assert the invariants of tree and load tracker, and that they agree on the workers."""
         cdef uint32_t i
         cdef bint named, booked, marked
         self.tree.check()

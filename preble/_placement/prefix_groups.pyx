@@ -1,4 +1,4 @@
-"""How much work each hot prefix makes, and where. Owns the book of prefix groups: for a prefix on a worker, the work
+"""How much work each hot prefix makes, and where. Owns the table of prefix groups: for a prefix on a worker, the work
 assigned and the waits seen within the history window. What to do about it is `scheduling/rebalance_planner.py`'s
 business.
 
@@ -9,7 +9,7 @@ that its load and whether its waits have doubled are read off without a scan (pa
     half      9 (before)              10 (now)                shares live in 1024 sets of 4, by (node, worker)
               |---------- 90 s ------|----- 90 s --- ...      a set that is full gives up its least loaded share
 
-The book is bounded; what is crowded out is counted. All calls come under the tree's writers' lock.
+The table is bounded; what is crowded out is counted. All calls come under the tree's writers' lock.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t

@@ -6,7 +6,7 @@ from preble._placement.decision cimport Decision
 from preble._placement.bookings cimport DecisionCore
 from preble._placement.e2 cimport REASONS
 
-cdef enum Call:                  # what observers are informed of
+cdef enum Call:                  # what is reported to observers
     FIRST_TOKEN = 0
     FINISHED = 1
     CANCELLED = 2

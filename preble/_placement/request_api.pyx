@@ -1,6 +1,6 @@
 """The calls of a request's life, compiled: `schedule`, `first_token`, `finish`, `cancel`, and the questions `match` and
-`explain`. Owns the way in and out: the arguments, the request ids, the two locks, the counts, and who is informed of
-it. What the calls do to tree and books is in `bookings.pyx`; workers, events and background work are `scheduler.py`'s.
+`explain`. Owns the way in and out: the arguments, the request ids, the two locks, the counts, and reports to
+observers. What the calls do to the core is in `bookings.pyx`; workers, events and background work: `scheduler.py`.
 
     with Python's lock        arguments, tokens borrowed, the clock read, the request id claimed    here
     with Python's lock        the namespace's root                                                  DecisionCore.decide
@@ -129,8 +129,8 @@ def output_limit(max_new_tokens) -> int:
 # --- who looks on -----------------------------------------------------------------------------------------------------
 
 class RequestObserver:
-    """Base of those who are informed of requests: whoever looks on overrides what concerns it. Every call comes under
-    the writers' lock, with the clock's time in seconds. Of a call that fails, or is late, nobody is informed."""
+    """Base of those who follow requests: whoever looks on overrides what concerns it. Every call comes under the
+    writers' lock, with the clock's time in seconds. A call that fails, or is late, is not reported."""
 
     def on_decision(self, decision, before, double now) -> None:
         """A request was placed. `before`: what this observer was given, or has noted itself, before the decision."""
@@ -573,7 +573,7 @@ cdef class RequestApi:
 
     cdef bint answer(self, int ending, Call call, object request_id, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1:
-        """Whether the request was live; reports who looks on, and forgets the id of one that is over."""
+        """Whether the request was live; reports it to who looks on, and forgets the id of one that is over."""
         if ending == LATE:
             self.core.late_calls += 1
             return False

@@ -1,4 +1,4 @@
-"""`preble top`: the live page's numbers in a terminal. Owns the command, and the asking; frames are `top_frame`'s.
+"""`preble top`: the live page's numbers in a terminal. Owns the command, and the asking; frames are `top_screen`'s.
 
 A gateway that stops answering stays on the screen, with the age of what is shown, until it answers again.
 Exit codes: 0 one frame was printed (--once), 1 the gateway does not answer, or wants a key, 130 interrupted.

@@ -312,7 +312,7 @@ class StreamingEngine:
         self._help(self._abort_until_gone(job_id))
 
     async def _abort_until_gone(self, job_id: str) -> None:
-        """Notify the engine; more than once, for it may not have known the request yet."""
+        """Send the engine the abort; more than once, since it may not have known the request yet."""
         for _ in range(_ABORT_TRIES):
             if job_id not in self._jobs:
                 return
@@ -387,7 +387,7 @@ class StreamingEngine:
             self._wake()
 
     def _end_feed(self, task: asyncio.Task[None]) -> None:
-        """Nothing is reported of the cache any more; where that is a fault, what was received counts for nothing."""
+        """Nothing is reported about the cache any more; where that is a fault, what was received counts for nothing."""
         if not task.cancelled() and task.exception() is not None:
             logger.error("the feed of cache events failed", exc_info=task.exception())
             for rank in range(self._ranks):

@@ -1,4 +1,4 @@
-"""Puts a worker in front of a SGLang or vLLM server that runs already: requests over HTTP, cache events over its
+"""Puts a worker in front of an SGLang or vLLM server that runs already: requests over HTTP, cache events over its
 sockets. Owns the translation between the server's client (`http_client`) and ours.
 
 A router can attach to such a server by itself (`Router.attach`); a worker beside it adds the paper's queue in front,
@@ -99,7 +99,7 @@ class AttachedBackend(Backend):
             self._failure = f"{self._server.url} broke off and does not answer: {error}"
 
     async def abort(self, job_id: str) -> None:
-        """End a request: the server is informed, and the connection closed."""
+        """End a request: the server is sent an abort, and the connection is closed."""
         task = self._tasks.get(job_id)
         if task is not None:
             task.cancel()

@@ -50,7 +50,7 @@ class RankListener:
         self._sink(self._rank, events)
 
     def on_resync(self) -> None:
-        """Events are lost: expect nothing."""
+        """Events are lost: nothing counts as cached."""
         self._sink(self._rank, [AllBlocksCleared()])
 
     def on_load(self, report: LoadReport) -> None:

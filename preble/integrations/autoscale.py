@@ -61,7 +61,7 @@ class AutoscaleConfig:
 
 
 class Autoscaler:
-    """Decides from one load after another. Not thread-safe; time is what it is reported."""
+    """Decides from one load after another. Not thread-safe; time is an argument."""
 
     def __init__(self, config: AutoscaleConfig) -> None:
         self.config = config

@@ -1,8 +1,7 @@
 """What several routers of one deployment report to each other: where each has booked its calls. Owns the notes, the
 exchange where they are kept (a process of its own, which a framework starts), and a router's way there. Books nothing.
 
-    router: a booking begins or ends -> publish (queue, bounded) -> exchange (bounded) -> poll -> the other routers'
-    books
+    router: a booking begins or ends -> publish (queue, bounded) -> exchange (bounded) -> poll -> other routers book
 
 Routers work without it, each by what it knows itself: while the exchange cannot be reached, notes wait and the oldest
 of too many are dropped; an exchange that died is made anew by whoever misses it first, and begins empty. A router that

@@ -1,9 +1,9 @@
 """Ray Serve's request router with Preble's scheduler inside: `PrebleRequestRouter`. Owns what Ray calls and what it
-expects in return; the decisions and bookings are in `replicas`, the reading of prompts in `prompts`.
+expects in return; decisions and bookings are `replica_scheduler`'s, reading prompts `prompt_extractors`'.
 
 Ray makes one router for each process that holds a handle of the deployment, on an event loop of its own. Each learns
-from the requests that it routes itself, from what the others report of theirs (`exchange`), and from the cache events
-of all replicas where these publish them.
+from the requests that it routes itself, from what the others report of theirs (`booking_exchange`), and from the cache
+events of all replicas where these publish them.
 """
 
 from __future__ import annotations

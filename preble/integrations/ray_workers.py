@@ -38,7 +38,7 @@ logger = logging.getLogger("preble.ray")
 WORKERS_MAX = 1024
 _LOST_LOOKS = 5  # looks in a row at which Ray says that an actor is dead, before it is accepted: it may be restarting
 _TURN_SECONDS = 0.05
-_ROOM_SECONDS = 30.0  # after which an operator is informed that Ray has not placed a worker yet
+_ROOM_SECONDS = 30.0  # after which the log says that Ray has not placed a worker yet
 OURS = {"--bind", "--events-bind", "--id", "--until-stdin-closes", "--curve-keys", "--insecure"}
 
 
@@ -151,7 +151,7 @@ class RayFleet:
     """The workers of one router. Belongs to the router's asyncio loop.
 
     `cluster` None is the Ray cluster that this process is connected to (`ray.init`). `on_change(worker)` is called when
-    a worker has another state or address, so that other routers can be informed. At its bound, 1,024 workers, `scale`
+    a worker has another state or address, so that other routers can be given it. At its bound, 1,024 workers, `scale`
     raises.
     """
 
@@ -252,7 +252,7 @@ class RayFleet:
         return [worker.name for worker in staying[: max(count, 0)]]
 
     async def _drain(self, worker: Placed) -> None:
-        """Let a worker finish: first the scheduler sends it nothing, then it notifies all routers itself."""
+        """Let a worker finish: first the scheduler sends it nothing, then it reports that to all routers itself."""
         self._turn(worker, "draining")
         with contextlib.suppress(UnknownWorker):
             self._router.scheduler.drain_worker(worker.name)
@@ -275,7 +275,7 @@ class RayFleet:
     # --- one worker ---------------------------------------------------------------------------------------------------
 
     async def _follow(self, worker: Placed) -> None:
-        """Look at a worker again and again, and notify the router of its address."""
+        """Look at a worker again and again, and give its address to the router."""
         dead_looks, since = 0, None
         while worker.state != "failed":
             try:
@@ -291,7 +291,7 @@ class RayFleet:
             await asyncio.sleep(self.plan.look_seconds)
 
     async def _status(self, worker: Placed) -> Mapping[str, Any]:
-        """What the actor says; reports, once, one that is long in coming to be."""
+        """What the actor says; logs, once, that one is long in coming to be."""
         asked = asyncio.ensure_future(worker.actor.status())
         try:
             if not (await asyncio.wait([asked], timeout=_ROOM_SECONDS))[0] and not worker.why:
@@ -349,7 +349,7 @@ class RayFleet:
         """The router forgets an address, if it knows one."""
         address, worker.address = worker.address, ""
         if address:
-            # Somebody else may have informed the router, or closed it.
+            # Somebody else may have removed it from the router, or closed the router.
             with contextlib.suppress(UnknownWorker, TransportError):
                 await self._router.remove_worker(address)
 

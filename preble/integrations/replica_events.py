@@ -41,7 +41,7 @@ class ReplicaListener:
             self._counters["event_batches_malformed"] += 1
 
     def on_resync(self) -> None:
-        """Events are lost for good: expect nothing of this cache."""
+        """Events are lost for good: nothing counts as cached there."""
         self._counters["event_resyncs"] += 1
         try:
             self._scheduler.clear_worker(self._name)

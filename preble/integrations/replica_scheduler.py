@@ -31,8 +31,8 @@ PEER_SECONDS = 300.0  # of another router's call whose end is not reported: that
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetadata:
-    """What a replica reports of its cache, None where it does not. `events_endpoint` and `replay_endpoint` are ZeroMQ
-    endpoints where its engine publishes cache events, "" without."""
+    """What a replica reports about its cache, None where it does not. `events_endpoint` and `replay_endpoint` are
+    ZeroMQ endpoints where its engine publishes cache events, "" without."""
 
     kv_capacity_tokens: int | None = None
     block_size: int | None = None
@@ -151,7 +151,7 @@ class ReplicaScheduler:
 
     def update(self, replicas: Mapping[str, ReplicaMetadata]) -> None:
         """These are the replicas now. Those that left are forgotten, with their cache and their bookings. One whose
-        capacity or block size is another than was known begins anew, for what is estimated of its cache fits
+        capacity or block size is another than was known begins anew, since the estimate of its cache fits
         neither."""
         with self._lock:
             for name in [name for name in self._specs if name not in replicas]:

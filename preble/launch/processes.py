@@ -1,6 +1,6 @@
 """Child processes as the launcher runs them: starting, signals, where they may run, and where their output goes.
 
-Owns processes, pipes and log files; when to start and stop is `launcher`'s. A child runs in a session of its own, so
+Owns processes, pipes and log files; when to start and stop is `supervisor`'s. A child runs in a session of its own, so
 that Ctrl-C in a terminal reaches the launcher alone, which then drains; and its standard input is a pipe that the
 launcher never writes to: when the launcher ends in whatever way, also by SIGKILL, the pipe closes and the child ends
 (`end_with_stdin`). A child serves from its first line `READY ...` on.
@@ -160,7 +160,7 @@ class LogBook:
 
 
 class ChildProcess:
-    """A started `argv`; implements `launcher.Child`. `on_output` gets each line of its standard output, `on_log` each
+    """A started `argv`; implements `supervisor.Child`. `on_output` gets each line of its standard output, `on_log` each
     of its standard error, from threads of their own. Raises `OSError` if it cannot be started.
     """
 

@@ -143,7 +143,7 @@ class FleetWorker:
         self._fleet.compare_load(self, pong)
 
     def on_events(self, batch: Batch, *, past: bool) -> None:
-        """Inform the scheduler of what the worker's cache lost or got, and what other routers' requests do there."""
+        """Report to the scheduler what the worker's cache lost or got, and what other routers' requests do there."""
         self.events.update(type(event).__name__ for event in batch)
         self._fleet.apply(self, self.peers.take(batch, past=past))
 
@@ -156,7 +156,7 @@ class FleetWorker:
         self._fleet.apply_raw(self, payload)
 
     def on_resync(self) -> None:
-        """Events are lost for good: expect nothing."""
+        """Events are lost for good: nothing counts as cached."""
         logger.warning("events of worker %s are lost, forgetting what is estimated of it", self.worker_id)
         self.peers.begin()
         self._fleet.forget_reports(self)
@@ -345,7 +345,7 @@ class Fleet:
         """One session from handshake to loss."""
         resume_at = None
         if worker.link is not None and self._by_id.get(worker.worker_id) is worker:
-            resume_at = (worker.epoch, worker.link.next_event_seq)  # what was estimated until then still is
+            resume_at = (worker.epoch, worker.link.next_event_seq)  # the estimate up to there still holds
         welcome = await link.open(resume_events_at=resume_at)
         self._adopt(worker, link, welcome)
         self._add_ranks(worker, link)
@@ -422,7 +422,7 @@ class Fleet:
         self._forget(worker)
 
     def _forget(self, worker: FleetWorker) -> None:
-        """Take a worker out of the scheduler, and with it all that is estimated of its cache."""
+        """Take a worker out of the scheduler, and with it the estimate of its cache."""
         if self._by_id.get(worker.worker_id) is worker:
             worker.counters.forgotten += 1
             del self._by_id[worker.worker_id]
@@ -461,7 +461,7 @@ class Fleet:
             self.scheduler.forget_peer_bookings(worker.worker_id)
 
     def compare_load(self, worker: FleetWorker, pong: wire.Pong) -> None:
-        """Inform the scheduler of how many requests the worker has; what differs from the bookings of all routers is in
+        """Report to the scheduler how many requests the worker has; what differs from the bookings of all routers is in
         the scheduler's `stats`."""
         if self._by_id.get(worker.worker_id) is not worker:
             return

@@ -1,4 +1,4 @@
-"""What one worker reports of other routers' requests, before the scheduler learns of it. Owns which of it is of the
+"""What one worker reports about other routers' requests, before it reaches the scheduler. Owns which of it is of the
 past; booking is the scheduler's (`peer_bookings`).
 
 As it happens, everything is passed on but the events of this router's own requests, which it has booked itself.
@@ -29,7 +29,7 @@ _Key = tuple[str, str]
 
 @dataclass(slots=True)
 class PeerCounters:
-    """What one worker has reported of requests. `peer_requests_dropped`: over the bound while catching up."""
+    """What one worker has reported about requests. `peer_requests_dropped`: over the bound while catching up."""
 
     peer_requests: int = 0
     peer_requests_past: int = 0

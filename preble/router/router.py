@@ -7,7 +7,7 @@
 Life of a request
   1. `generate` asks the scheduler for a worker and sends the prompt there.
   2. Chunks come back; the first one reports the prefill, and the engine's own number of cached tokens, to the
-  scheduler.
+     scheduler.
   3. If the worker is lost, hangs, or skips a token, the booking is given back and the request goes on elsewhere: prompt
      plus the output so far. Positions on every chunk keep each token delivered exactly once (`request`).
      A worker at its queue bound is passed over for this request; when all are, `QueueFull`.
@@ -251,7 +251,7 @@ class Router:
         await self.fleet.remove(address)
 
     def change_policy(self, policy: Any) -> None:
-        """Decide by another policy from now on; what is booked and what is estimated of caches stays.
+        """Decide by another policy from now on; what is booked and the estimates of caches stay.
 
         `scheduler` becomes another one, without records and shadow; the old one is left as it is. O(everything).
         Raises as `GlobalScheduler.snapshot` and `restore` do; then nothing has changed.
@@ -469,7 +469,7 @@ class Router:
             await asyncio.wait_for(self._available.wait(), timeout_seconds)
 
     def _end_attempt(self, live: RoutedRequest, *, abort: bool, finished: bool = False) -> None:
-        """Settle the booking of the running attempt, if any; with `abort`, notify the worker, if it is reachable."""
+        """Settle the booking of the running attempt, if any; with `abort`, send the worker one, if it is reachable."""
         attempt, live.attempt = live.attempt, None
         if attempt is None:
             return

@@ -1,8 +1,8 @@
 """Prefills that plans ask for before their traffic moves (`SchedulerConfig.warm_up_seconds`). Owns which of them run.
 
-The router sends each as a request for one token to the very worker that the plan names, and informs the scheduler when
-it is done. It is a favour, never a duty: one that cannot be sent, is refused, or whose worker goes away is counted and
-not repeated, and the plan goes on without it when its time is over.
+The router sends each as a request for one token to the very worker that the plan names, and reports to the scheduler
+when it is done. It is a favour, never a duty: one that cannot be sent, is refused, or whose worker goes away is
+counted and not repeated, and the plan goes on without it when its time is over.
 """
 
 from __future__ import annotations

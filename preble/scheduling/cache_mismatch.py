@@ -1,4 +1,4 @@
-"""What is structurally wrong between what a worker's engine says of its cache and what was sent there, in words. Owns
+"""What is structurally wrong between what a worker's engine reports as cached and what was sent there, in words. Owns
 the comparison and the warnings; what was received and how often it agreed is counted in `_kv_index/cache_accuracy.pyx`.
 
 Estimates that never meet the engine's cache cost every hit and raise no error anywhere: the router templates prompts
@@ -57,7 +57,7 @@ class Mismatch:
 
 @dataclass(slots=True)
 class CacheMismatches:
-    """Of one worker: which mismatches hold now, and of which causes has been warned."""
+    """Of one worker: which mismatches hold now, and which causes have been warned of."""
 
     holds: tuple[Mismatch, ...] = ()
     warned: set[str] = field(default_factory=set)

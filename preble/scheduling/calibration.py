@@ -54,8 +54,8 @@ ROUNDS = 25
 (AT, SECONDS, TOKENS, CONTEXT, BATCH, MOMENTS, OTHER, WAITING) = range(8)  # columns of a sample
 PRIOR: Logs = (0.0, 0.0, 0.0, 0.0)
 
-# For an engine of which nothing is known: of the shape that measured ones have, of a size between theirs, and not
-# estimated, so that it gives way as soon as there are samples.
+# For an engine about which nothing is known: of the shape that measured ones have, of a size between theirs, and not
+# relied on, so that it gives way as soon as there are samples.
 NEUTRAL = CostModel(
     [(0, 0.02), (256, 0.02), (8192, 0.64)],
     context=(0.0, 0.0, 0.0, 1e-6),

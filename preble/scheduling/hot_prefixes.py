@@ -20,7 +20,7 @@ from .rebalancer import counted_groups
 
 GlobalScheduler = Any  # the class is above this module, which is handed it
 NAMES_MAX = 4096  # prefixes whose name is kept; their tokens need not be hashed again
-HOLDERS_MAX = 16  # workers reported of each prefix
+HOLDERS_MAX = 16  # workers listed for each prefix
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""What workers report of requests and prompts that this scheduler did not place, because other routers did. Owns how
-they are booked; the bookings themselves are the scheduler's.
+"""What workers report about requests and prompts that this scheduler did not place, because other routers did. Owns
+how they are booked; the bookings themselves are the scheduler's.
 
     router A -- request --> worker -- RequestPlaced, RequestPrefilled, RequestEnded --> router B
                                                                                          books it as if placed there

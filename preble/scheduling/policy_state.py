@@ -1,7 +1,7 @@
 """State that some policies need kept: of live requests' blocks, of what was placed, of recent history. Owns them, and
 when they are changed; the default policy needs none.
 
-A scheduler opens the trackers its policy names in `needs`. It informs them of every booking and ending under the
+A scheduler opens the trackers its policy names in `needs`. It reports every booking and ending to them under the
 writers' lock, and asks them, before a decision, for what the policy shall know (`preble/policies/known.py`). Each
 tracker holds what it holds of a worker under that worker's id and forgets it with the worker.
 """
@@ -35,7 +35,7 @@ def token_bytes(token_ids: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a book may look at to say what a policy shall know."""
+    """What a tracker may look at to say what a policy shall know."""
 
     token_ids: Any
     namespace: Hashable
@@ -49,7 +49,7 @@ class Question:
 
 
 class PolicyTracker:
-    """Base of the trackers: whoever keeps one overrides what concerns it."""
+    """Base of the trackers: each overrides what concerns it."""
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         """A worker has joined."""
@@ -464,5 +464,5 @@ class PolicyState(RequestObserver):
             tracker.check(live)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Sizes and counters of each book."""
+        """Sizes and counters of each tracker."""
         return {need: tracker.stats() for need, tracker in self._trackers.items()}

@@ -1,7 +1,7 @@
 """Decisions on record: keeps records of them, and asks a shadow what it would do. Owns the order of these things around
 a decision; the records are `records.py`'s, the shadow's answers `shadow.py`'s, the decision is the scheduler's.
 
-A `Recorder` looks on (`_hot.RequestObserver`): a scheduler without one asks each call only whether there is one.
+A `Recorder` looks on (`request_api.RequestObserver`): a scheduler without one asks each call only whether there is one.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class Recording:
 
 @dataclass(slots=True, eq=False)
 class _OpenRecord:
-    """What was reported so far of a recorded request that goes on."""
+    """What was reported so far about a recorded request that goes on."""
 
     number: int
     first_token_seconds: float | None = None

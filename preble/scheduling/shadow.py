@@ -1,9 +1,9 @@
 """A policy that decides on live traffic without effect. Owns its answers and the count of how they differ from what was
 done; it books nothing and changes nothing, and what goes wrong in it stays in it.
 
-The shadow is asked right before the decision, from the same tree, load and clock. Policies that need
-state have it updated of what was really done, so that each answer is the one for this moment, and not the end of a
-history of its own.
+The shadow is asked right before the decision, from the same tree, load and clock. The state that a policy
+needs follows what was really done, so that each answer is the one for this moment, and not the end of a history of
+its own.
 """
 
 from __future__ import annotations

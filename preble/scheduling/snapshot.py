@@ -6,7 +6,7 @@ Python, and how time goes on; compiled state is `_snapshot/accounts.pyx`. Read b
 
 Nothing of the rest is looked at before all of these are right. A checksum is no signature: whoever can write the bytes
 can make them right. What is read is checked for that reason, too, and never makes more memory than its own size
-allows; but a snapshot from a stranger may still lie about what is cached. docs/snapshot.md has the table.
+allows; but a snapshot from a stranger may still be wrong about what is cached. docs/snapshot.md has the table.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def _workers_of(state: dict[str, Any]) -> list[tuple[int, WorkerSpec, bool, Cost
 
 
 def _restore_accuracy(core: DecisionCore, worker: Any, fact: Any) -> None:
-    """What was reported of a worker's cache; nothing in snapshots of libraries that did not listen."""
+    """What was reported about a worker's cache; None in snapshots of versions that did not keep it."""
     accuracy, compared, cache_mismatches = (None, None, None) if fact is None else fact
     core.restore_accuracy(worker.index, accuracy)
     if compared is not None:

@@ -7,7 +7,7 @@ What is assumed. Workers are alike, at most `workers` live at once. An iteration
 tokens and takes `CostModel.iteration_time`, or longer; a batch never takes less time for containing more. KV is
 reused only by the worker that computed it, in any way at all: any cache size, any eviction, any order, any router, any
 preemption. A request generates exactly its `output_tokens`, and prompts contain no generated tokens but those
-reported in `output_ids`.
+given in `output_ids`.
 
 First touch. Order requests by release, a time before which a request cannot have arrived: `arrival_seconds`, or, in
 a closed loop, no earlier than what `after` needs alone on an idle worker with all but one token cached. A token (with

@@ -169,7 +169,7 @@ class Simulation:
         self._ended += 1
 
     def _deliver(self, worker: SimWorker, outputs: Sequence[StepOutput], events: Sequence[CacheEvent]) -> None:
-        """An iteration has ended: note first and last tokens, and inform the scheduler."""
+        """An iteration has ended: note first and last tokens, and report them to the scheduler."""
         flights, news = self._flights, list[News]()
         for output in outputs:
             request_id = output.request_id
@@ -192,7 +192,7 @@ class Simulation:
             self._later(self._config.event_delay_seconds, self._report, (worker, news, events))
 
     def _later(self, seconds: float, action: Callable[[Any], None], subject: object) -> None:
-        """Once it has been received; at once where that takes no time."""
+        """Do it once the report has arrived; at once where that takes no time."""
         if seconds:
             self._timeline.at(self._timeline.now + seconds, action, subject)
         else:

@@ -9,7 +9,7 @@ returns why, and whoever owns the link opens a new one. Frames of an earlier ses
 are counted and dropped.
 
 Events and chunks take different sockets, so an eviction may overtake the chunk of a prompt that was computed before it;
-estimated in that order, the prompt would count as cached for good. Each chunk and each Pong says how many event batches
+applied in that order, the prompt would count as cached for good. Each chunk and each Pong says how many event batches
 the worker had made by then. While a request is under way a batch is applied when one of these has been taken that is
 younger than it; else at once.
 
@@ -17,7 +17,7 @@ What the worker published before the session began comes first and is reported a
 it has been.
 
 A worker that is silent for `suspect_after_seconds`, or whose engine has been in one step for `stalled_after_seconds`,
-is reported suspect; when it speaks again it is reported recovered, with nothing lost in between. Only silence of
+is reported suspect; when it answers again it is reported recovered, with nothing lost in between. Only silence of
 `give_up_seconds` ends the link.
 
 Everything here runs on one asyncio loop; nothing is thread-safe.
@@ -89,7 +89,7 @@ class LinkCounters:
 
 
 class LinkListener(Protocol):
-    """What a link notifies its owner. Called on the loop; must not block."""
+    """What a link reports to its owner. Called on the loop; must not block."""
 
     def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.Draining) -> None:
         """Something about a request, or the worker drains."""
@@ -105,7 +105,7 @@ class LinkListener(Protocol):
         """All of the past has been reported: what comes now, comes as it happens."""
 
     def on_resync(self) -> None:
-        """Events are lost for good: forget what is estimated about this worker's cache and others' requests."""
+        """Events are lost for good: forget the estimate of this worker's cache, and others' requests there."""
 
     def on_suspect(self, reason: str) -> None:
         """The worker does not react for now."""
@@ -153,7 +153,7 @@ class WorkerLink:
         self._past_end = 0  # all batches below this number are of the past
         self._behind = True
         self._awaited: set[str] = set()  # requests of which chunks may come
-        # Plain sockets, see `frames`, in a context whose own sockets are asyncio's.
+        # Plain sockets, see `socket_reader`, in a context whose own sockets are asyncio's.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._keys = keys
         self._closed = False

@@ -103,7 +103,7 @@ class ServerCounters:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """A router is gone; `code` is one of `wire.CLOSING_CODES`, "bye" or "unreachable"."""
+    """A router is gone; `code` is one of `messages.CLOSING_CODES`, "bye" or "unreachable"."""
 
     code: str
 
@@ -230,7 +230,7 @@ class Server:
         return socket
 
     def close(self, linger_seconds: float = 1.0) -> None:
-        """Notify every router, give the last frames `linger_seconds` to leave, and free the sockets.
+        """Close every session, give the last frames `linger_seconds` to leave, and free the sockets.
 
         The waker's thread has ended.
         """
@@ -355,7 +355,7 @@ class Server:
         if old is not None:
             self._forget(old, "replaced")
         if self._reports:
-            self.publish(())  # while the others are as many as they were: they may need not be reported
+            self.publish(())  # while the others are as many as they were: a lone one need not be sent these
         self._serial += 1
         outbox = Outbox(self.config.max_pending_messages, self.config.max_pending_tokens)
         session = Session(self._serial, identity, envelope.session, hello.router_id, outbox, self._alive_seconds)
@@ -389,8 +389,7 @@ class Server:
             self.send(session, message)
 
     def end(self, session: Session, code: str, text: str) -> None:
-        """Close a session. The router is informed if it has room to receive it, else by the answer to its next
-        frame."""
+        """Close a session. The router is sent that if it has room for it, else as the answer to its next frame."""
         if session.open:
             logger.info("session of router %s closed: %s, %s", session.router_id, code, text)
             self._send_bare(session.identity, wire.Closed(code, text), session.number)

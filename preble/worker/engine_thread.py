@@ -36,7 +36,7 @@ _REFUSAL_CODES = {QueueFull: "queue_full", InvalidInput: "invalid", EngineError:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The engine did not take a request; `code` is one of `wire.REFUSAL_CODES`."""
+    """The engine did not take a request; `code` is one of `messages.REFUSAL_CODES`."""
 
     request_id: str
     code: str

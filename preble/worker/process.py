@@ -5,8 +5,8 @@ worker`.
 
 At its bounds: over `max_requests` live requests, a new one is answered "queue_full"; a router that does not read loses
 its session (`transport.outbox`), never anybody's time. A router that goes away takes its requests along: they are
-aborted. What becomes of each request is asked to all routers, so that their bookings are of the whole fleet. SIGTERM
-drains: no new requests, the running ones finish (at most `drain_seconds`), routers are informed, exit code 0.
+aborted. What becomes of each request is reported to all routers, so that their bookings are of the whole fleet. SIGTERM
+drains: no new requests, the running ones finish (at most `drain_seconds`), routers are sent Draining, exit code 0.
 
 `preble worker` prints one line `READY <endpoint> id=... epoch=... events=...` when routers may connect.
 Exit codes: 0 drained, 1 the engine or the transport failed, 2 wrong usage.
@@ -78,7 +78,7 @@ class WorkerCounters:
 
 @dataclass(slots=True)
 class _Ticket:
-    """Whose a live request is, and what all routers are informed of it: `reported_at` is the first event batch that may
+    """Whose a live request is, and what is reported of it to routers: `reported_at` is the first event batch that may
     say so. `tokens_end`: the output position where its tokens end so far, `offset` where they began."""
 
     session: Session
@@ -139,7 +139,7 @@ class Worker:
         self._drain_asked = True
 
     def run(self) -> None:
-        """Serve until drained. Raises `EngineError` when the engine fails, after notifying the routers."""
+        """Serve until drained. Raises `EngineError` when the engine fails, after closing the routers' sessions."""
         self.engine.start()
         try:
             while not self._done():
@@ -249,7 +249,7 @@ class Worker:
     # --- to the other routers -----------------------------------------------------------------------------------------
 
     def _report_again(self) -> None:
-        """To routers that have come, of requests that are older than what a replay has kept. The others know them."""
+        """Report requests older than what a replay has kept, for routers that have come. The others know them."""
         opened, self._sessions_opened = self._sessions_opened, self.server.counters.sessions_opened
         if opened == self._sessions_opened or not self.server.replay.first_seq:
             return
@@ -261,7 +261,7 @@ class Worker:
                     self.server.report(ticket.prefilled)
 
     def _report_progress(self, ticket: _Ticket, chunk: OutputChunk) -> None:
-        """Of each request, its first token and its end. One that was aborted or failed ends without a result."""
+        """Report a request's first token and its end. One that was aborted or failed ends without a result."""
         router_id = ticket.session.router_id
         if chunk.token_ids:
             ticket.tokens_end = chunk.index + len(chunk.token_ids)
@@ -314,7 +314,7 @@ def _cached_of(ticket: _Ticket, chunk: OutputChunk) -> int | None:
 
 
 def _placed(router_id: str, request: GenerationRequest) -> RequestPlaced:
-    """What is reported of a request that comes; of one that is resumed, the output that it may still have."""
+    """The report of a request that comes; of one that is resumed, the output that it may still have."""
     left = max(1, request.sampling.max_new_tokens - request.output_offset)
     token_ids: Any = request.token_ids
     return RequestPlaced(router_id, request.request_id, token_ids, request.namespace, left)

@@ -1,6 +1,6 @@
 """Reads published traces: arrival times and lengths, without text. Owns how lengths become tokens.
 
-A trace reports which blocks are equal, not what is in them. So a block opens with two ids, its own and its file's,
+A trace says which blocks are equal, not what is in them. So a block opens with two ids, its own and its file's,
 followed by a filler that all blocks share: unlike blocks of a file differ at their first token, those of two files at
 their second, and a trace of 10**8 tokens takes some megabytes.
 """

@@ -25,7 +25,7 @@ from preble._core.tree.victims cimport victims_cut
 cdef enum:
     SHED_STEPS = 256             # aging nodes looked at in one insert, at most
     SHED_IDLE = 8                # uncached nodes passed over in a row before cached ones are tried
-    LATE_PART = 4                # of its capacity a worker may be estimated to hold more while its word is awaited
+    LATE_PART = 4                # of its capacity a worker may be estimated to hold more while its report is awaited
 
 cdef struct Needs:               # what an operation will allocate, at most
     int64_t bytes                # runs and entry blocks
@@ -150,7 +150,7 @@ cdef void untouch(Node* node) noexcept nogil:
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
 # What is evicted here is an estimate: engines choose their victims when they need the memory, among whole blocks. One
-# that reports what it drops is estimated to hold the rest, so there the estimate waits until its word must be late.
+# that reports what it drops is estimated to hold the rest, so there the estimate waits until its report must be late.
 
 cdef int64_t limit_of(int64_t capacity, bint reports_evictions) noexcept nogil:
     """Tokens that a worker's marks may cover; `reports_evictions`: its engine reports what it drops."""
@@ -183,7 +183,7 @@ cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
 
 
 cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil:
-    """A worker's cache is empty: all its marks become ghosts; returns the tokens that were estimated. O(1): the epoch
+    """A worker's cache is empty: all its marks become ghosts; returns the tokens that they covered. O(1): the epoch
     of its key moves on, and its recency list is hung onto that of the ghosts. Its marks must not be pinned.
 
     Once in 65,534 times the epochs begin anew, and then there must be no ghosts: they are swept first.

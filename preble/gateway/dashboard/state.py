@@ -1,5 +1,5 @@
 """What the live page and `preble top` show, kept for the last minutes: workers, prefixes, events, decisions. Owns the
-history and its bounds; the page is `page_api`'s and that of the files in page/.
+history and its bounds; the page is `api/dashboard.py`'s and that of the files in page/.
 
 Once a tick the loop notes how each worker stands (references only), and a thread makes numbers of it, so that a large
 fleet does not hold the loop. Prompts are shown by their lengths and by keyed hashes (`hot_prefixes`), never by their

@@ -1,1 +1,1 @@
-"""SGLang and vLLM servers that run already: their HTTP, their KV events, what they report of themselves."""
+"""SGLang and vLLM servers that run already: their HTTP, their KV events, what they report about themselves."""

@@ -1,5 +1,5 @@
 """One running SGLang or vLLM server over HTTP. Owns the client: what is asked, how streams are read, and the bounds on
-what is estimated; what the answers say of it is `server_info`', cache events are `kv_event_subscriber`'s.
+what is accepted; what a server's answers say of it is `server_info`'s, cache events are `kv_event_subscriber`'s.
 
     server = EngineServer("http://host:30000")
     info = await server.info()

@@ -1,5 +1,5 @@
 """Following the event sockets of one rank of a running engine. Owns the SUB and replay sockets, gaps, restarts and the
-bounds on what waits; frames are `kv_events`', and what the events mean is `preble._kv_index.decode`'s and the
+bounds on what waits; frames are `kv_event_codec`'s, and what the events mean is `preble._kv_index.decode`'s and the
 scheduler's.
 
 Every payload reaches the listener once and in order, or the listener is asked to forget:
@@ -82,13 +82,13 @@ class FeedCounters:
 
 
 class FeedListener(Protocol):
-    """What a feed notifies its owner. Called on the loop; must not block."""
+    """What a feed reports to its owner. Called on the loop; must not block."""
 
     def on_payload(self, payload: bytes) -> None:
         """The next batch as the engine wrote it, in order and exactly once."""
 
     def on_resync(self) -> None:
-        """Events are lost for good, or the engine was restarted: forget what is estimated of its cache."""
+        """Events are lost for good, or the engine was restarted: forget the estimate of its cache."""
 
     def on_load(self, report: LoadReport) -> None:
         """SGLang's load, as often as it changes."""

@@ -8,8 +8,8 @@ is lost, and says why. A server that does not answer is suspect after `suspect_a
 `give_up_seconds`; one whose port is closed is lost at once; one that has had requests for `stalled_after_seconds` and
 sent nothing is suspect, too. A stream that breaks off is a request to be gone on with elsewhere.
 
-The epoch is that of the server's start where it reports one, else every session is an epoch of its own: then nothing is
-estimated after a break. Everything here runs on one asyncio loop; nothing is thread-safe.
+The epoch is that of the server's start where it reports one, else every session is an epoch of its own: then no
+estimate outlives a break. Everything here runs on one asyncio loop; nothing is thread-safe.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_server(address: str) -> bool:
 
 
 class ServerListener(LinkListener, Protocol):
-    """What a link to a server notifies its owner beside what every link reports."""
+    """What a link to a server reports to its owner beside what every link does."""
 
     def on_payload(self, payload: bytes) -> None:
         """The next batch of cache events as the engine wrote it, in order and exactly once."""

@@ -35,7 +35,7 @@ class ServerOptions:
     """What the operator knows of a server and the server does not say; "" and None mean: take what it reports.
 
     `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
-    `require_events`: refuse a server that publishes no cache events, rather than guess what it caches. Times in
+    `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches. Times in
     seconds, bodies in bytes. Raises `InvalidConfig` naming the field.
     """
 
