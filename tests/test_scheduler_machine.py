@@ -281,7 +281,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         name = self.worker(which)
         self.real.drain_worker(name)
-        self.model.advance(self.clock())  # who is least loaded is asked
+        if self.model.accounts[name].eligible:
+            self.model.advance(self.clock())  # who is least loaded is asked; not by a second drain
         self.model.accounts[name].eligible = False
 
     @precondition(lambda self: len(self.model.accounts) > 1)
@@ -333,10 +334,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def apply(self, name: str, event: object) -> None:
         """The same event to both. What it returns is whether an estimate changed; at its limit it may count a change
         that its own eviction undid."""
-        before = self.beliefs(name)
+        before, limit = self.beliefs(name), self.model.tree.limit(name)  # the first report of its kind raises the limit
         changed = self.real.apply(name, [event])
         self.model.apply(name, event, self.clock())
-        is_full = self.model.tree.cached(name) == self.model.tree.limit(name)
+        is_full = self.model.tree.cached(name) in (limit, self.model.tree.limit(name))
         assert changed == (self.beliefs(name) != before) or (changed and is_full)
         assert len(self.real._workers[name].blocks) == len(self.model.accounts[name].blocks)
 
