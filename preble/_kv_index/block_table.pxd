@@ -17,8 +17,7 @@ from libc.string cimport memcpy, memset
 
 from preble._kv_index.decode cimport Key
 from preble._core.memory cimport (NONE, Budget, Slab, budget_alloc, budget_free, slab_at, slab_close, slab_give,
-                                  slab_init)
-from preble._core.memory cimport slab_reserve, slab_take
+                                  slab_init, slab_reserve, slab_take)
 
 cdef extern from *:
     """
@@ -240,15 +239,13 @@ cdef inline void give_block(Table* table, uint32_t i) noexcept nogil:
     slab_give(&table.blocks, i)
 
 cdef inline void clear_table(Table* table) noexcept nogil:
-    # Forget all blocks and give all memory back.
-    cdef uint32_t i, span, entries = <uint32_t> 1 << table.depth
+    # Forget all blocks and give all memory back, also of a directory that a refused snapshot has filled in part.
+    cdef uint32_t i = 0, entries = <uint32_t> 1 << table.depth
     cdef Segment* segment
-    i = 0
-    while table.directory != NULL and i < entries:
+    while table.directory != NULL and i < entries and table.directory[i] != NULL:
         segment = table.directory[i]
-        span = <uint32_t> 1 << (table.depth - segment.depth)
+        i += <uint32_t> 1 << (table.depth - segment.depth)
         budget_free(&table.budget, segment, sizeof(Segment))
-        i += span
     budget_free(&table.budget, table.directory, <int64_t> entries * sizeof(Segment*))
     if table.blocks.chunks != NULL:
         slab_close(&table.blocks, &table.budget)

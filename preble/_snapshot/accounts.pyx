@@ -18,7 +18,7 @@ from preble._placement.request_api cimport RequestApi
 from preble._core.tree.layout cimport Mark, Node, is_same_node
 from preble._placement.prefix_groups cimport SHARES
 from preble._core.memory cimport CHUNK, CHUNKS_MAX
-from preble._snapshot.codec cimport Reader, Writer, chain_free, load_slab, refuse, save_slab
+from preble._snapshot.codec cimport Reader, Writer, allocated, chain_free, load_items, refuse, save_slab
 from preble._snapshot.tree cimport read_tree, write_tree
 
 from zlib import crc32
@@ -147,8 +147,6 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
     r.copy(&head, sizeof(head))
     if head.end != core.tree.t.worker_end or head.end != len(specs) or head.serials < 0 or head.now_bucket < -1:
         refuse(b"accounts and workers differ")
-    if <int64_t> head.end * sizeof(BookRow) > r.left():
-        refuse(b"it ends too early")
     if not 0.0 <= head.others <= 1.0:
         refuse(b"a share is none")
     loads.others = head.others
@@ -188,9 +186,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
         refuse(b"an account is out of its range")
     if core.timings is not None:
         core.timings.open(i)
-    own = <Cost*> malloc(sizeof(Cost))
-    if own == NULL:
-        raise MemoryError("snapshot")
+    own = <Cost*> allocated(malloc(sizeof(Cost)))
     own[0] = cost.cost
     try:
         loads.open(i, own, -1e15)                # long ago, so that no slice expires
@@ -227,9 +223,7 @@ cdef int read_lease_slab(Reader r, DecisionCore core, BookHead* head) except -1:
     cdef Lease* lease
     if head.lease_chunks > <uint32_t> CHUNKS_MAX:
         refuse(b"more leases than there may be")
-    load_slab(r, &loads.leases, &loads.budget, head.lease_chunks)
-    for i in range(head.lease_chunks):
-        r.copy(loads.leases.chunks[i], CHUNK * sizeof(Lease))
+    load_items(r, &loads.leases, &loads.budget, head.lease_chunks)
     taken = bytearray(items)
     for i in range(items):
         lease = loads.lease_at(i)
@@ -280,7 +274,7 @@ cdef int read_leases(Reader r, DecisionCore core, double now) except -1:
     cdef set taken = set()
     if count > loads.leases.live:
         refuse(b"more requests than leases")
-    while count:
+    for _ in range(count):
         key = <int64_t> r.number()
         request_id = r.value()
         i = loads.index_of(key)
@@ -289,7 +283,6 @@ cdef int read_leases(Reader r, DecisionCore core, double now) except -1:
             refuse(b"a request has no lease")
         taken.add(i)
         core.leases[request_id] = key
-        count -= 1
     for i in range(loads.leases.chunk_count * <uint32_t> CHUNK):
         if loads.lease_at(i).serial and i not in taken:
             # A key is serial * (the most leases) + index, and all of a key's low bits are its index.
