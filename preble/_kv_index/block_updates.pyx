@@ -22,8 +22,8 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.atomic cimport store32
-from preble._kv_index.block_layout cimport (COPIES_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS, Copy, Odd,
-                                            Space)
+from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS,
+                                            POSITIONS_MAX, Copy, Odd, Space)
 from preble._kv_index.block_positions cimport is_chain_known, marked_above, marked_end, place_of, put_place, space_root
 from preble._kv_index.block_table cimport (NO_ROOM, Block, block_at, clear_table, fetch_slot, find_key, give_block,
                                            link_block, name_of, reserve_blocks, tag_of, take_block, unlink_block)
@@ -37,8 +37,6 @@ from preble._core.tree.operations cimport clear_marks, confirm_path, drop_below,
 cdef enum:
     AHEAD = 16                   # blocks whose slots are fetched before they are looked at
     CREDIT = 8                   # steps that each stored block pays for
-    CREDIT_MAX = 1 << 24
-    POSITIONS_MAX = 1 << 28      # tokens of a prompt
     FORGET_SWEEP = 256           # marks swept at once where all are forgotten
 
 

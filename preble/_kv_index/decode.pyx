@@ -441,8 +441,7 @@ cdef Trouble read_extra(Batch* b, Event* event) noexcept nogil:
     if trouble == FINE and item.length != event.key_count:
         trouble = fail(b, WRONG_TYPE, EXTRA, event.extra.data)
     for i in range(event.key_count):
-        if trouble == FINE:
-            trouble = own_keys(b, event, &own)
+        trouble = trouble or own_keys(b, event, &own)
         if trouble != FINE:
             break
         if i == 0:

@@ -240,7 +240,7 @@ cdef class EventBatch:
                 self.add_medium(event.medium, &removed)
             elif not isinstance(event, AllBlocksCleared):
                 raise InvalidInput(f"events: {event!r} is not a cache event")
-            self.push(&removed)
+            need_memory(keep_event(&self.batch, &removed))
         except BaseException:
             self.batch.key_count = min(keys, self.batch.key_count)
             self.batch.token_count = tokens
@@ -271,7 +271,7 @@ cdef class EventBatch:
         if event.namespace is not None:
             stored.namespace = len(self.namespaces)
             self.namespaces.append(event.namespace)
-        return self.push(&stored)
+        return need_memory(keep_event(&self.batch, &stored))
 
     cdef int add_tokens(self, object token_ids, Event* event) except -1:
         cdef TokenView view
@@ -288,8 +288,7 @@ cdef class EventBatch:
             check_tokens(&view, 0)
             if <uint64_t> self.batch.token_count + view.count > TOKENS_MAX:
                 raise InvalidInput(f"events: more than {TOKENS_MAX} tokens in one call")
-            if need_tokens(&self.batch, view.count) != FINE:
-                raise MemoryError("cache events")
+            need_memory(need_tokens(&self.batch, view.count))
             event.tokens_at = self.batch.token_count
             event.token_count = view.count
             if view.count:
@@ -306,8 +305,7 @@ cdef class EventBatch:
         if isinstance(block_hashes, (str, bytes)) or not hasattr(block_hashes, "__iter__"):
             raise InvalidInput(f"{owner}.block_hashes must be ints or bytes in a list, got {block_hashes!r}")
         hashes = list(block_hashes)
-        if need_keys(&self.batch, len(hashes)) != FINE:
-            raise MemoryError("cache events")
+        need_memory(need_keys(&self.batch, len(hashes)))
         event.keys_at = self.batch.key_count
         event.key_count = len(hashes)
         name = f"{owner}.block_hashes"
@@ -327,10 +325,11 @@ cdef class EventBatch:
         self.kept.append(medium)
         return 0
 
-    cdef int push(self, Event* event) except -1:
-        if keep_event(&self.batch, event) != FINE:
-            raise MemoryError("cache events")
-        return 0
+
+cdef int need_memory(int trouble) except -1:
+    if trouble != FINE:
+        raise MemoryError("cache events")
+    return 0
 
 
 cdef inline bint names_more(Event* event) noexcept:

@@ -111,6 +111,8 @@ cdef list named_leases(DecisionCore core):
 
 cdef int write_book(Writer w, LoadTracker loads) except -1:
     cdef BookHead head
+    cdef BookRow row
+    cdef WorkerLoad* account
     cdef uint32_t i
     memset(&head, 0, sizeof(head))
     head.serials = loads.serials
@@ -122,20 +124,16 @@ cdef int write_book(Writer w, LoadTracker loads) except -1:
     head.free_leases = loads.leases.free_count
     w.put(&head, sizeof(head))
     for i in range(loads.end):
-        write_account(w, &loads.workers[i])
+        account = &loads.workers[i]
+        memset(&row, 0, sizeof(row))
+        if account.used:
+            row.used = True
+            row.generation = account.generation
+            row.joined_at = account.joined_at
+            row.output_token_seconds = account.output_token_seconds
+            memcpy(&row.ring[0], &account.ring[0], sizeof(row.ring))
+        w.put(&row, sizeof(row))
     return save_slab(w, &loads.leases)
-
-
-cdef int write_account(Writer w, WorkerLoad* loads) except -1:
-    cdef BookRow row
-    memset(&row, 0, sizeof(row))
-    if loads.used:
-        row.used = True
-        row.generation = loads.generation
-        row.joined_at = loads.joined_at
-        row.output_token_seconds = loads.output_token_seconds
-        memcpy(&row.ring[0], &loads.ring[0], sizeof(row.ring))
-    return w.put(&row, sizeof(row))
 
 
 cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -1:
@@ -251,10 +249,9 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
             or lease.worker_generation == 0 or not 0 < lease.prompt_tokens <= <uint32_t> LEASE_TOKENS_MAX
             or lease.expected_output > <uint32_t> LEASE_TOKENS_MAX):
         refuse(b"a lease is out of its range")
-    if lease.leaf_generation != <uint32_t> NO_GENERATION:
-        if lease.leaf >= core.tree.t.nodes.chunk_count * CHUNK or not is_same_node(&core.tree.t, lease.leaf,
-                                                                                   lease.leaf_generation):
-            lease.leaf_generation = NO_GENERATION        # forgotten since, and to stay so
+    if lease.leaf >= core.tree.t.nodes.chunk_count * CHUNK or not is_same_node(&core.tree.t, lease.leaf,
+                                                                               lease.leaf_generation):
+        lease.leaf_generation = NO_GENERATION            # forgotten since, and to stay so
     if loads.is_current(lease):
         account = &loads.workers[lease.worker]
         account.live_requests += 1

@@ -8,19 +8,17 @@ caller's `namespace_of` has answered is not kept; it is asked again.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from preble._kv_index.block_layout cimport COPIES_MAX, MEDIUM_BYTES, Blocks, Copy, Space
+from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, POSITIONS_MAX, SPACES_MAX, Blocks,
+                                            Copy, Space)
 from preble._kv_index.block_positions cimport live_place, print_above
 from preble._kv_index.block_table cimport (DEPTH_MAX, SEGMENT, SEGMENT_FULL, Block, Segment, Table, block_at, find_name,
                                            name_of, new_segment, reserve_blocks, tag_of)
 from preble._kv_index.block_index cimport BlockIndex
-from preble._core.tree.layout cimport Tree, is_same_node, node_at, run_end
+from preble._core.tree.layout cimport Tree, generation, is_same_node, node_at, run_end
 from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, budget_alloc, slab_at
 from preble._snapshot.codec cimport Reader, Writer, allocated, chain_free, load_items, refuse, save_slab
 
 cdef enum:
-    SPACES_MAX = 65535           # of `_kv_index/block_index.pyx`
-    POSITIONS_MAX = 1 << 28      # of `_kv_index/block_updates.pyx`
-    CREDIT_MAX = 1 << 24         # the same
     COUNTERS = 7
 
 cdef struct BlocksHead:
@@ -105,7 +103,6 @@ def read_blocks(Reader r not None, BlockIndex index not None) -> None:
 
 cdef int read_spaces(Reader r, BlockIndex index, uint32_t room) except -1:
     cdef Blocks* b = &index.b
-    cdef Tree* t = &index.tree.t
     cdef Space* space
     cdef uint32_t row
     if room:
@@ -126,15 +123,10 @@ cdef int read_spaces(Reader r, BlockIndex index, uint32_t room) except -1:
             if type(names[row]) is not tuple or len(names[row]) != 4 or names[row] in index.rows:
                 refuse(b"namespaces of blocks do not fit")
             index.rows[names[row]] = row
-        if not is_root(t, space) or names[row] is None:
-            space.root = NONE
+        if (names[row] is None or space.root not in index.tree._names
+                or generation(node_at(&index.tree.t, space.root)) != space.generation):
+            space.root = NONE                    # the namespace's root is not there any more
     return 0
-
-
-cdef bint is_root(Tree* t, Space* space) noexcept:
-    """Whether a row of a namespace leads to its root still."""
-    return (space.root < t.nodes.chunk_count * <uint32_t> CHUNK and is_same_node(t, space.root, space.generation)
-            and node_at(t, space.root).parent == NONE)
 
 
 cdef int read_slab(Reader r, Blocks* b, BlocksHead* head) except -1:

@@ -20,6 +20,7 @@ from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport (block_bytes, block_marks, entry_count, find_entry, fresh_rows, marks_of, new_run,
                                       word_count, words_of)
 from preble._core.memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at
+from preble._core.token_ids cimport any_negative
 from preble._radix cimport RadixTree
 from preble._core.tree.reclaim cimport MARK, NODE, reclaim_soon, retired_of
 from preble._snapshot.codec cimport NO_MEMORY, Reader, Writer, allocated, chain_free, load_items, load_slab, refuse
@@ -260,11 +261,11 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.workers[i].capacity = row.capacity
         t.workers[i].recency = row.recency
         t.workers[i].key = row.epoch << INDEX_BITS | i
+        t.worker_end = i + 1
         if row.capacity == 0:
             t.workers[i].recency.oldest = t.workers[i].recency.newest = NONE
-        t.worker_end = i + 1
-        if row.capacity == 0 and row.has_victims:
-            refuse(b"a free row of a worker is in use")
+            if row.has_victims:
+                refuse(b"a free row of a worker is in use")
         if row.has_victims:
             t.workers[i].victims = <Victims*> allocated(budget_alloc(&t.budget, sizeof(Victims)))
             t.workers[i].victims.first = t.workers[i].victims.count = 0
@@ -343,7 +344,7 @@ cdef const char* make_nodes(Load* x, const char* records, const char* tokens, in
             node.only_mark = NONE if copy.block != NULL else 0
         x.live_nodes += 1
         x.children += copy.parent != NONE
-        if has_negative(copy.run):
+        if any_negative(&copy.run.tokens[0], copy.run.length):
             return b"a token is negative"
     return NULL if count == 0 else <const char*> b"it has more tokens than its nodes"
 
@@ -351,14 +352,6 @@ cdef const char* make_nodes(Load* x, const char* records, const char* tokens, in
 cdef bint is_item(uint32_t i, uint32_t items) noexcept nogil:
     """Whether a link leads to an item or nowhere."""
     return i < items or i == NONE
-
-
-cdef bint has_negative(TokenRun* run) noexcept nogil:
-    cdef int32_t all_bits = 0
-    cdef uint32_t at
-    for at in range(run.length):
-        all_bits |= run.tokens[at]
-    return all_bits < 0
 
 
 cdef const char* make_blocks(Load* x, const char* at, int64_t* left) noexcept nogil:
