@@ -125,8 +125,7 @@ class LocalScheduler:
             raise InvalidInput(f"batch {self._batch.step} is in flight: complete or discard it first")
         batch = Batch(self._step)
         if self.config.chunked_prefill:
-            self._make_room_for_decodes(now)  # 1.
-            self._schedule_decodes(batch)  # 2.
+            self._schedule_decodes(batch, now)  # 1., 2.
             budget = self._schedule_prefills(batch, self.config.token_budget - len(batch))  # 3.
             self._admit(batch, budget, now)  # 4.
         else:
@@ -147,23 +146,22 @@ class LocalScheduler:
             self._admit(batch, self.config.token_budget, now)
         if batch:
             return
-        self._make_room_for_decodes(now)
-        self._schedule_decodes(batch)
+        self._schedule_decodes(batch, now)
         self._decodes_till_look = (self._decodes_till_look or self.config.decodes_per_look) - 1
         if not batch:  # nothing decodes: nothing to wait for
             self._decodes_till_look = 0
             self._admit(batch, self.config.token_budget, now)
 
-    def _make_room_for_decodes(self, now: float) -> None:
-        """Preempt until every decoding request can have a slot. The oldest alone always can: `add` saw to it."""
-        while (decoding := decoding_count(self._running)) > self._cache.free_tokens:  # mostly false, and cheap
-            if decoding <= self._cache.available_tokens:
-                return
-            self._preempt(self._running[-1], now)
+    def _schedule_decodes(self, batch: Batch, now: float) -> None:
+        """A token for every decoding request, after preempting until each can have a slot.
 
-    def _schedule_decodes(self, batch: Batch) -> None:
-        """A token for every decoding request. They fit the budget: each took at least a token of it to be admitted."""
-        count = decoding_count(self._running)
+        The oldest alone always can: `add` saw to it. They fit the budget: each took at least a token of it to be
+        admitted.
+        """
+        while (count := decoding_count(self._running)) > self._cache.free_tokens:  # mostly false, and cheap
+            if count <= self._cache.available_tokens:
+                break
+            self._preempt(self._running[-1], now)
         if count:
             batch.add_decodes(self._running, self._cache.take(count))
 

@@ -357,7 +357,7 @@ def test_a_batch_counts_its_tokens():
     worker.iterate()
     worker.add("b", numbers(100, 50))
     batch = worker.scheduler.next_batch()
-    assert (batch.total_tokens, batch.decode_count, batch.prefill_tokens, batch.step) == (10, 1, 9, 1)
+    assert (batch.decode_count, batch.prefill_tokens, batch.step) == (1, 9, 1)
     assert [(item.samples, item.is_decode) for item in batch.items] == [(True, True), (False, False)]
     worker.finish(batch)
 
@@ -806,7 +806,7 @@ def test_batches_come_one_at_a_time_and_each_is_completed_once():
 def test_an_empty_batch_needs_nothing():
     worker = Worker()
     batch = worker.scheduler.next_batch()
-    assert batch.items == [] and batch.total_tokens == 0
+    assert batch.items == [] and batch.decode_count == batch.prefill_tokens == 0
     assert worker.scheduler.next_batch().items == []
     assert worker.scheduler.complete(batch, {}) == []
     worker.scheduler.discard(batch)

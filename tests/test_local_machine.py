@@ -103,7 +103,8 @@ class LocalMachine(RuleBasedStateMachine):
         assert shape == plan
         assert bool(shape) == bool(self.model.requests), "work waits, but nothing runs"
         bounded = self.config.chunked_prefill or (batch.prefill_tokens and len(batch) > 1)
-        assert batch.total_tokens <= self.config.token_budget or not bounded or self.resumes_discarded(batch)
+        tokens = batch.decode_count + batch.prefill_tokens
+        assert tokens <= self.config.token_budget or not bounded or self.resumes_discarded(batch)
         assert self.config.chunked_prefill or not (batch.decode_count and batch.prefill_tokens)
         tokens = self.device.run(batch, {r.request_id: (r.namespace, r.known) for r in self.model.requests.values()})
         self.real.check()

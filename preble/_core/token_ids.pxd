@@ -13,5 +13,6 @@ cdef struct TokenView:
 
 cdef int view_tokens(object token_ids, TokenView* view, bint allow_empty=*) except -1
 cdef int check_tokens(TokenView* view, uint32_t first) except -1
+cdef bint any_negative(const int32_t* ids, uint32_t count) noexcept nogil
 cdef bint has_negative(const TokenView* view, uint32_t first) noexcept nogil
 cdef void release_tokens(TokenView* view) noexcept

@@ -172,9 +172,11 @@ cdef int check_tokens(TokenView* view, uint32_t first) except -1:
 
 cdef bint has_negative(const TokenView* view, uint32_t first) noexcept nogil:
     """Whether an id from position `first` on is negative: what check_tokens would raise for."""
-    if view.checked or first >= view.count:
-        return False
-    return signs_of(view.data + first, view.count - first) < 0
+    return not view.checked and first < view.count and any_negative(view.data + first, view.count - first)
+
+
+cdef bint any_negative(const int32_t* ids, uint32_t count) noexcept nogil:
+    return signs_of(ids, count) < 0
 
 
 cdef void release_tokens(TokenView* view) noexcept:

@@ -9,14 +9,14 @@ since estimates only ever cost a miss. Everything happens under the tree's write
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._kv_index.block_layout cimport ODD_MAX, ODD_TOKENS, Blocks, Odd, Space
+from preble._kv_index.block_layout cimport ODD_MAX, ODD_TOKENS, SPACES_MAX, Blocks, Odd, Space
 from preble._kv_index.block_positions cimport live_place, place_of, print_above, space_root
 from preble._kv_index.block_updates cimport DONE, apply_batch
 from preble._kv_index.block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
 from preble._kv_index.block_table cimport clear_table, find_key, find_name, name_of
 from preble._kv_index.decode cimport STORED, Event, Key
-from preble._kv_index.event_batch cimport EventBatch, key_of
-from preble._core.tree.layout cimport Node, generation, node_at
+from preble._kv_index.event_batch cimport EventBatch, check_hashable, key_of
+from preble._core.tree.layout cimport generation, node_at
 from preble._core.memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
 from preble._core.tree.operations cimport set_limit
@@ -27,7 +27,6 @@ from ..types import PrefixEvicted, check_int
 
 cdef enum:
     BLOCKS_MAX = 1 << 26         # of a slab
-    SPACES_MAX = 65535           # namespaces of one worker at a time
     EVENTS_AT_ONCE = 4096        # event objects decoded before they are applied
 
 
@@ -73,16 +72,13 @@ cdef class BlockIndex:
     def odd_prompts(self) -> list[tuple[object, list[int]]]:
         """(namespace, first tokens) of the last prompts that were stored and begin like none sent there."""
         cdef Odd* odd
-        cdef Node* root
         cdef uint32_t at, i
         found = []
         with self.tree:
             for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
                 odd = &self.b.odd[at]
-                if odd.root < self.tree.t.nodes.chunk_count * <uint32_t> CHUNK and odd.root in self.tree._names:
-                    root = node_at(&self.tree.t, odd.root)
-                    if generation(root) == odd.generation:
-                        found.append((self.tree._names[odd.root], [odd.tokens[i] for i in range(odd.count)]))
+                if odd.root in self.tree._names and generation(node_at(&self.tree.t, odd.root)) == odd.generation:
+                    found.append((self.tree._names[odd.root], [odd.tokens[i] for i in range(odd.count)]))
         return found
 
     def compared(self) -> tuple[object, ...]:
@@ -122,16 +118,15 @@ cdef class BlockIndex:
         self.taken = 0
         try:
             for event in events:
-                if isinstance(event, PrefixEvicted):
+                is_eviction = isinstance(event, PrefixEvicted)
+                if not is_eviction:
+                    batch.add(event)
+                if is_eviction or len(batch) == EVENTS_AT_ONCE:
                     changed += self.run_batch(batch, None, now)
                     batch = EventBatch()
+                if is_eviction:
                     changed += self.evicted(event)
                     self.taken += 1
-                    continue
-                batch.add(event)
-                if len(batch) == EVENTS_AT_ONCE:
-                    changed += self.run_batch(batch, None, now)
-                    batch = EventBatch()
         except BaseException:
             self.run_batch(batch, None, now)
             raise
@@ -181,10 +176,8 @@ cdef class BlockIndex:
         """Apply a PrefixEvicted; whether it changed an estimate."""
         cdef uint64_t version = self.tree.t.version
         kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
-        try:
-            self.tree.unmark(event.token_ids, self.b.index, kept, namespace=event.namespace)
-        except TypeError as error:
-            raise InvalidInput(f"PrefixEvicted.namespace must be hashable: {error}") from None
+        check_hashable("PrefixEvicted.namespace", event.namespace)
+        self.tree.unmark(event.token_ids, self.b.index, kept, namespace=event.namespace)
         return self.tree.t.version != version
 
     # --- namespaces ---
@@ -211,11 +204,9 @@ cdef class BlockIndex:
     cdef uint32_t row_of(self, object namespace, uint64_t lora, uint64_t salted, uint64_t extra) except? 0xFFFFFFFE:
         """The row of a namespace, with a root in the tree; NONE if there is no room for one."""
         cdef uint32_t row
+        check_hashable("namespace", namespace)
         key = (namespace, lora, salted, extra)
-        try:
-            found = self.rows.get(key)
-        except TypeError as error:
-            raise InvalidInput(f"namespace must be hashable: {error}") from None
+        found = self.rows.get(key)
         row = self.free_row() if found is None else <uint32_t> found
         if row == NONE:
             return NONE

@@ -10,6 +10,9 @@ cdef enum:
     MEDIUM_BYTES = 24
     ODD_MAX = 4
     ODD_TOKENS = 128
+    SPACES_MAX = 65535           # namespaces of one worker at a time
+    POSITIONS_MAX = 1 << 28      # tokens of a prompt
+    CREDIT_MAX = 1 << 24
     OVERLAP_TOKENS = 16          # at least so many must agree, or all, with blocks of a few tokens
 
 cdef struct Odd:                 # how a stored prompt began that was like none sent there

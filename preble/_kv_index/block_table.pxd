@@ -17,8 +17,7 @@ from libc.string cimport memcpy, memset
 
 from preble._kv_index.decode cimport Key
 from preble._core.memory cimport (NONE, Budget, Slab, budget_alloc, budget_free, slab_at, slab_close, slab_give,
-                                  slab_init)
-from preble._core.memory cimport slab_reserve, slab_take
+                                  slab_init, slab_reserve, slab_take)
 
 cdef extern from *:
     """
@@ -92,21 +91,24 @@ cdef inline void fetch_slot(Table* table, uint32_t tag) noexcept nogil:
         preble_prefetch(segment)
         preble_prefetch(&segment.slots[tag & (SEGMENT - 1)])
 
-cdef inline uint32_t find_name(Table* table, uint64_t name) noexcept nogil:
-    # The block of a name, or NONE.
-    cdef uint32_t tag = tag_of(name), at = tag & (SEGMENT - 1)
-    cdef Segment* segment
+cdef inline Slot* probe(Table* table, Segment* segment, uint64_t name, uint32_t tag) noexcept nogil:
+    # The slot of a name, or the empty one where it belongs.
+    cdef uint32_t at = tag & (SEGMENT - 1)
     cdef Block* block
-    if table.directory == NULL:
-        return NONE
-    segment = segment_of(table, tag)
     while segment.slots[at].block != NONE:
         if segment.slots[at].tag == tag:
             block = block_at(table, segment.slots[at].block)
             if name_of(block.lo, block.hi) == name:
-                return segment.slots[at].block
+                break
         at = (at + 1) & (SEGMENT - 1)
-    return NONE
+    return &segment.slots[at]
+
+cdef inline uint32_t find_name(Table* table, uint64_t name) noexcept nogil:
+    # The block of a name, or NONE.
+    cdef uint32_t tag = tag_of(name)
+    if table.directory == NULL:
+        return NONE
+    return probe(table, segment_of(table, tag), name, tag).block
 
 cdef inline uint32_t find_key(Table* table, Key* key) noexcept nogil:
     cdef uint32_t i = find_name(table, name_of(key.lo, key.hi))
@@ -183,28 +185,24 @@ cdef inline int split_segment(Table* table, uint32_t tag) noexcept nogil:
 cdef inline int link_block(Table* table, uint32_t i) noexcept nogil:
     # Enter a filled block. 0; 1 where its key is there already; -1; NO_ROOM. Nothing has changed unless 0.
     cdef uint64_t name = name_of(block_at(table, i).lo, block_at(table, i).hi)
-    cdef uint32_t tag = tag_of(name), at
+    cdef uint32_t tag = tag_of(name)
     cdef int trouble
     cdef Segment* segment
-    cdef Block* other
+    cdef Slot* slot
     if table.directory == NULL and open_table(table):
         return -1
     while True:
         segment = segment_of(table, tag)
-        at = tag & (SEGMENT - 1)
-        while segment.slots[at].block != NONE:
-            if segment.slots[at].tag == tag:
-                other = block_at(table, segment.slots[at].block)
-                if name_of(other.lo, other.hi) == name:
-                    return 1
-            at = (at + 1) & (SEGMENT - 1)
+        slot = probe(table, segment, name, tag)
+        if slot.block != NONE:
+            return 1
         if segment.used < SEGMENT_FULL:
             break
         trouble = split_segment(table, tag)
         if trouble:
             return trouble
-    segment.slots[at].tag = tag
-    segment.slots[at].block = i
+    slot.tag = tag
+    slot.block = i
     segment.used += 1
     table.count += 1
     return 0
@@ -240,15 +238,13 @@ cdef inline void give_block(Table* table, uint32_t i) noexcept nogil:
     slab_give(&table.blocks, i)
 
 cdef inline void clear_table(Table* table) noexcept nogil:
-    # Forget all blocks and give all memory back.
-    cdef uint32_t i, span, entries = <uint32_t> 1 << table.depth
+    # Forget all blocks and give all memory back, also of a directory that a refused snapshot has filled in part.
+    cdef uint32_t i = 0, entries = <uint32_t> 1 << table.depth
     cdef Segment* segment
-    i = 0
-    while table.directory != NULL and i < entries:
+    while table.directory != NULL and i < entries and table.directory[i] != NULL:
         segment = table.directory[i]
-        span = <uint32_t> 1 << (table.depth - segment.depth)
+        i += <uint32_t> 1 << (table.depth - segment.depth)
         budget_free(&table.budget, segment, sizeof(Segment))
-        i += span
     budget_free(&table.budget, table.directory, <int64_t> entries * sizeof(Segment*))
     if table.blocks.chunks != NULL:
         slab_close(&table.blocks, &table.budget)

@@ -14,8 +14,6 @@ cdef enum Outcome:
     IGNORED = 3                  # and counted
 
 cdef struct Run:                 # blocks about to be stored: of one event, or of several that continue each other
-    uint32_t event               # the first of them, and how many
-    uint32_t events
     uint32_t keys_at
     uint32_t count               # blocks
     uint32_t keyed               # more blocks, which are distinguished by more than tokens and so are left out

@@ -22,8 +22,8 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.atomic cimport store32
-from preble._kv_index.block_layout cimport (COPIES_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS, Copy, Odd,
-                                            Space)
+from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS,
+                                            POSITIONS_MAX, Copy, Odd, Space)
 from preble._kv_index.block_positions cimport is_chain_known, marked_above, marked_end, place_of, put_place, space_root
 from preble._kv_index.block_table cimport (NO_ROOM, Block, block_at, clear_table, fetch_slot, find_key, give_block,
                                            link_block, name_of, reserve_blocks, tag_of, take_block, unlink_block)
@@ -32,13 +32,11 @@ from preble._core.tree.layout cimport CONFIRMED, TOUCHED, Entry, Node, Tree, Wal
 from preble._core.tree.parts cimport find_entry, marks_a_child, touch_mark
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, tree_walk
-from preble._core.tree.operations cimport clear_marks, drop_below, sweep_ghosts, tree_insert
+from preble._core.tree.operations cimport clear_marks, confirm_path, drop_below, sweep_ghosts, tree_insert
 
 cdef enum:
     AHEAD = 16                   # blocks whose slots are fetched before they are looked at
     CREDIT = 8                   # steps that each stored block pays for
-    CREDIT_MAX = 1 << 24
-    POSITIONS_MAX = 1 << 28      # tokens of a prompt
     FORGET_SWEEP = 256           # marks swept at once where all are forgotten
 
 
@@ -94,8 +92,6 @@ cdef Outcome begin_run(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t ev
     cdef Event* last = &b.events[first + events - 1]
     cdef uint32_t count = last.keys_at + last.key_count - event.keys_at, allowed
     memset(run, 0, sizeof(Run))
-    run.event = first
-    run.events = events
     run.keys_at = event.keys_at
     run.size = event.block_size
     run.tokens = &b.tokens[event.tokens_at]
@@ -178,20 +174,6 @@ cdef void touch_path(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
         node = node_at(t, node.parent)
 
 
-cdef void confirm_up(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
-    """The worker has the path to node `i` in its cache for certain. Where a mark is confirmed those above it are
-    too."""
-    cdef Node* node = node_at(t, i)
-    cdef Entry entry
-    while node.parent != NONE:
-        entry = find_entry(node, worker)
-        if entry.end:
-            if mark_at(t, entry.mark).flags & CONFIRMED:
-                return
-            mark_at(t, entry.mark).flags |= CONFIRMED
-        node = node_at(t, node.parent)
-
-
 cdef Outcome link_run(Blocks* x, Batch* b, Run* run) noexcept nogil:
     """Enter the blocks that are new, without their places; all or none. `found` has every block's index then."""
     cdef Key* keys = &b.keys[run.keys_at]
@@ -247,7 +229,7 @@ cdef Outcome remember_run(Blocks* x, Tree* t, Run* run, double now) noexcept nog
     if tree_insert(t, walk, tokens, run.end, x.worker, False, now, &run.leaf):
         return NO_MEMORY
     run.leaf_end = run_end(node_at(t, run.leaf).run)
-    confirm_up(t, run.leaf, x.worker)
+    confirm_path(t, run.leaf, x.worker)
     return DONE
 
 

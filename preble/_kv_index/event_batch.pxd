@@ -22,6 +22,6 @@ cdef class EventBatch:
     cdef int add_tokens(self, object token_ids, Event* event) except -1
     cdef int add_keys(self, object block_hashes, Event* event) except -1
     cdef int add_medium(self, object medium, Event* event) except -1
-    cdef int push(self, Event* event) except -1
 
+cdef int check_hashable(str name, object namespace) except -1
 cdef int key_of(object block_hash, str name, Key* key) except -1

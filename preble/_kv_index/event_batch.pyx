@@ -12,10 +12,10 @@ from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._kv_index.decode cimport (BATCH, CLEARED, HASH_BYTES_MAX, HASH_TOO_LONG, LEFT_OVER, MISSING, NAMED_TWICE,
-                                      NO_FIT, OUT_OF_MEMORY, REMOVED, STORED, TIME, WRONG_TYPE, Batch, Event, Fault,
-                                      Key, Slice, close_batch, decode, empty_batch, keep_event, key_item, need_keys,
-                                      need_tokens, take_prints)
+from preble._kv_index.decode cimport (BATCH, CLEARED, FIELD_NAMES, HASH_BYTES_MAX, HASH_TOO_LONG, LEFT_OVER, MISSING,
+                                      NAMED_TWICE, NO_FIT, OUT_OF_MEMORY, REMOVED, STORED, TIME, WRONG_TYPE, Batch,
+                                      Event, Fault, Key, Slice, close_batch, decode, empty_batch, keep_event, key_item,
+                                      need_keys, need_tokens, take_prints)
 from preble._core.msgpack_reader cimport (BAD_TOKEN, BYTES_ITEM, CUT_SHORT, FINE, INT_ITEM, RESERVED_BYTE, TOO_LONG,
                                           Item, Reader, read_item)
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
@@ -32,8 +32,6 @@ cdef enum:
 cdef Batch _spare                # the arrays of a batch that is gone, for the next one; the GIL protects them
 memset(&_spare, 0, sizeof(Batch))
 
-_FIELD_NAMES = ("", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-                "extra_keys", "group_idx", "cache_salt", "metadata", "time", "events", "event tag", "batch")
 _EXPECTED = ("", "a list of ints or bytes", "an int, bytes or nil", "a list of ints in [0, 2147483647]",
              "an int in [1, 2147483647]", "an int, a string or nil", "a string or nil", "a string or nil",
              "a list with an element per block, or nil", "an int in [0, 4294967295] or nil", "a string or nil",
@@ -114,7 +112,7 @@ cdef class EventBatch:
         if trouble == OUT_OF_MEMORY:
             raise MemoryError("cache events")
         what = f"must be {_EXPECTED[fault.field]}" if trouble == WRONG_TYPE else _TROUBLES[trouble]
-        name = _FIELD_NAMES[fault.field]
+        name = (<const char*> FIELD_NAMES[fault.field].data).decode()
         where = f"payload byte {fault.at - self.batch.reader.begin}"
         if fault.field not in (TIME, BATCH):
             where += f", event {self.batch.seen}"
@@ -242,7 +240,7 @@ cdef class EventBatch:
                 self.add_medium(event.medium, &removed)
             elif not isinstance(event, AllBlocksCleared):
                 raise InvalidInput(f"events: {event!r} is not a cache event")
-            self.push(&removed)
+            need_memory(keep_event(&self.batch, &removed))
         except BaseException:
             self.batch.key_count = min(keys, self.batch.key_count)
             self.batch.token_count = tokens
@@ -273,7 +271,7 @@ cdef class EventBatch:
         if event.namespace is not None:
             stored.namespace = len(self.namespaces)
             self.namespaces.append(event.namespace)
-        return self.push(&stored)
+        return need_memory(keep_event(&self.batch, &stored))
 
     cdef int add_tokens(self, object token_ids, Event* event) except -1:
         cdef TokenView view
@@ -290,8 +288,7 @@ cdef class EventBatch:
             check_tokens(&view, 0)
             if <uint64_t> self.batch.token_count + view.count > TOKENS_MAX:
                 raise InvalidInput(f"events: more than {TOKENS_MAX} tokens in one call")
-            if need_tokens(&self.batch, view.count) != FINE:
-                raise MemoryError("cache events")
+            need_memory(need_tokens(&self.batch, view.count))
             event.tokens_at = self.batch.token_count
             event.token_count = view.count
             if view.count:
@@ -308,8 +305,7 @@ cdef class EventBatch:
         if isinstance(block_hashes, (str, bytes)) or not hasattr(block_hashes, "__iter__"):
             raise InvalidInput(f"{owner}.block_hashes must be ints or bytes in a list, got {block_hashes!r}")
         hashes = list(block_hashes)
-        if need_keys(&self.batch, len(hashes)) != FINE:
-            raise MemoryError("cache events")
+        need_memory(need_keys(&self.batch, len(hashes)))
         event.keys_at = self.batch.key_count
         event.key_count = len(hashes)
         name = f"{owner}.block_hashes"
@@ -329,10 +325,11 @@ cdef class EventBatch:
         self.kept.append(medium)
         return 0
 
-    cdef int push(self, Event* event) except -1:
-        if keep_event(&self.batch, event) != FINE:
-            raise MemoryError("cache events")
-        return 0
+
+cdef int need_memory(int trouble) except -1:
+    if trouble != FINE:
+        raise MemoryError("cache events")
+    return 0
 
 
 cdef inline bint names_more(Event* event) noexcept:

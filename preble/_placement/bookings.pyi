@@ -11,8 +11,6 @@ from .decision import Decision
 from .e2 import E2
 from .timing_samples import TimingSamples
 
-REASON_NAMES: tuple[str, ...]
-
 class DecisionCore(E2):
     names: list[str | None]
     left_out: dict[int, int]

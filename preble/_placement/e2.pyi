@@ -12,13 +12,3 @@ class E2:
     tree: RadixTree
     loads: LoadTracker
     accuracy: CacheAccuracy
-    def __init__(
-        self,
-        tree: RadixTree,
-        loads: LoadTracker,
-        *,
-        exploit_ratio: float,
-        escape_seconds: float,
-        decode_ratio: float,
-        victims_max: int,
-    ) -> None: ...

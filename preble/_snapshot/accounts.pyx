@@ -18,7 +18,7 @@ from preble._placement.request_api cimport RequestApi
 from preble._core.tree.layout cimport Mark, Node, is_same_node
 from preble._placement.prefix_groups cimport SHARES
 from preble._core.memory cimport CHUNK, CHUNKS_MAX
-from preble._snapshot.codec cimport Reader, Writer, chain_free, load_slab, refuse, save_slab
+from preble._snapshot.codec cimport Reader, Writer, allocated, chain_free, load_items, refuse, save_slab
 from preble._snapshot.tree cimport read_tree, write_tree
 
 from zlib import crc32
@@ -111,6 +111,8 @@ cdef list named_leases(DecisionCore core):
 
 cdef int write_book(Writer w, LoadTracker loads) except -1:
     cdef BookHead head
+    cdef BookRow row
+    cdef WorkerLoad* account
     cdef uint32_t i
     memset(&head, 0, sizeof(head))
     head.serials = loads.serials
@@ -122,20 +124,16 @@ cdef int write_book(Writer w, LoadTracker loads) except -1:
     head.free_leases = loads.leases.free_count
     w.put(&head, sizeof(head))
     for i in range(loads.end):
-        write_account(w, &loads.workers[i])
+        account = &loads.workers[i]
+        memset(&row, 0, sizeof(row))
+        if account.used:
+            row.used = True
+            row.generation = account.generation
+            row.joined_at = account.joined_at
+            row.output_token_seconds = account.output_token_seconds
+            memcpy(&row.ring[0], &account.ring[0], sizeof(row.ring))
+        w.put(&row, sizeof(row))
     return save_slab(w, &loads.leases)
-
-
-cdef int write_account(Writer w, WorkerLoad* loads) except -1:
-    cdef BookRow row
-    memset(&row, 0, sizeof(row))
-    if loads.used:
-        row.used = True
-        row.generation = loads.generation
-        row.joined_at = loads.joined_at
-        row.output_token_seconds = loads.output_token_seconds
-        memcpy(&row.ring[0], &loads.ring[0], sizeof(row.ring))
-    return w.put(&row, sizeof(row))
 
 
 cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -1:
@@ -147,8 +145,6 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
     r.copy(&head, sizeof(head))
     if head.end != core.tree.t.worker_end or head.end != len(specs) or head.serials < 0 or head.now_bucket < -1:
         refuse(b"accounts and workers differ")
-    if <int64_t> head.end * sizeof(BookRow) > r.left():
-        refuse(b"it ends too early")
     if not 0.0 <= head.others <= 1.0:
         refuse(b"a share is none")
     loads.others = head.others
@@ -188,9 +184,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
         refuse(b"an account is out of its range")
     if core.timings is not None:
         core.timings.open(i)
-    own = <Cost*> malloc(sizeof(Cost))
-    if own == NULL:
-        raise MemoryError("snapshot")
+    own = <Cost*> allocated(malloc(sizeof(Cost)))
     own[0] = cost.cost
     try:
         loads.open(i, own, -1e15)                # long ago, so that no slice expires
@@ -227,9 +221,7 @@ cdef int read_lease_slab(Reader r, DecisionCore core, BookHead* head) except -1:
     cdef Lease* lease
     if head.lease_chunks > <uint32_t> CHUNKS_MAX:
         refuse(b"more leases than there may be")
-    load_slab(r, &loads.leases, &loads.budget, head.lease_chunks)
-    for i in range(head.lease_chunks):
-        r.copy(loads.leases.chunks[i], CHUNK * sizeof(Lease))
+    load_items(r, &loads.leases, &loads.budget, head.lease_chunks)
     taken = bytearray(items)
     for i in range(items):
         lease = loads.lease_at(i)
@@ -257,10 +249,9 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
             or lease.worker_generation == 0 or not 0 < lease.prompt_tokens <= <uint32_t> LEASE_TOKENS_MAX
             or lease.expected_output > <uint32_t> LEASE_TOKENS_MAX):
         refuse(b"a lease is out of its range")
-    if lease.leaf_generation != <uint32_t> NO_GENERATION:
-        if lease.leaf >= core.tree.t.nodes.chunk_count * CHUNK or not is_same_node(&core.tree.t, lease.leaf,
-                                                                                   lease.leaf_generation):
-            lease.leaf_generation = NO_GENERATION        # forgotten since, and to stay so
+    if lease.leaf >= core.tree.t.nodes.chunk_count * CHUNK or not is_same_node(&core.tree.t, lease.leaf,
+                                                                               lease.leaf_generation):
+        lease.leaf_generation = NO_GENERATION            # forgotten since, and to stay so
     if loads.is_current(lease):
         account = &loads.workers[lease.worker]
         account.live_requests += 1
@@ -280,7 +271,7 @@ cdef int read_leases(Reader r, DecisionCore core, double now) except -1:
     cdef set taken = set()
     if count > loads.leases.live:
         refuse(b"more requests than leases")
-    while count:
+    for _ in range(count):
         key = <int64_t> r.number()
         request_id = r.value()
         i = loads.index_of(key)
@@ -289,7 +280,6 @@ cdef int read_leases(Reader r, DecisionCore core, double now) except -1:
             refuse(b"a request has no lease")
         taken.add(i)
         core.leases[request_id] = key
-        count -= 1
     for i in range(loads.leases.chunk_count * <uint32_t> CHUNK):
         if loads.lease_at(i).serial and i not in taken:
             # A key is serial * (the most leases) + index, and all of a key's low bits are its index.

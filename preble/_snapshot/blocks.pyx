@@ -8,19 +8,17 @@ caller's `namespace_of` has answered is not kept; it is asked again.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from preble._kv_index.block_layout cimport COPIES_MAX, MEDIUM_BYTES, Blocks, Copy, Space
+from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, POSITIONS_MAX, SPACES_MAX, Blocks,
+                                            Copy, Space)
 from preble._kv_index.block_positions cimport live_place, print_above
 from preble._kv_index.block_table cimport (DEPTH_MAX, SEGMENT, SEGMENT_FULL, Block, Segment, Table, block_at, find_name,
                                            name_of, new_segment, reserve_blocks, tag_of)
 from preble._kv_index.block_index cimport BlockIndex
-from preble._core.tree.layout cimport Tree, is_same_node, node_at, run_end
-from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, budget_alloc, budget_free, slab_at
-from preble._snapshot.codec cimport Reader, Writer, chain_free, load_slab, refuse, save_slab
+from preble._core.tree.layout cimport Tree, generation, is_same_node, node_at, run_end
+from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, budget_alloc, slab_at
+from preble._snapshot.codec cimport Reader, Writer, allocated, chain_free, load_items, refuse, save_slab
 
 cdef enum:
-    SPACES_MAX = 65535           # of `_kv_index/block_index.pyx`
-    POSITIONS_MAX = 1 << 28      # of `_kv_index/block_updates.pyx`
-    CREDIT_MAX = 1 << 24         # the same
     COUNTERS = 7
 
 cdef struct BlocksHead:
@@ -105,15 +103,10 @@ def read_blocks(Reader r not None, BlockIndex index not None) -> None:
 
 cdef int read_spaces(Reader r, BlockIndex index, uint32_t room) except -1:
     cdef Blocks* b = &index.b
-    cdef Tree* t = &index.tree.t
     cdef Space* space
     cdef uint32_t row
-    if <int64_t> room * sizeof(Space) > r.left():
-        refuse(b"it ends too early")
     if room:
-        b.spaces = <Space*> budget_alloc(&b.table.budget, <int64_t> room * sizeof(Space))
-        if b.spaces == NULL:
-            raise MemoryError("snapshot")
+        b.spaces = <Space*> allocated(budget_alloc(&b.table.budget, <int64_t> room * sizeof(Space)))
         b.space_room = room
         r.copy(b.spaces, <int64_t> room * sizeof(Space))
     names, free_rows = r.value(), r.value()
@@ -130,29 +123,21 @@ cdef int read_spaces(Reader r, BlockIndex index, uint32_t room) except -1:
             if type(names[row]) is not tuple or len(names[row]) != 4 or names[row] in index.rows:
                 refuse(b"namespaces of blocks do not fit")
             index.rows[names[row]] = row
-        if not is_root(t, space) or names[row] is None:
-            space.root = NONE
+        if (names[row] is None or space.root not in index.tree._names
+                or generation(node_at(&index.tree.t, space.root)) != space.generation):
+            space.root = NONE                    # the namespace's root is not there any more
     return 0
-
-
-cdef bint is_root(Tree* t, Space* space) noexcept:
-    """Whether a row of a namespace leads to its root still."""
-    return (space.root < t.nodes.chunk_count * <uint32_t> CHUNK and is_same_node(t, space.root, space.generation)
-            and node_at(t, space.root).parent == NONE)
 
 
 cdef int read_slab(Reader r, Blocks* b, BlocksHead* head) except -1:
     cdef Table* table = &b.table
     cdef bytearray taken
-    cdef uint32_t i
     cdef const char* order
     if head.chunks == NONE:
         return 0
     if head.chunks > <uint32_t> CHUNKS_MAX or reserve_blocks(table, 0):
         refuse(b"more blocks than there may be")
-    load_slab(r, &table.blocks, &table.budget, head.chunks)
-    for i in range(head.chunks):
-        r.copy(table.blocks.chunks[i], CHUNK * sizeof(Block))
+    load_items(r, &table.blocks, &table.budget, head.chunks)
     order = r.take(<int64_t> head.free_blocks * 4)
     taken = bytearray(head.chunks * <uint32_t> CHUNK)
     if not chain_free(&table.blocks, <const uint32_t*> order, head.free_blocks, <uint8_t*> <char*> taken):
@@ -163,7 +148,7 @@ cdef int read_slab(Reader r, Blocks* b, BlocksHead* head) except -1:
 cdef int read_segments(Reader r, Blocks* b, BlocksHead* head) except -1:
     """Segments into a directory that fits them."""
     cdef Table* table = &b.table
-    cdef uint32_t entries, i
+    cdef uint32_t entries, i = 0
     if head.segments == 0:
         return 0
     # Each doubling of the directory came with one segment more.
@@ -171,20 +156,13 @@ cdef int read_segments(Reader r, Blocks* b, BlocksHead* head) except -1:
             or <int64_t> head.segments * (SEGMENT + 1) * 4 > r.left()):
         refuse(b"its table of blocks is wrong")
     entries = <uint32_t> 1 << head.depth
-    table.directory = <Segment**> budget_alloc(&table.budget, <int64_t> entries * sizeof(Segment*))
-    if table.directory == NULL:
-        raise MemoryError("snapshot")
+    table.directory = <Segment**> allocated(budget_alloc(&table.budget, <int64_t> entries * sizeof(Segment*)))
     memset(table.directory, 0, entries * sizeof(Segment*))
     table.depth = head.depth
-    try:
-        i = 0
-        while i < entries:
-            i += read_segment(r, b, i)
-        if table.segments != head.segments:
-            refuse(b"its table of blocks is wrong")
-    except BaseException:
-        drop_directory(table)
-        raise
+    while i < entries:
+        i += read_segment(r, b, i)
+    if table.segments != head.segments:
+        refuse(b"its table of blocks is wrong")
     return 0
 
 
@@ -200,9 +178,7 @@ cdef uint32_t read_segment(Reader r, Blocks* b, uint32_t first) except 0:
     if depth > table.depth or first % (<uint32_t> 1 << (table.depth - depth)):
         refuse(b"its table of blocks is wrong")
     span = <uint32_t> 1 << (table.depth - depth)
-    segment = new_segment(table, depth)
-    if segment == NULL:
-        raise MemoryError("snapshot")
+    segment = <Segment*> allocated(new_segment(table, depth))
     for at in range(span):
         table.directory[first + at] = segment
     for at in range(<uint32_t> SEGMENT):
@@ -220,19 +196,6 @@ cdef uint32_t read_segment(Reader r, Blocks* b, uint32_t first) except 0:
     return span
 
 
-cdef void drop_directory(Table* table) noexcept:
-    """Give back a directory that was not filled."""
-    cdef uint32_t i = 0, entries = <uint32_t> 1 << table.depth
-    cdef Segment* segment
-    while i < entries and table.directory[i] != NULL:
-        segment = table.directory[i]
-        i += <uint32_t> 1 << (table.depth - segment.depth)
-        budget_free(&table.budget, segment, sizeof(Segment))
-    budget_free(&table.budget, table.directory, <int64_t> entries * sizeof(Segment*))
-    table.directory = NULL
-    table.depth = table.segments = table.count = 0
-
-
 # --- what is checked --------------------------------------------------------------------------------------------------
 
 cdef int check_blocks(BlockIndex index) except -1:
@@ -240,7 +203,6 @@ cdef int check_blocks(BlockIndex index) except -1:
     cdef Blocks* b = &index.b
     cdef uint32_t i, row, items = b.table.blocks.chunk_count * <uint32_t> CHUNK
     cdef bytearray is_free = bytearray(items)
-    cdef const char* reason
     spaces = [0] * b.space_room
     i = b.table.blocks.free_head if items else <uint32_t> NONE
     while i != NONE:
@@ -250,8 +212,7 @@ cdef int check_blocks(BlockIndex index) except -1:
         refuse(b"its table of blocks is wrong")
     for i in range(items):
         if not is_free[i]:
-            reason = check_block(b, &index.tree.t, i)
-            refuse(reason)
+            refuse(check_block(b, &index.tree.t, i))
             spaces[block_at(&b.table, i).space] += 1
     for row in range(b.space_room):
         b.spaces[row].blocks = spaces[row]

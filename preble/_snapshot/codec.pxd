@@ -25,6 +25,8 @@ cdef class Reader:
 cdef const char* NO_MEMORY     # a reason that is not the snapshot's fault
 
 cdef int refuse(const char* reason) except -1
+cdef void* allocated(void* memory) except NULL
 cdef int load_slab(Reader r, Slab* slab, Budget* budget, uint32_t chunks) except -1
+cdef int load_items(Reader r, Slab* slab, Budget* budget, uint32_t chunks) except -1
 cdef int save_slab(Writer w, Slab* slab) except -1
 cdef bint chain_free(Slab* slab, const uint32_t* order, uint32_t count, uint8_t* taken) noexcept nogil

@@ -43,6 +43,13 @@ cdef int refuse(const char* reason) except -1:
     return 0
 
 
+cdef void* allocated(void* memory) except NULL:
+    """The memory; raises MemoryError where there was none."""
+    if memory == NULL:
+        raise MemoryError("snapshot")
+    return memory
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 cdef class Writer:
@@ -176,11 +183,7 @@ cdef class Reader:
         if count > <uint64_t> self.left():       # each part of a tuple takes a byte at least
             refuse(b"it ends too early")
         if tag == TUPLE and nested < NESTED_MAX:
-            parts = []
-            while count:
-                parts.append(self.value(nested + 1))
-                count -= 1
-            return tuple(parts)
+            return tuple([self.value(nested + 1) for _ in range(count)])
         data = self.take(count)[:count]
         if tag == BYTES:
             return data
@@ -219,6 +222,19 @@ cdef int load_slab(Reader r, Slab* slab, Budget* budget, uint32_t chunks) except
         refuse(b"it ends too early")
     if slab_reserve(slab, budget, chunks * CHUNK):
         raise MemoryError("snapshot")
+    return 0
+
+
+cdef int load_items(Reader r, Slab* slab, Budget* budget, uint32_t chunks) except -1:
+    """Allocate a slab's chunks and fill them with the items that follow. Python's lock is let go meanwhile."""
+    cdef int64_t chunk_bytes = <int64_t> CHUNK * slab.item_bytes
+    cdef const char* items
+    cdef uint32_t chunk
+    load_slab(r, slab, budget, chunks)
+    items = r.take(chunks * chunk_bytes)
+    with nogil:
+        for chunk in range(chunks):
+            memcpy(slab.chunks[chunk], items + chunk * chunk_bytes, chunk_bytes)
     return 0
 
 

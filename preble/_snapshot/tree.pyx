@@ -17,11 +17,13 @@ from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LISTED,
                                        EntryBlock, List, Mark, Node, TokenRun, Tree, Victims, WorkerMarks, end_of,
                                        generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
-from preble._core.tree.parts cimport block_bytes, block_marks, entry_count, find_entry, fresh_rows, new_run
+from preble._core.tree.parts cimport (block_bytes, block_marks, entry_count, find_entry, fresh_rows, marks_of, new_run,
+                                      word_count, words_of)
 from preble._core.memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at
+from preble._core.token_ids cimport any_negative
 from preble._radix cimport RadixTree
 from preble._core.tree.reclaim cimport MARK, NODE, reclaim_soon, retired_of
-from preble._snapshot.codec cimport NO_MEMORY, Reader, Writer, chain_free, load_slab, refuse
+from preble._snapshot.codec cimport NO_MEMORY, Reader, Writer, allocated, chain_free, load_items, load_slab, refuse
 from preble._core.tree.child_table cimport DELETED_SLOT, EMPTY_SLOT, TABLE_START, new_table, slot_in, table_bytes
 from preble._core.tree.operations cimport limit_of, sweep_ghosts
 
@@ -234,13 +236,7 @@ cdef int read_tree(Reader r, RadixTree tree) except -1:
         read_slabs(r, &x, &head)
         read_tables(r, t, &head)
         with nogil:
-            reason = check_links(&x)
-            if reason == NULL:
-                reason = check_tables(&x)
-            if reason == NULL:
-                reason = check_marks(&x)
-            if reason == NULL:
-                reason = check_ages(&x)
+            reason = check_links(&x) or check_tables(&x) or check_marks(&x) or check_ages(&x)
         refuse(reason)
     finally:
         free(x.seen)
@@ -254,12 +250,8 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
     cdef uint32_t i
     if head.worker_room > <uint32_t> WORKER_ROWS_MAX or head.worker_end > min(head.worker_room, <uint32_t> 65536):
         refuse(b"more workers than there may be")
-    if <int64_t> head.worker_end * sizeof(WorkerRow) > r.left():
-        refuse(b"it ends too early")
     if head.worker_room:
-        t.workers = <WorkerMarks*> budget_alloc(&t.budget, head.worker_room * sizeof(WorkerMarks))
-        if t.workers == NULL:
-            raise MemoryError("snapshot")
+        t.workers = <WorkerMarks*> allocated(budget_alloc(&t.budget, head.worker_room * sizeof(WorkerMarks)))
         fresh_rows(t.workers, 0, head.worker_room)
         t.worker_room = head.worker_room
     for i in range(head.worker_end):
@@ -269,15 +261,13 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.workers[i].capacity = row.capacity
         t.workers[i].recency = row.recency
         t.workers[i].key = row.epoch << INDEX_BITS | i
+        t.worker_end = i + 1
         if row.capacity == 0:
             t.workers[i].recency.oldest = t.workers[i].recency.newest = NONE
-        t.worker_end = i + 1
-        if row.capacity == 0 and row.has_victims:
-            refuse(b"a free row of a worker is in use")
+            if row.has_victims:
+                refuse(b"a free row of a worker is in use")
         if row.has_victims:
-            t.workers[i].victims = <Victims*> budget_alloc(&t.budget, sizeof(Victims))
-            if t.workers[i].victims == NULL:
-                raise MemoryError("snapshot")
+            t.workers[i].victims = <Victims*> allocated(budget_alloc(&t.budget, sizeof(Victims)))
             t.workers[i].victims.first = t.workers[i].victims.count = 0
     if t.worker_end and t.workers[t.worker_end - 1].capacity == 0:
         refuse(b"its last row of a worker is free")
@@ -287,7 +277,6 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
 cdef int read_slabs(Reader r, Load* x, TreeHead* head) except -1:
     cdef Tree* t = x.t
     cdef const char* nodes
-    cdef const char* marks
     cdef const char* tokens
     cdef const char* reason
     cdef const uint32_t* free_nodes
@@ -297,39 +286,25 @@ cdef int read_slabs(Reader r, Load* x, TreeHead* head) except -1:
     x.nodes = head.node_chunks * <uint32_t> CHUNK
     nodes = r.take(<int64_t> x.nodes * sizeof(Node))
     free_nodes = <const uint32_t*> r.take(<int64_t> head.free_nodes * 4)
-    load_slab(r, &t.marks, &t.budget, head.mark_chunks)
+    load_items(r, &t.marks, &t.budget, head.mark_chunks)
     x.marks = head.mark_chunks * <uint32_t> CHUNK
-    marks = r.take(<int64_t> x.marks * sizeof(Mark))
     free_marks = <const uint32_t*> r.take(<int64_t> head.free_marks * 4)
-    x.seen = <uint32_t*> calloc(max(x.marks, 1), sizeof(uint32_t))
-    if x.seen == NULL:
-        raise MemoryError("snapshot")
+    x.seen = <uint32_t*> allocated(calloc(max(x.marks, 1), sizeof(uint32_t)))
     count = r.number()
     if not 0 <= count <= r.left() // 4:
         refuse(b"it ends too early")
     tokens = r.take(count * 4)
     with nogil:
-        memcpy_marks(t, marks, x.marks)
-        reason = make_nodes(x, nodes, tokens, count)
-        if reason == NULL:
-            reason = free_items(&t.nodes, free_nodes, head.free_nodes, x, True)
+        reason = (make_nodes(x, nodes, tokens, count)
+                  or free_items(&t.nodes, free_nodes, head.free_nodes, x, True))
     refuse(reason)
     with nogil:
         used = r.end - r.at
-        reason = make_blocks(x, r.at, &used)
-        if reason == NULL:
-            reason = claim_marks(x)
-        if reason == NULL:
-            reason = free_items(&t.marks, free_marks, head.free_marks, x, False)
+        reason = (make_blocks(x, r.at, &used) or claim_marks(x)
+                  or free_items(&t.marks, free_marks, head.free_marks, x, False))
     refuse(reason)
     r.take(used)
     return 0
-
-
-cdef void memcpy_marks(Tree* t, const char* marks, uint32_t count) noexcept nogil:
-    cdef uint32_t chunk
-    for chunk in range(count // <uint32_t> CHUNK):
-        memcpy(t.marks.chunks[chunk], marks + <size_t> chunk * CHUNK * sizeof(Mark), CHUNK * sizeof(Mark))
 
 
 cdef const char* make_nodes(Load* x, const char* records, const char* tokens, int64_t count) noexcept nogil:
@@ -369,7 +344,7 @@ cdef const char* make_nodes(Load* x, const char* records, const char* tokens, in
             node.only_mark = NONE if copy.block != NULL else 0
         x.live_nodes += 1
         x.children += copy.parent != NONE
-        if has_negative(copy.run):
+        if any_negative(&copy.run.tokens[0], copy.run.length):
             return b"a token is negative"
     return NULL if count == 0 else <const char*> b"it has more tokens than its nodes"
 
@@ -377,14 +352,6 @@ cdef const char* make_nodes(Load* x, const char* records, const char* tokens, in
 cdef bint is_item(uint32_t i, uint32_t items) noexcept nogil:
     """Whether a link leads to an item or nowhere."""
     return i < items or i == NONE
-
-
-cdef bint has_negative(TokenRun* run) noexcept nogil:
-    cdef int32_t all_bits = 0
-    cdef uint32_t at
-    for at in range(run.length):
-        all_bits |= run.tokens[at]
-    return all_bits < 0
 
 
 cdef const char* make_blocks(Load* x, const char* at, int64_t* left) noexcept nogil:
@@ -430,19 +397,15 @@ cdef bint is_noted(Node* node) noexcept nogil:
 
 cdef const char* claim_marks(Load* x) noexcept nogil:
     """Give every entry its mark, and count what each worker has."""
-    cdef uint32_t i, at, count
+    cdef uint32_t i, at
     cdef Node* node
     cdef const char* reason
     for i in range(x.nodes):
         node = node_at(x.t, i)
         if not node.state & LIVE:
             continue
-        count = node.block.count if node.block != NULL else 1
-        for at in range(count):
-            if node.block != NULL:
-                reason = claim(x, i, node.block.words[at], block_marks(node.block)[at])
-            else:
-                reason = claim(x, i, node.only, node.only_mark)
+        for at in range(word_count(node)):
+            reason = claim(x, i, words_of(node)[at], marks_of(node)[at])
             if reason != NULL:
                 return reason
     for i in range(x.t.worker_end):
@@ -504,9 +467,7 @@ cdef ChildTable* read_table(Reader r, Tree* t, uint32_t size) except NULL:
     cdef ChildTable* table
     if size < <uint32_t> TABLE_START or size & (size - 1) or <int64_t> size * 8 > r.left():
         refuse(b"its child table has an impossible size")
-    table = new_table(&t.budget, size)
-    if table == NULL:
-        raise MemoryError("snapshot")
+    table = <ChildTable*> allocated(new_table(&t.budget, size))
     r.copy(&table.slots[0], <int64_t> size * 8)
     return table
 
@@ -515,7 +476,7 @@ cdef int read_roots(Reader r, RadixTree tree, Load* x) except -1:
     cdef uint64_t count = r.number(), root
     if count != x.live_nodes - x.children:
         refuse(b"roots and namespaces differ")
-    while count:
+    for _ in range(count):
         root = r.number()
         name = r.value()
         if (root >= x.nodes or not node_at(x.t, <uint32_t> root).state & LIVE
@@ -524,7 +485,6 @@ cdef int read_roots(Reader r, RadixTree tree, Load* x) except -1:
         tree._roots[name] = <uint32_t> root
         tree._names[<uint32_t> root] = name
         tree._root_queue.append(<uint32_t> root)
-        count -= 1
     return 0
 
 
@@ -564,9 +524,7 @@ cdef const char* check_tables(Load* x) noexcept nogil:
     cdef uint32_t i, found = 0, found_draining = 0
     cdef uint64_t* slot
     cdef uint64_t* old
-    cdef const char* reason = count_slots(x, t.table)
-    if reason == NULL and t.draining != NULL:
-        reason = count_slots(x, t.draining)
+    cdef const char* reason = count_slots(x, t.table) or (count_slots(x, t.draining) if t.draining != NULL else NULL)
     if reason != NULL:
         return reason
     for i in range(x.nodes):
@@ -618,8 +576,8 @@ cdef const char* check_marks(Load* x) noexcept nogil:
         node = node_at(x.t, i)
         if not node.state & LIVE or node.parent == NONE or entry_count(node) == 0:
             continue
-        for at in range(node.block.count if node.block != NULL else <uint32_t> 1):
-            if not is_closed(x, node, node.block.words[at] if node.block != NULL else node.only):
+        for at in range(word_count(node)):
+            if not is_closed(x, node, words_of(node)[at]):
                 return b"a worker marks a node and not what is above it"
     return NULL
 

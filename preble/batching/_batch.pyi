@@ -3,17 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ._kv_slots import Hold
-from .requests import LocalRequest
-
-_Int32Array = npt.NDArray[np.int32]
+from .requests import Int32Array, LocalRequest
 
 class LiveRequest:
     request: LocalRequest
-    tokens: _Int32Array
+    tokens: Int32Array
     hold: Hold | None
     cached_tokens: int | None
     place: tuple[int, int]
@@ -29,7 +24,7 @@ class LiveRequest:
     max_tokens: int
     def __init__(self, request: LocalRequest, number: int, arrival_seconds: float) -> None: ...
     @property
-    def slots(self) -> _Int32Array: ...
+    def slots(self) -> Int32Array: ...
     @property
     def output_count(self) -> int: ...
     @property
@@ -39,7 +34,7 @@ class LiveRequest:
     @property
     def uncached_now(self) -> int: ...
     @property
-    def known(self) -> _Int32Array: ...
+    def known(self) -> Int32Array: ...
     def make_buffers(self) -> None: ...
     def drop_slots(self) -> None: ...
     def append(self, token: int) -> str | None: ...
@@ -47,18 +42,18 @@ class LiveRequest:
 class BatchItem:
     request_id: str
     start: int
-    token_ids: _Int32Array
-    write_slots: _Int32Array
-    context_slots: _Int32Array
+    token_ids: Int32Array
+    write_slots: Int32Array
+    context_slots: Int32Array
     samples: bool
     is_decode: bool
     def __init__(
         self,
         request_id: str,
         start: int,
-        token_ids: _Int32Array,
-        write_slots: _Int32Array,
-        context_slots: _Int32Array,
+        token_ids: Int32Array,
+        write_slots: Int32Array,
+        context_slots: Int32Array,
         samples: bool,
         is_decode: bool,
     ) -> None: ...
@@ -84,14 +79,12 @@ class Batch:
     @property
     def items(self) -> list[BatchItem]: ...
     @property
-    def total_tokens(self) -> int: ...
-    @property
     def prefills(self) -> list[LiveRequest]: ...
     def chunks(self) -> list[tuple[int, int]]: ...
     def decode_contexts(self) -> list[int]: ...
     def sampling(self) -> list[str]: ...
-    def add_decodes(self, running: list[LiveRequest], slots: _Int32Array) -> None: ...
-    def add_chunk(self, live: LiveRequest, slots: _Int32Array) -> None: ...
+    def add_decodes(self, running: list[LiveRequest], slots: Int32Array) -> None: ...
+    def add_chunk(self, live: LiveRequest, slots: Int32Array) -> None: ...
     def sampled(self, tokens: Mapping[str, int]) -> list[int | None]: ...
     def book_decodes(self, picked: list[int | None], outputs: list[StepOutput]) -> list[LiveRequest]: ...
     def book_chunk(self, live: LiveRequest, token: int | None) -> StepOutput | None: ...

@@ -204,11 +204,6 @@ cdef class Batch:
         return self.made
 
     @property
-    def total_tokens(self) -> int:
-        """Tokens computed by this batch."""
-        return self.decode_count + self.prefill_tokens
-
-    @property
     def prefills(self) -> list[LiveRequest]:
         """The requests with prefill chunks, in order."""
         return self.lives[self.decode_count :]

@@ -203,9 +203,8 @@ cdef class SlotTree(RadixTree):
     cdef int branch(self, Hold hold, Walk walk, const int32_t* tokens, const int32_t* slots, uint32_t count) except -1:
         """Pin what is cached already beyond the hold, split where the paths part, hang the rest below."""
         cdef TokenRun* run = NULL
-        if slab_reserve(&self.t.nodes, &self.t.budget, 2) or slab_reserve(&self.t.marks, &self.t.budget, 2):
-            raise MemoryError("SlotTree.extend")
-        if table_reserve(&self.t, 2):
+        if (slab_reserve(&self.t.nodes, &self.t.budget, 2) or slab_reserve(&self.t.marks, &self.t.budget, 2)
+                or table_reserve(&self.t, 2)):
             raise MemoryError("SlotTree.extend")
         if count:
             run = new_run(&self.t, walk.matched, tokens, slots, count)

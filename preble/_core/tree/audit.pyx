@@ -6,7 +6,8 @@ from libc.stdint cimport uint32_t, uint64_t
 from preble._core.tree.layout cimport (LISTED, LIVE, ChildTable, Entry, List, Node, Tree, Victim, Victims, WorkerMarks,
                                        end_of, generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
-from preble._core.tree.parts cimport block_bytes, block_marks, entry_count, find_entry, run_bytes, run_slots
+from preble._core.tree.parts cimport (block_bytes, entry_count, find_entry, marks_of, run_bytes, run_slots, word_count,
+                                      words_of)
 from preble._core.memory cimport CHUNK, CHUNK_BITS, NONE, charged
 from preble._core.tree.reclaim cimport MARK, MEMORY, NODE, retired_of
 from preble._core.tree.child_table cimport DELETED_SLOT, find_child, table_bytes
@@ -44,7 +45,6 @@ cdef check_node(Tree* t, uint32_t i):
     assert child == i, f"R2: the table leads to {child}, not to node {i}"
     assert all(node.run.tokens[at] >= 0 for at in range(node.run.length)), f"R1: node {i} holds a negative token"
     entries = entries_at(t, i)
-    assert [e[0] for e in entries] == sorted({e[0] for e in entries}), f"M1: entries of node {i} are not sorted"
     for worker, end, mark in entries:
         assert node.run.start < end <= run_end(node.run), f"M1: mark of {worker} on node {i}"
         assert mark_at(t, mark).node == i, f"M1: a mark of node {i} points elsewhere"
@@ -62,14 +62,12 @@ cdef list entries_at(Tree* t, uint32_t i):
     """(worker, end, mark) of each entry of a node, and that the block counts them right."""
     cdef Node* node = node_at(t, i)
     cdef uint32_t at
-    if node.block == NULL:
-        return [(worker_of(node.only), end_of(node.only), node.only_mark)] if end_of(node.only) else []
-    words = [(worker_of(node.block.words[at]), end_of(node.block.words[at]), block_marks(node.block)[at])
-             for at in range(node.block.count)]
+    words = [(worker_of(words_of(node)[at]), end_of(words_of(node)[at]), marks_of(node)[at])
+             for at in range(word_count(node))]
     workers = [word[0] for word in words]
     assert workers == sorted(set(workers)), f"M1: words of node {i} are not sorted"
     entries = [word for word in words if word[1]]
-    assert len(entries) == node.block.live, f"M1: node {i} counts {node.block.live} entries, has {len(entries)}"
+    assert len(entries) == entry_count(node), f"M1: node {i} counts {entry_count(node)} entries, has {len(entries)}"
     return entries
 
 

@@ -16,9 +16,9 @@ from preble._core.tree.layout cimport (CONFIRMED, LIVE, LISTED, NOBODY, STATE_BI
                                        TokenRun, Tree, Walk, WorkerMarks, end_of, generation, index_of, load_block,
                                        load_run, load_workers, mark_at, node_at, owner_of, run_end, state_of,
                                        store_block, store_run, worker_of)
-from preble._core.tree.parts cimport (add_tokens, age_push, age_remove, block_bytes, block_marks, entry_count,
-                                      find_entry, free_run, new_run, place_in, recency_push_after, recency_remove,
-                                      retire_run, run_slots, set_end)
+from preble._core.tree.parts cimport (add_tokens, age_move, age_push, age_remove, block_bytes, block_marks, entry_count,
+                                      find_entry, free_run, marks_of, new_run, place_in, recency_push_after,
+                                      recency_remove, retire_run, run_slots, set_end, word_count, words_of)
 from preble._core.memory cimport NONE, budget_alloc, budget_free, slab_reserve, slab_take
 from preble._core.tree.reclaim cimport MARK, NODE, retire_memory, retire_thing
 from preble._core.tree.child_table cimport add_child, find_child, remove_child, replace_child, table_reserve
@@ -92,9 +92,9 @@ cdef void forget_leaf(Tree* t, uint32_t i) noexcept nogil:
     cdef uint32_t at
     while entry_count(node):
         at = 0
-        while node.block != NULL and end_of(node.block.words[at]) == 0:
+        while end_of(words_of(node)[at]) == 0:
             at += 1
-        drop_mark(t, block_marks(node.block)[at] if node.block != NULL else node.only_mark)
+        drop_mark(t, marks_of(node)[at])
     age_remove(t, &t.unmarked, i)
     remove_child(t, node.parent, node.run.tokens[0], node.run.start)
     unlist_child(t, i)
@@ -119,16 +119,11 @@ cdef int reserve_entry(Tree* t, Node* node, uint32_t worker) noexcept nogil:
     if block == NULL:
         return -1
     block.room = room
-    if old == NULL:
-        block.words[0] = node.only
-        block_marks(block)[0] = node.only_mark
-        kept = 1
-    else:
-        for at in range(old.count):
-            if end_of(old.words[at]):
-                block.words[kept] = old.words[at]
-                block_marks(block)[kept] = block_marks(old)[at]
-                kept += 1
+    for at in range(word_count(node)):
+        if end_of(words_of(node)[at]):
+            block.words[kept] = words_of(node)[at]
+            block_marks(block)[kept] = marks_of(node)[at]
+            kept += 1
     block.count = block.live = kept
     store_block(&node.block, block)
     if old != NULL:
@@ -174,8 +169,7 @@ cdef uint32_t add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
     cdef Mark* mark = mark_at(t, index)
     cdef WorkerMarks* state = state_of(t, worker)
     if entry_count(node) == 0:
-        age_remove(t, &t.unmarked, i)
-        age_push(t, &t.marked, i)
+        age_move(t, &t.unmarked, &t.marked, i)
     put_word(node, worker, end, index)
     store64(&mark.hits, 0)
     store32(&mark.node, i)
@@ -200,8 +194,7 @@ cdef void remove_entry(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
         if block.live <= 1:
             shrink_block(t, node)
     if entry_count(node) == 0:
-        age_remove(t, &t.marked, i)
-        age_push(t, &t.unmarked, i)
+        age_move(t, &t.marked, &t.unmarked, i)
 
 
 cdef void shrink_block(Tree* t, Node* node) noexcept nogil:
@@ -399,14 +392,11 @@ cdef void copy_entries(Tree* t, uint32_t lower, uint32_t i) noexcept nogil:
     that ends above takes its mark along."""
     cdef Node* low = node_at(t, lower)
     cdef Node* top = node_at(t, i)
-    cdef EntryBlock* source = low.block
-    cdef uint32_t at, mark, worker, end, count = source.count if source != NULL else 1
-    cdef uint64_t word
-    for at in range(count):
-        word = source.words[at] if source != NULL else low.only
-        worker = worker_of(word)
-        end = end_of(word)
-        mark = block_marks(source)[at] if source != NULL else low.only_mark
+    cdef uint32_t at, mark, worker, end
+    for at in range(word_count(low)):
+        worker = worker_of(words_of(low)[at])
+        end = end_of(words_of(low)[at])
+        mark = marks_of(low)[at]
         if end == 0:
             continue
         if mark_at(t, mark).flags & LISTED:
@@ -452,5 +442,4 @@ cdef void drop_upper_entries(Tree* t, uint32_t lower) noexcept nogil:
         if block.live <= 1:
             shrink_block(t, low)
     if before and entry_count(low) == 0:
-        age_remove(t, &t.marked, lower)
-        age_push(t, &t.unmarked, lower)
+        age_move(t, &t.marked, &t.unmarked, lower)

@@ -8,7 +8,6 @@ cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, 
                      double now, uint32_t* leaf) noexcept nogil
 cdef int64_t limit_of(int64_t capacity, bint reports_evictions) noexcept nogil
 cdef void set_limit(Tree* t, uint32_t index, bint reports_evictions) noexcept nogil
-cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
 cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil
 cdef uint32_t sweep_ghosts(Tree* t, uint32_t marks_max) noexcept nogil
 cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_tokens) noexcept nogil

@@ -13,7 +13,7 @@ from preble._core.atomic cimport store32, store64
 from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LISTED, TOUCHED, Entry, List, Mark, Node,
                                        TokenRun, Tree, Victims, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
                                        state_of)
-from preble._core.tree.parts cimport (add_tokens, age_push, age_remove, block_bytes, entry_count, find_entry, hits_add,
+from preble._core.tree.parts cimport (add_tokens, age_move, block_bytes, entry_count, find_entry, hits_add,
                                       hits_seen, hits_take, marks_a_child, new_run, run_bytes, set_end, touch_mark,
                                       window_of)
 from preble._core.memory cimport NONE, charged, slab_bytes, slab_growth, slab_reserve
@@ -117,8 +117,7 @@ cdef void mark_path(Tree* t, uint32_t i, uint32_t worker, bint is_hit, double no
         if is_hit:
             node.hits = hits_add(node.hits, window)
             if worker == NONE and entry_count(node) == 0:      # forget_dead wants the unmarked by their last use
-                age_remove(t, &t.unmarked, i)
-                age_push(t, &t.unmarked, i)
+                age_move(t, &t.unmarked, &t.unmarked, i)
         if worker != NONE:
             mark = mark_node(t, i, worker)
             if is_hit:
@@ -319,12 +318,14 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
 
 
 cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil:
-    """The worker has this path in its cache for certain now. O(path)."""
+    """The worker has this path in its cache for certain now. Where a mark is confirmed those above it are too."""
     cdef Node* node = node_at(t, leaf)
     cdef Entry entry
     while node.parent != NONE:
         entry = find_entry(node, worker)
         if entry.end:
+            if mark_at(t, entry.mark).flags & CONFIRMED:
+                return
             mark_at(t, entry.mark).flags |= CONFIRMED
         node = node_at(t, node.parent)
 
@@ -394,30 +395,27 @@ cdef bint make_room(Tree* t, Walk walk, uint32_t count, uint32_t worker) noexcep
 
     A prompt that would not fit into an empty tree costs nobody else's place.
     """
-    cdef uint32_t steps = 0, idle = 0
-    cdef Needs needs
     if fits(t, needs_at_most(t, walk, count)):
         return True
     if fixed_bytes(t) + run_bytes(t, count - walk.matched) > t.budget.limit:
         return False
-    needs = insert_needs(t, walk, count, worker)
-    while not fits(t, needs):
-        if steps == SHED_STEPS or not shed_next(t, walk.node, &idle):
-            return False
-        steps += 1
-        reclaim_soon(t)
-    return True
+    return shed_until(t, insert_needs(t, walk, count, worker), walk.node, SHED_STEPS)
 
 
 cdef bint make_room_for_root(Tree* t, uint32_t steps_max) noexcept nogil:
     """Forget old leaves until one more root fits, looking at no more than `steps_max` nodes; False if it does not."""
-    cdef uint32_t steps = 0, idle = 0
     cdef Needs needs
     needs.bytes = charged(run_bytes(t, 0))
     needs.nodes = 1
     needs.marks = 0
+    return shed_until(t, needs, NONE, steps_max)
+
+
+cdef bint shed_until(Tree* t, Needs needs, uint32_t spared, uint32_t steps_max) noexcept nogil:
+    """Give aging nodes their turns until something fits; False if it does not after `steps_max`."""
+    cdef uint32_t steps = 0, idle = 0
     while not fits(t, needs):
-        if steps == steps_max or not shed_next(t, NONE, &idle):
+        if steps == steps_max or not shed_next(t, spared, &idle):
             return False
         steps += 1
         reclaim_soon(t)
@@ -445,8 +443,7 @@ cdef bint shed_oldest(Tree* t, List* ages, uint32_t spared) noexcept nogil:
         t.shed_nodes += 1
         return True
     untouch(node)
-    age_remove(t, ages, i)
-    age_push(t, ages, i)
+    age_move(t, ages, ages, i)
     return False
 
 
@@ -474,8 +471,7 @@ cdef uint32_t forget_dead(Tree* t, double now, uint32_t nodes_max) noexcept nogi
             forget_leaf(t, i)
             removed += 1
         else:
-            age_remove(t, &t.unmarked, i)
-            age_push(t, &t.unmarked, i)
+            age_move(t, &t.unmarked, &t.unmarked, i)
     return removed
 
 

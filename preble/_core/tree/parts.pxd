@@ -94,6 +94,11 @@ cdef inline void age_remove(Tree* t, List* ages, uint32_t i) noexcept nogil:
     else:
         ages.newest = node.older
 
+cdef inline void age_move(Tree* t, List* old, List* ages, uint32_t i) noexcept nogil:
+    # Take a node out of one aging list, and put it at the end of another or of the same.
+    age_remove(t, old, i)
+    age_push(t, ages, i)
+
 cdef inline void recency_push_after(Tree* t, List* recency, uint32_t older, uint32_t i) noexcept nogil:
     # Link mark `i` as the next newer one of `older` (NONE: as the oldest of all).
     cdef uint32_t newer = mark_at(t, older).newer if older != NONE else recency.oldest
@@ -170,6 +175,17 @@ cdef inline uint32_t entry_count(Node* node) noexcept nogil:
         return node.block.live
     return 1 if end_of(node.only) else 0
 
+cdef inline uint32_t word_count(Node* node) noexcept nogil:
+    # Words of a node's entries, those that say nothing included.
+    return node.block.count if node.block != NULL else 1
+
+cdef inline uint64_t* words_of(Node* node) noexcept nogil:
+    return &node.block.words[0] if node.block != NULL else &node.only
+
+cdef inline uint32_t* marks_of(Node* node) noexcept nogil:
+    # The mark behind each word.
+    return block_marks(node.block) if node.block != NULL else &node.only_mark
+
 cdef inline uint32_t place_in(EntryBlock* block, uint32_t worker) noexcept nogil:
     # The place of the worker's word in a block, or where it belongs. O(log entries).
     cdef uint32_t low = 0, high = block.count, middle
@@ -212,4 +228,4 @@ cdef inline bint marks_a_child(Tree* t, uint32_t i, uint32_t worker, uint32_t sp
 cdef inline void set_end(Node* node, uint32_t worker, Entry entry, uint32_t end) noexcept nogil:
     # Let an entry that is there end elsewhere.
     cdef uint64_t word = <uint64_t> worker << 32 | end
-    store64(&node.block.words[entry.at] if node.block != NULL else &node.only, word)
+    store64(&words_of(node)[entry.at], word)

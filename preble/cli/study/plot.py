@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,50 +26,40 @@ LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 11, "handlelength": 2.4,
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One set of axes: what is on x (values of a workload, None to leave it out), and of what y is the share.
+    """One set of axes: what is on x (a column of `Study`), and of what y is the share.
 
     The x axis is logarithmic; `fractions` makes it one of fractions of 1 (see `FRACTION_TICKS`).
     """
 
     title: str
-    values: Callable[[Study], Values | None]
+    column: str
     fractions: bool = False
     sharing: bool = False
     of: str = "requests"
 
     def shown(self, study: Study) -> Values | None:
-        """What to draw of a workload: nothing of sharing in a trace that does not say what is shared."""
-        return self.values(study) if study.has_sharing or not self.sharing else None
+        """What to draw of a workload, if it has it: nothing of sharing in a trace that does not say what is shared."""
+        found: Values | None = getattr(study, self.column)
+        return found if study.has_sharing or not self.sharing else None
 
 
-PROMPT = Panel("Prompt length, tokens", lambda study: study.prompt_tokens)
-OUTPUT = Panel("Output length, tokens", lambda study: study.output_tokens)
-RATIO = Panel("Prompt tokens per output token", lambda study: study.prompt_to_output)
+PROMPT = Panel("Prompt length, tokens", "prompt_tokens")
+OUTPUT = Panel("Output length, tokens", "output_tokens")
+RATIO = Panel("Prompt tokens per output token", "prompt_to_output")
 FIGURE_4 = (
     PROMPT,
     OUTPUT,
     RATIO,
-    Panel(
-        "Shared prefix, part of the prompt (uneven scale)",
-        lambda study: study.shared_fraction,
-        fractions=True,
-        sharing=True,
-    ),
-    Panel(
-        "Key portion, part of the prompt (uneven scale)", lambda study: study.key_fraction, fractions=True, sharing=True
-    ),
-    Panel("Requests that share a key portion", lambda study: study.requests_per_key, sharing=True, of="key portions"),
+    Panel("Shared prefix, part of the prompt (uneven scale)", "shared_fraction", fractions=True, sharing=True),
+    Panel("Key portion, part of the prompt (uneven scale)", "key_fraction", fractions=True, sharing=True),
+    Panel("Requests that share a key portion", "requests_per_key", sharing=True, of="key portions"),
 )
 FIGURE_5 = (
-    Panel("Time between arrivals, ms (0 at the left edge)", lambda study: milliseconds(study.gap_seconds), of="gaps"),
+    Panel("Time between arrivals, ms (0 at the left edge)", "gap_milliseconds", of="gaps"),
     PROMPT,
     OUTPUT,
     RATIO,
 )
-
-
-def milliseconds(seconds: Values | None) -> Values | None:
-    return None if seconds is None else seconds * 1000
 
 
 def draw_figure_4(path: Path, studies: Sequence[Study], footnote: str) -> None:

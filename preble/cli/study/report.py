@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -12,46 +12,35 @@ from ... import __version__
 from ..console import commit, machine, processor, rich_console, versions
 from .statistics import Study, Values, summary
 
-HEADER = (
-    "workload",
-    "requests",
-    "groups",
-    "prompt tokens",
-    "output tokens",
-    "median prompt/output",
-    "shared prefix %",
-    "tokens hit %",
-    "key portion %",
-    "requests per key portion",
-    "median gap ms",
-)
+# Each column's name and cell; those of sharing, only where a workload says what is shared.
+COLUMNS: dict[str, Callable[[Study], str]] = {
+    "workload": lambda study: study.name,
+    "requests": lambda study: str(study.requests),
+    "groups": lambda study: str(study.groups),
+    "prompt tokens": lambda study: mean_and_std(study.prompt_tokens, digits=0),
+    "output tokens": lambda study: mean_and_std(study.output_tokens),
+    "median prompt/output": lambda study: f"{summary(study.prompt_to_output)['p50']:.1f}",
+    "shared prefix %": lambda study: mean_and_std(study.shared_fraction * 100),
+    "tokens hit %": lambda study: f"{study.hit_fraction * 100:.1f}",
+    "key portion %": lambda study: mean_and_std(study.key_fraction * 100),
+    "requests per key portion": lambda study: per_key_portion(study),
+    "median gap ms": lambda study: (
+        "-" if study.gap_seconds is None else f"{summary(study.gap_seconds)['p50'] * 1000:.0f}"
+    ),
+}
+HEADER = tuple(COLUMNS)
+SHARING = {"shared prefix %", "tokens hit %", "key portion %", "requests per key portion"}
 
 
 def table_row(study: Study) -> list[str]:
     """The cells of one workload, in the order of `HEADER`; "-" where it has no such value."""
-    return [
-        study.name,
-        str(study.requests),
-        str(study.groups),
-        mean_and_std(study.prompt_tokens, digits=0),
-        mean_and_std(study.output_tokens),
-        f"{summary(study.prompt_to_output)['p50']:.1f}",
-        *(sharing_cells(study) if study.has_sharing else ["-"] * 4),
-        "-" if study.gap_seconds is None else f"{summary(study.gap_seconds)['p50'] * 1000:.0f}",
-    ]
+    return [cell(study) if study.has_sharing or name not in SHARING else "-" for name, cell in COLUMNS.items()]
 
 
-def sharing_cells(study: Study) -> list[str]:
-    """The cells that report what prompts share."""
-    per_key = mean_and_std(study.requests_per_key)
-    if study.requests_per_key_below is not None:
-        per_key += f" ({mean_and_std(study.requests_per_key_below)})"
-    return [
-        mean_and_std(study.shared_fraction * 100),
-        f"{study.hit_fraction * 100:.1f}",
-        mean_and_std(study.key_fraction * 100),
-        per_key,
-    ]
+def per_key_portion(study: Study) -> str:
+    """Requests per key portion, then in brackets without one that all requests contain."""
+    below = study.requests_per_key_below
+    return mean_and_std(study.requests_per_key) + (f" ({mean_and_std(below)})" if below is not None else "")
 
 
 def mean_and_std(values: Values, digits: int = 1) -> str:

@@ -57,6 +57,11 @@ class Study:
         return float((self.shared_fraction * self.prompt_tokens).sum() / self.prompt_tokens.sum())
 
     @property
+    def gap_milliseconds(self) -> Values | None:
+        """`gap_seconds` in another unit."""
+        return None if self.gap_seconds is None else self.gap_seconds * 1000
+
+    @property
     def has_sharing(self) -> bool:
         """True if any two prompts begin alike. Traces of lengths without text do not say what is shared."""
         return bool(self.shared_fraction.any())
