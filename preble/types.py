@@ -7,8 +7,9 @@ are built in compiled code) and are re-exported by the package.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 from .errors import InvalidConfig, InvalidInput
@@ -224,3 +225,26 @@ def check_int(name: str, value: Any, low: int, high: int, error: type[InvalidInp
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise error(f"{name} must be an int in [{low}, {high}], got {value!r}")
     return value
+
+
+def check_seconds(name: str, value: Any, error: type[InvalidInput] = InvalidConfig) -> None:
+    """Raise `error` naming `name` unless `value` is a finite number, of Python or numpy, of at least 0."""
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value < inf:
+        raise error(f"{name} must be finite and at least 0, got {value!r}")
+
+
+# What a number of a configuration must be, in the words of the error.
+_BOUNDS: Mapping[str, Callable[[Any], bool]] = {
+    "be positive": lambda value: value > 0,
+    "not be negative": lambda value: value >= 0,
+    "be finite and not negative": lambda value: 0 <= value < inf,
+    "be in (0, 1]": lambda value: 0 < value <= 1,
+}
+
+
+def check_fields(config: Any, must: str, *names: str) -> None:
+    """Raise `InvalidConfig` for the first of these fields that is not what it must be, one of `_BOUNDS`."""
+    for name in names:
+        if not _BOUNDS[must](getattr(config, name)):
+            raise InvalidConfig(f"{type(config).__name__}.{name} must {must}, got {getattr(config, name)!r}")

@@ -22,8 +22,9 @@ from ..errors import InvalidInput, PrebleError
 from ..router.router import Router
 from ..transport.engine_servers.http_client import EngineServer
 from ..transport.engine_servers.kv_event_codec import LoadReport
-from ..transport.engine_servers.kv_event_subscriber import EventFeed, within
+from ..transport.engine_servers.kv_event_subscriber import EventFeed, FeedListener
 from ..transport.engine_servers.server_info import EventSource, ServerInfo, ServerOptions
+from ..transport.tasks import running, within
 from .console import aligned
 
 HEADER = ("server", "engine", "model", "block", "capacity", "rank", "events", "replay", "running", "waiting")
@@ -119,28 +120,23 @@ async def _replay_state(source: EventSource | None, options: ServerOptions) -> s
         return "none"
     context = zmq.asyncio.Context()
     feed = EventFeed(replace(source, load_endpoint=""), _Nobody(), context=context)
-    following = asyncio.ensure_future(feed.run())
     try:
-        await within(options.answer_seconds, feed.caught_up())
+        async with running(feed.run()):
+            await within(options.answer_seconds, feed.caught_up())
     except asyncio.TimeoutError:
         return "no answer"
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
         context.destroy(linger=0)
     return "no answer" if feed.counters.replays_unanswered else f"answers, {feed.counters.batches} batches"
 
 
-class _Nobody:
+class _Nobody(FeedListener):
     """Receives a feed, and only its counters matter."""
 
     def on_payload(self, payload: bytes) -> None:
         """Nothing."""
 
     def on_resync(self) -> None:
-        """Nothing."""
-
-    def on_load(self, report: LoadReport) -> None:
         """Nothing."""
 
 

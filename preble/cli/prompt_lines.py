@@ -19,13 +19,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TextIO
 
 from ..errors import InvalidInput, PrebleError
-from ..router.router import Router, StreamChunk
+from ..router.router import Router
+from ..transport.tasks import end_all, first_of
 from ..types import SamplingParams
 
 logger = logging.getLogger("preble.up")
 
 LINE_CHARS_MAX = 32 << 20
 WAITING_LINES_MAX = 1024
+ANSWER_FIELDS = ("index", "token_ids", "worker", "cached_tokens", "finish_reason")  # of a chunk
 _FULL_POLL_SECONDS = 0.01
 _LAST_LINES_SECONDS = 3.0
 _LAST_ANSWERS_SECONDS = 5.0  # for answers that are complete, but not written, when the last worker ends
@@ -53,8 +55,7 @@ class RunTasks:
     async def close(self, answers: asyncio.Task[None] | None) -> None:
         """Give the last answers a moment, then end everything."""
         await last_answers(answers)
-        self.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(*self._tasks)
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -115,9 +116,7 @@ class PromptService:
                     _, live = await asyncio.wait(live, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.gather(*live)
         finally:
-            for task in live:
-                task.cancel()
-            await asyncio.gather(*live, return_exceptions=True)
+            await end_all(*live)
             self.failed += await self._writer.close()
 
     async def _lines(self) -> AsyncIterator[tuple[int, str]]:
@@ -133,13 +132,8 @@ class PromptService:
 
     async def _next_line(self, lines: asyncio.Queue[str]) -> str:
         """The next line; "" at the end or when stopped, whichever is first."""
-        waits = [asyncio.ensure_future(lines.get()), asyncio.ensure_future(self._stopping.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return "" if self._stopping.is_set() else str(waits[0].result())
-        finally:
-            for wait in waits:
-                wait.cancel()
+        line = await first_of(lines.get(), self._stopping.wait())
+        return "" if self._stopping.is_set() else str(line)
 
     async def _answer(self, number: int, line: str) -> None:
         name: Any = number
@@ -148,22 +142,10 @@ class PromptService:
             name = request.get("id", number)
             sampling = parse_sampling(request.get("sampling", {}))
             async for chunk in self._router.generate(request["token_ids"], sampling):
-                await self._writer.write(answer_of(name, chunk))
+                await self._writer.write({"id": name, **{field: getattr(chunk, field) for field in ANSWER_FIELDS}})
         except PrebleError as error:
             self.failed += 1
             await self._writer.write({"id": name, "error": f"{type(error).__name__}: {error}"})
-
-
-def answer_of(name: Any, chunk: StreamChunk) -> dict[str, Any]:
-    """A chunk as it is written."""
-    return {
-        "id": name,
-        "index": chunk.index,
-        "token_ids": chunk.token_ids,
-        "worker": chunk.worker,
-        "cached_tokens": chunk.cached_tokens,
-        "finish_reason": chunk.finish_reason,
-    }
 
 
 def parse_request(line: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..integrations.ray_actor import NODE
 from ..integrations.ray_workers import Cluster, Placed, RayFleet, RayPlan
 from ..router.router import Router
 from ..transport.security import ClientKeys, load_client_keys
+from ..transport.tasks import running
 from .prompt_lines import PromptService, RunTasks, log_status, request_counts
 
 logger = logging.getLogger("preble.up")
@@ -158,12 +159,8 @@ class RayUpRun:
     async def _drained(self, answers: asyncio.Task[None] | None) -> None:
         """Until live requests have ended, or somebody is in a hurry."""
         self._tasks.cancel(answers)
-        drained = self._tasks.keep(self._fleet.scale(0))
-        hurried = self._tasks.keep(self._hurried.wait())
-        await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        drained.cancel()
-        await asyncio.gather(drained, hurried, return_exceptions=True)
+        async with running(self._tasks.keep(self._fleet.scale(0)), self._hurried.wait()) as either:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
     async def _answer(self, service: PromptService) -> None:
         await self._fleet.wait()  # each worker gets its share from the start

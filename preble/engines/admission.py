@@ -18,7 +18,7 @@ where it has none, from what it reports of its hits. It also decides on the rank
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from ..batching._batch import LiveRequest
@@ -69,16 +69,6 @@ class AdmissionConfig:
             raise InvalidConfig(str(error).replace("LocalConfig.", "AdmissionConfig.")) from None
 
 
-@dataclass(slots=True)
-class AdmissionCounters:
-    """What happened to requests here, since the start."""
-
-    queued: int = 0
-    refused_full: int = 0
-    admitted: int = 0
-    left_waiting: int = 0
-
-
 class _Estimate:
     """What the queue asks of a cache, answered by the scheduler of the ranks."""
 
@@ -110,7 +100,6 @@ class Admission:
             for rank in range(ranks)
         ]
         self.config = config
-        self.counters = AdmissionCounters()
         self.scheduler = GlobalScheduler(specs, clock=clock)
         self._places: float = math.inf if info.max_running is None else info.max_running * ranks + config.look_ahead
         tokens = config.look_ahead_tokens
@@ -133,7 +122,6 @@ class Admission:
         if request.request_id in self:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
         if len(self._waiting) >= self.config.max_waiting:
-            self.counters.refused_full += 1
             raise QueueFull(f"{self.config.max_waiting} requests wait for the engine, its bound")
         left = request.sampling.max_new_tokens - request.output_offset
         local = LocalRequest(request.request_id, request.token_ids, max(1, left), namespace=request.namespace)
@@ -141,7 +129,6 @@ class Admission:
         self._queue.add(live)
         self._number += 1
         self._waiting[request.request_id] = live, request
-        self.counters.queued += 1
 
     def next(self) -> tuple[GenerationRequest, int] | None:
         """The request to hand to the engine now, and its rank; None if nobody waits or the engine has enough."""
@@ -165,7 +152,6 @@ class Admission:
         self._inside[request.request_id] = decision.prompt_tokens - decision.matched_tokens
         self._silent.add(request.request_id)
         self._silent_tokens += self._inside[request.request_id]
-        self.counters.admitted += 1
         return request, int(decision.worker)
 
     def _has_room(self) -> bool:
@@ -198,7 +184,6 @@ class Admission:
         if found is None:
             return False
         self._queue.remove(found[0])
-        self.counters.left_waiting += 1
         return True
 
     def _leave_silence(self, request_id: str) -> None:
@@ -247,10 +232,6 @@ class Admission:
     def cached_tokens(self) -> int:
         """Tokens estimated to be in the caches of all ranks."""
         return sum(worker["cached_tokens"] for worker in self.scheduler.stats()["workers"].values())
-
-    def group_sizes(self) -> Sequence[int]:
-        """Waiting requests in each priority group, lowest first."""
-        return self._queue.group_sizes()
 
     def check(self) -> None:
         """Assert that queue, sets, sums and the scheduler's bookings agree."""

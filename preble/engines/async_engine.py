@@ -27,6 +27,7 @@ from msgspec import structs
 
 from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, EngineError, PrebleError
+from ..transport.tasks import end_all
 from ..types import AllBlocksCleared, CacheEvent
 from .admission import Admission, AdmissionConfig
 from .async_requests import EngineJob, Stream, StreamCounters, StreamPart
@@ -102,7 +103,7 @@ class StreamingEngine:
         self._clock = clock
         self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
-        self._notify: Callable[[], None] = _nobody_listens
+        self._notify: Callable[[], object] = lambda: None  # until `listen` is called
         self._live: dict[str, Stream] = {}  # by request id: those whose end has not been taken
         self._streams: dict[str, Stream] = {}  # by job id: waiting or in the engine
         self._jobs: dict[str, asyncio.Task[None]] = {}  # by job id: in the engine
@@ -421,12 +422,5 @@ class StreamingEngine:
             self._thread.join(_CLOSE_SECONDS)
 
     async def _close_all(self) -> None:
-        tasks = [*self._jobs.values(), *self._helpers]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(*self._jobs.values(), *self._helpers)
         await self._backend.close()
-
-
-def _nobody_listens() -> None:
-    """Until `listen` is called."""

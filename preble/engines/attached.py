@@ -94,7 +94,7 @@ class AttachedBackend(Backend):
     async def _note_if_gone(self) -> None:
         """A stream has broken off: a server that does not even say how it is takes all others along."""
         try:
-            await self._server.health()
+            await self._server.load()
         except TransportError as error:
             self._failure = f"{self._server.url} broke off and does not answer: {error}"
 

@@ -22,7 +22,6 @@ class EventRelay:
     """Events of all ranks, oldest first, as those of one cache. Not thread-safe."""
 
     def __init__(self, ranks: int, *, events_max: int = EVENTS_MAX, event_tokens_max: int = EVENT_TOKENS_MAX) -> None:
-        self.collapsed_events = 0
         self._owners: dict[tuple[BlockHash, str | None], int] | None = {} if ranks > 1 else None  # bit r: rank r has it
         self._events: list[CacheEvent] = []
         self._event_tokens = 0
@@ -48,7 +47,6 @@ class EventRelay:
         self._events.append(event)
         self._event_tokens += len(event.token_ids) if isinstance(event, BlockStored) else 0
         if len(self._events) > self._events_max or self._event_tokens > self._event_tokens_max:
-            self.collapsed_events += len(self._events)
             self._events, self._event_tokens = [AllBlocksCleared()], 0
 
     # --- several ranks ------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import zmq.asyncio
 
 from .._kv_index.event_batch import EventBatch
 from ..errors import InvalidInput
-from ..transport.engine_servers.kv_event_codec import LoadReport
-from ..transport.engine_servers.kv_event_subscriber import EventFeed
+from ..transport.engine_servers.kv_event_subscriber import EventFeed, FeedListener
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import sendable_namespace_of
 from ..types import AllBlocksCleared
@@ -32,8 +31,8 @@ async def listen(sources: Sequence[EventSource], sink: EventSink) -> None:
         context.destroy(linger=0)
 
 
-class RankListener:
-    """Listens to the feed of one rank."""
+class RankListener(FeedListener):
+    """Listens to the feed of one rank. An embedded engine is asked for its load directly."""
 
     def __init__(self, rank: int, sink: EventSink) -> None:
         self._rank = rank
@@ -52,6 +51,3 @@ class RankListener:
     def on_resync(self) -> None:
         """Events are lost: nothing counts as cached."""
         self._sink(self._rank, [AllBlocksCleared()])
-
-    def on_load(self, report: LoadReport) -> None:
-        """An embedded engine is asked for its load directly."""

@@ -11,31 +11,22 @@ the same tokens, and one that was handed a wrong, missing or doubled token says 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from .._cost import CostModel
 from ..clock import Clock, monotonic
 from ..errors import InvalidConfig, InvalidInput
 from ..local import Batch, LocalConfig, StepOutput
-from ..types import check_int
+from ..types import check_int, check_seconds
 from .base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine
 
 NO_TOKENS: Mapping[str, int] = {}
 HASH_FACTOR = 0x9E3779B97F4A7C15
 MASK64 = (1 << 64) - 1
-
-
-class IterationCost(Protocol):
-    """What the engine asks of a cost model; `preble.CostModel` has it."""
-
-    def iteration_time(
-        self, prefill_chunks: Iterable[tuple[int, int]] = (), decode_contexts: Iterable[int] = ()
-    ) -> float:
-        """Seconds of one iteration: chunks of (new tokens, context after them), and the context of each decode."""
 
 
 @dataclass(slots=True)
@@ -56,7 +47,7 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
 
     def __init__(
         self,
-        cost_model: IterationCost,
+        cost_model: CostModel,
         config: LocalConfig,
         *,
         clock: Clock = monotonic,
@@ -70,8 +61,7 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         check_int("vocab_size", vocab_size, 2, 2**31 - 1)
         if eos_token_id is not None:
             check_int("eos_token_id", eos_token_id, 0, vocab_size - 1)
-        if not 0.0 <= time_scale < float("inf"):
-            raise InvalidConfig(f"time_scale must be finite and at least 0, got {time_scale!r}")
+        check_seconds("time_scale", time_scale)
         if not 0.0 <= eos_probability <= 1.0 or (eos_probability and eos_token_id is None):
             raise InvalidConfig(f"eos_probability must be in [0, 1] and needs an eos_token_id, got {eos_probability!r}")
         info = EngineInfo(

@@ -69,9 +69,6 @@ class RateLimiter:
             self._buckets.popitem(last=False)
         return wait
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
 
 class Keys:
     """API keys by their digest, so that no comparison takes longer for a better guess."""

@@ -33,7 +33,7 @@ from typing import Any
 from ..errors import InvalidConfig, PrebleError
 from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
-from .core.config import FIELDS, GatewayConfig, load_for
+from .core.config import GatewayConfig, load_for
 from .core.logs import log_as_json
 from .core.sibling_processes import ProcessSlot, say_ready
 
@@ -56,9 +56,7 @@ class _Fleet:
     """The processes of one port."""
 
     def __init__(self, args: argparse.Namespace, config: GatewayConfig, address: Any, directory: str) -> None:
-        self._flags = {"config": None if args.config is None else str(args.config)}
-        names = ("/".join(path) for path in FIELDS)
-        self._flags |= {name: value for name in names if (value := getattr(args, name, None)) is not None}
+        self._flags = {name: value for name, value in vars(args).items() if value is not None}
         self._count, self._directory = config.processes, directory
         self._address = address
         self._ready: set[int] = set()  # processes that have served once
@@ -108,7 +106,7 @@ class _Fleet:
 
     def _spawn(self, number: int) -> ChildProcess:
         slot = ProcessSlot(number, self._count, self._address[1], self._directory)
-        what = json.dumps({"flags": self._flags, "slot": asdict(slot)})
+        what = json.dumps({"flags": self._flags, "slot": asdict(slot)}, default=str)  # a path is its text
         argv = [sys.executable, "-m", "preble.gateway.processes", what]
         return ChildProcess(argv, on_output=lambda line: None, on_log=_pass_on)
 
@@ -140,9 +138,8 @@ def main(what: str) -> int:
 
     given = json.loads(what)
     slot = ProcessSlot(**given["slot"])
-    flags = given["flags"]
-    args = argparse.Namespace(**{name: value for name, value in flags.items() if name != "config"})
-    args.config = None if flags["config"] is None else Path(flags["config"])
+    args = argparse.Namespace(**given["flags"])
+    args.config = Path(args.config) if "config" in args else None
     try:
         end_with_stdin(load_for(args, os.environ).config.drain_seconds + END_MARGIN_SECONDS)
         return serve_until_stopped(lambda: load_for(args, os.environ), slot)

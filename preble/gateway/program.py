@@ -29,6 +29,7 @@ from ..router.router import Router, RouterConfig
 from ..scheduler import GlobalScheduler
 from ..scheduling.records import Recording
 from ..transport.security import load_client_keys
+from ..transport.tasks import end_all
 from .core.config import GatewayConfig, Loaded, changes
 from .core.logs import log_as_json
 from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
@@ -133,8 +134,7 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket]
     loop.add_signal_handler(signal.SIGHUP, reloading.ask)
     await server.serve(sockets=listeners)
     await reloading.close()
-    showing.cancel()
-    await asyncio.gather(showing, return_exceptions=True)
+    await end_all(showing)
 
 
 class _Server(uvicorn.Server):
@@ -282,8 +282,7 @@ class Reloading:
     async def close(self) -> None:
         """Wait for the one that goes on."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all(self._task)
 
     async def _reload_until_settled(self) -> None:
         while self._again:

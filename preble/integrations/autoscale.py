@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidConfig
 from ..scheduling.autoscaling import TARGET_UTILISATION, WORKERS_MAX, FleetLoad, desired_workers
+from ..types import check_fields
 
 ADVICES_MAX = 4096  # kept; times that would need more are refused
 
@@ -44,17 +45,10 @@ class AutoscaleConfig:
                 "AutoscaleConfig.min_workers must be at least 1 and at most max_workers, "
                 f"got {self.min_workers!r} and {self.max_workers!r}"
             )
-        for name in ("target_utilisation", "down_ratio"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise InvalidConfig(f"AutoscaleConfig.{name} must be in (0, 1], got {getattr(self, name)!r}")
-        for name in ("target_ttft_seconds", "look_seconds"):
-            if not getattr(self, name) > 0.0:
-                raise InvalidConfig(f"AutoscaleConfig.{name} must be positive, got {getattr(self, name)!r}")
-        for name in ("up_seconds", "down_seconds", "pause_seconds", "min_observed_seconds"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise InvalidConfig(
-                    f"AutoscaleConfig.{name} must be finite and not negative, got {getattr(self, name)!r}"
-                )
+        check_fields(self, "be in (0, 1]", "target_utilisation", "down_ratio")
+        check_fields(self, "be positive", "target_ttft_seconds", "look_seconds")
+        times = ("up_seconds", "down_seconds", "pause_seconds", "min_observed_seconds")
+        check_fields(self, "be finite and not negative", *times)
         looks = max(self.up_seconds, self.down_seconds) / self.look_seconds
         if looks > ADVICES_MAX // 2:
             raise InvalidConfig(f"AutoscaleConfig.look_seconds must be longer: {looks:.0f} looks would have to be kept")

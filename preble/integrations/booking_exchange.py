@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..transport.tasks import running
 from .prompt_extractors import Tokens
 
 logger = logging.getLogger("preble.integrations")
@@ -168,12 +169,8 @@ class ExchangeClient:
 
     async def _both(self, exchange: ExchangeCalls) -> None:
         """Publish and poll until one of them fails, and end both then."""
-        tasks = [asyncio.ensure_future(self._send(exchange)), asyncio.ensure_future(self._listen(exchange))]
-        try:
+        async with running(self._send(exchange), self._listen(exchange)) as tasks:
             await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _send(self, exchange: ExchangeCalls) -> None:
         while True:

@@ -50,6 +50,11 @@ TICKET = "_preble_ticket"
 FOLLOWED = "_preble_followed"
 SENT = "_preble_sent"
 EXCHANGES = "preble"  # Ray's namespace of the actors by which routers learn of each other
+# Why the scheduler chose nothing: what the error is, first of all.
+WHY_NOT: tuple[tuple[type[Exception], str], ...] = (
+    *((QueueFull, "queue_full"), (asyncio.TimeoutError, "slow_prompt"), (NoWorkers, "no_replica_known")),
+    *((PrebleError, "refused"), (Exception, "failed")),
+)
 
 
 class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
@@ -139,21 +144,10 @@ class PrebleRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             chosen = by_name[self._scheduler.place(ticket, by_name)]
             self._watch(pending, ticket)
             return chosen, "scheduled"
-        except QueueFull:
-            return None, "queue_full"
-        except asyncio.TimeoutError:
-            return None, "slow_prompt"
-        except NoWorkers:
-            return None, "no_replica_known"
-        except PrebleError as error:
-            return self._failed(error, "refused")
         except Exception as error:  # noqa: BLE001  extractors are anybody's code, and it must go somewhere
-            return self._failed(error, "failed")
-
-    def _failed(self, error: Exception, why: str) -> tuple[None, str]:
-        """The kind of error only: its text may be the user's, and hold a prompt."""
-        logger.debug("no choice by cache: %s", type(error).__name__)
-        return None, why
+            # The kind of error only: its text may be the user's, and hold a prompt.
+            logger.debug("no choice by cache: %s", type(error).__name__)
+            return None, next(why for kind, why in WHY_NOT if isinstance(error, kind))
 
     async def _ticket(self, pending: PendingRequest) -> Ticket | None:
         """The request's ticket, made when it is first asked for; None where the request has no tokens."""

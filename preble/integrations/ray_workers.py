@@ -30,6 +30,8 @@ from ..errors import HandshakeRefused, InvalidConfig, InvalidInput, MissingExtra
 from ..router.router import Router
 from ..scheduling.autoscaling import FleetLoad
 from ..transport.security import check_bind, is_loopback
+from ..transport.tasks import end_all
+from ..types import check_fields
 from .autoscale import AutoscaleConfig, Autoscaler
 from .ray_actor import NODE, ActorPlan, WorkerActor
 
@@ -102,16 +104,12 @@ class RayPlan:
             raise InvalidConfig(
                 f"RayPlan.arguments: {', '.join(sorted(given))} is for the plan's own fields, or set by it"
             )
-        for name in ("gpus", "cpus"):
-            if not getattr(self, name) >= 0:
-                raise InvalidConfig(f"RayPlan.{name} must not be negative, got {getattr(self, name)!r}")
+        check_fields(self, "not be negative", "gpus", "cpus")
         if not any(self.bundle.values()):
             raise InvalidConfig("RayPlan.cpus: a worker must need something of Ray, and cpus, gpus and resources are 0")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise InvalidConfig(f"RayPlan.gpus must be whole above 1, got {self.gpus!r}")
-        for name in ("start_seconds", "drain_seconds", "look_seconds"):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"RayPlan.{name} must be positive, got {getattr(self, name)!r}")
+        check_fields(self, "be positive", "start_seconds", "drain_seconds", "look_seconds")
         if self.max_restarts < -1:
             raise InvalidConfig(f"RayPlan.max_restarts must be at least -1, got {self.max_restarts!r}")
         # The node's address is known there only, and is never loopback but on a cluster of one machine.
@@ -265,8 +263,7 @@ class RayFleet:
         """Take a worker away; what still runs on it goes elsewhere."""
         self.workers.pop(worker.name, None)
         if worker.task is not None:
-            worker.task.cancel()
-            await asyncio.gather(worker.task, return_exceptions=True)
+            await end_all(worker.task)
         await self._leave(worker)
         worker.actor.remove()
         worker.state = "gone"

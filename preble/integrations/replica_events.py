@@ -13,8 +13,7 @@ import zmq.asyncio
 
 from ..errors import InvalidInput, TransportError, UnknownWorker
 from ..scheduler import GlobalScheduler
-from ..transport.engine_servers.kv_event_codec import LoadReport
-from ..transport.engine_servers.kv_event_subscriber import EventFeed
+from ..transport.engine_servers.kv_event_subscriber import EventFeed, FeedListener
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import namespace_of
 from .replica_scheduler import ReplicaMetadata
@@ -22,8 +21,9 @@ from .replica_scheduler import ReplicaMetadata
 logger = logging.getLogger("preble.integrations")
 
 
-class ReplicaListener:
-    """Takes one replica's events to the scheduler. What is wrong in them is counted, and stops nothing."""
+class ReplicaListener(FeedListener):
+    """Takes one replica's events to the scheduler. What is wrong in them is counted, and stops nothing. Ray Serve
+    reports the load itself."""
 
     def __init__(self, name: str, scheduler: GlobalScheduler, counters: Counter[str]) -> None:
         self._name = name
@@ -47,9 +47,6 @@ class ReplicaListener:
             self._scheduler.clear_worker(self._name)
         except UnknownWorker:
             self._counters["event_batches_of_removed"] += 1
-
-    def on_load(self, report: LoadReport) -> None:
-        """Ray Serve reports the load itself; no feed here asks for it."""
 
 
 class ReplicaEvents:

@@ -20,7 +20,7 @@ from ..clock import Clock, monotonic
 from ..config import SchedulerConfig
 from ..errors import InvalidConfig, InvalidInput, NoWorkers, QueueFull
 from ..scheduler import GlobalScheduler
-from ..types import WorkerSpec
+from ..types import WorkerSpec, check_int
 from .booking_exchange import Note
 from .prompt_extractors import Tokens
 
@@ -63,11 +63,7 @@ def metadata_of(*given: Mapping[str, Any]) -> ReplicaMetadata:
 
 def _number(fields: Mapping[str, Any], name: str, high: int) -> int | None:
     value = fields.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        raise InvalidInput(f"{name} of a replica must be an int in [1, {high}], got {value!r}")
-    return value
+    return None if value is None else check_int(f"{name} of a replica", value, 1, high, InvalidInput)
 
 
 def _endpoint(fields: Mapping[str, Any], name: str) -> str:
@@ -142,12 +138,6 @@ class ReplicaScheduler:
         self._lock = threading.RLock()
 
     # --- replicas -----------------------------------------------------------------------------------------------------
-
-    @property
-    def replicas(self) -> frozenset[str]:
-        """Names of the replicas that may be given calls."""
-        with self._lock:
-            return frozenset(self._specs)
 
     def update(self, replicas: Mapping[str, ReplicaMetadata]) -> None:
         """These are the replicas now. Those that left are forgotten, with their cache and their bookings. One whose

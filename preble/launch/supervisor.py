@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 from ..clock import Clock
 from ..errors import InvalidConfig
+from ..types import check_fields
 
-STATES = ("waiting", "starting", "ready", "draining", "stopped", "gave_up")
 WRONG_USAGE_CODE = 2
 
 
@@ -68,11 +68,8 @@ class SupervisorConfig:
                 "SupervisorConfig.restart_min_seconds must be positive and at most restart_max_seconds, "
                 f"got {self.restart_min_seconds} and {self.restart_max_seconds}"
             )
-        if self.max_restarts < 0:
-            raise InvalidConfig(f"SupervisorConfig.max_restarts must not be negative, got {self.max_restarts}")
-        for name in ("stable_seconds", "start_seconds", "drain_seconds", "hurry_seconds"):
-            if not getattr(self, name) > 0.0:
-                raise InvalidConfig(f"SupervisorConfig.{name} must be positive, got {getattr(self, name)!r}")
+        check_fields(self, "not be negative", "max_restarts")
+        check_fields(self, "be positive", "stable_seconds", "start_seconds", "drain_seconds", "hurry_seconds")
 
 
 @dataclass(frozen=True, slots=True)

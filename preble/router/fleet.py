@@ -42,7 +42,7 @@ from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.event_stream import Batch
 from ..transport.namespaces import namespace_of
 from ..transport.security import ClientKeys
-from ..types import AllBlocksCleared, WorkerSpec
+from ..types import AllBlocksCleared, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
 
 if TYPE_CHECKING:
@@ -74,10 +74,7 @@ class FleetConfig:
                 f"FleetConfig.reconnect_min_seconds must be positive and at most reconnect_max_seconds, "
                 f"got {self.reconnect_min_seconds} and {self.reconnect_max_seconds}"
             )
-        if not self.forget_after_seconds >= 0.0:
-            raise InvalidConfig(
-                f"FleetConfig.forget_after_seconds must not be negative, got {self.forget_after_seconds}"
-            )
+        check_fields(self, "not be negative", "forget_after_seconds")
 
 
 @dataclass(slots=True)

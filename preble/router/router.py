@@ -37,7 +37,6 @@ from ..errors import (
     DuplicateRequest,
     EngineError,
     HandshakeRefused,
-    InvalidConfig,
     InvalidInput,
     InvalidTokens,
     NoWorkers,
@@ -53,7 +52,8 @@ from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.messages import PROMPT_TOKENS_MAX
 from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
-from ..types import SamplingParams
+from ..transport.tasks import end_all
+from ..types import SamplingParams, check_fields
 from .fleet import Fleet, FleetConfig, FleetWorker
 from .request import Attempt, RoutedRequest, Setback, StreamChunk, TokenIds
 from .warm_ups import WarmUps
@@ -85,9 +85,7 @@ class RouterConfig:
     tick_seconds: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if name != "fleet" and not getattr(self, name) > 0:
-                raise InvalidConfig(f"RouterConfig.{name} must be positive, got {getattr(self, name)!r}")
+        check_fields(self, "be positive", *(name for name in self.__slots__ if name != "fleet"))
 
 
 @dataclass(slots=True)
@@ -215,8 +213,7 @@ class Router:
             live.fail(TransportError("the router was closed"))
         self._available.set()
         if self._tick_task is not None:
-            self._tick_task.cancel()
-            await asyncio.gather(self._tick_task, return_exceptions=True)
+            await end_all(self._tick_task)
             self._tick_task = None
         fleet, self._fleet = self._fleet, None
         if fleet is not None:

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any
 
 from .._cost import CostModel
 from ..config import SchedulerConfig
 from ..errors import DuplicateWorker, InvalidConfig, UnknownWorker
 from ..local import LocalConfig
 from ..policies.base import Policy
-from ..types import WorkerSpec, check_int
+from ..types import WorkerSpec, check_int, check_seconds
 
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration
 
@@ -58,13 +57,6 @@ class WorkerSlowdown:
 Fault = WorkerDeath | WorkerJoin | WorkerDrain | WorkerSlowdown
 
 
-def check_seconds(name: str, seconds: Any) -> None:
-    """Raise `InvalidConfig` unless it is a finite number of at least 0."""
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0.0 <= seconds < math.inf:
-        raise InvalidConfig(f"{name} must be finite and at least 0, got {seconds!r}")
-
-
 def check_faults(workers: Iterable[str], faults: Sequence[Fault]) -> None:
     """Play the faults through on names alone, in the order in which the simulation will.
 
@@ -106,14 +98,10 @@ def _check_fields(fault: Fault) -> None:
     if not isinstance(fault, Fault):
         raise InvalidConfig(f"SimConfig.faults must be of the types that preble.sim has for them, got {fault!r}")
     check_seconds("at_seconds of a fault", fault.at_seconds)
-    if isinstance(fault, WorkerDeath):
-        check_seconds("WorkerDeath.noticed_after_seconds", fault.noticed_after_seconds)
-    if isinstance(fault, WorkerDrain):
-        check_seconds("WorkerDrain.handover_seconds", fault.handover_seconds)
-    if isinstance(fault, WorkerSlowdown):
-        check_seconds("WorkerSlowdown.factor", fault.factor)
-        if fault.factor == 0.0:
-            raise InvalidConfig("WorkerSlowdown.factor must be positive, got 0")
+    for name in {"noticed_after_seconds", "handover_seconds", "factor"}.intersection(fault.__slots__):
+        check_seconds(f"{type(fault).__name__}.{name}", getattr(fault, name))
+    if isinstance(fault, WorkerSlowdown) and fault.factor == 0.0:
+        raise InvalidConfig("WorkerSlowdown.factor must be positive, got 0")
     if isinstance(fault, WorkerJoin):
         if not isinstance(fault.spec, WorkerSpec):
             raise InvalidConfig(f"WorkerJoin.spec must be a WorkerSpec, got {fault.spec!r}")

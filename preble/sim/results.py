@@ -149,8 +149,7 @@ class Result:
 
 def _spread(name: str, values: Floats, percentiles: tuple[int, ...]) -> dict[str, float]:
     """Mean and percentiles, NaN where there is nothing to measure."""
-    found = {f"mean_{name}_seconds": float(np.mean(values)) if len(values) else float("nan")}
-    for percentile in percentiles:
-        value = float(np.percentile(values, percentile)) if len(values) else float("nan")
-        found[f"p{percentile}_{name}_seconds"] = value
-    return found
+    if not len(values):
+        values = np.full(1, np.nan)
+    found = {f"p{percentile}_{name}_seconds": float(np.percentile(values, percentile)) for percentile in percentiles}
+    return {f"mean_{name}_seconds": float(np.mean(values)), **found}

@@ -28,9 +28,6 @@ class Timeline:
         self._count = 0
         self.now = clock()
 
-    def __len__(self) -> int:
-        return len(self._planned)
-
     def at(self, seconds: float, action: Action, subject: Any = None) -> None:
         """Plan `action(subject)` for a finite moment, not before now. Raises `InvalidTime`."""
         if not self.now <= seconds < inf:

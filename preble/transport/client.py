@@ -37,11 +37,13 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from ..clock import Clock
-from ..errors import HandshakeRefused, InvalidConfig, ProtocolError, QueueFull, TransportError
+from ..errors import HandshakeRefused, ProtocolError, QueueFull, TransportError
+from ..types import check_fields
 from . import wire
 from .event_stream import Batch, EventCursor
 from .security import ClientKeys, apply_client_keys
-from .socket_reader import FrameReader
+from .socket_reader import FrameReader, set_usual_options
+from .tasks import first_of
 
 logger = logging.getLogger("preble.transport")
 
@@ -64,9 +66,7 @@ class LinkConfig:
     max_frame_bytes: int = wire.FRAME_BYTES_MAX
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"LinkConfig.{name} must be positive, got {getattr(self, name)!r}")
+        check_fields(self, "be positive", *self.__slots__)
 
 
 @dataclass(slots=True)
@@ -166,9 +166,7 @@ class WorkerLink:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.tcp_keepalive = 1
-        socket.ipv6 = "[" in self.address
+        set_usual_options(socket, self.address)
         socket.maxmsgsize = 4 * self._config.max_frame_bytes
         if self._keys is not None:
             apply_client_keys(socket, self._keys)
@@ -217,18 +215,12 @@ class WorkerLink:
         self._close_gap()
         self._joining &= self._replaying
         self._look_caught_up()
-        heartbeat = asyncio.ensure_future(self._heartbeat_loop())
         try:
-            done, _ = await asyncio.wait(
-                [heartbeat, *(reader.ended for reader in readers)], return_when=asyncio.FIRST_COMPLETED
-            )
-            return next(iter(done)).result()
+            return await first_of(self._heartbeat_loop(), *(reader.ended for reader in readers))
         finally:
             for reader in readers:
                 reader.stop()
             self._reader = None
-            heartbeat.cancel()
-            await asyncio.gather(heartbeat, return_exceptions=True)
 
     @property
     def next_event_seq(self) -> int:
@@ -453,11 +445,10 @@ class WorkerLink:
             self._cursor.expect(message.number + 1)
             self._close_gap()
             return
-        duplicates = self._cursor.counters.duplicates
+        self.counters.event_duplicates += self._cursor.has_had(message.number)
         self._early.extend(self._cursor.offer(message.number, message.events))
         self._apply_events(0)
         self.counters.events_early += bool(self._early)
-        self.counters.event_duplicates += self._cursor.counters.duplicates - duplicates
         self._close_gap()
 
     def _apply_events(self, made: int) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..errors import InvalidConfig
@@ -41,14 +40,13 @@ class ReplayBuffer:
         """Number of the oldest batch still kept; equal to `next_seq` when none is."""
         return self.next_seq - len(self._batches)
 
-    def append(self, batch: Batch, size_bytes: int) -> int:
-        """Keep the batch of number `next_seq`, which takes `size_bytes`; return that number."""
+    def append(self, batch: Batch, size_bytes: int) -> None:
+        """Keep the batch of number `next_seq`, which takes `size_bytes`."""
         self._batches.append((batch, size_bytes))
         self.bytes_used += size_bytes
         self.next_seq += 1
         while len(self._batches) > self.max_batches or self.bytes_used > self.max_bytes:
             self.bytes_used -= self._batches.popleft()[1]
-        return self.next_seq - 1
 
     def page(self, from_seq: int, max_batches: int) -> list[tuple[int, Batch]]:
         """Up to `max_batches` numbered batches from `from_seq` on; [] if gone or not yet made. Changes nothing."""
@@ -59,27 +57,16 @@ class ReplayBuffer:
         return [(self.first_seq + i, self._batches[i][0]) for i in range(start, stop)]
 
 
-@dataclass(slots=True)
-class CursorCounters:
-    """What happened to one worker's event stream."""
-
-    batches: int = 0
-    duplicates: int = 0
-    held_back: int = 0
-    overflows: int = 0
-
-
 class EventCursor(Generic[T]):
     """The router's place in one worker's event stream, of batches in whatever form. Not thread-safe.
 
     `offer` takes batches in any order and returns those whose turn has come. At most `max_held` early batches wait; one
-    more drops them all, which is counted and loses nothing: they are inside the hole that will be asked for again.
+    more drops them all, which loses nothing: they are inside the hole that will be asked for again.
     """
 
     def __init__(self, next_seq: int, max_held: int = 1024) -> None:
         self.next_seq = next_seq
         self.max_held = max_held
-        self.counters = CursorCounters()
         self._held: dict[int, T] = {}
         self._known_end = next_seq
 
@@ -92,19 +79,19 @@ class EventCursor(Generic[T]):
         """Learn that all batches below `end_seq` should have come by now: a loss at the very end is noticed, too."""
         self._known_end = max(self._known_end, end_seq)
 
+    def has_had(self, seq: int) -> bool:
+        """Whether batch number `seq` has come before, or was given up."""
+        return seq < self.next_seq or seq in self._held
+
     def offer(self, seq: int, batch: T) -> list[T]:
         """Take batch number `seq`; return the batches that may be applied now, in order."""
         self.expect(seq + 1)
-        if seq < self.next_seq or seq in self._held:
-            self.counters.duplicates += 1
+        if self.has_had(seq):
             return []
-        if seq > self.next_seq:
-            self._hold(seq, batch)
-            return []
-        self.next_seq += 1
-        ready = [batch, *self._next_held()]
-        self.counters.batches += len(ready)
-        return ready
+        if seq > self.next_seq and len(self._held) >= self.max_held:
+            self._held.clear()
+        self._held[seq] = batch
+        return self._next_held()
 
     def _next_held(self) -> list[T]:
         ready = []
@@ -112,13 +99,6 @@ class EventCursor(Generic[T]):
             ready.append(self._held.pop(self.next_seq))
             self.next_seq += 1
         return ready
-
-    def _hold(self, seq: int, batch: T) -> None:
-        if len(self._held) >= self.max_held:
-            self._held.clear()
-            self.counters.overflows += 1
-        self._held[seq] = batch
-        self.counters.held_back += 1
 
     def skip_to(self, seq: int) -> None:
         """Give up on everything before `seq`; the caller forgets what it estimated.
@@ -136,6 +116,4 @@ class EventCursor(Generic[T]):
         self.next_seq = to
         self._held = {seq: batch for seq, batch in self._held.items() if seq >= to}
         self.expect(to)
-        ready = self._next_held()
-        self.counters.batches += len(ready)
-        return ready
+        return self._next_held()

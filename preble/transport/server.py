@@ -22,20 +22,20 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import zmq
 from msgspec import structs
 
 from ..clock import Clock
-from ..errors import InvalidConfig, InvalidInput, ProtocolError, QueueFull, TransportError
-from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled
+from ..errors import InvalidInput, ProtocolError, QueueFull, TransportError
+from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled, check_fields
 from . import wire
 from .event_stream import Batch, ReplayBuffer
 from .messages import EVENTS_MAX
 from .outbox import Outbox
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
-from .socket_reader import EVENTS, POLLIN
+from .socket_reader import EVENTS, POLLIN, set_usual_options
 
 logger = logging.getLogger("preble.transport")
 
@@ -71,10 +71,8 @@ class ServerConfig:
     replay_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name.startswith(("max_", "send_", "session_", "replay_")) and not value > 0:
-                raise InvalidConfig(f"ServerConfig.{item.name} must be positive, got {value!r}")
+        settings = ("bind", "events_bind", "insecure")
+        check_fields(self, "be positive", *(name for name in self.__slots__ if name not in settings))
 
 
 @dataclass(slots=True)
@@ -222,9 +220,7 @@ class Server:
 
     def _socket(self, kind: int, keys: ServerKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.tcp_keepalive = 1
-        socket.ipv6 = "[" in self.config.bind
+        set_usual_options(socket, self.config.bind)
         if keys is not None:
             apply_server_keys(socket, keys)
         return socket

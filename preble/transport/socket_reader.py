@@ -1,4 +1,5 @@
-"""Messages of a ZeroMQ socket on an asyncio loop, each handed to a function as it comes. Owns that loop's reader only.
+"""Messages of a ZeroMQ socket on an asyncio loop, each handed to a function as it comes. Owns that loop's reader,
+and the options that all sockets have.
 
 ZeroMQ's file descriptor does not say "there are messages" but "something has changed since you last asked", and asking,
 sending or setting an option counts as asking. So after it becomes readable everything is read, and whoever sends on the
@@ -10,12 +11,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
 # As plain ints: pyzmq's are enumerations, whose arithmetic costs more than the call.
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _FRAMES_PER_TURN = 128  # messages taken before other tasks of the loop get a turn
+
+
+def set_usual_options(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """What all our sockets have; `endpoint` is where this one will be connected or bound."""
+    socket.linger = 0
+    socket.tcp_keepalive = 1
+    socket.ipv6 = "[" in endpoint
 
 
 class FrameReader:

@@ -69,7 +69,6 @@ class EngineThread:
         self.engine = engine
         self.load = EngineLoad(0, 0, 0, 0)
         self.failure: Exception | None = None
-        self.steps = 0
         self._notify = notify
         self._clock = clock
         self._commands: deque[GenerationRequest | str] = deque()
@@ -155,7 +154,6 @@ class EngineThread:
         self._step_started = self._clock()
         chunks = self.engine.step() if self._engine_has_work() else []
         self._step_started = None
-        self.steps += 1
         self._put(Output(chunks, refusals, self.engine.take_events()))
         return True
 

@@ -33,7 +33,7 @@ from ..launch.processes import end_with_stdin
 from ..transport import wire
 from ..transport.security import ServerKeys, check_bind, load_server_keys
 from ..transport.server import Request, Server, ServerConfig, Session, SessionEnded
-from ..types import RequestEnded, RequestPlaced, RequestPrefilled
+from ..types import RequestEnded, RequestPlaced, RequestPrefilled, check_fields
 from . import engine_options
 from .engine_thread import EngineThread, Refusal
 
@@ -55,10 +55,8 @@ class WorkerConfig:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.max_requests < 1:
-            raise InvalidConfig(f"WorkerConfig.max_requests must be positive, got {self.max_requests}")
-        if not self.drain_seconds >= 0.0:
-            raise InvalidConfig(f"WorkerConfig.drain_seconds must not be negative, got {self.drain_seconds}")
+        check_fields(self, "be positive", "max_requests")
+        check_fields(self, "not be negative", "drain_seconds")
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput
-from ..types import check_int
-from .types import PromptRequest, Workload
+from ..types import check_int, check_seconds
+from .types import PromptRequest, Workload, unwritable
 
 # Token ids of suffixes that make repeats unlike: above every pseudo-token a reader or generator gives out.
 SUFFIX_IDS = 3 << 29
@@ -107,9 +107,7 @@ def repeated(request: PromptRequest, use: int, suffix: int | None) -> PromptRequ
     """The request again under another id, with a token of its own at the end where `suffix` is given."""
     parts = request.parts
     if suffix is not None:
-        token = np.array([SUFFIX_IDS + suffix], dtype=np.int32)
-        token.setflags(write=False)
-        parts = (*parts, token)
+        parts = (*parts, unwritable([SUFFIX_IDS + suffix]))
     return replace(request, request_id=f"{request.request_id}#{use}", parts=parts)
 
 
@@ -143,8 +141,7 @@ def closed_loop(workload: Workload, agents: int, seed: int, *, pause_seconds: fl
     agents' first requests are sent then. With fewer chains than agents some have nothing to do.
     """
     check_int("agents", agents, 1, 2**31 - 1, InvalidInput)
-    if not math.isfinite(pause_seconds) or pause_seconds < 0.0:
-        raise InvalidInput(f"pause_seconds must be finite and at least 0, got {pause_seconds!r}")
+    check_seconds("pause_seconds", pause_seconds, InvalidInput)
     chains = chains_of(workload)
     order = generator(seed).permutation(len(chains)).tolist()
     queues: list[list[PromptRequest]] = [[] for _ in range(min(agents, len(chains)))]

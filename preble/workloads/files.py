@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import InvalidInput
 from .lengths import drawn_output_tokens
 from .tokenizers import Tokenizer
-from .types import Int32Array, PromptRequest
+from .types import Int32Array, PromptRequest, unwritable
 
 # Ids for pseudo-tokens: above the vocabulary, a range of 2**16 for each file name, all below 2**30 plus a vocabulary.
 PSEUDO_IDS_PER_FILE = 1 << 16
@@ -148,9 +148,7 @@ def csv_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
 
 def constant(token_id: int, tokens: int) -> Int32Array:
     """A run of one token id, shape [tokens], int32, not writable."""
-    run = np.full(tokens, token_id, dtype=np.int32)
-    run.setflags(write=False)
-    return run
+    return unwritable(np.full(tokens, token_id, dtype=np.int32))
 
 
 class Collector:

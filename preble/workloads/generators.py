@@ -20,7 +20,7 @@ from .arrivals import check_positive, generator
 from .files import constant
 from .lengths import TABLE1, Counts, shared_out, spread, spread_below
 from .tokenizers import BOS_ID, RESERVED_IDS, WORDS_VOCABULARY
-from .types import Int32Array, PromptRequest, Workload
+from .types import Int32Array, PromptRequest, Workload, unwritable
 
 REQUESTS_MAX = 10_000_000
 UUID_TOKENS = 26  # 36 hexadecimal digits and dashes in Mistral's vocabulary
@@ -248,9 +248,7 @@ def interleaved(rng: np.random.Generator, chains: list[list[PromptRequest]]) -> 
 
 def random_ids(rng: np.random.Generator, tokens: int) -> Int32Array:
     """Random token ids of the vocabulary, shape [tokens], int32, not writable."""
-    ids = rng.integers(RESERVED_IDS, WORDS_VOCABULARY, tokens, dtype=np.int32)
-    ids.setflags(write=False)
-    return ids
+    return unwritable(rng.integers(RESERVED_IDS, WORDS_VOCABULARY, tokens, dtype=np.int32))
 
 
 def pieces(rng: np.random.Generator, lengths: Counts) -> list[Int32Array]:

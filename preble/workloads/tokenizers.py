@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-
 from ..errors import MissingExtra
 from ..types import check_int
-from .types import Int32Array
+from .types import Int32Array, unwritable
 
 RESERVED_IDS = 3  # unknown, beginning, end: as in Mistral's vocabulary
 BOS_ID = 1
@@ -38,9 +36,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> Int32Array:
         """Token ids of `text`, shape [tokens], int32, not writable. Empty for the empty text."""
-        ids = np.asarray(self.encode_ids(text), dtype=np.int32)
-        ids.setflags(write=False)
-        return ids
+        return unwritable(self.encode_ids(text))
 
 
 def mistral() -> Tokenizer:

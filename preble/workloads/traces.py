@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 import numpy as np
 
 from .files import Collector, Row, csv_rows, json_rows
-from .types import Int32Array
+from .types import Int32Array, unwritable
 
 MOONCAKE_BLOCK_TOKENS = 512
 FILLER_IDS = 1000
@@ -30,15 +30,13 @@ class Blocks:
         self._file_id = self._first_id + zlib.crc32(into.stem.encode("utf-8", "surrogateescape")) % FILE_IDS
         self._heads: dict[int, Int32Array] = {}
         self._tails: dict[int, Int32Array] = {}
-        self._filler = np.arange(PROMPT_TOKENS_MAX, dtype=np.int32) % FILLER_IDS
-        self._filler.setflags(write=False)
+        self._filler = unwritable(np.arange(PROMPT_TOKENS_MAX, dtype=np.int32) % FILLER_IDS)
 
     def parts(self, block_id: int, tokens: int) -> tuple[Int32Array, Int32Array]:
         """The first `tokens` of a block: the two ids, then filler."""
         head = self._heads.get(block_id)
         if head is None:
-            head = self._heads[block_id] = np.array([self._first_id + block_id, self._file_id], dtype=np.int32)
-            head.setflags(write=False)
+            head = self._heads[block_id] = unwritable([self._first_id + block_id, self._file_id])
         if tokens <= len(head):
             return head[:tokens], self._filler[:0]
         tail = self._tails.get(tokens)

@@ -7,7 +7,6 @@ kept as the parts it is made of, which requests share, and becomes one array onl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput
-from ..types import check_int
+from ..types import check_int, check_seconds
 
 Int32Array = npt.NDArray[np.int32]
+
+
+def unwritable(ids: npt.ArrayLike) -> Int32Array:
+    """Token ids as an array that requests may share, int32."""
+    array = np.asarray(ids, dtype=np.int32)
+    array.setflags(write=False)
+    return array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +52,7 @@ class PromptRequest:
         if not self.parts or not any(len(part) for part in self.parts):
             raise InvalidInput(f"PromptRequest.parts of {self.request_id!r} are empty")
         for name in ("arrival_seconds", "pause_seconds"):
-            seconds = getattr(self, name)
-            if not math.isfinite(seconds) or seconds < 0.0:
-                raise InvalidInput(f"PromptRequest.{name} must be finite and at least 0, got {seconds!r}")
+            check_seconds(f"PromptRequest.{name}", getattr(self, name), InvalidInput)
 
     @property
     def prompt_tokens(self) -> int:

@@ -81,7 +81,7 @@ def test_of_too_many_names_the_oldest_starts_afresh(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(middleware, "BUCKETS_MAX", 2)
     limiter = RateLimiter(1.0, 1, ManualClock())
     assert [limiter.wait_seconds(name) > 0 for name in "aabbc"] == [False, True, False, True, False]
-    assert len(limiter) == 2
+    assert len(limiter._buckets) == 2
     assert [limiter.wait_seconds(name) > 0 for name in "ba"] == [True, False], "b is remembered, a is not"
 
 

@@ -215,8 +215,8 @@ def test_any_order_of_calls_leaves_both_bookings_alike(clock: preble.ManualClock
         what = draws.randrange(7)
         if what == 0:
             books.update({n: ReplicaMetadata() for n in draws.sample(names, draws.randint(1, 4))})
-        elif what in (1, 2) and books.replicas:
-            books.place(one, books.replicas)
+        elif what in (1, 2) and books.scheduler.workers:
+            books.place(one, books.scheduler.workers)
         elif what == 3:
             books.routed(one, name)
         elif what == 4:

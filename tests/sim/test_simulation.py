@@ -419,8 +419,8 @@ def test_events_happen_in_order_of_time_and_of_planning() -> None:
         timeline.at(seconds, note, subject)
     timeline.run(5.0)
     assert seen == [(1.0, "a"), (1.0, "b"), (1.0, "again"), (2.0, "c"), (2.0, "d"), (5.0, "at the bound")]
-    assert len(timeline) == 1
+    assert len(timeline._planned) == 1
     for bad in (4.9, math.nan, math.inf, -math.inf):
         with pytest.raises(InvalidTime):
             timeline.at(bad, note)
-    assert len(timeline) == 1
+    assert len(timeline._planned) == 1

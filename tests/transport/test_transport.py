@@ -69,8 +69,7 @@ def test_early_batches_over_the_bound_are_dropped_counted_and_still_missing() ->
     cursor = EventCursor(0, max_held=2)
     for number in (3, 4, 5):
         cursor.offer(number, batch(number))
-    assert cursor.counters.overflows == 1
-    assert cursor.has_gap and cursor.next_seq == 0
+    assert cursor.has_gap and cursor.next_seq == 0 and not cursor.has_had(1)
     assert sum(len(cursor.offer(number, batch(number))) for number in range(6)) == 6
 
 
@@ -79,7 +78,7 @@ def test_starting_afresh_forgets_what_was_held_back() -> None:
     cursor.offer(9, batch(9))
     cursor.skip_to(12)
     assert not cursor.has_gap
-    assert cursor.offer(9, batch(9)) == [] and cursor.counters.duplicates == 1
+    assert cursor.has_had(9) and cursor.offer(9, batch(9)) == []
     assert cursor.offer(12, batch(12)) == [batch(12)]
 
 
@@ -89,7 +88,8 @@ def test_the_replay_buffer_keeps_the_newest_within_both_bounds(
 ) -> None:
     buffer = ReplayBuffer(max_batches, max_bytes)
     for number, size in enumerate(sizes):
-        assert buffer.append(batch(number), size) == number
+        buffer.append(batch(number), size)
+        assert buffer.next_seq == number + 1
     kept = range(buffer.first_seq, buffer.next_seq)
     assert len(kept) <= max_batches and sum(sizes[n] for n in kept) == buffer.bytes_used <= max_bytes
     if kept.start:  # one more would have broken a bound

@@ -17,6 +17,7 @@ from ..._cost import CostModel
 from ...errors import PrebleError
 from ...router.router import Router
 from ...scheduler import GlobalScheduler
+from ...transport.tasks import end_all
 from ...types import SamplingParams
 from .corpus import DemoPrompt
 from .fleet import DemoFleet
@@ -109,9 +110,7 @@ async def watch(tasks: Iterable[asyncio.Future[None]], fleet: DemoFleet, limit_s
                     f"{len(pending)} requests are unfinished after {limit_seconds:.0f} s; try a lower --rate"
                 )
     finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await end_all(*pending)
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..console import aligned, commit, machine, versions
 
 RANDOM_WEIGHTS = (
@@ -111,11 +113,9 @@ class Phase:
 
 def spread(seconds: Sequence[float]) -> Spread:
     """Mean and percentiles (nearest rank)."""
-    ordered = sorted(value for value in seconds if not math.isnan(value))
-    if not ordered:
-        return Spread(math.nan, math.nan, math.nan, math.nan)
-    ranks = [ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1)] for q in (0.5, 0.9, 0.99)]
-    return Spread(sum(ordered) / len(ordered), *ranks)
+    known = [value for value in seconds if not math.isnan(value)] or [math.nan]
+    ranks = np.percentile(known, (50, 90, 99), method="inverted_cdf").tolist()
+    return Spread(sum(known) / len(known), *ranks)
 
 
 def speedup(phases: Sequence[Phase]) -> float:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from ...errors import PrebleError
+from ...transport.tasks import running
 from ..core.http_errors import ApiError, api_error_of
 
 T = TypeVar("T")
@@ -72,16 +73,11 @@ async def attended(receive: Receive, work: Awaitable[T]) -> T:
     The body must have been read: from then on the only news from a client is that it has gone.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    async with running(task, _gone(receive)) as both:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnect
-    finally:
-        for one in (task, watcher):
-            one.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:
@@ -89,7 +85,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events as they come. `events`, and the `source` they are made from, are closed when the last is
     written or the client has gone.
 
@@ -101,12 +97,9 @@ class EventStream(Response):
     def __init__(
         self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], headers: Mapping[str, str]
     ) -> None:
+        super().__init__(events, headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
         self._source = source
-        self.status_code = 200
-        self.background = None
-        self.body = b""
-        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Write the answer. Raises `ClientDisconnect` if the client goes away."""
@@ -114,8 +107,7 @@ class EventStream(Response):
             await attended(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
-        headers = [item for item in self.raw_headers if item[0] != b"content-length"]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -23,6 +23,7 @@ from msgspec import Meta
 from ...config import SchedulerConfig
 from ...errors import InvalidConfig, MissingExtra
 from ...policies.base import resolve
+from ...transport.security import is_loopback
 
 T = TypeVar("T")
 PREFIX = "PREBLE_"
@@ -196,17 +197,12 @@ def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> Gat
         origin = f" ({origins[name]})" if name in origins else ""
         raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
     resolve(config.policy)
-    if not config.insecure and not (config.api_keys or config.admin_keys) and not is_loopback(config.host):
+    if not config.insecure and not (config.api_keys or config.admin_keys) and not is_loopback(f"tcp://{config.host}:0"):
         raise InvalidConfig(
             f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "
             "Set api_keys, or insecure: true where something else keeps strangers out"
         )
     return config
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to it."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def shown(loaded: Loaded) -> str:

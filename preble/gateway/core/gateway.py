@@ -7,7 +7,6 @@ served model. Knows no endpoint's shape.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
 from contextlib import aclosing
@@ -36,7 +35,7 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class Gateway:
-    """One gateway. Belongs to one asyncio loop. `rng` draws the seeds of requests that bring none."""
+    """One gateway. Belongs to one asyncio loop."""
 
     def __init__(
         self,
@@ -44,7 +43,6 @@ class Gateway:
         codec: TextCodec | None,
         config: GatewayConfig,
         metrics: Metrics,
-        rng: random.Random | None = None,
         clock: Clock = monotonic,
         *,
         processes: GatewayProcesses | None = None,
@@ -61,7 +59,6 @@ class Gateway:
         router.on_decision = partial(metrics.phase, "decide")
         self.draining = False
         self.live_choices = 0
-        self._rng = rng or random.SystemRandom()
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +135,7 @@ class Gateway:
 
     def seed(self, asked: int | None) -> int:
         """The seed of a request: its own, made positive, or a new one."""
-        return self._rng.getrandbits(62) if asked is None else asked % 2**63
+        return secrets.randbits(62) if asked is None else asked % 2**63
 
     def check_choices(self, count: int) -> None:
         """Raise `ApiError` where a request asks for more choices (prompts times n) than one may have."""

@@ -25,6 +25,17 @@ from ...errors import (
 )
 
 RETRY_SECONDS = 1.0  # after which a client may hope that an overloaded fleet has room
+# Of the first that an error is: status, OpenAI's type, code.
+_ANSWERS: tuple[tuple[Any, ...], ...] = (
+    (InvalidInput, 400, "invalid_request_error", None),
+    (UnknownWorker, 404, "invalid_request_error", "unknown_worker"),
+    (CapacityExceeded, 503, "overloaded_error", "queue_full"),
+    (NoWorkers, 503, "overloaded_error", "no_workers"),
+    (WorkerLost, 502, "server_error", "worker_lost"),
+    (TransportError, 503, "overloaded_error", "unavailable"),
+    (EngineError, 500, "server_error", "engine_error"),
+    (PrebleError, 500, "server_error", "internal_error"),
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -67,18 +78,6 @@ def api_error_of(error: PrebleError) -> ApiError:
     """The answer for an error that a request met."""
     if isinstance(error, ApiError):
         return error
-    text = str(error)
-    if isinstance(error, InvalidInput):
-        return wrong(text)
-    if isinstance(error, UnknownWorker):
-        return ApiError(404, text, code="unknown_worker")
-    if isinstance(error, CapacityExceeded):
-        return unavailable(text, "queue_full")
-    if isinstance(error, NoWorkers):
-        return unavailable(text, "no_workers")
-    if isinstance(error, WorkerLost):
-        return ApiError(502, text, kind="server_error", code="worker_lost", retry_after_seconds=RETRY_SECONDS)
-    if isinstance(error, TransportError):
-        return unavailable(text, "unavailable")
-    code = "engine_error" if isinstance(error, EngineError) else "internal_error"
-    return ApiError(500, text, kind="server_error", code=code)
+    status, kind, code = next(answer for cls, *answer in _ANSWERS if isinstance(error, cls))
+    retry_after_seconds = RETRY_SECONDS if status in (502, 503) else None
+    return ApiError(status, str(error), kind=kind, code=code, retry_after_seconds=retry_after_seconds)

@@ -16,7 +16,6 @@ class RequestContext:
     request_id: str
     started: float
     key_name: str = ""
-    route: str = ""
     model: str = ""
     session: str = ""
     stream: bool = False

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ...router.request import StreamChunk
 from ...router.router import Router
+from ...transport.tasks import running
 from ...types import SamplingParams
 from .detokenizing import Detokenizer, StopStrings
 from .tokenizing import TextCodec
@@ -167,8 +168,7 @@ async def _merged(streams: Sequence[AsyncGenerator[TextPiece, None]]) -> AsyncGe
             raise
         await queue.put(None)
 
-    tasks = [asyncio.ensure_future(pump(stream)) for stream in streams]
-    try:
+    async with running(*map(pump, streams)) as tasks:
         left = len(tasks)
         while left:
             item = await queue.get()
@@ -178,10 +178,6 @@ async def _merged(streams: Sequence[AsyncGenerator[TextPiece, None]]) -> AsyncGe
                 left -= 1
             else:
                 yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: ChoiceJob, choices: int) -> list[ChoiceJob]:

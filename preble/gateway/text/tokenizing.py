@@ -11,7 +11,6 @@ At its bounds: over `queue_max` texts that wait, `QueueFull`; over `cache_bytes`
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 import threading
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...engines.model_files import tokenizer_fingerprint
 from ...errors import InvalidConfig, InvalidInput, MissingExtra, QueueFull
 from .chat_template import ChatTemplate, load_chat_template
 
@@ -51,14 +51,10 @@ ENTRY_BYTES = 200  # what a part costs in the cache beside its text and ids, abo
 
 @dataclass(slots=True)
 class TokenizerCounters:
-    """What the layer has done."""
+    """How many parts of prompts were in the cache, and how many were not."""
 
-    texts: int = 0
-    tokens: int = 0
     parts_found: int = 0
     parts_encoded: int = 0
-    parts_evicted: int = 0
-    refused: int = 0
 
 
 class PartCache:
@@ -115,7 +111,7 @@ class TextCodec:
         self._tokenizer = load_tokenizer(self.directory)
         config = _read_config(self.directory)
         self.chat_template: ChatTemplate | None = load_chat_template(self.directory, config)
-        self.fingerprint = fingerprint(self.directory)
+        self.fingerprint = tokenizer_fingerprint(self.directory)  # as workers report theirs
         self.counters = TokenizerCounters()
         self.cache = PartCache(cache_bytes)
         self._before, self._after = _framing(self._tokenizer)
@@ -143,7 +139,6 @@ class TextCodec:
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         if self._waiting >= self._queue_max + self._threads:
-            self.counters.refused += 1
             raise QueueFull(f"{self._queue_max} texts wait to be tokenised, the bound of this gateway")
         self._waiting += 1
         future = asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
@@ -162,8 +157,6 @@ class TextCodec:
             ids.extend(part)
         if special_tokens:
             ids.extend(self._after)
-        self.counters.texts += 1
-        self.counters.tokens += len(ids)
         if not ids:
             raise InvalidInput("the prompt has no tokens")
         return np.frombuffer(ids, dtype=np.int32)
@@ -201,7 +194,6 @@ class TextCodec:
             self.cache.put(part, ids)
         self.counters.parts_found += len(parts) - len(missing)
         self.counters.parts_encoded += len(missing)
-        self.counters.parts_evicted = self.cache.evicted
         new = iter(fresh)
         return [next(new) if ids is None else ids for ids in found]
 
@@ -235,12 +227,6 @@ def load_tokenizer(directory: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def fingerprint(directory: Path) -> str:
-    """sha256 of tokenizer.json in hexadecimal, as workers report it in the handshake; "" without that file."""
-    file = directory / "tokenizer.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def first_difference(mine: Path, theirs: Path) -> str:

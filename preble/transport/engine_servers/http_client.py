@@ -155,16 +155,9 @@ class EngineServer:
     async def _engine(self) -> ServerInfo:
         return self._known or await self.info()
 
-    async def health(self) -> None:
-        """Return when the server answers that it is well. Raises `TransportError` if it does not, or not in time.
-
-        SGLang's own health question computes a token, so its load is asked instead.
-        """
-        await self.load()
-
     async def load(self) -> tuple[LoadReport, ...]:
         """Requests running and waiting for each rank; () if the server is alive and does not say. Raises
-        `TransportError`."""
+        `TransportError` if it is not well. SGLang's own health question computes a token, so it is asked this only."""
         info = await self._engine()
         if info.engine == "sglang":
             status, body = await self._get("/v1/loads?include=core")
@@ -194,7 +187,6 @@ class EngineServer:
         rank: int | None = None,
         salt: str = "",
         lora: str = "",
-        priority: int | None = None,
     ) -> AsyncIterator[ServerPiece]:
         """Stream the output for 1-D prompt token ids; `sampling.max_new_tokens` tokens at most, from here on.
 
@@ -207,7 +199,7 @@ class EngineServer:
         """
         info = await self._engine()
         sampling = sampling or SamplingParams()
-        path, headers, body = _request(info, token_ids, sampling, request_id, rank, salt, lora, priority)
+        path, headers, body = _request(info, token_ids, sampling, request_id, rank, salt, lora)
         stream = _SglangStream(info.cumulative) if info.engine == "sglang" else _VllmStream()
         client = _aiohttp()
         try:
@@ -317,7 +309,6 @@ def _request(
     rank: int | None,
     salt: str,
     lora: str,
-    priority: int | None,
 ) -> tuple[str, dict[str, str], dict[str, Any]]:
     """Path, headers and body of the request for output."""
     choose: dict[str, Any] = {
@@ -329,7 +320,7 @@ def _request(
     }
     prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
     seed = {} if sampling.temperature <= 0.0 else {_SEEDS[info.engine]: sampling.seed % 2**31}
-    extra: dict[str, Any] = {"cache_salt": salt or None, "lora_path": lora or None, "priority": priority}
+    extra: dict[str, Any] = {"cache_salt": salt or None, "lora_path": lora or None}
     headers: dict[str, str] = {}
     if info.engine == "sglang":
         path = "/generate"
@@ -373,9 +364,7 @@ class _SglangStream:
         self._hit_reported = False
 
     def take(self, line: bytes) -> ServerPiece | None:
-        answer = _object(line)
-        if "error" in answer:
-            raise _stream_error(answer["error"])
+        answer = _answer_of(line)
         meta = answer.get("meta_info")
         if not isinstance(meta, Mapping):
             raise ProtocolError("stream: meta_info must be an object")
@@ -401,9 +390,7 @@ class _VllmStream:
         self.last: ServerPiece | None = None  # what ends the stream if no usage comes
 
     def take(self, line: bytes) -> ServerPiece | None:
-        answer = _object(line)
-        if "error" in answer:
-            raise _stream_error(answer["error"])
+        answer = _answer_of(line)
         choices, usage = answer.get("choices"), answer.get("usage")
         if not isinstance(choices, list) or len(choices) > 1:
             raise ProtocolError("stream: choices must be a list of at most one")
@@ -465,10 +452,13 @@ def _json(body: bytes) -> Any:
         raise ProtocolError(f"an answer of {len(body)} bytes is no JSON") from None
 
 
-def _object(line: bytes) -> Mapping[str, Any]:
+def _answer_of(line: bytes) -> Mapping[str, Any]:
+    """What a line of a stream says. Raises the error that it reports."""
     answer = _json(line)
     if not isinstance(answer, Mapping):
         raise ProtocolError("stream: a line must be a JSON object")
+    if "error" in answer:
+        raise _stream_error(answer["error"])
     return answer
 
 

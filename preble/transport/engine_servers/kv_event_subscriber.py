@@ -23,22 +23,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from ...errors import InvalidConfig, ProtocolError, TransportError
+from ...errors import ProtocolError, TransportError
+from ...types import check_fields
 from ..event_stream import EventCursor
+from ..socket_reader import set_usual_options
+from ..tasks import running, within
 from .kv_event_codec import PAYLOAD_MAX_BYTES, LoadReport, decode_load, published, replay_request, replayed, time_of
 from .server_info import EventSource
 
 logger = logging.getLogger("preble.transport")
-
-T = TypeVar("T")
 
 _IN_VAIN_MAX = 4  # replays in a row that break off, or stay out, and bring nothing, before we give up
 _FRAMES_PER_TURN = 128  # frames taken before other tasks of the loop get a turn
@@ -60,9 +61,7 @@ class FeedConfig:
     max_replay_batches: int = 100_000
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"FeedConfig.{name} must be positive, got {getattr(self, name)!r}")
+        check_fields(self, "be positive", *self.__slots__)
 
 
 @dataclass(slots=True)
@@ -91,7 +90,8 @@ class FeedListener(Protocol):
         """Events are lost for good, or the engine was restarted: forget the estimate of its cache."""
 
     def on_load(self, report: LoadReport) -> None:
-        """SGLang's load, as often as it changes."""
+        """SGLang's load, as often as it changes; who asks for it elsewhere need not listen."""
+        return
 
 
 class EventFeed:
@@ -138,19 +138,12 @@ class EventFeed:
             self._caught_up.set()
         if self.source.load_endpoint:
             loops.append(self._load_loop())
-        tasks = [asyncio.ensure_future(loop) for loop in loops]
-        try:
+        async with running(*loops) as tasks:
             await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.tcp_keepalive = 1
-        socket.ipv6 = "[" in endpoint
+        set_usual_options(socket, endpoint)
         socket.rcvhwm = self._config.queue_batches
         socket.maxmsgsize = 2 * PAYLOAD_MAX_BYTES
         return socket
@@ -211,9 +204,8 @@ class EventFeed:
             self._close_gap()
 
     def _offer(self, seq: int, payload: bytes) -> None:
-        duplicates = self._cursor.counters.duplicates
+        self.counters.duplicates += self._cursor.has_had(seq)
         self._apply(self._cursor.offer(seq, payload))
-        self.counters.duplicates += self._cursor.counters.duplicates - duplicates
 
     def _apply(self, payloads: list[bytes]) -> None:
         for payload in payloads:
@@ -343,19 +335,6 @@ class EventFeed:
                 self._listener.on_load(report)
         finally:
             socket.close(linger=0)
-
-
-async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, or `asyncio.TimeoutError`. Before Python 3.12 `asyncio.wait_for` loses a cancellation
-    that comes together with the result, and a loop around it then never ends."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([task], timeout=seconds)
-        if task.done():
-            return task.result()
-    finally:
-        task.cancel()
-    raise asyncio.TimeoutError
 
 
 async def _frames(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:

@@ -39,14 +39,17 @@ from ...errors import (
 from .. import wire
 from ..client import LinkConfig, LinkCounters, LinkListener
 from ..namespaces import keys_of
+from ..tasks import first_of, within
 from .http_client import EngineServer, Unreachable
 from .kv_event_codec import LoadReport
-from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters, within
+from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters
 from .server_info import ServerInfo, ServerOptions
 
 logger = logging.getLogger("preble.transport")
 
 _RANK = "rank="
+_REFUSALS = {InvalidInput: "invalid", QueueFull: "queue_full", EngineError: "engine", HandshakeRefused: "engine"}
+_ELSEWHERE = "engine_failed"  # for no fault of the request: another worker may do better
 
 
 def is_server(address: str) -> bool:
@@ -166,14 +169,7 @@ class ServerLink:
         loops: list[Coroutine[Any, Any, str]] = [self._ask_loop(), self._judge_loop()]
         if self._feed is not None:
             loops.append(self._follow(self._feed))
-        tasks = [asyncio.ensure_future(loop) for loop in loops]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await first_of(*loops)
 
     @property
     def next_event_seq(self) -> int:
@@ -268,14 +264,8 @@ class ServerLink:
 
     def _refusal(self, request_id: str, error: PrebleError) -> wire.Rejected:
         self.counters.malformed_frames += isinstance(error, ProtocolError)
-        code = "engine_failed"  # for no fault of the request: another worker may do better
-        if isinstance(error, InvalidInput):
-            code = "invalid"
-        elif isinstance(error, QueueFull):
-            code = "queue_full"
-        elif isinstance(error, EngineError | HandshakeRefused):
-            code = "engine"
-        else:
+        code = next((code for kind, code in _REFUSALS.items() if isinstance(error, kind)), _ELSEWHERE)
+        if code == _ELSEWHERE:
             self._ask_now.set()  # if the server is gone, that should be known at once
         return wire.Rejected(request_id, code, str(error))
 
@@ -330,13 +320,10 @@ class ServerLink:
     def _report(self, load: LoadReport | None) -> None:
         self._nonce += 1
         self.counters.frames_received += 1
-        running, waiting, uncached, used = 0, 0, 0, 0
-        if load is not None:
-            running, waiting = load.running, load.waiting
-            uncached, used = load.waiting_uncached_tokens, load.used_tokens
-        self._listener.on_pong(
-            wire.Pong(self._nonce, self.next_event_seq, running, waiting, used, 0, waiting_uncached_tokens=uncached)
-        )
+        seen = load or LoadReport(0, 0, 0, 0, self.rank)
+        uncached = seen.waiting_uncached_tokens
+        pong = wire.Pong(self._nonce, self.next_event_seq, seen.running, seen.waiting, seen.used_tokens, 0, uncached)
+        self._listener.on_pong(pong)
 
     # --- events -------------------------------------------------------------------------------------------------------
 

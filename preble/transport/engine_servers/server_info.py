@@ -22,11 +22,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import HandshakeRefused, InvalidConfig, ProtocolError
-from ...types import check_int
+from ...types import check_fields, check_int
 
-ENGINES = ("sglang", "vllm")
 RANKS_MAX = 1024
 _INT31 = 2**31 - 1
+_REPLAY = '"replay_endpoint" in --kv-events-config lets lost events be asked for again'
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]", "")
 
 
@@ -58,8 +58,7 @@ class ServerOptions:
                 check_int(f"ServerOptions.{name}", getattr(self, name), 1, high)
         for name in ("max_body_bytes", "max_line_bytes", "max_requests"):
             check_int(f"ServerOptions.{name}", getattr(self, name), 1, _INT31)
-        if not self.answer_seconds > 0:
-            raise InvalidConfig(f"ServerOptions.answer_seconds must be positive, got {self.answer_seconds!r}")
+        check_fields(self, "be positive", "answer_seconds")
         for name in ("events_endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if value and not re.fullmatch(r"tcp://.+:\d+|ipc://.+|inproc://.+", value):
@@ -103,6 +102,12 @@ class ServerInfo:
 
 # --- SGLang -----------------------------------------------------------------------------------------------------------
 
+_SGLANG_EVENTS = (
+    """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}' """
+    "turns cache events on; without them what it caches is guessed"
+)
+_SGLANG_LOAD = "--load-publish-endpoint auto (0.5.23 on) reports the load at once"
+
 
 def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> ServerInfo:
     """What the body says, of /server_info. Raises `ProtocolError` naming a field that is not what it should be."""
@@ -112,9 +117,7 @@ def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> 
     max_length = _int(answer, "context_length", name, 1, _INT31, None)
     if max_length is None:
         max_length = _int(answer, "max_req_input_len", name, 1, _INT31, _INT31)
-    advice = _sglang_advice(events)
-    if options.require_events and not events:
-        raise HandshakeRefused(f"{url} publishes no cache events: {advice[0]}")
+    advice = _advice(url, options, events, _SGLANG_EVENTS, _SGLANG_LOAD)
     return ServerInfo(
         "sglang",
         str(answer.get("version") or ""),
@@ -158,20 +161,13 @@ def _port(host: str, base: int | None, rank: int) -> str:
     return f"tcp://{host}:{base + rank}" if base else ""
 
 
-def _sglang_advice(events: tuple[EventSource, ...]) -> tuple[str, ...]:
-    if not events:
-        flag = """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": """
-        return (f'{flag}"tcp://*:5657"}}\' turns cache events on; without them what it caches is guessed',)
-    missing = []
-    if not events[0].replay_endpoint:
-        missing.append('"replay_endpoint" in --kv-events-config lets lost events be asked for again')
-    if not events[0].load_endpoint:
-        missing.append("--load-publish-endpoint auto (0.5.23 on) reports the load at once")
-    return tuple(missing)
-
-
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
+_VLLM_EVENTS = (
+    """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", """
+    """"replay_endpoint": "tcp://*:5657"}' turns cache events on; """
+    "a server older than 0.32 may not report them, give ServerOptions.events_endpoint"
+)
 _METRIC = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _CREATED = re.compile(r"^(?:process_start_time_seconds|vllm:request_success_created\{[^}]*\}) (\S+)$", re.MULTILINE)
@@ -198,9 +194,7 @@ def vllm_info(
             raise HandshakeRefused(f"{url}/metrics does not say {name}: give ServerOptions.{name}")
     ranks = max(len(engines), 1)
     events = _given_sources(options, ranks) or _vllm_sources(url, sources, ranks)
-    advice = _vllm_advice(events)
-    if options.require_events and not events:
-        raise HandshakeRefused(f"{url} publishes no cache events: {advice[0]}")
+    advice = _advice(url, options, events, _VLLM_EVENTS)
     return ServerInfo(
         "vllm",
         version,
@@ -231,18 +225,19 @@ def _vllm_sources(url: str, sources: Mapping[str, Any], ranks: int) -> tuple[Eve
     return tuple(_configured(url, config, 0) for config in configs if config is not None)
 
 
-def _vllm_advice(events: tuple[EventSource, ...]) -> tuple[str, ...]:
-    if not events:
-        config = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
-        config += '"replay_endpoint": "tcp://*:5657"}'
-        hint = "a server older than 0.32 may not report them, give ServerOptions.events_endpoint"
-        return (f"--kv-events-config '{config}' turns cache events on; {hint}",)
-    if not events[0].replay_endpoint:
-        return ('"replay_endpoint" in --kv-events-config lets lost events be asked for again',)
-    return ()
-
-
 # --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _advice(
+    url: str, options: ServerOptions, events: tuple[EventSource, ...], turn_on: str, load: str = ""
+) -> tuple[str, ...]:
+    """What is missing, and the flag. Raises `HandshakeRefused` where that is cache events, which must not be."""
+    if not events and options.require_events:
+        raise HandshakeRefused(f"{url} publishes no cache events: {turn_on}")
+    if not events:
+        return (turn_on,)
+    replay = "" if events[0].replay_endpoint else _REPLAY
+    return tuple(text for text in (replay, "" if events[0].load_endpoint else load) if text)
 
 
 def _publishes(config: Any) -> bool:

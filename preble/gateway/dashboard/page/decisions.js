@@ -2,11 +2,10 @@
 // the words for reasons and terms.
 
 import { partsBar } from "./charts.js";
-import { ago, count, keepList, make, percent, plural, seconds, setText } from "./dom.js";
+import { $, ago, count, keepList, make, percent, plural, seconds, setText } from "./dom.js";
 import { showNone } from "./views.js";
 
 const WORKERS_EXPLAINED = 200;
-const $ = (id) => document.getElementById(id);
 
 const REASONS = {
   exploit: "Most of the prompt is cached on its candidates; the cheapest of them got it.",

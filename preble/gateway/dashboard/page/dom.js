@@ -3,16 +3,18 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
+export const $ = (id) => document.getElementById(id);
+
 // An element; `attributes` with `class`, `title` and so on, children are nodes or strings.
 export function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
+  return filled(document.createElement(tag), attributes, children);
 }
 
 export function makeSvg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS(SVG, tag);
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children);
   return node;

@@ -1,7 +1,7 @@
 // The live page: asks the gateway once a tick how everything stands and hands the answer to the parts. Owns the polling,
 // the key, the history, and what is shown while the gateway does not answer; what the parts look like is theirs.
 
-import { duration, make, setAttribute, setText } from "./dom.js";
+import { $, duration, make, setAttribute, setText } from "./dom.js";
 import { showDecisions } from "./decisions.js";
 import { showEvents, showFleet, showPrefixes, showWorkers } from "./views.js";
 
@@ -9,7 +9,6 @@ const SHOWN_MIN = 60; // ticks that a chart is wide, at the least
 const KEY = "preble-admin-key";
 const WAIT_MS = 10000;
 
-const $ = (id) => document.getElementById(id);
 const history = { tick: 0, fleet: {}, workers: new Map() };
 let lastAnswer = null; // when it came
 let timer = null;

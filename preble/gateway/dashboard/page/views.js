@@ -2,12 +2,11 @@
 // state of the gateway. Owns their markup and their words.
 
 import { lineChart, partsBar } from "./charts.js";
-import { ago, count, duration, keepList, make, percent, plural, rate, seconds, setAttribute, setText } from "./dom.js";
+import { $, ago, count, duration, keepList, make, percent, plural, rate, seconds, setAttribute, setText } from "./dom.js";
 
 const WORKERS_SHOWN = 24;
 const HOLDERS_SHOWN = 6;
 const TROUBLE = ["lost", "refused", "suspect", "connecting", "draining", "ready"]; // the order of workers
-const $ = (id) => document.getElementById(id);
 let showsAll = false;
 
 // --- fleet ---
