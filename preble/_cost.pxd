@@ -95,6 +95,7 @@ cdef struct WorkerLoad:
     int64_t waiting_requests     # of these, before their first token
     int64_t waiting_prefill_ns   # prefill work booked and not yet seen done
     int64_t live_output_tokens   # expected output of live requests
+    int64_t live_prompt_tokens
     Bucket ring[BUCKETS]
 
 cdef class LoadTracker:

@@ -550,6 +550,7 @@ cdef class LoadTracker:
         loads.waiting_requests += 1
         loads.waiting_prefill_ns += lease.prefill_ns
         loads.live_output_tokens += lease.expected_output
+        loads.live_prompt_tokens += lease.prompt_tokens
         self.enter(&lease, &change, 1)
         return self.serials * LEASES_MAX + index
 
@@ -583,6 +584,7 @@ cdef class LoadTracker:
     cdef void live_change(self, Lease* lease, int64_t requests) noexcept nogil:
         self.workers[lease.worker].live_requests += requests
         self.workers[lease.worker].live_output_tokens += requests * lease.expected_output
+        self.workers[lease.worker].live_prompt_tokens += requests * lease.prompt_tokens
         self.publish(lease.worker)
 
     cdef void end_lease(self, Lease* lease, int64_t output_tokens) noexcept nogil:
@@ -630,6 +632,7 @@ cdef class LoadTracker:
             "waiting_requests": loads.waiting_requests,
             "waiting_prefill_seconds": loads.waiting_prefill_ns * 1e-9,
             "live_output_tokens": loads.live_output_tokens,
+            "live_prompt_tokens": loads.live_prompt_tokens,
             "window_requests": loads.window.requests,
             "window_prefill_seconds": loads.window.prefill_ns * 1e-9,
             "window_output_tokens": loads.window.output_tokens,
@@ -646,7 +649,7 @@ cdef class LoadTracker:
         """Assert that sums equal their parts. O(workers x slices + leases)."""
         cdef uint32_t i, index
         cdef Lease* lease
-        live, waiting, waiting_ns, output = {}, {}, {}, {}
+        live, waiting, waiting_ns, output, prompts = {}, {}, {}, {}, {}
         found = 0
         for index in range(self.leases.chunk_count << CHUNK_BITS):
             lease = self.lease_at(index)
@@ -655,6 +658,7 @@ cdef class LoadTracker:
                 i = lease.worker
                 live[i] = live.get(i, 0) + 1
                 output[i] = output.get(i, 0) + lease.expected_output
+                prompts[i] = prompts.get(i, 0) + lease.prompt_tokens
                 if not lease.prefilled:
                     waiting[i] = waiting.get(i, 0) + 1
                     waiting_ns[i] = waiting_ns.get(i, 0) + lease.prefill_ns
@@ -665,6 +669,7 @@ cdef class LoadTracker:
             assert self.workers[i].waiting_requests == waiting.get(i, 0), f"waiting requests of worker {i}"
             assert self.workers[i].waiting_prefill_ns == waiting_ns.get(i, 0), f"waiting prefill of worker {i}"
             assert self.workers[i].live_output_tokens == output.get(i, 0), f"expected output of worker {i}"
+            assert self.workers[i].live_prompt_tokens == prompts.get(i, 0), f"prompts of worker {i}"
             sums = self.ring_sums(i)
             assert sums == bucket_tuple(&self.workers[i].window), f"window sums of worker {i}"
             assert min(sums) >= 0, f"negative window sum of worker {i}: {sums}"

@@ -213,8 +213,14 @@ cdef class DecisionCore(E2):
             waiting_requests=[self.loads.workers[i].waiting_requests for i in indices],
             waiting_prefill_seconds=[self.loads.workers[i].waiting_prefill_ns * 1e-9 for i in indices],
             live_output_tokens=[self.loads.workers[i].live_output_tokens for i in indices],
+            live_prompt_tokens=[self.loads.workers[i].live_prompt_tokens for i in indices],
+            mean_output_tokens=[self.loads.expected_output(i, 0) for i in indices],
+            context_token_seconds=[self.loads.rows[i].cost.context_slope for i in indices],
             cached_tokens=[self.tree.t.workers[i].tokens for i in indices],
             kv_capacity_tokens=[self.tree.t.workers[i].capacity for i in indices],
+            hit_share=self.loads.reuse / (1.0 + self.loads.reuse),
+            pressure=self.loads.pressure(self.loads.longest_observed(self.loads.now_bucket
+                                                                     * self.loads.bucket_seconds)),
         )
 
     # --- whole decisions ---

@@ -256,6 +256,7 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
         account = &loads.workers[lease.worker]
         account.live_requests += 1
         account.live_output_tokens += lease.expected_output
+        account.live_prompt_tokens += lease.prompt_tokens
         if not lease.prefilled:
             account.waiting_requests += 1
             account.waiting_prefill_ns += lease.prefill_ns

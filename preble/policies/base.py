@@ -42,7 +42,10 @@ class WorkersView:
     """The eligible workers, one entry a worker in every column, in a fixed order.
 
     `load_seconds`, `eviction_seconds`, `prefill_seconds` are the L, M and P of the paper for this request; `waiting_*`
-    is work that was booked and has not produced a first token yet.
+    is work that was booked and has not produced a first token yet. `mean_output_tokens` is what to expect of a request
+    without a limit, `context_token_seconds` how much longer an iteration takes for each token of its contexts.
+    Of the fleet: `hit_share` is the part of the window's prompt tokens that was cached where they went, `pressure` the
+    seconds that others wait for each second of work, at most 4.
     """
 
     ids: Sequence[str]
@@ -54,8 +57,13 @@ class WorkersView:
     waiting_requests: Sequence[int]
     waiting_prefill_seconds: Sequence[float]
     live_output_tokens: Sequence[int]
+    live_prompt_tokens: Sequence[int]
+    mean_output_tokens: Sequence[int]
+    context_token_seconds: Sequence[float]
     cached_tokens: Sequence[int]
     kv_capacity_tokens: Sequence[int]
+    hit_share: float
+    pressure: float
 
     def __len__(self) -> int:
         return len(self.ids)

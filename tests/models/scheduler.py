@@ -436,6 +436,7 @@ class NaiveScheduler:
             "waiting_requests": len(waiting),
             "waiting_prefill_seconds": sum(b.prefill_ns for b in waiting) * 1e-9,
             "live_output_tokens": sum(b.expected_output for b in account.live),
+            "live_prompt_tokens": sum(b.prompt_tokens for b in account.live),
             "window_requests": sum(b.counts for b in seen),
             "window_prefill_seconds": prefill_ns * 1e-9,
             "window_output_tokens": output,

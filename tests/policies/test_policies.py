@@ -58,8 +58,13 @@ def fleet(
         waiting_requests=zeros,
         waiting_prefill_seconds=[0.0] * len(live),
         live_output_tokens=zeros,
+        live_prompt_tokens=zeros,
+        mean_output_tokens=zeros,
+        context_token_seconds=[0.0] * len(live),
         cached_tokens=cached or zeros,
         kv_capacity_tokens=[1000] * len(live),
+        hit_share=0.0,
+        pressure=0.0,
     )
 
 

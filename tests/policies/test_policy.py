@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preble import GlobalScheduler, ManualClock, Policy, WorkerSpec
+from preble import CostModel, GlobalScheduler, ManualClock, Policy, WorkerSpec
 from preble.errors import InvalidConfig, InvalidInput
 from preble.policies.base import POLICIES, RequestView, WorkersView
 
@@ -172,9 +172,13 @@ def test_a_policy_sees_the_request_and_true_columns_of_the_eligible_workers() ->
             seen.append((request, workers))
             return super().score(request, workers)
 
-    sched = GlobalScheduler(
-        [WorkerSpec("a", kv_capacity_tokens=500), WorkerSpec("b", kv_capacity_tokens=900), "c"], policy=Spy
-    )
+    model = CostModel.preset("mistral-7b/a6000")
+    given: list[WorkerSpec | str] = [
+        WorkerSpec("a", kv_capacity_tokens=500),
+        WorkerSpec("b", kv_capacity_tokens=900),
+        "c",
+    ]
+    sched = GlobalScheduler(given, policy=Spy, cost_model=model)
     sched.schedule(PROMPT, exclude=["c"], max_new_tokens=7)
     sched.schedule(PROMPT, exclude=["c"], max_new_tokens=7, namespace="tenant")
     request, workers = seen[-1]
@@ -182,6 +186,8 @@ def test_a_policy_sees_the_request_and_true_columns_of_the_eligible_workers() ->
     assert 0.0 <= request.draw < 1.0 and request.draw != seen[0][0].draw
     assert (workers.ids, workers.matched_tokens) == (["a", "b"], [0, 0])
     assert (workers.live_requests, workers.waiting_requests, workers.live_output_tokens) == ([0, 1], [0, 1], [0, 7])
+    assert (workers.live_prompt_tokens, workers.mean_output_tokens) == ([0, len(PROMPT)], [128, 128])
+    assert workers.context_token_seconds == [model.coefficients()["context"][3]] * 2
     assert (workers.cached_tokens, workers.kv_capacity_tokens) == ([0, 100], [500, 900])
     assert workers.waiting_prefill_seconds[1] == workers.prefill_seconds[1] > 0.0
     assert workers.load_seconds[1] > 0.0 and workers.eviction_seconds == [0.0, 0.0]
