@@ -1,4 +1,4 @@
-"""Preble schedules LLM requests over inference engines: prompts reuse cached prefixes, no worker is overloaded.
+"""Preble schedules LLM requests over inference engines: prompts reuse cached prefixes, load is shared.
 
 Owns the public names and nothing else. Each is imported when first asked for, so `import preble` costs next to
 nothing and loads no third-party package. Errors are in `preble.errors`, all derived from `preble.errors.PrebleError`.

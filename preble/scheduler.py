@@ -60,7 +60,7 @@ class _Worker:
 
 
 class GlobalScheduler(RequestApi):
-    """Chooses a worker for each request so that cached prefixes are reused and no worker is overloaded. Thread-safe.
+    """Chooses a worker for each request so that cached prefixes are reused and load is shared. Thread-safe.
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
     or preset name, "neutral", or a file (*.json), for workers that bring none. `clock`: any callable returning

@@ -74,7 +74,7 @@ def _endpoint(fields: Mapping[str, Any], name: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Siblings:
+class CallSet:
     """Calls made within one outer request share its id, so the end of one may be taken for another's. Once it is known
     of all of them where they went, and as many have ended at each replica as went there, all are over."""
 
@@ -131,7 +131,7 @@ class ReplicaScheduler:
         self.counters: Counter[str] = Counter()
         self._specs: dict[str, WorkerSpec] = {}
         self._tickets: OrderedDict[int, tuple[Ticket, float]] = OrderedDict()  # by booking, oldest first
-        self._by_call: dict[str, Siblings] = {}  # while one of them has a booking
+        self._by_call: dict[str, CallSet] = {}  # while one of them has a booking
         self._numbers = itertools.count(1)
         self._next_tick = clock() + TICK_SECONDS
         self._ticking = False
@@ -194,7 +194,7 @@ class ReplicaScheduler:
     def routed(self, ticket: Ticket, replica: str) -> None:
         """The call was taken by this replica. If it was booked on another one, the booking follows it."""
         with self._lock:
-            mine = self._by_call.get(ticket.call_id, Siblings())
+            mine = self._by_call.get(ticket.call_id, CallSet())
             ended_first = mine.running[replica] < 0
             if ticket in mine.on_their_way:
                 mine.on_their_way.remove(ticket)
@@ -214,7 +214,7 @@ class ReplicaScheduler:
         Among calls of one id on one replica the oldest ends.
         """
         with self._lock:
-            mine = self._by_call.get(call_id, Siblings())
+            mine = self._by_call.get(call_id, CallSet())
             here = sorted((one for one in mine.open if one.replica == replica), key=lambda one: not one.routed)
             # Else it was sent, without a word, to a replica that it was not booked on.
             elsewhere = (one for one in mine.open if not one.routed and replica not in one.left)
@@ -242,7 +242,7 @@ class ReplicaScheduler:
         call_id = f"{router}:{note.booking}"
         with self._lock:
             if note.tokens is None:
-                for ticket in list(self._by_call.get(call_id, Siblings()).open):
+                for ticket in list(self._by_call.get(call_id, CallSet()).open):
                     self._give_back(ticket) if note.given_back else self._finish(ticket)
             elif note.replica in self._specs and call_id not in self._by_call:
                 ticket = Ticket(call_id, note.tokens, silent_seconds=PEER_SECONDS, peer=router)
@@ -263,7 +263,7 @@ class ReplicaScheduler:
         )
         ticket.booking, ticket.replica, ticket.routed = number, decision.worker, False
         self._tickets[number] = (ticket, self._clock())
-        mine = self._by_call.setdefault(ticket.call_id, Siblings())
+        mine = self._by_call.setdefault(ticket.call_id, CallSet())
         mine.open.append(ticket)
         mine.on_their_way.add(ticket)
         if self._publish is not None and not ticket.peer:
