@@ -20,7 +20,7 @@ cdef enum Kind:
     EXTENSION_ITEM = 8
 
 cdef enum Trouble:               # why a payload is refused; `_kv_index/event_batch.pyx` has the words
-    FINE = 0                     # so that `or` goes on to the next step
+    FINE = 0
     CUT_SHORT = 1                # the payload ends inside a value
     TOO_LONG = 2                 # a length is claimed that is more than what is left
     RESERVED_BYTE = 3            # 0xc1, which MessagePack never uses
@@ -74,21 +74,26 @@ cdef inline Trouble take_number(Reader* r, Item* item, Kind kind, uint32_t width
     r.at += 1 + width
     return FINE
 
+cdef inline Trouble take_bytes(Reader* r, Item* item, Kind kind, uint32_t head, uint64_t length) noexcept nogil:
+    if <uint64_t> (r.end - r.at) < head:
+        return CUT_SHORT
+    if <uint64_t> (r.end - r.at) - head < length:
+        return TOO_LONG
+    item.kind = kind
+    item.data = r.at + head
+    item.length = <uint32_t> length
+    r.at += head + length
+    return FINE
+
 cdef inline Trouble take_head(Reader* r, Item* item, Kind kind, uint32_t head, uint64_t length) noexcept nogil:
     if <uint64_t> (r.end - r.at) < head:
         return CUT_SHORT
     if <uint64_t> (r.end - r.at) - head < (length * 2 if kind == MAP_ITEM else length):
         return TOO_LONG
     item.kind = kind
-    item.data = r.at + head
     item.length = <uint32_t> length
     r.at += head
     return FINE
-
-cdef inline Trouble take_bytes(Reader* r, Item* item, Kind kind, uint32_t head, uint64_t length) noexcept nogil:
-    cdef Trouble trouble = take_head(r, item, kind, head, length)
-    r.at += length if trouble == FINE else 0
-    return trouble
 
 cdef inline uint64_t claimed(Reader* r, uint32_t width) noexcept nogil:
     # The length after a tag byte, 0 where the payload ends before it; the taker says so.

@@ -99,8 +99,6 @@ cdef struct Batch:
     uint32_t unknown             # of these, with a tag that means nothing here
     Fault fault
 
-cdef Slice* FIELD_NAMES         # by Field
-
 cdef Trouble decode(Batch* b) noexcept nogil
 cdef Trouble keep_event(Batch* b, Event* event) noexcept nogil
 cdef Trouble need_keys(Batch* b, uint64_t count) noexcept nogil

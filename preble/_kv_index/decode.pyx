@@ -10,28 +10,13 @@ Sections: digests, room, decoding.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memset, strlen
+from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.memory cimport budget_alloc, budget_free
 from preble._core.msgpack_reader cimport (ARRAY_ITEM, BYTES_ITEM, FINE, FLOAT_ITEM, INT_ITEM, MAP_ITEM, NIL_ITEM,
                                           TEXT_ITEM, Item, Reader, Trouble, is_text, read_item, read_tokens, skip_items)
 
 cdef const char* DEFAULT_MEDIUM = b"GPU"      # what an event that names no medium speaks of
-
-
-cdef Slice named(const char* name) noexcept:
-    cdef Slice whole
-    whole.data = <const uint8_t*> name
-    whole.length = <uint32_t> strlen(name)
-    return whole
-
-
-# By Field; from HASHES to METADATA as maps call them.
-cdef Slice* FIELD_NAMES = [
-    named(b""), named(b"block_hashes"), named(b"parent_block_hash"), named(b"token_ids"), named(b"block_size"),
-    named(b"lora_id"), named(b"medium"), named(b"lora_name"), named(b"extra_keys"), named(b"group_idx"),
-    named(b"cache_salt"), named(b"metadata"), named(b"time"), named(b"events"), named(b"event tag"), named(b"batch"),
-]
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
@@ -51,12 +36,6 @@ cdef uint64_t digest(const uint8_t* data, uint32_t length, uint32_t* more) noexc
     return stirred(a) | 1
 
 
-cdef uint64_t digest_of(const Slice* slice_) noexcept nogil:
-    """One digest of a value, 0 where there is none."""
-    cdef uint32_t _more
-    return digest(slice_.data, slice_.length, &_more) if slice_.data != NULL else 0
-
-
 cdef inline uint32_t print_of(const int32_t* tokens, uint32_t count) noexcept nogil:
     """A fingerprint of some tokens: a polynomial over them, four a step so that the multiplications overlap."""
     cdef uint64_t h = 0, base = print_base(), two = base * base
@@ -73,30 +52,35 @@ cdef inline uint32_t print_of(const int32_t* tokens, uint32_t count) noexcept no
 
 # --- room -------------------------------------------------------------------------------------------------------------
 
-cdef Trouble more_room(Batch* b, void** memory, uint32_t* room, uint64_t need, uint32_t item_bytes) noexcept nogil:
-    """Let an array hold `need` items; its content stays. OUT_OF_MEMORY has changed nothing."""
+cdef int more_room(Batch* b, void** memory, uint32_t* room, uint64_t need, uint32_t item_bytes) noexcept nogil:
+    """Let an array hold `need` items; its content stays. -1 when memory is out, nothing has changed then."""
     cdef uint64_t wider = max(need, <uint64_t> room[0] * 2, <uint64_t> 16)
     cdef void* grown
     if need <= room[0]:
-        return FINE
+        return 0
     grown = budget_alloc(&b.budget, <int64_t> (wider * item_bytes))
     if grown == NULL:
-        return <Trouble> OUT_OF_MEMORY
+        return -1
     if memory[0] != NULL:
         memcpy(grown, memory[0], <uint64_t> room[0] * item_bytes)
     budget_free(&b.budget, memory[0], <int64_t> room[0] * item_bytes)
     memory[0] = grown
     room[0] = <uint32_t> wider
-    return FINE
+    return 0
 
 
 cdef Trouble need_keys(Batch* b, uint64_t count) noexcept nogil:
-    return (more_room(b, <void**> &b.found, &b.found_room, b.key_count + count, sizeof(uint32_t))
-            or more_room(b, <void**> &b.keys, &b.key_room, b.key_count + count, sizeof(Key)))
+    if more_room(b, <void**> &b.found, &b.found_room, b.key_count + count, sizeof(uint32_t)):
+        return <Trouble> OUT_OF_MEMORY
+    if more_room(b, <void**> &b.keys, &b.key_room, b.key_count + count, sizeof(Key)):
+        return <Trouble> OUT_OF_MEMORY
+    return FINE
 
 
 cdef Trouble need_tokens(Batch* b, uint64_t count) noexcept nogil:
-    return more_room(b, <void**> &b.tokens, &b.token_room, b.token_count + count, sizeof(int32_t))
+    if more_room(b, <void**> &b.tokens, &b.token_room, b.token_count + count, sizeof(int32_t)):
+        return <Trouble> OUT_OF_MEMORY
+    return FINE
 
 
 cdef Trouble keep_event(Batch* b, Event* event) noexcept nogil:
@@ -171,8 +155,9 @@ cdef Trouble read_keys(Batch* b, Event* event) noexcept nogil:
     event.key_count = count
     for _i in range(count):
         at = b.reader.at
-        trouble = (typed_item(b, &item, HASHES, 1 << INT_ITEM | 1 << BYTES_ITEM)
-                   or key_item(b, &b.keys[b.key_count], &item, at))
+        trouble = typed_item(b, &item, HASHES, 1 << INT_ITEM | 1 << BYTES_ITEM)
+        if trouble == FINE:
+            trouble = key_item(b, &b.keys[b.key_count], &item, at)
         if trouble != FINE:
             return trouble
         b.key_count += 1
@@ -252,10 +237,11 @@ cdef Trouble read_metadata(Batch* b, Event* event) noexcept nogil:
     pairs = item.length
     for _i in range(pairs):
         trouble = typed_item(b, &item, METADATA, 1 << TEXT_ITEM)
-        if trouble == FINE and is_field(&item, SALT):
-            trouble = read_slice(b, SALT, &event.salt, 1 << TEXT_ITEM)
-        elif trouble == FINE:
-            trouble = skip(b, 1, METADATA)
+        if trouble == FINE:
+            if is_text(&item, b"cache_salt", 10):
+                trouble = read_slice(b, SALT, &event.salt, 1 << TEXT_ITEM)
+            else:
+                trouble = skip(b, 1, METADATA)
         if trouble != FINE:
             return trouble
     return FINE
@@ -287,19 +273,30 @@ cdef Trouble read_field(Batch* b, Event* event, uint32_t field) noexcept nogil:
     return skip(b, 1, OTHER)
 
 
-cdef bint is_field(Item* name, uint32_t field) noexcept nogil:
-    return is_text(name, <const char*> FIELD_NAMES[field].data, FIELD_NAMES[field].length)
-
-
 cdef uint32_t field_named(Item* name, EventKind kind) noexcept nogil:
-    """The field of a map event; one of a removal has no more than three, and a clearing none."""
-    cdef uint32_t field
-    for field in range(HASHES, METADATA + 1):
-        if is_field(name, field):
-            if kind == STORED or kind == REMOVED and (field == HASHES or field == MEDIUM or field == GROUP):
-                return field
-            break
-    return OTHER
+    if is_text(name, b"block_hashes", 12):
+        return HASHES
+    if is_text(name, b"medium", 6):
+        return MEDIUM
+    if is_text(name, b"group_idx", 9):
+        return GROUP
+    if kind != STORED:
+        return OTHER
+    if is_text(name, b"token_ids", 9):
+        return TOKENS
+    if is_text(name, b"parent_block_hash", 17):
+        return PARENT
+    if is_text(name, b"block_size", 10):
+        return SIZE
+    if is_text(name, b"lora_id", 7):
+        return LORA_ID
+    if is_text(name, b"lora_name", 9):
+        return LORA_NAME
+    if is_text(name, b"extra_keys", 10):
+        return EXTRA
+    if is_text(name, b"cache_salt", 10):
+        return SALT
+    return METADATA if is_text(name, b"metadata", 8) else OTHER
 
 
 cdef uint32_t field_at(Batch* b, uint32_t position, EventKind kind) noexcept nogil:
@@ -324,23 +321,12 @@ cdef EventKind kind_named(Item* tag) noexcept nogil:
     return CLEARED if is_text(tag, b"AllBlocksCleared", 16) else UNKNOWN_EVENT
 
 
-cdef Trouble read_event(Batch* b) noexcept nogil:
+cdef Trouble read_array_event(Batch* b, uint32_t length, const uint8_t* at) noexcept nogil:
     cdef Event event
-    cdef Item item
-    cdef const uint8_t* at = b.reader.at
-    cdef Trouble trouble = typed_item(b, &item, EVENTS, 1 << ARRAY_ITEM | 1 << MAP_ITEM)
-    memset(&event, 0, sizeof(Event))
-    if trouble == FINE and item.kind == ARRAY_ITEM:
-        trouble = read_array_event(b, &event, item.length, at)
-    elif trouble == FINE:
-        trouble = read_map_event(b, &event, item.length, at)
-    return trouble or end_event(b, &event, at)
-
-
-cdef Trouble read_array_event(Batch* b, Event* event, uint32_t length, const uint8_t* at) noexcept nogil:
     cdef Item tag
     cdef uint32_t i
     cdef Trouble trouble
+    memset(&event, 0, sizeof(Event))
     if length == 0:
         return fail(b, MISSING, TAG, at)
     trouble = typed_item(b, &tag, TAG, 1 << TEXT_ITEM)
@@ -348,14 +334,15 @@ cdef Trouble read_array_event(Batch* b, Event* event, uint32_t length, const uin
         return trouble
     event.kind = kind_named(&tag)
     if event.kind == UNKNOWN_EVENT:
-        return skip(b, length - 1, OTHER)
-    if event.kind == STORED and length < 5 or event.kind == REMOVED and length < 2:
+        trouble = skip(b, length - 1, OTHER)
+    elif event.kind == STORED and length < 5 or event.kind == REMOVED and length < 2:
         return fail(b, MISSING, HASHES + length - 1, at)
-    for i in range(length - 1):
-        trouble = read_field(b, event, field_at(b, i, event.kind))
-        if trouble != FINE:
-            return trouble
-    return FINE
+    else:
+        for i in range(length - 1):
+            trouble = read_field(b, &event, field_at(b, i, event.kind))
+            if trouble != FINE:
+                return trouble
+    return end_event(b, &event, at) if trouble == FINE else trouble
 
 
 cdef Trouble find_tag(Batch* b, uint32_t pairs, EventKind* kind, const uint8_t* at) noexcept nogil:
@@ -366,53 +353,64 @@ cdef Trouble find_tag(Batch* b, uint32_t pairs, EventKind* kind, const uint8_t* 
     cdef Trouble trouble
     for _i in range(pairs):
         trouble = typed_item(b, &item, TAG, 1 << TEXT_ITEM)
-        if trouble == FINE and is_text(&item, b"type", 4):
+        if trouble != FINE:
+            return trouble
+        if is_text(&item, b"type", 4):
             trouble = typed_item(b, &item, TAG, 1 << TEXT_ITEM)
             kind[0] = kind_named(&item)
             b.reader.at = first
             return trouble
-        trouble = trouble or skip(b, 1, OTHER)
+        trouble = skip(b, 1, OTHER)
         if trouble != FINE:
             return trouble
     return fail(b, MISSING, TAG, at)
 
 
-cdef Trouble read_map_event(Batch* b, Event* event, uint32_t pairs, const uint8_t* at) noexcept nogil:
+cdef Trouble read_map_event(Batch* b, uint32_t pairs, const uint8_t* at) noexcept nogil:
+    cdef Event event
     cdef Item name
-    cdef uint32_t _i, field, seen = 0
-    cdef Trouble trouble = find_tag(b, pairs, &event.kind, at)
+    cdef uint32_t _i, field, named = 0
+    cdef Trouble trouble
+    memset(&event, 0, sizeof(Event))
+    trouble = find_tag(b, pairs, &event.kind, at)
     if trouble == FINE and event.kind == UNKNOWN_EVENT:
-        return skip(b, 2 * <uint64_t> pairs, OTHER)
+        trouble = skip(b, 2 * <uint64_t> pairs, OTHER)
+        pairs = 0
     if trouble != FINE:
         return trouble
     for _i in range(pairs):
         trouble = typed_item(b, &name, TAG, 1 << TEXT_ITEM)
         if trouble != FINE:
             return trouble
-        field = field_named(&name, event.kind)
-        if field != OTHER and seen >> field & 1:
+        field = field_named(&name, event.kind) if event.kind != CLEARED else <uint32_t> OTHER
+        if field != OTHER and named >> field & 1:
             return fail(b, NAMED_TWICE, field, name.data)
-        seen |= <uint32_t> 1 << field
-        trouble = read_field(b, event, field)
+        named |= <uint32_t> 1 << field
+        trouble = read_field(b, &event, field)
         if trouble != FINE:
             return trouble
     if event.kind == STORED or event.kind == REMOVED:
         for field in range(HASHES, SIZE + 1 if event.kind == STORED else HASHES + 1):
-            if not seen >> field & 1:
+            if not named >> field & 1:
                 return fail(b, MISSING, field, at)
-    return FINE
+    return end_event(b, &event, at)
 
 
 cdef Trouble end_event(Batch* b, Event* event, const uint8_t* at) noexcept nogil:
     """Check what must fit together, take the fingerprints, keep the event."""
     cdef Trouble trouble = FINE
+    cdef uint32_t i
     event.namespace = -1
     if event.kind == STORED:
         if <uint64_t> event.key_count * event.block_size != event.token_count:
             return fail(b, NO_FIT, TOKENS, at)
         take_prints(b, event)
-        event.lora = digest_of(&event.lora_name) or digest_of(&event.lora_id)
-        event.salted = digest_of(&event.salt)
+        if event.lora_name.data != NULL:
+            event.lora = digest(event.lora_name.data, event.lora_name.length, &i)
+        elif event.lora_id.data != NULL:
+            event.lora = digest(event.lora_id.data, event.lora_id.length, &i)
+        if event.salt.data != NULL:
+            event.salted = digest(event.salt.data, event.salt.length, &i)
         event.extra_at = event.extra_cut = event.key_count
         if event.extra.data != NULL:
             trouble = read_extra(b, event)
@@ -480,18 +478,25 @@ cdef Trouble own_keys(Batch* b, Event* event, uint64_t* own) noexcept nogil:
 cdef Trouble decode(Batch* b) noexcept nogil:
     """Decode the whole payload, or say in `fault` why not."""
     cdef Item item
-    cdef uint32_t _i, parts
+    cdef uint32_t _i, parts, events
     cdef const uint8_t* at = b.reader.at
     cdef Trouble trouble = typed_item(b, &item, BATCH, 1 << ARRAY_ITEM)
     parts = item.length
     if trouble == FINE and parts < 2:
         return fail(b, WRONG_TYPE, BATCH, at)
-    trouble = (trouble or typed_item(b, &item, TIME, 1 << INT_ITEM | 1 << FLOAT_ITEM)
-               or typed_item(b, &item, EVENTS, 1 << ARRAY_ITEM))
+    if trouble == FINE:
+        trouble = typed_item(b, &item, TIME, 1 << INT_ITEM | 1 << FLOAT_ITEM)
+    if trouble == FINE:
+        trouble = typed_item(b, &item, EVENTS, 1 << ARRAY_ITEM)
     if trouble != FINE:
         return trouble
-    for _i in range(item.length):
-        trouble = read_event(b)
+    events = item.length
+    for _i in range(events):
+        at = b.reader.at
+        trouble = typed_item(b, &item, EVENTS, 1 << ARRAY_ITEM | 1 << MAP_ITEM)
+        if trouble == FINE:
+            trouble = (read_array_event(b, item.length, at) if item.kind == ARRAY_ITEM
+                       else read_map_event(b, item.length, at))
         if trouble != FINE:
             return trouble
     trouble = skip(b, parts - 2, OTHER)

@@ -12,10 +12,10 @@ from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._kv_index.decode cimport (BATCH, CLEARED, FIELD_NAMES, HASH_BYTES_MAX, HASH_TOO_LONG, LEFT_OVER, MISSING,
-                                      NAMED_TWICE, NO_FIT, OUT_OF_MEMORY, REMOVED, STORED, TIME, WRONG_TYPE, Batch,
-                                      Event, Fault, Key, Slice, close_batch, decode, empty_batch, keep_event, key_item,
-                                      need_keys, need_tokens, take_prints)
+from preble._kv_index.decode cimport (BATCH, CLEARED, HASH_BYTES_MAX, HASH_TOO_LONG, LEFT_OVER, MISSING, NAMED_TWICE,
+                                      NO_FIT, OUT_OF_MEMORY, REMOVED, STORED, TIME, WRONG_TYPE, Batch, Event, Fault,
+                                      Key, Slice, close_batch, decode, empty_batch, keep_event, key_item, need_keys,
+                                      need_tokens, take_prints)
 from preble._core.msgpack_reader cimport (BAD_TOKEN, BYTES_ITEM, CUT_SHORT, FINE, INT_ITEM, RESERVED_BYTE, TOO_LONG,
                                           Item, Reader, read_item)
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
@@ -32,6 +32,8 @@ cdef enum:
 cdef Batch _spare                # the arrays of a batch that is gone, for the next one; the GIL protects them
 memset(&_spare, 0, sizeof(Batch))
 
+_FIELD_NAMES = ("", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+                "extra_keys", "group_idx", "cache_salt", "metadata", "time", "events", "event tag", "batch")
 _EXPECTED = ("", "a list of ints or bytes", "an int, bytes or nil", "a list of ints in [0, 2147483647]",
              "an int in [1, 2147483647]", "an int, a string or nil", "a string or nil", "a string or nil",
              "a list with an element per block, or nil", "an int in [0, 4294967295] or nil", "a string or nil",
@@ -112,7 +114,7 @@ cdef class EventBatch:
         if trouble == OUT_OF_MEMORY:
             raise MemoryError("cache events")
         what = f"must be {_EXPECTED[fault.field]}" if trouble == WRONG_TYPE else _TROUBLES[trouble]
-        name = (<const char*> FIELD_NAMES[fault.field].data).decode()
+        name = _FIELD_NAMES[fault.field]
         where = f"payload byte {fault.at - self.batch.reader.begin}"
         if fault.field not in (TIME, BATCH):
             where += f", event {self.batch.seen}"
