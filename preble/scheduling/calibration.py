@@ -353,8 +353,8 @@ class CostTerms:
         tokens, context, chunk = np.asarray(tokens), np.asarray(context), np.asarray(chunk)
         floor = self.linear(np.minimum(tokens, DECODE_TOKENS))
         last = np.maximum(chunk, context if chunk_context is None else chunk_context)
-        pair = np.where(chunk > 0.0, self.pair_seconds(chunk, last), 0.0)
-        return np.stack([floor, self.linear(tokens) - floor, self.context_seconds(context), pair], axis=1)
+        terms = [floor, self.linear(tokens) - floor, self.context_seconds(context), self.pair_seconds(chunk, last)]
+        return np.stack(terms, axis=1)
 
     def context_seconds(self, context: Floats) -> Floats:
         """Seconds of attention over contexts that sum up to so many tokens."""
@@ -362,9 +362,9 @@ class CostTerms:
         return np.where(context <= start, flat, base + slope * context)
 
     def pair_seconds(self, chunk: float | Floats, last: Floats) -> Floats:
-        """Seconds of attention of chunks that are not empty and end at so many tokens."""
+        """Seconds of attention of chunks that end at so many tokens; of an empty one none."""
         start, base, q, s, qs = self.pair
-        return np.where(chunk * last > start, base + q * chunk + s * last + qs * chunk * last, 0.0)
+        return np.where(chunk * last > max(start, 0.0), base + q * chunk + s * last + qs * chunk * last, 0.0)
 
 
 def scaled(prior: CostModel, logs: Logs) -> CostModel:
