@@ -211,7 +211,7 @@ class ReplicaScheduler:
         """A call is over, whether it went well or not; True if that ended a booking.
 
         A replica that refuses a call completes it too, perhaps after the call was booked elsewhere: that ends nothing.
-        Among calls of one id on one replica the oldest ends.
+        Among calls of one id on one replica one that is known to have gone there ends, the oldest first.
         """
         with self._lock:
             mine = self._by_call.get(call_id, CallSet())
@@ -236,6 +236,8 @@ class ReplicaScheduler:
         with self._lock:
             if ticket.booking is not None:
                 self._give_back(ticket)
+            self._by_call.get(ticket.call_id, CallSet()).on_their_way.discard(ticket)
+            self._end_if_over(ticket.call_id)
 
     def peer(self, router: str, note: Note) -> None:
         """Book what another router has booked, or end it, where its replica is known here."""

@@ -156,6 +156,19 @@ def test_an_end_that_comes_before_the_place_leaves_no_booking_behind(books: Repl
     books.check()
 
 
+def test_a_call_that_is_given_up_after_its_end_was_reported_keeps_no_sibling_open(books: ReplicaScheduler) -> None:
+    """The end of one on the way was taken for that of the other, which went there; then the first is given up."""
+    one, two = ticket("shared"), ticket("shared", start=300)
+    books.place(one, ["a"])
+    books.place(two, ["b"])
+    assert books.completed("a", "shared")
+    books.routed(two, "a")
+    assert books.stats()["open_bookings"] == 1
+    books.cancel(one)
+    assert books.stats()["open_bookings"] == 0
+    books.check()
+
+
 def test_no_order_of_what_siblings_report_leaves_a_booking(clock: preble.ManualClock) -> None:
     """Calls of one id, each booked on a replica, gone to one, ended there. That the first of two ended where the second
     was booked, before anybody knew where the second went, left a booking open until its lease ended."""
