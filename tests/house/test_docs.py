@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import io
 import re
+import runpy
 import shlex
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from preble.config import SchedulerConfig
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
 # Options of SGLang's and vLLM's servers, of systemctl, useradd and docker.
 FOREIGN_OPTIONS = {
     *("--api-key", "--kv-events-config", "--load-publish-endpoint", "--incremental-streaming-output"),
@@ -230,3 +232,23 @@ def test_the_index_lists_the_extras_that_there_are() -> None:
     extras = set(re.findall(r"^(\w+) = \[", project, re.M))
     table = text_of(DOCS / "index.md").partition("| extra | for |")[2]
     assert {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])} == extras
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=name_of)
+def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+    """From the page's own folder, as in the repository. A page in a folder once broke `make docs` alone."""
+    links = re.findall(r"\]\((?!\w+:)([^)#\s]+)", re.sub(r"```.*?```", "", text_of(page), flags=re.S))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_pages_keep_links_between_themselves() -> None:
+    """Those to files outside of docs/ become names: the made pages do not hold them."""
+    outside = runpy.run_path(str(DOCS / "outside.py"))
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="experiments/one-price.md"))
+    text = "[the rule](../e2.md), [its figures](../../README.md) and [`README.md`](../../README.md#x)"
+    assert outside["on_page_markdown"](text, page=page) == (
+        "[the rule](../e2.md), its figures (`README.md`) and `README.md`"
+    )
