@@ -76,9 +76,10 @@ cdef struct Row:                 # 64 bytes
     double load_seconds          # L, unscaled
     double joined_at
     double queue_seconds         # prefill booked and not seen done
-    int64_t live_output_tokens
     const Cost* cost             # NULL: no worker has this index
     uint32_t live_requests
+    uint32_t live_output_tokens  # of these, and of their prompts: 2^32 - 1 at most
+    uint32_t live_prompt_tokens
     int32_t mean_output_tokens   # of requests finished within the window; -1: none has
     uint32_t block_size          # tokens
     uint32_t eligible            # may take requests
@@ -114,7 +115,7 @@ cdef class LoadTracker:
     cdef double output_seconds   # of worker time for one output token, mean of the workers (r)
     cdef uint32_t used           # workers (r)
     cdef double others           # share of the requests booked lately that other routers placed (r)
-    cdef double reuse            # prompt tokens cached where they went, for each that was not, within the window (r)
+    cdef double hit_share        # of the window's prompt tokens, those cached where they went (r)
     cdef int64_t now_bucket
     cdef double bucket_seconds
     cdef readonly double window_seconds
@@ -131,6 +132,7 @@ cdef class LoadTracker:
     cdef double pressure(self, double longest) noexcept nogil
     cdef double longest_observed(self, double now) noexcept nogil
     cdef double load_seconds(self, uint32_t worker) noexcept nogil
+    cdef int64_t expected_of_fleet(self, int64_t max_new_tokens) noexcept nogil
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil
     cdef int64_t book(self, uint32_t worker, Lease lease, double now) noexcept nogil
     cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil

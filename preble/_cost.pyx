@@ -24,7 +24,8 @@ from .errors import InvalidConfig, InvalidInput, UnknownWorker
 cdef enum:
     BATCH_MIN = 8                # usual decode batch assumed while fewer requests run
     BATCH_MAX = 64
-    PRESSURE_MAX = 4             # seconds others wait for a second of work, at most
+    PRESSURE_MAX = 2             # seconds others wait for a second of work, at most
+    ROW_TOKENS_MAX = 0xFFFFFFFF  # a row counts so many; more changes no decision
     LEASES_MAX = 1 << 26         # at once; a key is serial * LEASES_MAX + index
     ROWS_MAX = 65536             # workers; untouched rows take no memory
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
@@ -427,12 +428,12 @@ cdef class LoadTracker:
         store_double(&row.load_seconds, self.load_seconds(worker))
         store_double(&row.queue_seconds, loads.waiting_prefill_ns * 1e-9)
         store32(&row.live_requests, <uint32_t> loads.live_requests)
-        store_signed(&row.live_output_tokens, loads.live_output_tokens)
+        store32(&row.live_output_tokens, <uint32_t> min(loads.live_output_tokens, <int64_t> ROW_TOKENS_MAX))
+        store32(&row.live_prompt_tokens, <uint32_t> min(loads.live_prompt_tokens, <int64_t> ROW_TOKENS_MAX))
         store32(<uint32_t*> &row.mean_output_tokens, <uint32_t> mean_output(&loads.window))
         store_signed(&self.fleet_output, mean_output(&self.fleet))
         store_double(&self.fleet_load, self.fleet.prefill_ns * 1e-9 + self.fleet.output_tokens * self.output_seconds)
-        store_double(&self.reuse, self.fleet.matched_tokens
-                     / <double> max(self.fleet.prompt_tokens - self.fleet.matched_tokens, 1))
+        store_double(&self.hit_share, self.fleet.matched_tokens / <double> max(self.fleet.prompt_tokens, 1))
 
     cdef Lease* lease_at(self, uint32_t index) noexcept nogil:
         return (<Lease*> self.leases.chunks[index >> CHUNK_BITS]) + (index & CHUNK_MASK)
@@ -497,7 +498,8 @@ cdef class LoadTracker:
                 self.publish(i)
 
     cdef double pressure(self, double longest) noexcept nogil:
-        """kappa: seconds that others wait for each second of work, rho / (1 - rho), from the mean load rho."""
+        """kappa: seconds that others wait for each second of work, rho / (1 - rho), from the mean load rho; 2 at most:
+        more would keep hot prefixes where they are for too long."""
         cdef double rho = load_double(&self.fleet_load) / (longest * max(load32(&self.used), 1))
         return min(PRESSURE_MAX, max(rho, 0.0) / (1.0 - min(rho, 0.9)))
 
@@ -521,10 +523,15 @@ cdef class LoadTracker:
         (0: none given)."""
         cdef int64_t expected = <int32_t> load32(<uint32_t*> &self.rows[worker].mean_output_tokens)
         if expected < 0:
-            expected = load_signed(&self.fleet_output)
+            return <uint32_t> self.expected_of_fleet(max_new_tokens)
+        return <uint32_t> (min(expected, max_new_tokens) if max_new_tokens > 0 else expected)
+
+    cdef int64_t expected_of_fleet(self, int64_t max_new_tokens) noexcept nogil:
+        """Output tokens to expect of a request wherever it goes."""
+        cdef int64_t expected = load_signed(&self.fleet_output)
         if expected < 0:
             expected = OUTPUT_UNKNOWN
-        return <uint32_t> (min(expected, max_new_tokens) if max_new_tokens > 0 else expected)
+        return min(expected, max_new_tokens) if max_new_tokens > 0 else expected
 
     cdef int64_t book(self, uint32_t worker, Lease lease, double now) noexcept nogil:
         """Assign a request: returns the key of its lease. Needs slab_reserve of one lease, and `advance`."""

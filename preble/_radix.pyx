@@ -20,7 +20,7 @@ from preble._core.tree.audit cimport check_tree, show_tree
 from preble._core.prefix_compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
 from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
 from preble._core.writer_lock cimport await_python, lock_close, lock_enter, lock_init, lock_leave, lock_try
-from preble._core.tree.layout cimport (LIVE, Entry, Mark, Node, TokenRun, Tree, Victims, Walk, WorkerMarks, generation,
+from preble._core.tree.layout cimport (LIVE, Entry, Mark, Node, TokenRun, Tree, Walk, WorkerMarks, generation,
                                        mark_at, node_at, run_end, store_workers)
 from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
 from preble._core.memory cimport NONE, budget_alloc, budget_free, slab_close, slab_init, slab_reserve
@@ -115,8 +115,6 @@ cdef class RadixTree:
             slab_close(&self.t.nodes, &self.t.budget)
         if self.t.marks.chunks != NULL:
             slab_close(&self.t.marks, &self.t.budget)
-        for i in range(self.t.worker_end):
-            free(self.t.workers[i].victims)
         free(self.t.draining)
         free(self.t.table)
         free(self.t.workers)
@@ -248,8 +246,6 @@ cdef class RadixTree:
         """Forget a worker and all its marks; the index may be given to another. O(1), see `clear_worker`."""
         with self:
             self.clear_worker(worker)
-            budget_free(&self.t.budget, self.t.workers[worker].victims, sizeof(Victims))
-            self.t.workers[worker].victims = NULL
             store_signed(&self.t.workers[worker].capacity, 0)
             while self.t.worker_end and self.t.workers[self.t.worker_end - 1].capacity == 0:
                 store32(&self.t.worker_end, self.t.worker_end - 1)

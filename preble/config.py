@@ -14,14 +14,9 @@ class SchedulerConfig:
     """Knobs of a scheduler. Raises InvalidConfig naming the field.
 
     history_seconds: the paper's window H, 3 minutes in its conference text.
-    exploit_ratio: exploit when more than this share of the prompt is cached on one worker (paper: more cached than
-    missed).
-    escape_seconds: leave the workers that cache a prompt for one that costs less by more than this, counting what its
-    work makes others wait.
-    decode_ratio: explore to the worker that decodes most among those that cost at most this many times the least; 0:
-    off.
+    exploit_ratio: a prompt of which one worker caches more than this share is exploited, escapes or goes where it is
+    redirected; any other is explored (paper: more cached than missed). Whoever drains takes what is exploited there.
     join_seconds: a newcomer's history is scaled up to H from at least this much observation.
-    victims_max: nodes looked at for the eviction cost of one worker.
     max_bytes: bound of the prefix tree, enforced at each insert.
     live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.
     lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
@@ -40,10 +35,7 @@ class SchedulerConfig:
 
     history_seconds: float = 180.0
     exploit_ratio: float = 0.5
-    escape_seconds: float = 2.0
-    decode_ratio: float = 0.0
     join_seconds: float = 10.0
-    victims_max: int = 64
     max_bytes: int = 1 << 30
     live_requests_max: int = 1 << 20
     lease_seconds: float = 3600.0
@@ -63,7 +55,7 @@ class SchedulerConfig:
         for name in ("exploit_ratio", "join_share"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1.0):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1], got {getattr(self, name)!r}")
-        for name in ("escape_seconds", "decode_ratio", "rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds"):
+        for name in ("rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1e9):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1e9], got {getattr(self, name)!r}")
         if 0.0 < self.rebalance_ratio < 1.0:
@@ -74,7 +66,6 @@ class SchedulerConfig:
         check_int("SchedulerConfig.handover_prefixes_max", self.handover_prefixes_max, 0, 4096)
         if not (isinstance(self.calibrate, bool) or self.calibrate == "auto"):
             raise InvalidConfig(f'SchedulerConfig.calibrate must be True, False or "auto", got {self.calibrate!r}')
-        check_int("SchedulerConfig.victims_max", self.victims_max, 1, 1 << 20)
         check_int("SchedulerConfig.max_bytes", self.max_bytes, 1 << 20, 1 << 50)
         check_int("SchedulerConfig.live_requests_max", self.live_requests_max, 1, 1 << 26)
 

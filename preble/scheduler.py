@@ -96,9 +96,6 @@ class GlobalScheduler(RequestApi):
             RadixTree(max_bytes=self.config.max_bytes, window_seconds=self.config.history_seconds),
             LoadTracker(self.config.history_seconds, self.config.join_seconds),
             exploit_ratio=self.config.exploit_ratio,
-            escape_seconds=self.config.escape_seconds,
-            decode_ratio=self.config.decode_ratio,
-            victims_max=self.config.victims_max,
             live_max=self.config.live_requests_max,
             calibrate=bool(self.config.calibrate),
         )
@@ -112,7 +109,7 @@ class GlobalScheduler(RequestApi):
             observer=self._recorder,
         )
         self._calibrator = Calibrator(core, self.config.history_seconds) if self.config.calibrate else None
-        self._rebalancer = _open_rebalancer(core, self.config) if rule is None else None
+        self._rebalancer = _open_rebalancer(core, self.config, rule)
         self._workers: dict[str, _Worker] = {}
         self._membership = Membership(core, self.config, gives=rule is None)
         self._lock = core.tree  # the writers' lock: recursive, and let go of Python's while it waits
@@ -551,9 +548,10 @@ def _open_policy_state(policy: Policy | None, recorder: Recorder | None, tree: R
     return PolicyState(needs, tree)
 
 
-def _open_rebalancer(core: DecisionCore, config: SchedulerConfig) -> Rebalancer | None:
-    """Rebalancing and copies of hot prefixes; None, and nothing is loaded or counted for it, where both are off."""
-    if not config.rebalance_ratio and config.replicas_max < 2:
+def _open_rebalancer(core: DecisionCore, config: SchedulerConfig, policy: Policy | None) -> Rebalancer | None:
+    """Rebalancing and copies of hot prefixes; None, and nothing is loaded or counted for it, where both are off or the
+    policy takes no plans."""
+    if policy is None or not policy.takes_plans or (not config.rebalance_ratio and config.replicas_max < 2):
         return None
     from .scheduling.rebalancer import Rebalancer
 

@@ -187,19 +187,25 @@ CacheEvent = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
-    """One worker's terms in one decision, in seconds: L (load), M (eviction), P (own prefill), Q (queue), and what E2
-    makes of them (`total_seconds`; docs/e2.md).
+    """One worker's terms in one decision, in seconds (docs/e2.md).
 
-    `score` is what the policy compared (equal to `total_seconds` for E2). Paper section 4.2, Algorithm 2.
+    `total_seconds` is what E2 compares, and the sum of six terms: `queue_seconds` of waiting, `prefill_seconds` of its
+    own missed tokens, `others_seconds` that others wait for it, `decode_seconds` of its own output in that batch,
+    `eviction_seconds` to compute again what goes for it, `balance_seconds` for the load so far. `load_seconds` is that
+    load, L of the paper's Algorithm 2. `score` is what the policy compared
+    (equal to `total_seconds` for E2).
     """
 
     worker: str
     matched_tokens: int
     missed_tokens: int
     load_seconds: float
-    eviction_seconds: float
     prefill_seconds: float
     queue_seconds: float
+    others_seconds: float
+    decode_seconds: float
+    eviction_seconds: float
+    balance_seconds: float
     total_seconds: float
     score: float
     candidate: bool
@@ -208,7 +214,7 @@ class WorkerCost:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a worker would be chosen now. `margin` is the runner-up's score minus the winner's (0 with one candidate);
-    negative where the winner was drawn among several (reason "rendezvous"), or preferred for its decoding."""
+    negative where the winner was drawn among several, or the prompt redirected to it."""
 
     worker: str
     runner_up: str | None

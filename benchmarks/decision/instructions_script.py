@@ -85,11 +85,10 @@ class Prompts:
 
 
 def scheduler_of(workers: int, **spec: Any) -> tuple[preble.GlobalScheduler, preble.ManualClock]:
-    """A scheduler with a clock that stands until it is moved. Nothing escapes from queues, which only grow then."""
+    """A scheduler with a clock that stands until it is moved."""
     clock = preble.ManualClock()
     specs = [preble.WorkerSpec(f"w{i}", **spec) for i in range(workers)]
-    config = preble.SchedulerConfig(escape_seconds=1e9)
-    return preble.GlobalScheduler(specs, clock=clock, config=config), clock
+    return preble.GlobalScheduler(specs, clock=clock), clock
 
 
 def serve(scheduler: preble.GlobalScheduler, clock: preble.ManualClock, prompts: Iterable[Any]) -> None:
@@ -109,7 +108,8 @@ def requests(counted: Counted) -> None:
     scheduler, clock = scheduler_of(8)
     serve(scheduler, clock, prompts.take(8 * 32))
     decisions = counted.each("schedule: exploit, buffer", scheduler.schedule, prompts.take(TURNS))
-    assert {decision.reason for decision in decisions} == {"exploit"}, "a cached document is exploited"
+    exploited = sum(decision.reason == "exploit" for decision in decisions)
+    assert exploited > 0.9 * TURNS, "a cached document is exploited, unless others wait there"
     ids = [decision.request_id for decision in decisions]
     counted.each("first_token", scheduler.first_token, ids)
     assert all(counted.each("finish", scheduler.finish, ids)), "every request was live"

@@ -1,4 +1,5 @@
-"""The rule of `e2_latency` beside "e2" and rivals, in the product's simulator. Owns the cases and the page's section.
+"""The rule "e2" beside rivals where a gate once lost the fleet, in the product's simulator. Owns the cases and the
+page's section.
 
     python -m benchmarks.paper.one_price --json benchmarks/results/one_price.json --docs
 
@@ -25,12 +26,11 @@ from benchmarks.common import facts
 from benchmarks.common.paths import DOCS
 from benchmarks.common.tables import markdown, rounded
 from benchmarks.paper.contest_cells import FLEET, arriving, drained, local_config
-from benchmarks.paper.e2_latency import E2Latency
 from preble import sim
 from preble.workloads import PromptRequest, Workload
 
 PAGE = DOCS / "experiments" / "one-price.md"
-POLICIES = ("e2-latency", "e2", "round_robin", "least_loaded", "cache_aware", "kv_cost", "lmetric")
+POLICIES = ("e2", "round_robin", "least_loaded", "cache_aware", "kv_cost", "lmetric")
 PLAIN = ("round_robin", "least_loaded")
 FIGURES = ("mean TTFT", "p99 TTFT", "mean latency", "p99 latency")
 CONTEST = ("toolbench", "toolbench-zipf", "programming", "embodied", "loogle", "azure-mix")
@@ -106,7 +106,7 @@ def run(case: Case) -> tuple[Case, dict[str, list[float]]]:
     for name in POLICIES:
         config = sim.SimConfig(
             workers=case.workers,
-            policy=E2Latency() if name == E2Latency.name else name,
+            policy=name,
             cost_model=FLEET.cost_model,
             local=local_config(),
             seed=case.seed,
@@ -147,14 +147,11 @@ def summary(cells: Mapping[tuple[str, float, int], Figures]) -> str:
 
 
 def losses(cells: Mapping[tuple[str, float, int], Figures]) -> str:
-    """Every cell: "e2-latency" and "e2" against the better of round robin and least load; the worst first."""
+    """Every cell: "e2" against the better of round robin and least load; the worst first."""
     rows = []
     for (name, load, workers), found in cells.items():
-        mine, shipped = ratios(found, POLICIES[0], PLAIN), ratios(found, POLICIES[1], PLAIN)
-        rows.append((max(mine), [
-            name, f"{load:g}", str(workers),
-            *(f"{a:.2f} ({b:.2f})" for a, b in zip(mine, shipped, strict=True)),
-        ]))  # fmt: skip
+        mine = ratios(found, POLICIES[0], PLAIN)
+        rows.append((max(mine), [name, f"{load:g}", str(workers), *(f"{ratio:.2f}" for ratio in mine)]))
     rows.sort(key=lambda row: -row[0])
     return markdown(["case", "load", "workers", *FIGURES], [row for _, row in rows])
 

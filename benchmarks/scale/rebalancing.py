@@ -3,9 +3,9 @@ printed; the rule is `preble/scheduling/rebalance_planner.py`.
 
     python -m benchmarks.scale.rebalancing
 
-Six simulated A6000 workers (in the last scenario one, and another that joins). Mean / p99 seconds to the first token on
-the same requests: without plans, with moves, with copies, with both; each with escapes (`escape_seconds` 2) and
-without.
+Six simulated A6000 workers (in the last scenario one, and another that joins). Mean / p99 seconds to the first token,
+and mean / p99 latency, on the same requests: by "e2" without plans, with moves, with copies, with both; by round robin
+and least load.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from preble.sim.config import A6000_KV_TOKENS
 from preble.workloads import PromptRequest, Workload
 
 PLANS = {
-    "neither": {"rebalance_ratio": 0.0, "replicas_max": 1},
-    "moves": {"replicas_max": 1},
-    "copies": {"rebalance_ratio": 0.0},
-    "both": {},
+    "e2": {"rebalance_ratio": 0.0, "replicas_max": 1},
+    "and moves": {"rebalance_ratio": 1.5, "replicas_max": 1},
+    "and copies": {"rebalance_ratio": 0.0, "replicas_max": 8},
+    "and both": {"rebalance_ratio": 1.5, "replicas_max": 8},
 }
-ESCAPES = {"without escapes": 1e9, "as shipped": 2.0}
+RULES = (*PLANS, "round_robin", "least_loaded")
 VOCABULARY = 32_000
 Scenario = tuple[list[PromptRequest], int, tuple[sim.WorkerJoin, ...]]
 
@@ -65,29 +65,34 @@ def all_on_one() -> Scenario:
     return first + later, 1, (sim.WorkerJoin(1.0, WorkerSpec("w1", kv_capacity_tokens=A6000_KV_TOKENS)),)
 
 
-def measured(made: Scenario, plans: str, escape_seconds: float) -> str:
-    """Mean / p99 seconds to the first token. Newcomers are given nothing, so that plans are what moves load."""
+def measured(made: Scenario, rule: str) -> list[str]:
+    """Mean / p99 seconds to the first token, and of latency. Newcomers are given nothing, so that plans are what moves
+    load."""
     requests, workers, joins = made
     config = sim.SimConfig(
         workers=workers,
-        scheduler=SchedulerConfig(escape_seconds=escape_seconds, join_share=0.0, **PLANS[plans]),
+        policy="e2" if rule in PLANS else rule,
+        scheduler=SchedulerConfig(join_share=0.0, **PLANS.get(rule, {})),
         local=LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6),
         faults=joins,
     )
     ordered = sorted(requests, key=lambda request: request.arrival_seconds)
     summary = sim.simulate(Workload("shifts", ordered), config).summary()
-    return f"{summary.mean_ttft_seconds:.3g} / {summary.p99_ttft_seconds:.3g}"
+    return [
+        f"{summary.mean_ttft_seconds:.3g} / {summary.p99_ttft_seconds:.3g}",
+        f"{summary.mean_latency_seconds:.3g} / {summary.p99_latency_seconds:.3g}",
+    ]
 
 
 def main() -> None:
     """Print the table."""
     scenarios: list[Callable[[], Scenario]] = [one_hot, changing, all_on_one]
-    print("| | |", " | ".join(PLANS), "|")
-    print("|---|---|" + "---|" * len(PLANS))
+    print("| | |", " | ".join(RULES), "|")
+    print("|---|---|" + "---|" * len(RULES))
     for scenario in scenarios:
-        for name, escape_seconds in ESCAPES.items():
-            row = [measured(scenario(), plans, escape_seconds) for plans in PLANS]
-            print(f"| {(scenario.__doc__ or '').rstrip('.')} | {name} | {' | '.join(row)} |", flush=True)
+        found = [measured(scenario(), rule) for rule in RULES]
+        for figure, row in zip(("TTFT", "latency"), zip(*found, strict=True), strict=True):
+            print(f"| {(scenario.__doc__ or '').rstrip('.')} | {figure} | {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from preble._placement.decision cimport Decision
 from preble._cost cimport Lease
 from preble._placement.e2 cimport Choice, E2, Placement
+from preble._placement.prefix_groups cimport Groups
+from preble._placement.redirects cimport Redirects
 from preble._placement.timing_samples cimport TimingSamples
 from preble._core.tree.layout cimport Walk
 from preble._core.token_ids cimport TokenView
@@ -25,6 +27,8 @@ cdef enum Ending:                # what became of a call about a live request
     TOO_MANY_CACHED = 2          # more tokens cached than the prompt has
 
 cdef class DecisionCore(E2):
+    cdef readonly Groups groups
+    cdef readonly Redirects redirects
     cdef readonly list names     # worker id by index, None where free
     cdef tuple names_now         # the same, never changed
     cdef readonly dict leases    # request id -> lease key, or PENDING
@@ -41,7 +45,8 @@ cdef class DecisionCore(E2):
     cdef uint32_t choose_with(self, object policy, object asked, Placement* request) except? 0xFFFFFFFE
     cdef Decision booked(self, Placement* request, Choice* choice, object request_id, object namespace, str reason,
                          object costs)
-    cdef void look_again(self, const Placement* request, uint32_t worker) noexcept nogil
+    cdef void size_up_one(self, const Placement* request, uint32_t worker) noexcept nogil
+    cdef bint redirect(self, const Placement* request, Choice* choice) noexcept nogil
     cdef str choose(self, Placement* request, object policy, object asked, Choice* choice)
     cdef int need_workers(self) except -1
     cdef str decide(self, TokenView* view, object namespace, Placement* request, Choice* choice)

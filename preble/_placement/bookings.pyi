@@ -25,9 +25,6 @@ class DecisionCore(E2):
         loads: LoadTracker,
         *,
         exploit_ratio: float,
-        escape_seconds: float,
-        decode_ratio: float,
-        victims_max: int,
         live_max: int,
         calibrate: bool = True,
     ) -> None: ...

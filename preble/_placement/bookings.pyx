@@ -16,7 +16,9 @@ from libc.string cimport memset
 from preble._placement.decision cimport Decision, new_decision
 from preble._core.atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadTracker, Row, nanoseconds, prefill_seconds
-from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices, Scratch,
+from preble._placement.prefix_groups cimport Groups
+from preble._placement.redirects cimport Redirect, Redirects, RedirectTable, find_redirect, load_redirects
+from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices, Reason, Scratch, Terms,
                                    clear_scratch)
 from preble._core.epochs cimport reader_enter, reader_leave
 from preble._placement.timing_samples cimport TimingSamples, note_end, note_first
@@ -46,11 +48,11 @@ cdef class DecisionCore(E2):
     """One scheduler's compiled state: tree, load tracker, leases. Whoever changes it holds the tree's lock
     (`with core.tree:`)."""
 
-    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
-                 double escape_seconds,
-                 double decode_ratio, uint32_t victims_max, uint32_t live_max, bint calibrate=True):
-        E2.__init__(self, tree, loads, exploit_ratio=exploit_ratio, escape_seconds=escape_seconds,
-                    decode_ratio=decode_ratio, victims_max=victims_max)
+    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio, uint32_t live_max,
+                 bint calibrate=True):
+        E2.__init__(self, tree, loads, exploit_ratio=exploit_ratio)
+        self.groups = Groups(tree, loads)
+        self.redirects = Redirects(tree)
         self.names = []
         self.names_now = ()
         self.leases = {}
@@ -158,7 +160,7 @@ cdef class DecisionCore(E2):
         request.count = view.count
         request.max_new_tokens = max_new_tokens
         request.now = now
-        request.everyone = request.writer = True
+        request.everyone = True
         request.from_peer = False
         self.bind_root(request, namespace, False)
         if request.root != NONE:
@@ -188,8 +190,8 @@ cdef class DecisionCore(E2):
         cdef Scratch* s = &self.scratch
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
-        s.next = request.walk.node
-        cdef Prices prices = self.prices(request.now)
+        cdef Prices prices = self.prices(request)
+        self.gather(s, request.walk)
         self.weigh_all(s, request, &prices)
         indices = []
         for i in range(s.workers):
@@ -218,7 +220,7 @@ cdef class DecisionCore(E2):
             context_token_seconds=[self.loads.rows[i].cost.context_slope for i in indices],
             cached_tokens=[self.tree.t.workers[i].tokens for i in indices],
             kv_capacity_tokens=[self.tree.t.workers[i].capacity for i in indices],
-            hit_share=self.loads.reuse / (1.0 + self.loads.reuse),
+            hit_share=self.loads.hit_share,
             pressure=self.loads.pressure(self.loads.longest_observed(self.loads.now_bucket
                                                                      * self.loads.bucket_seconds)),
         )
@@ -235,7 +237,6 @@ cdef class DecisionCore(E2):
         request.tokens = view.data
         request.count = view.count
         request.everyone = False
-        request.writer = True
         request.from_peer = False
         while name is None:
             self.need_eligible()
@@ -370,7 +371,7 @@ cdef class DecisionCore(E2):
                 if choice.worker >= self.tree.t.worker_end or not self.loads.rows[choice.worker].eligible:
                     raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
                 self.begin(&request, &view, namespace, max_new_tokens, now)
-                self.look_again(&request, choice.worker)
+                self.size_up_one(&request, choice.worker)
             choice.usable = self.scratch.terms[choice.worker].usable
             costs = self.costs() if with_costs else None
             return self.booked(&request, &choice, request_id, namespace, reason, costs)
@@ -389,7 +390,7 @@ cdef class DecisionCore(E2):
             self.begin(&request, &view, namespace, max_new_tokens, now)
             request.from_peer = True
             self.loads.advance(now)
-            self.look_again(&request, worker)
+            self.size_up_one(&request, worker)
             choice.worker = worker
             choice.usable = self.scratch.terms[worker].usable
             choice.reason = EXPLOIT if choice.usable > request.count * self.exploit_ratio else EXPLORE
@@ -406,20 +407,49 @@ cdef class DecisionCore(E2):
         self.leases[request_id] = choice.lease
         return new_decision(request_id, self.names[choice.worker], choice.usable, request.count, reason, costs)
 
-    cdef void look_again(self, const Placement* request, uint32_t worker) noexcept nogil:
-        """Size up one worker anew."""
+    cdef void size_up_one(self, const Placement* request, uint32_t worker) noexcept nogil:
+        """Size up one worker."""
         cdef Scratch* s = &self.scratch
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
-        s.next = request.walk.node
-        self.gather(s, request.walk, 0)
+        self.gather(s, request.walk)
         self.size_up(&s.terms[worker], worker, s.held[worker], request.count)
         clear_scratch(s)
+
+    cdef bint redirect(self, const Placement* request, Choice* choice) noexcept nogil:
+        """Where the prompt's prefix is redirected, the best of the redirect's targets takes the place of a policy's
+        choice; whether one does. Of several targets it must be better than the choice: copies of a prefix are there to
+        be used, not to keep others out. A redirect away from one worker is for what would have reused its cache there.
+        One whose targets may all not take the request has no effect."""
+        cdef const RedirectTable* table = load_redirects(&self.redirects.table)
+        cdef const Redirect* redirect = NULL
+        cdef Terms* terms = self.scratch.terms
+        cdef uint32_t at, i, chosen = NONE
+        if (table != NULL and walk_holds(&self.tree.t, request.walk)
+                and (choice.reason == EXPLOIT or request.walk.matched > self.exploit_ratio * request.count)):
+            redirect = find_redirect(table, &self.tree.t, request.walk, choice.worker)
+        if redirect == NULL or (redirect.source != NONE and choice.reason != EXPLOIT):
+            return False
+        for at in range(redirect.count + (redirect.count > 1)):
+            i = redirect.targets[at] if at < redirect.count else choice.worker
+            if i < self.scratch.workers and self.loads.rows[i].eligible == ANY_REQUEST and terms[i].weighed:
+                if chosen == NONE or self.better(&terms[i], i, &terms[chosen], chosen):
+                    chosen = i
+        if chosen == NONE or chosen == choice.worker:
+            return False
+        choice.worker = chosen
+        choice.reason = <Reason> redirect.reason
+        return True
 
     cdef str choose(self, Placement* request, object policy, object asked, Choice* choice):
         """Choose with every worker weighed; returns the reason."""
         if policy is not None:
             choice.worker = self.choose_with(policy, asked, request)
+            choice.reason = EXPLORE
+            if choice.worker != NONE and self.scratch.terms[choice.worker].usable > self.exploit_ratio * request.count:
+                choice.reason = EXPLOIT
+            if policy.takes_plans and choice.worker != NONE and self.redirect(request, choice):
+                return REASON_NAMES[choice.reason]
             return str(policy.reason)
         clear_scratch(&self.scratch)
         self.scratch.workers = self.tree.t.worker_end

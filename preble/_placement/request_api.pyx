@@ -197,7 +197,7 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
         placement.count = view.count
         placement.max_new_tokens = max_new_tokens
         placement.now = now
-        placement.everyone, placement.writer = True, False
+        placement.everyone = True
         for _ in range(EXPLAIN_ATTEMPTS):
             changes = load64(&core.tree.t.worker_changes) + core.turnover
             found = None if core.left_out else choose_beside_writers(core, &placement, &view, namespace)
@@ -254,8 +254,8 @@ def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_
     asked = token_ids, namespace, max_new_tokens, now, request
     chosen, reason, prompt, rows, names = choice_to_come(core, policy, *asked)
     costs = tuple([
-        WorkerCost(names[i], usable, prompt - usable, load, eviction, prefill, queue, total, score, candidate)
-        for (i, usable, load, eviction, prefill, queue, total, candidate), score
+        WorkerCost(names[i], usable, prompt - usable, *seconds, score, candidate)
+        for (i, usable, *seconds, candidate), score
         in zip(rows, scores_of(core, policy, request, rows), strict=True)
     ])
     winner = [cost for cost in costs if cost.worker == names[chosen]][0]
@@ -275,7 +275,7 @@ def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_
 def scores_of(DecisionCore core not None, policy, request, list rows) -> list[float]:
     """What was compared for each worker of an explanation: the total for E2."""
     if policy is None:
-        return [row[6] for row in rows]
+        return [row[9] for row in rows]
     return policy.checked_scores(request, core.view([row[0] for row in rows]))
 
 

@@ -26,7 +26,6 @@ from preble._cost cimport Cost, CostModel, Lease, LoadTracker
 from preble._core.memory cimport NONE
 from preble._radix cimport RadixTree
 from preble._core.tree.reclaim cimport PLAIN, retire_thing
-from preble._core.tree.victims cimport victims_cut
 
 cdef extern from * nogil:
     void store_cost "preble_store"(const Cost** p, const Cost* value)
@@ -170,11 +169,4 @@ def swap_cost(RadixTree tree not None, LoadTracker loads not None, uint32_t work
             number = load32(&loads.rows[i].alike)
             break
     store32(&loads.rows[worker].alike, number)
-    forget_victims(tree, worker)
     loads.retune()
-
-
-cdef void forget_victims(RadixTree tree, uint32_t worker) noexcept:
-    """Its next victims are weighed anew: their seconds are a matter of cost."""
-    if tree.t.workers[worker].victims != NULL and tree.t.workers[worker].victims.count:
-        victims_cut(&tree.t, worker, tree.t.workers[worker].victims.known[tree.t.workers[worker].victims.first].mark)

@@ -13,8 +13,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LISTED, LIVE, NOBODY, ChildTable, Entry,
-                                       EntryBlock, List, Mark, Node, TokenRun, Tree, Victims, WorkerMarks, end_of,
+from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LIVE, NOBODY, ChildTable, Entry,
+                                       EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
                                        generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport (block_bytes, block_marks, entry_count, find_entry, fresh_rows, marks_of, new_run,
@@ -54,7 +54,7 @@ cdef struct TreeHead:            # what a snapshot says of a tree before its par
 cdef struct WorkerRow:           # of one worker index
     int64_t capacity             # 0: free
     List recency
-    uint32_t has_victims
+    uint32_t unused              # 0
     uint32_t epoch               # of its key; 0 until its cache is cleared for the first time
 
 cdef struct Load:                # a tree that is being read
@@ -110,7 +110,6 @@ cdef int write_workers(Writer w, Tree* t) except -1:
         memset(&row, 0, sizeof(row))
         row.capacity = t.workers[i].capacity
         row.recency = t.workers[i].recency
-        row.has_victims = t.workers[i].victims != NULL
         row.epoch = t.workers[i].key >> INDEX_BITS
         w.put(&row, sizeof(row))
     return 0
@@ -178,13 +177,10 @@ cdef char* put_free(Tree* t, Slab* slab, uint64_t kind, char* at) noexcept nogil
 
 
 cdef char* put_marks(Tree* t, char* at) noexcept nogil:
-    """Each mark as it lies in memory. Lists of next victims are found anew."""
+    """Each mark as it lies in memory."""
     cdef uint32_t i
-    cdef Mark copy
     for i in range(t.marks.chunk_count * <uint32_t> CHUNK):
-        copy = mark_at(t, i)[0]
-        copy.flags &= ~<uint32_t> LISTED
-        memcpy(at, &copy, sizeof(Mark))
+        memcpy(at, mark_at(t, i), sizeof(Mark))
         at += sizeof(Mark)
     return at
 
@@ -264,11 +260,6 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.worker_end = i + 1
         if row.capacity == 0:
             t.workers[i].recency.oldest = t.workers[i].recency.newest = NONE
-            if row.has_victims:
-                refuse(b"a free row of a worker is in use")
-        if row.has_victims:
-            t.workers[i].victims = <Victims*> allocated(budget_alloc(&t.budget, sizeof(Victims)))
-            t.workers[i].victims.first = t.workers[i].victims.count = 0
     if t.worker_end and t.workers[t.worker_end - 1].capacity == 0:
         refuse(b"its last row of a worker is free")
     return 0

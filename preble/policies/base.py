@@ -75,12 +75,15 @@ class Policy:
 
     `reason` is what decisions carry as their reason. `needs` names the state that the scheduler shall keep for this
     policy ("active_blocks", "placed_requests", "paper_history", "window_costs"); what they say comes with the request.
-    Errors raised here reach the caller of `schedule`; nothing is booked then.
+    `takes_plans`: whether prefixes that become too hot are moved and copied for it (docs/rebalancing.md): a plan's
+    worker then takes the place of its choice. Errors raised here reach the caller of `schedule`; nothing is booked
+    then.
     """
 
     name = "custom"
     reason = "custom"
     needs: tuple[str, ...] = ()
+    takes_plans = False
 
     def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
         """One number a worker, lower is better. For a policy that only picks: zeros."""

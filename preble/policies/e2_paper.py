@@ -36,11 +36,13 @@ class E2Paper(Policy):
     DECODERATIO and IMBALR have neither formula nor value in the paper. Read as the decode share of L, and off: a share
     is never more than `imbalance_share=1`. Lower it to switch the branch on.
 
-    Ties go by order. Rebalancing and autoscaling (section 4.2, "post-assignment") are not part of the algorithms.
+    Ties go by order. Rebalancing and autoscaling (section 4.2, "post-assignment") are the scheduler's plans
+    (docs/rebalancing.md); `rebalance_ratio=0` and `replicas_max=1` leave the two algorithms alone.
     """
 
     name = reason = "e2-paper"
     needs = ("paper_history",)
+    takes_plans = True
 
     def __init__(self, exploit_share: float = 0.5, imbalance_share: float = 1.0, name: str = "e2-paper") -> None:
         for argument, share in ("exploit_share", exploit_share), ("imbalance_share", imbalance_share):

@@ -219,7 +219,10 @@ def test_siblings_meet_although_they_come_to_different_routers(routers: Routers)
         homes = set()
         for call in range(4):
             books = (routers.one, routers.two)[call % 2]
-            homes.add(books.place(Ticket(f"{group}-{call}", tokens(1000 * group, call)), REPLICAS))
+            one = Ticket(f"{group}-{call}", tokens(10_000 * group, call, 3000))
+            homes.add(books.place(one, REPLICAS))
+            books.routed(one, one.replica)
+            assert books.completed(one.replica, one.call_id)
         assert len(homes) == 1
     routers.check()
 

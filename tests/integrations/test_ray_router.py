@@ -315,10 +315,15 @@ def test_two_routers_of_a_deployment_receives_of_each_other(module: ModuleType) 
             router.initialize_state(read_seconds=30.0)
             router._exchange._connect = connect
             router.update_replicas([replica("a"), replica("b"), replica("c")])
-        (first,), _ = await one.choose_replicas(one.all, pending(PROMPT))
+        request = pending({"prompt": list(range(3000))}, "first")
+        (first,), _ = await one.choose_replicas(one.all, request)
         while not two.stats()["open_bookings"]:
             await asyncio.sleep(0.005)
-        (second,), _ = await two.choose_replicas(two.all, pending(PROMPT))
+        one.on_request_routed(request, first.replica_id, None)
+        one.on_request_completed(first.replica_id, "first")
+        while two.stats()["open_bookings"]:
+            await asyncio.sleep(0.005)
+        (second,), _ = await two.choose_replicas(two.all, pending({"prompt": list(range(3000))}, "second"))
         assert second.replica_id.name == first.replica_id.name
         one.update_replicas([])
         assert one.stats()["open_bookings"] == 0

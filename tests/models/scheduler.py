@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from zlib import crc32
 
@@ -23,7 +23,9 @@ from tests.models.cache_accuracy import NaiveAccuracy
 Tokens = tuple[int, ...]
 Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's start)
 SLICES = 36
-HOLDER_SHARE_MIN, SLOW_SECONDS, MISS_WEIGHT = 0.9, 0.03, 0.2  # the rule's constants
+# The rule's constants.
+HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
+SLOWED_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
 UNSEEN_SECONDS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
     1.0,
     3.0,
@@ -358,20 +360,33 @@ class StoredBlock:
 
 
 @dataclass(frozen=True)
+class Prices:
+    """What is the same for all workers in one decision."""
+
+    pressure: float
+    output: int
+    evicted_uses: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One worker's terms."""
 
     worker: str
+    whole: int
     matched: int
     load: float
-    eviction: float
     prefill: float
     queue: float
-    delay: float
-    total: float
-    decoding: float
-    candidate: bool
+    others: float
+    decode: float
+    eviction: float
+    balance: float
     tie: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return self.queue + self.prefill + self.others + self.decode + self.eviction + self.balance
 
 
 @dataclass(frozen=True)
@@ -449,8 +464,15 @@ class NaiveScheduler:
         """Rounded mean of the worker, else of all workers, else 128; at most what the client allows."""
         own = [b.observed for b in self.window(account) if b.observed is not None]
         everyone = [b.observed for a in self.accounts.values() for b in self.window(a) if b.observed is not None]
-        seen = own or everyone
-        expected = (sum(seen) + len(seen) // 2) // len(seen) if seen else 128
+        return self.expected(own or everyone, limit)
+
+    def expected_anywhere(self, limit: int | None) -> int:
+        """The same before a worker is chosen."""
+        return self.expected([b.observed for a in self.accounts.values() for b in self.window(a)], limit)
+
+    def expected(self, seen: list[int | None], limit: int | None) -> int:
+        known = [tokens for tokens in seen if tokens is not None]
+        expected = (sum(known) + len(known) // 2) // len(known) if known else 128
         return expected if limit is None else min(expected, limit)
 
     # --- the decision ---
@@ -463,36 +485,28 @@ class NaiveScheduler:
         held = {name: self.estimated(path, name) for name in names}
         whole = {name: held[name] - held[name] % self.accounts[name].spec.block_size for name in names}
         longest = max(whole.values())
-        exploits = longest > self.config.exploit_ratio * length
-        least_held = max(1, int(HOLDER_SHARE_MIN * longest)) if exploits else 0
-        prices = self.prices(now)
-        rows = [self.row(name, path, held[name], limit, now, prices, whole[name] >= least_held) for name in names]
-        best = min((row for row in rows if row.candidate), key=lambda row: (row.total, row.tie))
-        if exploits:
-            free = min(rows, key=lambda row: row.delay)
-            if best.delay > self.config.escape_seconds and free.delay < best.delay - self.config.escape_seconds:
-                rows = [replace(row, total=row.delay, candidate=True) for row in rows]
-                free = next(row for row in rows if row.worker == free.worker)
-                agreed = self.agreed(rows, free, path[1], longest, best.delay - self.config.escape_seconds, now)
-                return Choice(agreed.worker, "escape", rows)
+        enough = longest > self.config.exploit_ratio * length
+        least_held = max(1, int(HOLDER_SHARE_MIN * longest))
+        prices = self.prices(limit, now)
+        rows = [self.row(name, path, held[name], prices, now) for name in names]
+        best = min(rows, key=lambda row: (row.total, row.tie))
+        if enough and best.whole >= least_held:
             return Choice(best.worker, "exploit", rows)
-        agreed = self.agreed(rows, best, path[1], longest, math.inf, now)
-        reason = "explore" if agreed is best else "rendezvous"
-        return Choice(self.decodes_most(rows, agreed, best.total), reason, rows)
+        agreed = self.agreed(rows, best, path[1], longest, prices, now)
+        if enough:
+            return Choice(agreed.worker, "exploit" if agreed.whole >= least_held else "escape", rows)
+        return Choice(agreed.worker, "explore" if agreed is best else "rendezvous", rows)
 
-    def agreed(self, rows: list[Row], best: Row, tokens: Tokens, held: int, bound: float, now: float) -> Row:
+    def agreed(self, rows: list[Row], best: Row, tokens: Tokens, held: int, prices: Prices, now: float) -> Row:
         """Where other routers place requests, too: a draw, the same for prompts that go on alike, with weights that
         bring all they touch to one level."""
         if self.others == 0.0:
             return best
-        every = [booking for other in self.accounts.values() for booking in self.window(other)]
-        assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
-        waited, _, longest = self.prices(now)
-        unseen = UNSEEN_SECONDS * self.others * assigned / longest + best.prefill * waited
+        unseen = UNSEEN_SECONDS * self.others * self.assigned() / self.longest_observed(now)
+        unseen += best.prefill * (1.0 + prices.pressure)
         heights = {row.worker: row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows}
         lowest = sorted(heights.values())
-        levels = [(sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1)]
-        level = min(bound, *levels)
+        level = min((sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1))
         start = head = min(held, len(tokens) - 1)
         for token in tokens[start : start + HEAD_TOKENS]:
             head = mixed((head + token) % 2**64)
@@ -505,89 +519,56 @@ class NaiveScheduler:
                 best, best_score = row, score
         return best
 
-    def decodes_most(self, rows: list[Row], best: Row, least: float) -> str:
-        """Who of those within `decode_ratio` of the least decodes to the largest part; `best` itself among equals."""
-        if self.config.decode_ratio <= 1.0:
-            return best.worker
-        bound = least * self.config.decode_ratio
-        within = [best, *(row for row in rows if row is not best and row.total <= bound)]
-        return max(within, key=lambda row: row.decoding).worker
-
-    def row(
-        self,
-        name: str,
-        path: Path,
-        held: int,
-        limit: int | None,
-        now: float,
-        prices: tuple[float, float, float],
-        candidate: bool,
-    ) -> Row:
+    def row(self, name: str, path: Path, held: int, prices: Prices, now: float) -> Row:
         account, length = self.accounts[name], len(path[1])
+        whole = held - held % account.spec.block_size
         usable = min(held, length - 1)
         usable -= usable % account.spec.block_size
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
-        queue, (waited, reuse, longest) = self.queue(account), prices
-        stays = reuse * load / (1.0 - min(load / longest, 0.9))
-        price = waited + MISS_WEIGHT * len(account.live) + MISS_WEIGHT * stays
-        promised = sum(booking.expected_output for booking in account.live)
-        free = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
-        need = length - usable + self.expected_output(account, limit) - free
-        eviction = self.eviction(account, path, need, now)
         prefill = account.cost.prefill(length - usable, length)
-        tie = (-usable, len(account.live), self.tree.cached(name), self.places.index(name))
-        delay = queue + (eviction + prefill) * waited
-        total = queue + eviction * waited + prefill * price
-        return Row(name, usable, load, eviction, prefill, queue, delay, total, self.decoding(account), candidate, tie)
+        ahead, live = sum(b.prefill_ns for b in account.live if not b.prefilled) * 1e-9, len(account.live)
+        known = self.tree.confirmed(path, name)
+        behind = max(0.0, ahead - account.cost.prefill(usable - known, usable))
+        context = prices.output * account.cost.context[3]
+        promised = sum(booking.expected_output for booking in account.live)
+        room = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
+        evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
+        return Row(
+            *(name, whole, usable, load, prefill),
+            queue=ahead + min(behind, BEHIND_SECONDS) + REQUEST_SECONDS * live,
+            others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + SLOWED_SHARE * context * length * live,
+            decode=context * sum(booking.prompt_tokens for booking in account.live),
+            eviction=evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure),
+            balance=LOAD_SHARE * load * min(1.0, load / (0.5 * self.longest_observed(now))),
+            tie=(-usable, live, self.tree.cached(name), self.places.index(name)),
+        )
 
-    def queue(self, account: Account) -> float:
-        """Q: prefill that is booked and not seen done, and a little for each live request."""
-        waiting = sum(booking.prefill_ns for booking in account.live if not booking.prefilled)
-        return waiting * 1e-9 + SLOW_SECONDS * len(account.live)
+    def assigned(self) -> float:
+        """Seconds of work given to the fleet within the window."""
+        every = [booking for account in self.accounts.values() for booking in self.window(account)]
+        return sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
 
-    def prices(self, now: float) -> tuple[float, float, float]:
-        """(what a second of work costs with what it makes others wait, reuse, how long the oldest worker was seen)."""
+    def prices(self, limit: int | None, now: float) -> Prices:
+        """What is the same for all workers."""
+        rho = self.assigned() / (self.longest_observed(now) * len(self.accounts))
+        recent = [b for account in self.accounts.values() for b in self.window(account) if b.counts]
+        matched, prompts = sum(b.matched for b in recent), sum(b.prompt_tokens for b in recent)
+        return Prices(
+            pressure=min(PRESSURE_MAX, rho / (1.0 - min(rho, 0.9))),
+            output=self.expected_anywhere(limit),
+            evicted_uses=EVICTED_USES * (matched / max(prompts, 1)),
+        )
+
+    def longest_observed(self, now: float) -> float:
+        """How long the oldest worker was seen."""
         least, most = min(self.config.join_seconds, self.config.history_seconds), self.config.history_seconds
-        accounts = list(self.accounts.values())
-        longest = min(most, max([least, *(now - other.joined_at for other in accounts)]))
-        every = [booking for other in accounts for booking in self.window(other)]
-        assigned = sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
-        rho = assigned / (longest * len(accounts))
-        waited = 1.0 + min(4.0, rho / (1.0 - min(rho, 0.9)))
-        recent = [booking for booking in every if booking.counts]
-        matched = sum(booking.matched for booking in recent)
-        reuse = matched / max(sum(booking.prompt_tokens for booking in recent) - matched, 1)
-        return waited, reuse, longest
-
-    def decoding(self, account: Account) -> float:
-        """How much of a worker's outstanding seconds is decoding."""
-        decode = sum(booking.expected_output for booking in account.live) * self.output_seconds
-        prefill = sum(booking.prefill_ns for booking in account.live if not booking.prefilled) * 1e-9
-        return decode / (decode + prefill) if decode > 0.0 else 0.0
+        return min(most, max([least, *(now - other.joined_at for other in self.accounts.values())]))
 
     def newcomer_factor(self, account: Account, now: float) -> float:
         """A worker seen for less time than the oldest one is scaled up to it, from at least `join_seconds`."""
-        least, most = min(self.config.join_seconds, self.config.history_seconds), self.config.history_seconds
-        longest = min(most, max([least, *(now - other.joined_at for other in self.accounts.values())]))
-        observed = max(least, now - account.joined_at)
+        longest = self.longest_observed(now)
+        observed = max(min(self.config.join_seconds, self.config.history_seconds), now - account.joined_at)
         return longest / observed if observed < longest else 1.0
-
-    def eviction(self, account: Account, path: Path, need: int, now: float) -> float:
-        """Seconds to recompute the least recently used `need` tokens, each times its uses; few nodes are looked at."""
-        order = self.tree.recency[account.spec.id]
-        own, seconds, covered, looked = self.tree.walk(path)[0], 0.0, 0, 0
-        for node in order[: self.config.victims_max]:
-            if covered >= need:
-                break
-            looked += 1
-            if node in own:
-                continue
-            mark = self.tree.nodes[node].marks[account.spec.id]
-            taken = min(need - covered, mark.tokens)
-            again = account.cost.prefill(taken, self.tree.start(node) + mark.tokens)
-            seconds += mark.hits.estimate(now) * again
-            covered += taken
-        return seconds * (need / covered) if 0 < covered < need and looked < len(order) else seconds
 
     # --- a request's life ---
 

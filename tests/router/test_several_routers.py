@@ -97,19 +97,19 @@ async def none_left(made: list[RemoteRouter], processes: list[WorkerProcess]) ->
 async def test_siblings_that_come_to_different_routers_meet_on_one_worker(workers: Start) -> None:
     processes = workers(time_scale=0.0)
     async with routers(*(one.endpoint for one in processes)) as made:
-        first = [await made[i % ROUTERS].ask(prompt_of(i, 0), 2) for i in range(6)]
+        first = [await made[i % ROUTERS].ask(prompt_of(i, 0, 1500), 2) for i in range(6)]
 
         async def known() -> bool:
-            found = [await router.matches([prompt_of(i, 1) for i in range(6)]) for router in made]
+            found = [await router.matches([prompt_of(i, 1, 1500) for i in range(6)]) for router in made]
             return all(
-                each[i].get(first[i]["worker"], 0) >= 199 and len(each[i]) == 1 for each in found for i in range(6)
+                each[i].get(first[i]["worker"], 0) >= 1499 and len(each[i]) == 1 for each in found for i in range(6)
             )
 
         await until_said(known, "every router has reported every prompt")
         for i in range(6):
             for other in (1, 2):
-                answer = await made[(i + other) % ROUTERS].ask(prompt_of(i, other), 2)
-                assert (answer["worker"], answer["cached"]) == (first[i]["worker"], 199)
+                answer = await made[(i + other) % ROUTERS].ask(prompt_of(i, other, 1500), 2)
+                assert (answer["worker"], answer["cached"]) == (first[i]["worker"], 1499)
         await none_left(made, processes)
 
 

@@ -25,10 +25,10 @@ class Storm:
         self.clock = ManualClock(1000.0)
         config = SchedulerConfig(history_seconds=30.0, join_seconds=2.0, max_bytes=16 << 20)
         names = [f"w{i}" for i in range(WORKERS)]
-        specs = [WorkerSpec(name, kv_capacity_tokens=2000) for name in names]
+        specs = [WorkerSpec(name, kv_capacity_tokens=10_000) for name in names]
         self.sched = GlobalScheduler(specs, config=config, clock=self.clock)
         draw = self.rng.randrange
-        self.tools = [array("i", [1] * 10 + [draw(2, 30_000) for _ in range(draw(30, 120))]) for _ in range(TOOLS)]
+        self.tools = [array("i", [1] * 10 + [draw(2, 30_000) for _ in range(draw(300, 900))]) for _ in range(TOOLS)]
         self.popularity = [1 / (rank + 1) for rank in range(TOOLS)]
         self.there = dict.fromkeys(names, 0)  # name -> its life
         self.draining: set[str] = set()
@@ -96,7 +96,7 @@ class Storm:
     def join(self) -> None:
         if self.absent:
             name = self.absent.pop(self.rng.randrange(len(self.absent)))
-            self.sched.add_worker(WorkerSpec(name, kv_capacity_tokens=self.rng.choice([500, 2000, 4000])))
+            self.sched.add_worker(WorkerSpec(name, kv_capacity_tokens=self.rng.choice([3000, 10_000, 20_000])))
             self.there[name] = self.number + 1
             self.seen["joined"] += 1
 
@@ -121,7 +121,7 @@ def test_five_hundred_workers_join_and_leave_while_requests_run() -> None:
             resident.append(process_bytes())
     assert min(storm.seen[what] for what in ("ended", "orphans", "left", "joined")) > 300, storm.seen
     moved = sched.stats()["membership"]
-    assert moved["given_by_leavers"] > 50 and moved["given_to_newcomers"] > 50, moved
+    assert moved["given_by_leavers"] > 10 and moved["given_to_newcomers"] > 50, moved
     assert len(moved["moves"]) == 64 and set(moved["leaving"]) | set(moved["newcomers"]) <= set(storm.there)
     half = len(sizes) // 2
     assert max(sizes[half:]) <= 1.1 * max(sizes[:half]), sizes

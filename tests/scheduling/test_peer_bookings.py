@@ -129,7 +129,7 @@ def test_the_same_id_on_another_worker_or_router_is_another_request() -> None:
 def test_a_removed_worker_takes_its_peer_requests_along() -> None:
     sched = scheduler()
     sched.apply("a", [RequestPlaced("A", "r", PROMPT)])
-    own = sched.schedule(PROMPT, request_id="mine").request_id
+    own = sched.schedule(PROMPT, request_id="mine", exclude=["b", "c"]).request_id
     assert sched.remove_worker("a") == [own]
     assert sched.stats()["live_requests"] == 1
     sched.apply("b", [RequestPlaced("A", "r", PROMPT)])

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from preble import CostModel, Decision, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.scheduling.rebalance_planner import REBALANCE, Group, Proposal
 from preble.types import Explanation
+from tests.support.sticky import Sticky
 
 NAMES = [f"w{i}" for i in range(4)]
 HISTORY_SECONDS = 36.0
@@ -65,7 +66,7 @@ class RebalancerMachine(RuleBasedStateMachine):
     @initialize(config=configs, workers=st.integers(2, 4))
     def start(self, config: SchedulerConfig, workers: int) -> None:
         self.clock = ManualClock(1000.0)
-        self.real = GlobalScheduler([], config=config, cost_model=COST, clock=self.clock)
+        self.real = GlobalScheduler([], policy=Sticky(), config=config, cost_model=COST, clock=self.clock)
         self.incarnations: dict[str, int] = {}
         self.sums: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0] * 5))
         self.live: dict[str, Booked | None] = {}
@@ -98,7 +99,7 @@ class RebalancerMachine(RuleBasedStateMachine):
         """Where the deepest redirect on the prompt's path may lead, by a plain search; empty without one."""
         core, eligible = self.real.core, {cost.worker for cost in plain.workers}
         matched = self.real.match(list(tokens)).known_tokens
-        exploits = plain.reason == "exploit"
+        exploits = plain.matched_tokens > self.real.config.exploit_ratio * len(tokens)
         if not exploits and not matched > self.real.config.exploit_ratio * len(tokens):
             return set()
         on_path = []
@@ -131,12 +132,13 @@ class RebalancerMachine(RuleBasedStateMachine):
             self.number += 1
             assert (decision.worker, decision.reason) == (told.worker, told.reason)
             assert decision.worker in targets if targets else decision.worker == plain.worker
-            assert (decision.reason in ("exploit", "explore")) == (decision.worker == plain.worker)
+            assert (decision.reason == "sticky") == (decision.worker == plain.worker)
             self.count(tokens, decision)
 
     def count(self, tokens: Prefix, decision: Decision) -> None:
         self.live[str(decision.request_id)] = None
-        if decision.reason == "explore":
+        exploits = decision.matched_tokens > self.real.config.exploit_ratio * len(tokens)
+        if decision.reason == "sticky" and not exploits:
             return
         ends = self.real.core.tree.path(list(tokens))
         prefix = key_prefix(tokens, ends, decision.matched_tokens)

@@ -66,11 +66,11 @@ def test_a_fleet_of_twenty_doubles_and_no_newcomer_is_flooded_or_starved(
     assert len(new) == 20 and min(new) >= 0.3 and max(new) <= 2.0, sorted(new)
 
 
-def test_without_being_given_prefixes_newcomers_have_next_to_nothing() -> None:
-    """Why they are given some: everything that is asked for is cached elsewhere."""
+def test_newcomers_get_their_share_by_the_rule_alone_too() -> None:
+    """Everything that is asked for is cached elsewhere; but there it costs waiting, and here a prefill."""
     result, _ = run(tools(110.0, 40.0, groups=400), 20, *joins(20, 70.0), join_share=0.0)
     new = [share for name, share in shares(result, 70.0, 110.0).items() if name.startswith("n")]
-    assert np.mean(new) < 0.3
+    assert 0.5 < np.mean(new) < 2.0
 
 
 def test_one_more_worker_gets_its_share_and_no_more() -> None:
@@ -151,11 +151,12 @@ def test_the_death_of_the_worker_with_the_most_loaded_prefix_loses_no_request() 
     assert late.sum() > 100 and reused > 0.6, (homes, reused)
 
 
-def test_eight_siblings_of_a_cold_prompt_land_together() -> None:
-    """Samples of one prompt arrive at one moment, before anything of it is computed; the fleet is at work."""
+def test_eight_siblings_of_a_cold_prompt_land_on_few_workers() -> None:
+    """Samples of one prompt arrive at one moment, before anything of it is computed; the fleet is at work. Two or three
+    of eight workers compute it, since eight decode slower in one place than on two."""
     background = tools(60.0, 16.0)
     new = workloads.generate("toolbench", requests=1, groups=1, seed=99).requests[0]
     samples = [replace(new, request_id=f"sample-{i}", arrival_seconds=40.0) for i in range(8)]
     result, _ = run(Workload("siblings", (*background.requests, *samples)), 8)
     rows = [row for row, name in enumerate(result.request_ids) if name.startswith("sample-")]
-    assert len(rows) == 8 and len(set(result.worker[rows].tolist())) == 1
+    assert len(rows) == 8 and len(set(result.worker[rows].tolist())) <= 3

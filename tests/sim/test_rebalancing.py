@@ -16,6 +16,7 @@ from preble.sim.results import Result
 from preble.sim.simulation import Simulation
 from preble.workloads import PromptRequest, Workload
 from tests.support.sim import asked, tokens
+from tests.support.sticky import Sticky
 
 OFF = SchedulerConfig(rebalance_ratio=0.0, replicas_max=1)
 MOVES = SchedulerConfig(replicas_max=1)
@@ -47,12 +48,14 @@ def requests_for(
 def run(
     requests: Sequence[PromptRequest], config: SchedulerConfig, workers: int = 6, **more: Any
 ) -> tuple[Result, Simulation]:
-    """Simulate, and check all bookings at the end. Nothing escapes a queue and newcomers are given
+    """Simulate, and check all bookings at the end. The rule stays where prompts are cached and newcomers are given
     nothing, so that plans are what spreads the load."""
-    config = replace(config, escape_seconds=1e9, join_share=0.0)
+    config = replace(config, join_share=0.0)
     made = Workload("shifts", sorted(requests, key=lambda request: request.arrival_seconds))
     local = LocalConfig(198_516, max_running=256, max_waiting=10**6)
-    simulation = Simulation(made, sim.SimConfig(workers=workers, scheduler=config, local=local, **more), None)
+    simulation = Simulation(
+        made, sim.SimConfig(workers=workers, policy=Sticky(), scheduler=config, local=local, **more), None
+    )
     result = simulation.run()
     simulation.scheduler.check()
     return result, simulation
@@ -199,10 +202,10 @@ def test_children_of_a_copied_prefix_keep_their_home() -> None:
 def test_warm_ups_let_the_first_requests_find_the_prefix(three_workers_worth: list[PromptRequest]) -> None:
     """What a host does with `warm_ups`, on the simulator's own workers: one-token requests."""
     first = [r for r in three_workers_worth if r.arrival_seconds < 30.0]
-    warm = SchedulerConfig(rebalance_ratio=0.0, warm_up_seconds=20.0, escape_seconds=1e9)
+    warm = SchedulerConfig(rebalance_ratio=0.0, warm_up_seconds=20.0)
     made = Workload("shifts", sorted(first, key=lambda request: request.arrival_seconds))
     local = LocalConfig(198_516, max_running=256, max_waiting=10**6)
-    simulation = Simulation(made, sim.SimConfig(workers=6, scheduler=warm, local=local), None)
+    simulation = Simulation(made, sim.SimConfig(workers=6, policy=Sticky(), scheduler=warm, local=local), None)
     asked_for: list[int] = []
 
     def prefill(_: object) -> None:

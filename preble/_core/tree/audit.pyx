@@ -3,7 +3,7 @@ changes nothing."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._core.tree.layout cimport (LISTED, LIVE, ChildTable, Entry, List, Node, Tree, Victim, Victims, WorkerMarks,
+from preble._core.tree.layout cimport (LIVE, ChildTable, Entry, List, Node, Tree, WorkerMarks,
                                        end_of, generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport (block_bytes, entry_count, find_entry, marks_of, run_bytes, run_slots, word_count,
@@ -134,7 +134,6 @@ cdef check_workers(Tree* t, list nodes):
         assert t.workers[worker].tokens <= t.workers[worker].limit, f"M2: worker {worker} is over its limit"
         own = unpinned.pop(key, set())
         check_recency(t, &t.workers[worker], f"worker {worker}", own)
-        check_victims(t, worker, own)
     assert t.ghost.tokens == sum(tokens.values()), "E1: tokens of ghosts"
     assert t.ghost.marks == sum(marks.values()), "E1: marks of ghosts"
     assert not pinned, "E1: a ghost is pinned"
@@ -158,23 +157,6 @@ cdef check_recency(Tree* t, WorkerMarks* state, str whose, set expected):
         i = mark_at(t, i).newer
     assert state.recency.newest == before, f"L1: wrong newest mark of {whose}"
     assert seen == expected, f"L1: marks are missing from the recency list of {whose}"
-
-
-cdef check_victims(Tree* t, uint32_t worker, set unpinned):
-    """V1: the list of next victims is where the recency list begins, and is right."""
-    cdef Victims* v = t.workers[worker].victims
-    cdef uint32_t i = t.workers[worker].recency.oldest, at
-    cdef Victim* known
-    listed = {mark for mark in unpinned if mark_at(t, mark).flags & LISTED}
-    assert len(listed) == (v.count if v != NULL else 0), f"V1: marks of worker {worker} are wrongly listed"
-    for at in range(len(listed)):
-        known = &v.known[v.first + at]
-        assert known.mark == i, f"V1: victim {at} of worker {worker} is not the next oldest"
-        assert known.node == mark_at(t, i).node and known.hits == mark_at(t, i).hits, f"V1: victim {at} of {worker}"
-        entry = find_entry(node_at(t, known.node), t.workers[worker].key)
-        assert known.end == entry.end, f"V1: victim {at} of worker {worker} ends elsewhere"
-        assert known.tokens == entry.end - node_at(t, known.node).run.start, f"V1: tokens of victim {at} of {worker}"
-        i = mark_at(t, i).newer
 
 
 cdef check_aging(Tree* t, list nodes):
@@ -203,7 +185,6 @@ cdef check_bytes(Tree* t, list nodes):
     cdef uint32_t at
     total = charged(table_bytes(t.table.size)) + (charged(table_bytes(t.draining.size)) if t.draining != NULL else 0)
     total += charged(t.worker_room * sizeof(WorkerMarks)) if t.worker_room else 0
-    total += sum(charged(sizeof(Victims)) for at in range(t.worker_end) if t.workers[at].victims != NULL)
     for at in range(t.epochs.count):
         what = t.epochs.queue[(t.epochs.first + at) % QUEUE_MAX].what
         total += charged(what >> 2) if what & 3 == MEMORY else 0

@@ -32,7 +32,6 @@
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
 #   E1  ghosts (see EntryBlock) are in one list of their own, which keeps leaves before their parents
-#   V1  a worker's list of next victims is a copy of the beginning of its recency list (see victims.pxd)
 #   B1  budget.used is the sum of all live allocations, retired ones included; directories of slabs, reader slots and
 #       the queue of retired things are not counted: their size is fixed
 #
@@ -67,14 +66,14 @@ cdef struct EntryBlock:          # entries of a node with two or more marks, by 
     uint32_t room
     uint32_t live                # words with end > 0
     uint32_t unused
-    uint64_t words[1]            # (r) `room` words, then `room` indices of the Marks behind them
+    uint64_t words[1]            # (r) `room` words, then (r) `room` indices of the Marks behind them
 
 cdef struct Node:                # 64 bytes, one cache line
     TokenRun* run                # (r)
     EntryBlock* block            # (r) NULL: at most one mark, held by `only`
     uint64_t hits                # window counter over all workers (see _layout_parts)
     uint64_t only                # (r) the single entry, or NOBODY; stale while there is a block
-    uint32_t only_mark
+    uint32_t only_mark           # (r)
     uint32_t parent              # (r) NONE for a root
     uint32_t first_child
     uint32_t prev_sibling
@@ -95,7 +94,6 @@ cdef enum:
 
 cdef enum:
     CONFIRMED = 1                # an engine has reported, or finished computing, this prefix
-    LISTED = 2                   # among the worker's known next victims (see victims.pxd)
 
 cdef struct Mark:                # a worker's recency and hits at one node, 32 bytes
     uint64_t hits                # (r) window counter of this worker's requests
@@ -104,27 +102,11 @@ cdef struct Mark:                # a worker's recency and hits at one node, 32 b
     uint32_t older               # the worker's recency list
     uint32_t newer               # (r)
     uint32_t pins                # holds at or below; pinned marks are in no list
-    uint32_t flags
+    uint32_t flags               # (r)
 
 cdef struct List:                # a doubly linked list over slab indices
     uint32_t oldest              # (r)
     uint32_t newest
-
-cdef enum:
-    VICTIMS_MAX = 64             # of one worker, kept from decision to decision
-
-cdef struct Victim:              # a mark as eviction sees it
-    uint32_t mark
-    uint32_t node
-    uint32_t tokens              # of the entry
-    uint32_t end                 # of the entry, from the prompt's start
-    uint64_t hits                # window counter
-    double seconds               # to compute its tokens again
-
-cdef struct Victims:             # the oldest marks of a worker's recency list (see victims.pxd)
-    uint32_t first
-    uint32_t count
-    Victim known[VICTIMS_MAX]
 
 cdef struct WorkerMarks:         # one worker's side of the tree
     int64_t capacity             # (r) tokens; 0 = index not in use
@@ -134,7 +116,6 @@ cdef struct WorkerMarks:         # one worker's side of the tree
     uint32_t marks               # number of marks
     uint32_t key                 # (r) epoch << 16 | index
     List recency
-    Victims* victims             # NULL until they are first asked for
 
 cdef struct ChildTable:          # (parent, first token) -> child
     uint32_t size                # a power of two

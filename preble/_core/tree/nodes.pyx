@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport load32, load64, store32, store64
 from preble._core.prefix_compare cimport common_prefix
-from preble._core.tree.layout cimport (CONFIRMED, LIVE, LISTED, NOBODY, STATE_BITS, Entry, EntryBlock, Mark, Node,
+from preble._core.tree.layout cimport (CONFIRMED, LIVE, NOBODY, STATE_BITS, Entry, EntryBlock, Mark, Node,
                                        TokenRun, Tree, Walk, WorkerMarks, end_of, generation, index_of, load_block,
                                        load_run, load_workers, mark_at, node_at, owner_of, run_end, state_of,
                                        store_block, store_run, worker_of)
@@ -22,7 +22,6 @@ from preble._core.tree.parts cimport (add_tokens, age_move, age_push, age_remove
 from preble._core.memory cimport NONE, budget_alloc, budget_free, slab_reserve, slab_take
 from preble._core.tree.reclaim cimport MARK, NODE, retire_memory, retire_thing
 from preble._core.tree.child_table cimport add_child, find_child, remove_child, replace_child, table_reserve
-from preble._core.tree.victims cimport victims_cut, victims_gone
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -143,20 +142,20 @@ cdef void put_word(Node* node, uint32_t worker, uint32_t end, uint32_t mark) noe
     cdef uint64_t word = <uint64_t> worker << 32 | end
     cdef uint32_t place, at
     if block == NULL:
-        node.only_mark = mark
+        store32(&node.only_mark, mark)
         store64(&node.only, word)
         return
     place = place_in(block, worker)
     if place == block.count or worker_of(block.words[place]) != worker:
         at = block.count
         store64(&block.words[at], word if at == place else block.words[at - 1])
-        block_marks(block)[at] = mark if at == place else block_marks(block)[at - 1]
+        store32(&block_marks(block)[at], mark if at == place else block_marks(block)[at - 1])
         store32(&block.count, at + 1)
         while at > place + 1:
             at -= 1
             store64(&block.words[at], block.words[at - 1])
-            block_marks(block)[at] = block_marks(block)[at - 1]
-    block_marks(block)[place] = mark
+            store32(&block_marks(block)[at], block_marks(block)[at - 1])
+    store32(&block_marks(block)[place], mark)
     store64(&block.words[place], word)
     block.live += 1
 
@@ -175,7 +174,7 @@ cdef uint32_t add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
     store32(&mark.node, i)
     mark.worker = worker
     mark.pins = 0
-    mark.flags = 0
+    store32(&mark.flags, 0)
     recency_push_after(t, &state.recency, state.recency.newest, index)
     add_tokens(state, end - node.run.start)
     state.marks += 1
@@ -205,7 +204,7 @@ cdef void shrink_block(Tree* t, Node* node) noexcept nogil:
     for at in range(block.count):
         if end_of(block.words[at]):
             left = block.words[at]
-            node.only_mark = block_marks(block)[at]
+            store32(&node.only_mark, block_marks(block)[at])
     store64(&node.only, left)
     store_block(&node.block, NULL)
     retire_memory(t, block, block_bytes(block.room))
@@ -218,8 +217,6 @@ cdef int64_t drop_mark(Tree* t, uint32_t index) noexcept nogil:
     cdef uint32_t worker = mark.worker
     cdef WorkerMarks* state = owner_of(t, worker)
     cdef int64_t tokens = find_entry(node, worker).end - node.run.start
-    if mark.flags & LISTED:
-        victims_gone(t, worker, index)
     recency_remove(t, &state.recency, index)
     add_tokens(state, -tokens)
     state.marks -= 1
@@ -237,8 +234,6 @@ cdef int64_t trim_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
     cdef int64_t dropped = <int64_t> entry.end - end
     if dropped <= 0:
         return 0
-    if mark_at(t, entry.mark).flags & LISTED:
-        victims_cut(t, worker, entry.mark)
     set_end(node, worker, entry, end)
     add_tokens(state_of(t, worker), -dropped)
     t.version += 1
@@ -329,15 +324,37 @@ cdef uint32_t held_on_path(Tree* t, Walk walk, uint32_t* held, uint32_t* met, ui
 
 
 cdef uint32_t confirmed_tokens(Tree* t, Walk walk, uint32_t worker) noexcept nogil:
-    """How much of the walked prefix the worker is known, not only predicted, to cache. For writers; O(path)."""
-    cdef Node* node = node_at(t, walk.node)
+    """How much of the walked prefix the worker is known, not only predicted, to cache. For readers, too: one that meets
+    a block whose words are just moving up may miss a mark or take another's. O(path)."""
+    cdef uint32_t i = walk.node
     cdef Entry entry
-    while node.parent != NONE:
-        entry = find_entry(node, worker)
-        if entry.end and mark_at(t, entry.mark).flags & CONFIRMED:
+    while i != NONE and load32(&node_at(t, i).parent) != NONE:
+        entry = seen_entry(node_at(t, i), worker)
+        if entry.end and load32(&mark_at(t, entry.mark).flags) & CONFIRMED:
             return min(entry.end, walk.matched)
-        node = node_at(t, node.parent)
+        i = load32(&node_at(t, i).parent)
     return 0
+
+
+cdef Entry seen_entry(Node* node, uint32_t worker) noexcept nogil:
+    """What `find_entry` finds, for readers. O(log entries)."""
+    cdef EntryBlock* block = load_block(&node.block)
+    cdef uint64_t* words = &block.words[0] if block != NULL else &node.only
+    cdef uint32_t low = 0, high = load32(&block.count) if block != NULL else 1, count = high, middle
+    cdef Entry entry
+    while low < high:
+        middle = (low + high) >> 1
+        if worker_of(load64(&words[middle])) < worker:
+            low = middle + 1
+        else:
+            high = middle
+    entry.at = low
+    entry.end = 0
+    entry.mark = NONE
+    if low < count and worker_of(load64(&words[low])) == worker:
+        entry.end = end_of(load64(&words[low]))
+        entry.mark = load32(&block_marks(block)[low]) if block != NULL else load32(&node.only_mark)
+    return entry
 
 
 # --- split ------------------------------------------------------------------------------------------------------------
@@ -399,8 +416,6 @@ cdef void copy_entries(Tree* t, uint32_t lower, uint32_t i) noexcept nogil:
         mark = marks_of(low)[at]
         if end == 0:
             continue
-        if mark_at(t, mark).flags & LISTED:
-            victims_cut(t, worker, mark)
         if end <= run_end(top.run):
             store32(&mark_at(t, mark).node, i)
         else:
@@ -419,7 +434,7 @@ cdef uint32_t copy_mark_newer(Tree* t, uint32_t index, uint32_t i) noexcept nogi
     store32(&mark.node, i)
     mark.worker = source.worker
     mark.pins = source.pins
-    mark.flags = source.flags & CONFIRMED
+    store32(&mark.flags, source.flags & CONFIRMED)
     if mark.pins == 0:
         recency_push_after(t, &state.recency, index, copied)
     state.marks += 1

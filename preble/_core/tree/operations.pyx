@@ -10,8 +10,8 @@ Sections: insert, eviction, corrections, room under max_bytes, forgetting.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport store32, store64
-from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LISTED, TOUCHED, Entry, List, Mark, Node,
-                                       TokenRun, Tree, Victims, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
+from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, TOUCHED, Entry, List, Mark, Node,
+                                       TokenRun, Tree, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
                                        state_of)
 from preble._core.tree.parts cimport (add_tokens, age_move, block_bytes, entry_count, find_entry, hits_add,
                                       hits_seen, hits_take, marks_a_child, new_run, run_bytes, set_end, touch_mark,
@@ -20,7 +20,6 @@ from preble._core.memory cimport NONE, charged, slab_bytes, slab_growth, slab_re
 from preble._core.tree.nodes cimport add_entry, add_leaf, drop_mark, forget_leaf, reserve_entry, split_node, trim_entry
 from preble._core.tree.reclaim cimport reclaim_soon
 from preble._core.tree.child_table cimport table_bytes, table_growth, table_reserve
-from preble._core.tree.victims cimport victims_cut
 
 cdef enum:
     SHED_STEPS = 256             # aging nodes looked at in one insert, at most
@@ -191,8 +190,6 @@ cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil:
     cdef int64_t dropped = state.tokens
     if state.marks == 0:
         return 0
-    if state.victims != NULL and state.victims.count:
-        victims_cut(t, index, state.recency.oldest)
     if t.ghost.recency.newest == NONE:
         t.ghost.recency.oldest = state.recency.oldest
     else:
@@ -303,8 +300,6 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
         entry = find_entry(node, worker)
         if entry.end:
             mark = mark_at(t, entry.mark)
-            if mark.flags & LISTED:
-                victims_cut(t, worker, entry.mark)
             store64(&mark.hits, hits_take(mark.hits, window))
             undo = undo and entry.end > kept_tokens and mark.pins == 0
             undo = undo and hits_seen(mark.hits, window) == 0 and not marks_a_child(t, i, worker, NONE)
@@ -326,7 +321,7 @@ cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil:
         if entry.end:
             if mark_at(t, entry.mark).flags & CONFIRMED:
                 return
-            mark_at(t, entry.mark).flags |= CONFIRMED
+            store32(&mark_at(t, entry.mark).flags, mark_at(t, entry.mark).flags | CONFIRMED)
         node = node_at(t, node.parent)
 
 
@@ -382,12 +377,8 @@ cdef int64_t fixed_bytes(Tree* t) noexcept nogil:
 
 
 cdef int64_t workers_bytes(Tree* t) noexcept nogil:
-    """What the workers' rows take, with their lists of victims."""
-    cdef int64_t lists = 0
-    cdef uint32_t i
-    for i in range(t.worker_end):
-        lists += t.workers[i].victims != NULL
-    return charged(<int64_t> t.worker_room * sizeof(WorkerMarks)) + lists * charged(sizeof(Victims))
+    """What the workers' rows take."""
+    return charged(<int64_t> t.worker_room * sizeof(WorkerMarks))
 
 
 cdef bint make_room(Tree* t, Walk walk, uint32_t count, uint32_t worker) noexcept nogil:

@@ -5,11 +5,10 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport store32, store64, store_signed
-from preble._core.tree.layout cimport (LISTED, Entry, EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
+from preble._core.tree.layout cimport (Entry, EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
                                        mark_at, node_at, state_of, worker_of)
 from preble._core.memory cimport NONE, budget_alloc, budget_free
 from preble._core.tree.reclaim cimport retire_memory
-from preble._core.tree.victims cimport victims_gone
 
 cdef enum:
     HITS_MAX = (1 << 20) - 1     # a window counter saturates here
@@ -129,8 +128,6 @@ cdef inline void touch_mark(Tree* t, uint32_t i) noexcept nogil:
     # Make an unpinned mark its worker's newest.
     cdef Mark* mark = mark_at(t, i)
     cdef List* recency = &state_of(t, mark.worker).recency
-    if mark.flags & LISTED:
-        victims_gone(t, mark.worker, i)
     if mark.pins == 0 and recency.newest != i:
         recency_remove(t, recency, i)
         recency_push_after(t, recency, recency.newest, i)
