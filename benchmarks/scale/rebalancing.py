@@ -4,8 +4,8 @@ printed; the rule is `preble/scheduling/rebalance_planner.py`.
     python -m benchmarks.scale.rebalancing
 
 Six simulated A6000 workers (in the last scenario one, and another that joins). Mean / p99 seconds to the first token,
-and mean / p99 latency, on the same requests: by "e2" without plans, with moves, with copies, with both; by round robin
-and least load.
+and mean / p99 latency, on the same requests: by "e2"; by "e2-paper" without plans, with moves, with copies, with both;
+by round robin and least load.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from preble.sim.config import A6000_KV_TOKENS
 from preble.workloads import PromptRequest, Workload
 
 PLANS = {
-    "e2": {"rebalance_ratio": 0.0, "replicas_max": 1},
+    "e2-paper": {"rebalance_ratio": 0.0, "replicas_max": 1},
     "and moves": {"rebalance_ratio": 1.5, "replicas_max": 1},
     "and copies": {"rebalance_ratio": 0.0, "replicas_max": 8},
     "and both": {"rebalance_ratio": 1.5, "replicas_max": 8},
 }
-RULES = (*PLANS, "round_robin", "least_loaded")
+RULES = ("e2", *PLANS, "round_robin", "least_loaded")
 VOCABULARY = 32_000
 Scenario = tuple[list[PromptRequest], int, tuple[sim.WorkerJoin, ...]]
 
@@ -71,7 +71,7 @@ def measured(made: Scenario, rule: str) -> list[str]:
     requests, workers, joins = made
     config = sim.SimConfig(
         workers=workers,
-        policy="e2" if rule in PLANS else rule,
+        policy="e2-paper" if rule in PLANS else rule,
         scheduler=SchedulerConfig(join_share=0.0, **PLANS.get(rule, {})),
         local=LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6),
         faults=joins,
