@@ -23,7 +23,7 @@ from preble._core.writer_lock cimport await_python, lock_close, lock_enter, lock
 from preble._core.tree.layout cimport (LIVE, Entry, Mark, Node, TokenRun, Tree, Walk, WorkerMarks, generation,
                                        mark_at, node_at, run_end, store_workers)
 from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
-from preble._core.memory cimport NONE, budget_alloc, budget_free, slab_close, slab_init, slab_reserve
+from preble._core.memory cimport NONE, budget_alloc, slab_close, slab_init, slab_reserve
 from preble._core.tree.nodes cimport at_root, free_node, held_on_path, take_node, tree_walk
 from preble._core.tree.reclaim cimport reclaim, reclaim_soon, retire_memory
 from preble._core.tree.child_table cimport TABLE_START, new_table

@@ -18,8 +18,8 @@ from preble._core.atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadTracker, Row, nanoseconds, prefill_seconds
 from preble._placement.prefix_groups cimport Groups
 from preble._placement.redirects cimport Redirect, Redirects, RedirectTable, find_redirect, load_redirects
-from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices, Reason, Scratch, Terms,
-                                   clear_scratch)
+from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices, Reason,
+                                   Scratch, Terms, clear_scratch)
 from preble._core.epochs cimport reader_enter, reader_leave
 from preble._placement.timing_samples cimport TimingSamples, note_end, note_first
 from preble._core.writer_lock cimport await_python, lock_enter, lock_leave, lock_try

@@ -97,7 +97,7 @@ cdef class E2:
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil
     cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices) noexcept nogil
     cdef bint takes(self, uint32_t worker, uint32_t whole, uint32_t least_held) noexcept nogil
-    cdef void agree(self, Scratch* s, const Placement* request, uint32_t held, Prices* prices,
+    cdef void agree(self, Scratch* s, const Placement* request, uint32_t held, uint32_t least_held, Prices* prices,
                     Choice* choice) noexcept nogil
     cdef void note_placer(self, bint from_peer) noexcept nogil
     cdef void draw(self, Scratch* s, double level, uint64_t head, Choice* choice) noexcept nogil

@@ -1,5 +1,5 @@
-"""The E2 rule in compiled code: one price for every worker, in seconds that a request and those beside it will wait; the
-lowest wins. Owns the looking, the weighing and the choice; it changes nothing but its scratch rows. `bookings.pyx`
+"""The E2 rule in compiled code: one price for every worker, in seconds that a request and those beside it will wait;
+the lowest wins. Owns the looking, the weighing and the choice; it changes nothing but its scratch rows. `bookings.pyx`
 books what is chosen here.
 
     total = queue + prefill + others + decode + eviction + balance
@@ -24,7 +24,7 @@ Who caches the prompt is kept because P is more elsewhere, and left as soon as w
 that: there is no gate. What the choice is called follows from it:
 
     exploit     the longest hit is more than `exploit_ratio` of the prompt, and the choice holds 0.9 of it
-    escape      it is, and the choice does not
+    escape      it is, and the choice does not; where other routers place requests, only for more than these may hide
     explore     it is not (paper Algorithm 1)
     rendezvous  the same, drawn, where other routers place requests, too (`agree`)
 
@@ -247,16 +247,18 @@ cdef class E2:
         terms.balance = LOAD_SHARE * terms.load * min(terms.load / (HALF_BUSY * prices.longest), 1.0)
         terms.total = terms.queue + terms.prefill + terms.others + terms.decode + terms.eviction + terms.balance
 
-    cdef double behind(self, const Terms* terms, uint32_t worker, const Placement* request, double ahead) noexcept nogil:
+    cdef double behind(self, const Terms* terms, uint32_t worker, const Placement* request,
+                       double ahead) noexcept nogil:
         """How much of what is ahead counts twice: decoding goes on between the chunks of others' prefills. What is
         ahead of a prompt whose prefix was sent there and not yet seen done is that very prefix, for whose end it waits
         once."""
         cdef const Cost* cost
-        cdef uint32_t known
+        cdef uint32_t key, known
         if ahead <= 0.0:
             return 0.0
         if terms.usable:
-            known = confirmed_tokens(&self.tree.t, request.walk, load32(&load_workers(&self.tree.t.workers)[worker].key))
+            key = load32(&load_workers(&self.tree.t.workers)[worker].key)
+            known = confirmed_tokens(&self.tree.t, request.walk, key)
             cost = load_cost(&self.loads.rows[worker].cost)
             if known < terms.usable and cost != NULL:
                 ahead -= prefill_seconds(cost, terms.usable - known, terms.usable)
@@ -295,15 +297,15 @@ cdef class E2:
         if choice.worker == NONE:
             return choice
         if choice.reason != EXPLOIT and load_double(&self.loads.others) > 0.0:
-            self.agree(s, request, best, &prices, &choice)
-            if s.terms[choice.worker].whole >= least_held:
-                choice.reason = EXPLOIT
+            self.agree(s, request, best, least_held, &prices, &choice)
         return choice
 
-    cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices) noexcept nogil:
-        """The lowest total; `least_held` tokens are what a holder has, NONE where none has enough."""
-        cdef uint32_t i, held = 0
-        cdef Terms terms, least
+    cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held,
+                         Prices* prices) noexcept nogil:
+        """The lowest total; `least_held` tokens are what a holder has, NONE where none has enough. The best holder is
+        left only for more than what other routers may have placed unseen: else all of them leave it at one moment."""
+        cdef uint32_t i, home = NONE
+        cdef Terms terms, least, there
         cdef Choice choice
         memset(&choice, 0, sizeof(Choice))
         choice.worker = NONE
@@ -314,10 +316,15 @@ cdef class E2:
             self.weigh(&terms, i, request, prices)
             if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
                 choice.worker = i
-                choice.usable = terms.usable
-                held = terms.whole
                 least = terms
-        choice.reason = EXPLORE if least_held == NONE else EXPLOIT if held >= least_held else ESCAPE
+            if terms.whole >= least_held and (home == NONE or self.better(&terms, i, &there, home)):
+                home = i
+                there = terms
+        if home != NONE and there.total - least.total <= UNSEEN_SECONDS * load_double(&self.loads.others):
+            choice.worker = home
+            least = there
+        choice.usable = least.usable if choice.worker != NONE else 0
+        choice.reason = EXPLORE if least_held == NONE else EXPLOIT if choice.worker == home else ESCAPE
         return choice
 
     cdef bint takes(self, uint32_t worker, uint32_t whole, uint32_t least_held) noexcept nogil:
@@ -325,14 +332,14 @@ cdef class E2:
         cdef uint32_t service = load32(&self.loads.rows[worker].eligible)
         return service == ANY_REQUEST or (service == CACHED_ONLY and whole >= least_held)
 
-    cdef void agree(self, Scratch* s, const Placement* request, uint32_t held, Prices* prices,
+    cdef void agree(self, Scratch* s, const Placement* request, uint32_t held, uint32_t least_held, Prices* prices,
                     Choice* choice) noexcept nogil:
         """Choose by rendezvous hashing of what nobody has of the prompt, where others place requests that are not known
         here yet: each eligible worker whose height is below a level has the difference as its weight.
 
                 #   #
             ----#---#----    the level at which the weights add up to the seconds of work that others may have placed
-              # #   # #      meanwhile, and to those of this request
+              # #   # #      meanwhile, and to those of this request; to escape, at most the lowest of the holders
               # # # # #
             a b c d e f      the likeliest is a, then d, then b and f; c and e are never drawn
 
@@ -340,7 +347,7 @@ cdef class E2:
         whichever router they come to. A height is the total, in which the queue counts DRAW_QUEUE_WEIGHT times more: a
         draw that misses the best worker should cost the future a little, not this request a wait.
         """
-        cdef double unseen, added
+        cdef double unseen, added, bound = INFINITY
         cdef uint32_t i
         cdef Terms* terms
         for i in range(s.workers):
@@ -350,9 +357,11 @@ cdef class E2:
                 self.size_up(terms, i, s.held[i], request.count)
                 self.weigh(terms, i, request, prices)
                 terms.height = terms.total + DRAW_QUEUE_WEIGHT * terms.queue
+                if terms.whole >= least_held:
+                    bound = min(bound, terms.height)
         unseen = UNSEEN_SECONDS * load_double(&self.loads.others) * load_double(&self.loads.fleet_load) / prices.longest
         added = s.terms[choice.worker].prefill * (1.0 + prices.pressure)
-        self.draw(s, level_of(s, unseen + added), head_of(request, held), choice)
+        self.draw(s, min(level_of(s, unseen + added), bound), head_of(request, held), choice)
 
     cdef void note_placer(self, bint from_peer) noexcept nogil:
         """Keep the load tracker's `others` up to date: a mean over the last bookings; 0 once nobody else places any."""

@@ -15,14 +15,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import InvalidInput
-from ..scheduling.records import DecisionRecord, WorkerTerms, read_lines
+from ..scheduling.records import PRICE_TERMS, DecisionRecord, WorkerTerms, read_lines
 from .console import aligned, printable
 
 RECORDS_MAX = 1000  # printed at once
-HEADER = ("", "worker", "matched", "missed", "L s", "M s", "P s", "total s", "backlog s", "score")
-LEGEND = (
-    "* chosen, - no candidate. L load, M eviction, P prefill of this prompt, backlog: prefill booked and not done.\n"
-)
+HEADER = ("", "worker", "matched", "missed")
+PRICE = (*(name.removesuffix("_seconds") for name in PRICE_TERMS), "total")
+BESIDE = ("L", "backlog")
+LEGEND = """\
+* chosen, - no candidate. Seconds: queue, the wait for what is ahead; prefill of what it lacks; others, who wait for it;
+decode, its own output there; eviction, computing again what goes for it; balance, for its load; total, the sum of them.
+Beside it: L, the load, which is work given to it within the window; backlog, prefill booked and not done.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +75,9 @@ def missing(args: argparse.Namespace) -> str:
 
 def text_of(record: DecisionRecord) -> str:
     """A record as some lines of text: the decision, a row for each worker, what came of it."""
-    rows = [HEADER, *(row_of(record, terms) for terms in ordered(record))]
+    scored = any(terms.score != terms.total_seconds for terms in record.workers)
+    header = (*HEADER, *PRICE, *BESIDE, *(["score"] if scored else []))
+    rows = [header, *(row_of(record, terms, scored) for terms in ordered(record))]
     return "\n".join([*heading(record), "", *aligned(rows, left=2), "", *ending(record)]) + "\n"
 
 
@@ -95,16 +101,17 @@ def ordered(record: DecisionRecord) -> list[WorkerTerms]:
     return sorted(record.workers, key=lambda one: (one.worker != record.worker, not one.candidate, one.score))
 
 
-def row_of(record: DecisionRecord, terms: WorkerTerms) -> tuple[str, ...]:
+def row_of(record: DecisionRecord, terms: WorkerTerms, scored: bool) -> tuple[str, ...]:
+    """A worker's row; with its score where that is not the total of each."""
     mark = "*" if terms.worker == record.worker else "" if terms.candidate else "-"
-    seconds = (terms.load_seconds, terms.eviction_seconds, terms.prefill_seconds)
-    sums = (terms.total_seconds, terms.backlog_seconds, terms.score)
+    price = (*(getattr(terms, name) for name in PRICE_TERMS), terms.total_seconds)
+    beside = (terms.load_seconds, terms.backlog_seconds)
     return (
         mark,
         printable(terms.worker),
         str(terms.matched_tokens),
         str(terms.missed_tokens),
-        *map(number, (*seconds, *sums)),
+        *map(number, (*price, *beside, *([terms.score] if scored else []))),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from ..errors import MissingExtra
+from ..scheduling.records import PRICE_TERMS
 from .console import printable
 
 try:
@@ -29,6 +30,7 @@ UNKNOWN = "-"
 ROWS_MIN = 3  # of each table, however small the terminal is
 ROWS_AROUND = 8  # titles, headings and lines between tables
 ONCE_ROWS = 40
+TERMS_COLUMNS = 120  # in a narrower terminal a price is shown without its terms
 
 
 class TopScreen:
@@ -46,23 +48,24 @@ class TopScreen:
         self._live.stop()
 
     def show(self, state: State, trouble: str = "") -> None:
-        """The next frame, as high as the terminal."""
-        self._live.update(frame(state, self._console.height, trouble), refresh=True)
+        """The next frame, as wide and high as the terminal."""
+        size = self._console.size
+        self._live.update(frame(state, size.width, size.height, trouble), refresh=True)
 
     def print(self, state: State) -> None:
         """A frame that stays."""
-        self._console.print(frame(state, ONCE_ROWS))
+        self._console.print(frame(state, self._console.width, ONCE_ROWS))
 
 
-def frame(state: State, height: int, trouble: str = "") -> RenderableType:
-    """A state as something to print in `height` lines; the workers get half of them."""
+def frame(state: State, width: int, height: int, trouble: str = "") -> RenderableType:
+    """A state as something to print in `height` lines of `width` columns; the workers get half of them."""
     rows = max(height - ROWS_AROUND, 4 * ROWS_MIN)
     workers = min(len(state["workers"]), max(rows // 2, ROWS_MIN))
     rest = max((rows - workers) // 3, ROWS_MIN)
     return Group(
         header(state, trouble),
         worker_table(state["workers"], workers),
-        decision_table(state["decisions"][:rest]),
+        decision_table(state["decisions"][:rest], PRICE_TERMS if width >= TERMS_COLUMNS else ()),
         prefix_table(state["prefixes"][:rest]),
         event_table(state["events"][:rest]),
     )
@@ -108,20 +111,21 @@ def worker_table(workers: Sequence[State], most: int) -> Table:
     return table
 
 
-def decision_table(decisions: Sequence[State]) -> Table:
-    """The last decisions, with the chosen worker's terms."""
-    table = _table("decided", "worker", "why", ">cached/prompt", ">L", ">M", ">P", ">total", ">first")
+def decision_table(decisions: Sequence[State], terms: Sequence[str]) -> Table:
+    """The last decisions, with those terms of the chosen worker's price, and the whole of it."""
+    price = (*terms, "total_seconds")
+    columns = (f">{name.removesuffix('_seconds')}" for name in price)
+    table = _table("decided", "worker", "why", ">cached/prompt", *columns, ">first")
     for one in decisions:
         chosen, outcome = one["chosen"], one["outcome"]
         first_token = "running" if outcome is None else seconds(outcome["first_token_seconds"])
-        terms = (chosen[name] for name in ("load_seconds", "eviction_seconds", "prefill_seconds", "total_seconds"))
         _add(
             table,
             f"{duration(one['seconds_ago'])} ago",
             printable(one["worker"]),
             printable(one["reason"]),
             f"{chosen['matched_tokens']:,}/{one['prompt_tokens']:,}",
-            *map(seconds, terms),
+            *(seconds(chosen[name]) for name in price),
             first_token,
         )
     return table

@@ -1,5 +1,5 @@
 """The prefixes that most work is for, and which workers have them. Owns how they are ranked and named; what is counted
-of each is `_placement/prefix_groups.pyx`'s, and nothing is counted unless E2 may move or copy prefixes
+of each is `_placement/prefix_groups.pyx`'s, and nothing is counted before somebody watches, or a policy takes plans
 (docs/rebalancing.md).
 
 A prefix is shown by its length and a name, never by its tokens: the name is a keyed hash, so that nobody without the
@@ -58,10 +58,17 @@ class HotPrefixes:
         self._names: dict[tuple[int, int, int], str] = {}
         self._names_of: GlobalScheduler = None
 
+    def watch(self, scheduler: GlobalScheduler) -> None:
+        """Let the scheduler count from now on: 4,096 places of 96 bytes, and some instructions for each booking."""
+        with scheduler.core.tree:
+            scheduler.core.groups.start()
+
     def top(self, scheduler: GlobalScheduler, count: int) -> list[SharedPrefix]:
-        """The `count` prefixes with most load, the most loaded first; empty where none are counted. Changes nothing but
-        names. The writers' lock is held for slices: 512 counted places, or one prefix and all workers."""
+        """The `count` prefixes with most load since `watch`, the most loaded first. Watches, and changes nothing else
+        but names. The writers' lock is held for slices: 512 counted places, or one prefix and all
+        workers."""
         check_int("count", count, 1, 1000)
+        self.watch(scheduler)
         if scheduler is not self._names_of:
             self._names, self._names_of = {}, scheduler
         shares = by_node(counted_groups(scheduler.core, scheduler.now(), 0.0))

@@ -8,7 +8,8 @@ A record is made with the decision and joined once, when its request ends. Regre
     regret seconds    actual time to first token, less the least that any other worker was predicted to take; never
                       below 0, and 0 where there was no other
 
-A worker's prediction is its backlog (prefill booked and not yet done) and the request's own prefill there.
+A worker's prediction is its backlog (prefill booked and not yet done) and the request's own prefill there. That is a
+time to first token; what the policy compared is another thing, and counts what others lose, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..errors import InvalidConfig, InvalidInput
 from ..types import Explanation, check_int
 from .record_sink import Sink
 
-FORMAT = 1
+FORMAT = 2  # 1 had the terms of an older rule, which do not add up to its total; they are refused
 LINE_CHARS_MAX = 1 << 24  # of one record as JSON; a longer line is none
 _SAMPLING = 0x5DEECE66D  # apart from the draws that policies get
 
@@ -33,20 +34,36 @@ _SAMPLING = 0x5DEECE66D  # apart from the draws that policies get
 # --- the records ------------------------------------------------------------------------------------------------------
 
 
+# The terms of a worker's price, in the order in which they are shown; they add up to `total_seconds`.
+PRICE_TERMS = (
+    "queue_seconds",
+    "prefill_seconds",
+    "others_seconds",
+    "decode_seconds",
+    "eviction_seconds",
+    "balance_seconds",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerTerms:
-    """One worker in one decision. Seconds: L (`load`), M (`eviction`), P (`prefill`), their sum (`total`), and the
-    prefill booked on it and not yet done (`backlog`). `score` is what the policy compared (`total_seconds` for E2);
-    only a `candidate` could be chosen. Paper section 4.2, Algorithm 2."""
+    """One worker in one decision: what `types.WorkerCost` says of it, and the prefill booked on it and not yet done
+    (`backlog_seconds`). The six of PRICE_TERMS add up to `total_seconds`; the load L and the backlog are beside them,
+    for information. `score` is what the policy compared (`total_seconds` for E2); only a `candidate` could be
+    chosen."""
 
     worker: str
     matched_tokens: int
     missed_tokens: int
-    load_seconds: float
-    eviction_seconds: float
+    queue_seconds: float
     prefill_seconds: float
-    backlog_seconds: float
+    others_seconds: float
+    decode_seconds: float
+    eviction_seconds: float
+    balance_seconds: float
     total_seconds: float
+    load_seconds: float
+    backlog_seconds: float
     score: float
     candidate: bool
 
@@ -155,7 +172,7 @@ class Recording:
 
     share: of all decisions, drawn by the scheduler's seed; those with `explain=True` are recorded in any case.
     per_second: beside the share, the first so many decisions of each second, so that an idle fleet's are all there.
-    keep: the latest so many records are kept. Memory: about 0.3 KB for each worker in each of them.
+    keep: the latest so many records are kept. Memory: about 0.4 KB for each worker in each of them.
     sink: called with each record when its request has ended, or a file that gets it as a line of JSON.
     sink_queue: records that may wait for the sink; what comes on top is dropped, and counted.
     """
@@ -344,13 +361,15 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(line: str) -> DecisionRecord:
-    """The record of a line. Raises InvalidInput saying what is wrong with it."""
+    """The record of a line. Raises InvalidInput saying what is wrong with it; a line of another FORMAT is refused."""
     try:
         data = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"not JSON: {error}") from None
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise InvalidInput(f'not a record: an object with "format": {FORMAT} is expected')
+    found = data.pop("format", None) if isinstance(data, dict) else None
+    if found != FORMAT:
+        other = f", this one is of another version of Preble: {found}" if type(found) is int else ""
+        raise InvalidInput(f'not a record: an object with "format": {FORMAT} is expected{other}')
     record: DecisionRecord = _read(DecisionRecord, data, "record")
     if record.worker not in {terms.worker for terms in record.workers}:
         raise InvalidInput(f"record.worker {record.worker!r} is not among record.workers")

@@ -24,7 +24,7 @@ ERROR_CHARS_MAX = 200  # of the last error, as `stats` shows it
 
 @dataclass(frozen=True, slots=True)
 class ShadowAnswer:
-    """What the shadow chose, and each worker's L + M + P in seconds by our own cost model."""
+    """What the shadow chose, and each worker's total in seconds, as E2 weighs it."""
 
     choice: ShadowChoice
     total_seconds: dict[str, float]
@@ -47,7 +47,7 @@ class Shadow:
         try:
             asked = request.token_ids, request.namespace, output_limit(request.max_new_tokens)
             chosen, reason, _, rows, names = choice_to_come(core, self.policy, *asked, now, request)
-            totals = {names[row[0]]: float(row[6]) for row in rows}
+            totals = {names[index]: total for index, *_, total, _ in rows}
             return ShadowAnswer(ShadowChoice(self.name, names[chosen], reason), totals)
         except Exception as error:  # noqa: BLE001  it may be anybody's code, and the caller did not ask for it
             self._counts["errors"] += 1
@@ -78,7 +78,7 @@ class Shadow:
 
     def stats(self) -> dict[str, Any]:
         """`decisions` compared, of them `agreements` and `differences`, these also by "live reason -> its reason";
-        `seconds_saved` and `seconds_lost` by the different ones, had they been followed, as our L + M + P has it."""
+        `seconds_saved` and `seconds_lost` by the different ones, had they been followed, by E2's totals."""
         return {
             "policy": self.name,
             **self._counts,

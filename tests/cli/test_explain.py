@@ -3,27 +3,43 @@ print. What is in a record is tested in `scheduling/test_records.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from preble import GlobalScheduler, ManualClock, sim, workloads
+from preble import GlobalScheduler, ManualClock, WorkerSpec, sim, workloads
 from preble.cli import main
 from preble.cli.explain import RECORDS_MAX, choose, text_of
-from preble.scheduling.records import DecisionRecord, Outcome, Recording, ShadowChoice, WorkerTerms, write_lines
+from preble.scheduling.records import (
+    PRICE_TERMS,
+    DecisionRecord,
+    Outcome,
+    Recording,
+    ShadowChoice,
+    WorkerTerms,
+    write_lines,
+)
 from tests.support.paths import ROOT
 
-TWO = (
-    WorkerTerms("gpu-0", 0, 900, 1.5, 0.25, 0.125, 0.0, 1.875, 1.875, True),
-    WorkerTerms("gpu-1", 600, 300, 0.5, 0.0, 0.0625, 2.0, 0.5625, 0.5625, True),
-    WorkerTerms("gpu-2", 100, 800, 0.25, 0.0, 0.1, 0.0, 0.35, 0.35, False),
+
+def terms(name: str, matched: int, *price: float, load: float, backlog: float, candidate: bool = True) -> WorkerTerms:
+    """A worker whose price has these terms, in the order in which they are shown."""
+    total = sum(price)
+    return WorkerTerms(name, matched, 900 - matched, *price, total, load, backlog, total, candidate)
+
+
+THREE = (
+    terms("gpu-0", 0, 0.25, 0.125, 0.5, 0.0, 0.75, 0.25, load=12.5, backlog=0.0),
+    terms("gpu-1", 600, 0.25, 0.0625, 0.125, 0.03125, 0.0, 0.09375, load=4.6875, backlog=2.0),
+    terms("gpu-2", 100, 0.0, 0.125, 0.0, 0.0, 0.0, 0.0, load=0.25, backlog=0.0, candidate=False),
 )
 
 
 def record(**more: Any) -> DecisionRecord:
     fixed = {"request_id": "chat-7", "sequence": 12, "decided_at": 1000.5, "policy": "e2", "reason": "exploit"}
-    fixed |= {"prompt_tokens": 900, "worker": "gpu-1", "runner_up": "gpu-0", "margin": 1.3125, "workers": TWO}
+    fixed |= {"prompt_tokens": 900, "worker": "gpu-1", "runner_up": "gpu-0", "margin": 1.3125, "workers": THREE}
     return DecisionRecord(**{**fixed, **more})
 
 
@@ -55,21 +71,47 @@ WHOLE = """\
 request chat-7: decision 12 at 1000.5000 s, policy e2, 900 prompt tokens
 chosen gpu-1 (exploit), runner-up gpu-0, margin 1.3125; shadow kv_cost: gpu-0 (kv_cost)
 
-   worker  matched  missed     L s     M s     P s  total s  backlog s   score
-*  gpu-1       600     300  0.5000  0.0000  0.0625   0.5625     2.0000  0.5625
-   gpu-0         0     900  1.5000  0.2500  0.1250   1.8750     0.0000  1.8750
--  gpu-2       100     800  0.2500  0.0000  0.1000   0.3500     0.0000  0.3500
+   worker  matched  missed   queue  prefill  others  decode  eviction  balance   total        L  backlog
+*  gpu-1       600     300  0.2500   0.0625  0.1250  0.0312    0.0000   0.0938  0.5625   4.6875   2.0000
+   gpu-0         0     900  0.2500   0.1250  0.5000  0.0000    0.7500   0.2500  1.8750  12.5000   0.0000
+-  gpu-2       100     800  0.0000   0.1250  0.0000  0.0000    0.0000   0.0000  0.1250   0.2500   0.0000
 
 finished after 6.5000 s, 40 output tokens
 first token    3.1250 s, 2.0625 s expected (+1.0625)
 cached tokens  500, 600 expected (-100)
-regret         3.0250 s; 25.0% of what was computed (100 tokens) was cached elsewhere
+regret         3.0000 s; 25.0% of what was computed (100 tokens) was cached elsewhere
 """
 
 
 def test_a_record_is_printed_whole() -> None:
     shadow = ShadowChoice("kv_cost", "gpu-0", "kv_cost")
     assert text_of(record(shadow=shadow, outcome=finished(3.125, 500))) == WHOLE
+
+
+def test_scores_are_shown_where_they_are_not_the_totals() -> None:
+    scored = replace(THREE[1], score=20.0)
+    lines = text_of(record(workers=(*THREE[:1], scored))).splitlines()
+    assert lines[3].split()[-2:] == ["backlog", "score"]
+    assert [line.split()[-1] for line in lines[4:6]] == ["20.0000", "1.8750"]
+
+
+def test_the_columns_of_a_price_are_named_and_add_up() -> None:
+    """Of a fleet that queues, decodes and evicts: each printed row, as it is read by its columns."""
+    sched = GlobalScheduler(
+        [WorkerSpec(name, kv_capacity_tokens=3000) for name in "abc"], clock=ManualClock(100.0), record=Recording()
+    )
+    for number in range(24):
+        sched.schedule([number % 3] * 600 + [100 + number] * 200, request_id=number, max_new_tokens=50)
+    used = set()
+    for one in sched.records():
+        lines = text_of(one).splitlines()
+        names = lines[3].split()
+        for line in lines[4:7]:
+            row = dict(zip(names, line.removeprefix("*").split(), strict=True))
+            price = {name: float(row[name]) for name in names[names.index("queue") : names.index("total")]}
+            assert sum(price.values()) == pytest.approx(float(row["total"]), abs=0.0004), "each is rounded"
+            used |= {name for name, seconds in price.items() if seconds}
+    assert used == {name.removesuffix("_seconds") for name in PRICE_TERMS}, "no column is empty in all rows"
 
 
 def test_what_is_not_known_is_said() -> None:
@@ -84,7 +126,7 @@ def test_what_is_not_known_is_said() -> None:
 
 
 def test_scores_without_end_and_names_that_a_terminal_obeys_are_printed_safely() -> None:
-    odd = WorkerTerms("evil\x1b[2J", 0, 9, 0.0, 0.0, 0.0, 0.0, 0.0, float("inf"), True)
+    odd = replace(THREE[0], worker="evil\x1b[2J", score=float("inf"))
     text = text_of(record(request_id="a\nb", worker=odd.worker, reason="\x07", workers=(odd,)))
     assert "\x1b" not in text and "\x07" not in text and r"a\nb" in text
     assert " inf\n" in text
@@ -175,7 +217,8 @@ def test_a_scheduler_s_own_file_can_be_explained(tmp_path: Path, capsys: pytest.
     sched.close()
     assert main(["explain", str(path), "--id", "second"]) == 0
     out = capsys.readouterr().out
-    assert "chosen a (exploit), the only candidate; shadow least_loaded: the same (least_loaded)" in out
+    assert "chosen a (exploit), runner-up b, margin 0." in out
+    assert "; shadow least_loaded: the same (least_loaded)\n" in out
     assert "cached tokens  0, 299 expected (-299)" in out
 
 

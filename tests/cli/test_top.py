@@ -12,14 +12,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from preble import GlobalScheduler
 from preble.cli import top
 from preble.errors import InvalidInput, TransportError
+from preble.scheduling.records import Recording
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.paths import ROOT
 from tests.support.transport import HANG_SECONDS, WorkerProcess
@@ -38,7 +41,8 @@ def worker(name: str, state: str = "ready") -> dict[str, Any]:
 def state(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
     """All of it."""
     fleet = {"requests_per_second": 7.25, "hit": 0.5, "first_token_p50": 0.012, "first_token_p99": 2.5, "waiting": 3.0}
-    chosen = {"load_seconds": 1.5, "eviction_seconds": 0.0, "prefill_seconds": 0.02, "total_seconds": 1.6}
+    chosen = {"queue_seconds": 0.25, "prefill_seconds": 0.02, "others_seconds": 1.5, "decode_seconds": 0.04}
+    chosen |= {"eviction_seconds": 0.0, "balance_seconds": 0.09, "total_seconds": 1.9}
     decision = {"seconds_ago": 3.4, "worker": "a", "reason": "exploit", "prompt_tokens": 1234, "outcome": None}
     prefix = {"name": "c0ffee00", "prefix_tokens": 4096, "requests": 9, "load": 0.3, "holders_count": 9}
     return {
@@ -60,10 +64,17 @@ def state(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def printed(told: dict[str, Any]) -> str:
-    """One frame as text."""
+    """One frame as text, as wide as a test's terminal is."""
     stream = io.StringIO()
     frames.TopScreen(stream).print(told)
     return stream.getvalue()
+
+
+def framed(told: dict[str, Any], width: int, height: int = 40) -> list[str]:
+    """One frame as lines, for a terminal of that size."""
+    stream = io.StringIO()
+    frames.Console(file=stream, width=width).print(frames.frame(told, width, height))
+    return stream.getvalue().splitlines()
 
 
 def test_a_frame_has_the_fleet_the_workers_and_what_happened() -> None:
@@ -79,6 +90,31 @@ def test_a_frame_has_the_fleet_the_workers_and_what_happened() -> None:
     assert re.search(r"1 min ago +lost +b \(was ready\) x", text)
 
 
+def test_a_decision_has_the_terms_of_its_price_where_there_is_room() -> None:
+    heading, row = decision_lines(framed(state(worker("a")), 120))
+    names = "queue prefill others decode eviction balance total first"
+    assert heading.split()[4:] == names.split()
+    assert row.endswith("  250 ms    20 ms   1.5 s   40 ms      0 ms    90 ms  1.9 s  running")
+    heading, row = decision_lines(framed(state(worker("a")), 80))
+    assert heading.split() == ["decided", "worker", "why", "cached/prompt", "total", "first"]
+    assert row.split()[-2:] == ["s", "running"] and "\u2026" not in heading + row, "nothing is cut off"
+
+
+def decision_lines(lines: list[str]) -> list[str]:
+    """The heading of the decisions, and the first of them."""
+    at = next(i for i, line in enumerate(lines) if line.startswith("decided"))
+    return [line.rstrip() for line in lines[at : at + 2]]
+
+
+def test_the_terms_that_are_shown_are_those_of_a_price() -> None:
+    """What the gateway sends of a decision has each of them, and they add up."""
+    sched = GlobalScheduler(["a", "b"], record=Recording())
+    sched.schedule([1] * 500)
+    chosen = asdict(sched.records()[0].chosen)
+    assert sum(chosen[name] for name in frames.PRICE_TERMS) == pytest.approx(chosen["total_seconds"], rel=1e-12)
+    assert chosen["total_seconds"] > 0
+
+
 def test_names_are_neither_markup_nor_orders_to_the_terminal() -> None:
     text = printed(state(worker(NASTY)))
     assert "\x1b" not in text and "[red]x[/red]\\x1b" in text
@@ -88,13 +124,11 @@ def test_a_frame_fits_the_terminal_and_counts_what_it_leaves_out() -> None:
     told = state(*(worker(f"w{i:03}") for i in range(100)))
     told |= {name: told[name] * 40 for name in ("decisions", "prefixes", "events")}
     for height in (24, 50):
-        stream = io.StringIO()
-        frames.Console(file=stream, width=200).print(frames.frame(told, height))
-        lines = stream.getvalue().splitlines()
+        lines = framed(told, 200, height)
         assert len(lines) <= height + 2
         assert (
             sum(line.startswith("w") and line[1].isdigit() for line in lines)
-            + int(re.search(r"and (\d+) more", stream.getvalue()).group(1))
+            + int(re.search(r"and (\d+) more", "\n".join(lines)).group(1))
             == 100
         )
 

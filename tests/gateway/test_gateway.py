@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import signal
 import socket
 import time
@@ -235,11 +236,16 @@ def test_headers_reports_where_a_request_went_and_why(client: Client) -> None:
     body = {"prompt": "where am I", "max_tokens": 2}
     _, headers, reply = client.call("POST", "/v1/completions", body, {"x-request-id": "mine-1"})
     assert headers["x-request-id"] == "mine-1" and reply["id"] == "cmpl-mine-1"
-    assert headers["x-preble-worker"] in ("a", "b")
+    caches_it = headers["x-preble-worker"]
+    assert caches_it in ("a", "b")
     assert headers["x-preble-decision"].startswith("reason=explore, matched_tokens=")
     _, headers, _ = client.call("POST", "/v1/completions", body, {"x-request-id": "with space"})
     assert headers["x-request-id"] != "with space"
-    assert headers["x-preble-decision"].startswith("reason=exploit, matched_tokens=")
+    decision = headers["x-preble-decision"]
+    if headers["x-preble-worker"] == caches_it:
+        assert decision.startswith("reason=exploit, matched_tokens=10, ")
+    else:  # of so short a prompt little is saved, so that it may go where less waits
+        assert re.match(r"reason=escape, matched_tokens=[0-8], ", decision)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from preble._placement.bookings import REASON_NAMES
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.transport import HANG_SECONDS, WorkerProcess
 
@@ -165,6 +166,59 @@ def test_a_click_on_a_decision_shows_every_workers_terms(page: Any, gateway: Gat
     assert {terms["worker"] for terms in told["terms"]} == set(NAMES)
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
+
+
+# Of each row of the dialog's table its bar's parts, as shares of the bar, by their classes.
+BARS = """rows => rows.map(row => Object.fromEntries([...row.querySelectorAll(".parts i")].map(
+    part => [part.className, part.getBoundingClientRect().width / part.parentNode.getBoundingClientRect().width])))"""
+PRICE = ("queue", "prefill", "others", "decode", "eviction", "balance")
+
+
+def test_the_terms_of_a_price_fill_its_bar(page: Any, browser: Any, gateway: GatewayProcess) -> None:
+    told = decision_of(page, gateway)
+    cheap, dear = told["terms"]
+    dear |= {f"{name}_seconds": float(number) for number, name in enumerate(PRICE, 1)}
+    dear |= {"total_seconds": 21.0, "score": 21.0, "load_seconds": 70.0, "backlog_seconds": 8.0}
+    cheap |= {f"{name}_seconds": 0.0 for name in PRICE}
+    cheap |= {"queue_seconds": 0.75, "balance_seconds": 1.5, "total_seconds": 2.25, "score": 2.25}
+    answer_with(page, {**told, "worker": cheap["worker"], "chosen": cheap})
+    rows = page.locator("#decision tbody tr")
+    expect(rows).to_have_count(2)
+    headings = page.locator("#decision th").all_text_contents()
+    assert headings == ["Worker", "Cached", *(name.title() for name in PRICE), "Total", "", "Load", "Backlog"]
+    cells = [rows.nth(1).locator("td").nth(number).text_content() for number in range(2, 12)]
+    assert cells == [*(f"{number}.00 s" for number in range(1, 7)), "21.0 s", "", "70 s", "8.00 s"]
+    shares = rows.evaluate_all(BARS)
+    assert shares[0] == pytest.approx({**dict.fromkeys(PRICE, 0.0), "queue": 0.75 / 21, "balance": 1.5 / 21}, abs=0.01)
+    assert shares[1] == pytest.approx({name: number / 21 for number, name in enumerate(PRICE, 1)}, abs=0.01)
+    colours = "parts => parts.map(part => getComputedStyle(part).backgroundColor)"
+    for where in ("#decision .legend i", "#decision tbody tr:nth-child(2) .parts i"):
+        assert len(set(page.locator(where).evaluate_all(colours))) == len(PRICE), "no two look the same"
+
+
+@pytest.mark.parametrize("reason", REASON_NAMES)
+def test_every_reason_has_words_of_its_own(page: Any, gateway: GatewayProcess, reason: str) -> None:
+    told = decision_of(page, gateway)
+    answer_with(page, {**told, "reason": reason, "runner_up": MARKUP, "margin": -0.25})
+    why = page.locator("#decision .reason-text")
+    expect(why).to_contain_text(f"{MARKUP} would have cost 250 ms less.")
+    assert "The rule of policy" not in why.text_content()
+
+
+def decision_of(page: Any, gateway: GatewayProcess) -> dict[str, Any]:
+    """What the gateway says of the first decision that the page lists."""
+    sequence = page.locator(".decision").first.get_attribute("data-sequence")
+    client = Client(gateway.address)
+    status, _, told = client.call("GET", f"/v1/preble/decisions/{sequence}")
+    client.close()
+    assert status == 200
+    return dict(told)
+
+
+def answer_with(page: Any, told: dict[str, Any]) -> None:
+    """Open the first decision, of which the gateway says this."""
+    page.route("**/v1/preble/decisions/*", lambda route: route.fulfill(json=told))
+    page.locator(".decision").first.click()
 
 
 def test_a_decision_can_be_opened_from_the_keyboard(page: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from preble import GlobalScheduler, ManualClock
@@ -22,7 +23,7 @@ from preble.gateway.dashboard.history import UNKNOWN, Ratio, Series, percentile
 from preble.gateway.dashboard.state import HISTORY_TICKS, RECENT_TICKS, Live
 from preble.router.fleet import AddressCounters
 from preble.router.router import RouterCounters
-from preble.scheduling.records import Recording
+from preble.scheduling.records import PRICE_TERMS, Recording
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.transport import WorkerProcess
 
@@ -262,6 +263,9 @@ def test_decisions_are_reported_latest_first_and_one_with_all_its_terms() -> Non
     told = stage.live.decision(sequences[0])
     assert told is not None and {terms.worker for terms in told["terms"]} == {"a", "b"}
     assert told["chosen"] in told["terms"]
+    sent = json.loads(msgspec.json.encode(told))
+    for terms in (sent["chosen"], *sent["terms"]):
+        assert sum(terms[name] for name in PRICE_TERMS) == pytest.approx(terms["total_seconds"], rel=1e-12)
     assert stage.live.decision(10**9) is None
 
 

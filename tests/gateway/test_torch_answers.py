@@ -23,7 +23,7 @@ openai = pytest.importorskip("openai", reason="needs the openai client: pip inst
 pytest_plugins = ["tests.support.torch_fixtures"]
 
 MESSAGES = [
-    {"role": "system", "content": "You are a careful assistant. " * 6},
+    {"role": "system", "content": "You are a careful assistant. " * 24},
     {"role": "user", "content": "Which module reads files line by line?"},
 ]
 TOKENS = 24

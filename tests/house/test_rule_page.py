@@ -18,5 +18,5 @@ def test_the_example_prints_what_stands_there(capsys: pytest.CaptureFixture[str]
     assert found is not None
     exec(compile(found[1], str(PAGE), "exec"), {})
     printed = capsys.readouterr().out
-    assert printed.startswith("explore -> a\n") and printed.count("\n") == 9
+    assert printed.startswith("explore -> a\n") and printed.count("\n") == 12
     assert f"```\n{printed}```" in text

@@ -490,14 +490,18 @@ class NaiveScheduler:
         prices = self.prices(limit, now)
         rows = [self.row(name, path, held[name], prices, now) for name in names]
         best = min(rows, key=lambda row: (row.total, row.tie))
-        if enough and best.whole >= least_held:
-            return Choice(best.worker, "exploit", rows)
-        agreed = self.agreed(rows, best, path[1], longest, prices, now)
-        if enough:
-            return Choice(agreed.worker, "exploit" if agreed.whole >= least_held else "escape", rows)
-        return Choice(agreed.worker, "explore" if agreed is best else "rendezvous", rows)
+        if not enough:
+            agreed = self.agreed(rows, best, path[1], longest, math.inf, prices, now)
+            return Choice(agreed.worker, "explore" if agreed is best else "rendezvous", rows)
+        home = min((row for row in rows if row.whole >= least_held), key=lambda row: (row.total, row.tie))
+        if home.total - best.total <= UNSEEN_SECONDS * self.others:
+            return Choice(home.worker, "exploit", rows)
+        bound = min(row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows if row.whole >= least_held)
+        return Choice(self.agreed(rows, best, path[1], longest, bound, prices, now).worker, "escape", rows)
 
-    def agreed(self, rows: list[Row], best: Row, tokens: Tokens, held: int, prices: Prices, now: float) -> Row:
+    def agreed(
+        self, rows: list[Row], best: Row, tokens: Tokens, held: int, bound: float, prices: Prices, now: float
+    ) -> Row:
         """Where other routers place requests, too: a draw, the same for prompts that go on alike, with weights that
         bring all they touch to one level."""
         if self.others == 0.0:
@@ -506,7 +510,7 @@ class NaiveScheduler:
         unseen += best.prefill * (1.0 + prices.pressure)
         heights = {row.worker: row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows}
         lowest = sorted(heights.values())
-        level = min((sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1))
+        level = min(bound, *((sum(lowest[:count]) + unseen) / count for count in range(1, len(lowest) + 1)))
         start = head = min(held, len(tokens) - 1)
         for token in tokens[start : start + HEAD_TOKENS]:
             head = mixed((head + token) % 2**64)

@@ -28,8 +28,10 @@ def ask(scheduler: GlobalScheduler, prefix: list[int], times: int, namespace: ob
 
 @pytest.fixture
 def scheduler() -> GlobalScheduler:
-    """Two workers and a clock that stands."""
-    return GlobalScheduler(["a", "b"], clock=ManualClock(1000.0))
+    """Two workers and a clock that stands; somebody watches."""
+    scheduler = GlobalScheduler(["a", "b"], clock=ManualClock(1000.0))
+    HotPrefixes(b"").watch(scheduler)
+    return scheduler
 
 
 def test_prefixes_come_most_loaded_first_with_the_workers_that_have_them(scheduler: GlobalScheduler) -> None:
@@ -77,6 +79,7 @@ def test_names_are_kept_in_bounds_and_are_those_of_one_scheduler(
     assert len(hot._names) == 1
     assert names == [prefix.name for prefix in hot.top(scheduler, 5)]
     other = GlobalScheduler(["a"], clock=ManualClock(1000.0))
+    hot.watch(other)
     ask(other, [9] * 600, 3)
     assert hot.top(other, 5)[0].name not in names, "node numbers of two schedulers are not those of one"
 
@@ -84,6 +87,7 @@ def test_names_are_kept_in_bounds_and_are_those_of_one_scheduler(
 def test_holders_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HOLDERS_MAX", 2)
     scheduler = GlobalScheduler([f"w{i}" for i in range(4)], clock=ManualClock(1000.0))
+    HotPrefixes(b"key").watch(scheduler)
     names = set(scheduler.workers)
     for name in sorted(names):
         for number in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from preble.errors import InvalidConfig, InvalidInput
 from preble.policies.base import RequestView, WorkersView
 from preble.scheduling.record_sink import Sink
 from preble.scheduling.records import (
+    PRICE_TERMS,
     DecisionRecord,
     Outcome,
     Recording,
@@ -33,8 +34,9 @@ PATIENCE_SECONDS = 30.0  # until a test gives up on another thread; none waits f
 
 
 def terms(worker: str, matched: int, backlog: float = 0.0, prefill: float = 1.0, prompt: int = 100) -> WorkerTerms:
-    total = 2.0 + prefill
-    return WorkerTerms(worker, matched, prompt - matched, 2.0, 0.0, prefill, backlog, total, total, True)
+    price = (2.0, prefill, 0.5, 0.25, 0.0, 0.125)
+    total = sum(price)
+    return WorkerTerms(worker, matched, prompt - matched, *price, total, 6.25, backlog, total, True)
 
 
 def record(*workers: WorkerTerms, outcome: Outcome | None = None, **more: Any) -> DecisionRecord:
@@ -103,33 +105,56 @@ def test_regret_in_seconds_is_against_the_best_prediction_for_another_worker() -
 
 def test_a_record_holds_what_explain_said_and_what_became_of_the_request() -> None:
     sched, clock = scheduler(3)
-    first = sched.schedule([1] * 400 + [2] * 40, request_id="first")
-    clock.advance(0.25)
-    why = sched.explain([1] * 400 + [3] * 200, request_id="second", max_new_tokens=9)
-    second = sched.schedule([1] * 400 + [3] * 200, request_id="second", max_new_tokens=9)
+    first = sched.schedule([1] * 2000 + [2] * 40, request_id="first")
+    clock.advance(0.125)
+    sched.first_token("first")
+    assert sched.schedule([1] * 2000 + [4] * 20, request_id="waits").worker == first.worker
+    clock.advance(0.125)
+    why = sched.explain([1] * 2000 + [3] * 200, request_id="second", max_new_tokens=9)
+    second = sched.schedule([1] * 2000 + [3] * 200, request_id="second", max_new_tokens=9)
     clock.advance(0.5)
-    sched.first_token("second", cached_tokens=390)
+    sched.first_token("second", cached_tokens=1990)
     clock.advance(1.25)
     sched.finish("second", output_tokens=7)
     kept = sched.records()
-    assert [one.request_id for one in kept] == ["first", "second"]
-    one = kept[1]
-    assert (one.sequence, one.decided_at, one.policy, one.prompt_tokens) == (1, 1000.25, "e2", 600)
+    assert [one.request_id for one in kept] == ["first", "waits", "second"]
+    one = kept[2]
+    assert (one.sequence, one.decided_at, one.policy, one.prompt_tokens) == (2, 1000.25, "e2", 2200)
     assert (one.worker, one.reason) == (second.worker, second.reason) == (first.worker, "exploit")
     assert (one.runner_up, one.margin) == (why.runner_up, why.margin)
-    assert [
-        (w.worker, w.matched_tokens, w.missed_tokens, w.load_seconds, w.eviction_seconds, w.prefill_seconds, w.score)
-        for w in one.workers
-    ] == [
-        (w.worker, w.matched_tokens, w.missed_tokens, w.load_seconds, w.eviction_seconds, w.prefill_seconds, w.score)
-        for w in why.workers
-    ]
-    cost = CostModel.preset("mistral-7b/a6000").prefill_time(440, 440)
+    told = [asdict(worker) for worker in one.workers]
+    assert all(worker.pop("backlog_seconds") >= 0.0 for worker in told)
+    assert told == [asdict(worker) for worker in why.workers]
+    cost = CostModel.preset("mistral-7b/a6000").prefill_time(20, 2020)
     assert {w.worker: w.backlog_seconds for w in one.workers} == {
         name: pytest.approx(cost if name == first.worker else 0.0, rel=1e-6) for name in ("w0", "w1", "w2")
     }
-    assert one.outcome == Outcome("finished", 1.75, 0.5, 390, 7)
-    assert kept[0].outcome is None and one.cached_error_tokens == 390 - 400
+    assert one.outcome == Outcome("finished", 1.75, 0.5, 1990, 7)
+    assert kept[0].outcome is None and one.cached_error_tokens == 1990 - 2000
+
+
+@pytest.mark.parametrize("policy", ["e2", "kv_cost"])
+def test_the_six_terms_of_every_worker_add_up_to_its_total(policy: str) -> None:
+    """Of a fleet that has queues, decodes, and caches that are full; explained, and on record."""
+    clock = ManualClock(1000.0)
+    specs = [WorkerSpec(f"w{i}", kv_capacity_tokens=2000) for i in range(3)]
+    sched = GlobalScheduler(specs, policy=policy, clock=clock, seed=3, record=Recording())
+    used = set()
+    for number in range(40):
+        prompt = [number % 4] * 400 + [50 + number] * 150
+        clock.advance(0.05)
+        told = sched.explain(prompt, max_new_tokens=30).workers
+        sched.schedule(prompt, request_id=number, max_new_tokens=30)
+        if number % 2:
+            sched.first_token(number)
+        if number >= 5:
+            sched.finish(number - 5, output_tokens=20)
+        for one in (*told, *sched.records()[-1].workers):
+            price = {name: getattr(one, name) for name in PRICE_TERMS}
+            assert all(seconds >= 0.0 for seconds in price.values())
+            assert sum(price.values()) == pytest.approx(one.total_seconds, rel=1e-12)
+            used |= {name for name, seconds in price.items() if seconds > 0.0}
+    assert used == set(PRICE_TERMS), "each of them was more than nothing somewhere"
 
 
 def test_runner_up_and_margin_are_of_the_scores_that_decided() -> None:
@@ -468,7 +493,7 @@ NAMES = st.text(max_size=8)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 SCORES = st.floats(allow_nan=False)
 TOKENS = st.integers(0, 2**31)
-TERMS = st.builds(WorkerTerms, NAMES, TOKENS, TOKENS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, SCORES, st.booleans())
+TERMS = st.builds(WorkerTerms, NAMES, TOKENS, TOKENS, *[FLOATS] * 9, SCORES, st.booleans())
 OUTCOMES = st.builds(Outcome, NAMES, FLOATS, st.none() | FLOATS, st.none() | TOKENS, st.none() | TOKENS)
 
 
@@ -512,7 +537,10 @@ TERMS_0 = GOOD["workers"][0]
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 2}, "format"),
+        ({"format": 1}, 'with "format": 2 is expected, this one is of another version of Preble: 1'),
+        ({"format": 3}, "of another version of Preble: 3"),
+        ({"format": "2"}, '"format": 2 is expected$'),
+        ({"format": True}, '"format": 2 is expected$'),
         ({"prompt_tokens": "many"}, "record.prompt_tokens must be of type int"),
         ({"prompt_tokens": True}, "record.prompt_tokens"),
         ({"extra": 1}, "record must be an object"),
@@ -521,6 +549,7 @@ TERMS_0 = GOOD["workers"][0]
         ({"workers": [{**TERMS_0, "score": "high"}]}, r"record.workers\[0\].score"),
         ({"workers": [{**TERMS_0, "candidate": 1}]}, "candidate"),
         ({"workers": [7]}, r"record.workers\[0\] must be an object"),
+        ({"workers": [{k: v for k, v in TERMS_0.items() if k != "others_seconds"}]}, "must be an object with worker,"),
         ({"outcome": {}}, "record.outcome must be an object"),
         ({"shadow": []}, "record.shadow must be an object"),
         ({"decided_at": 10**400}, "record.decided_at"),
@@ -532,7 +561,7 @@ def test_a_damaged_record_is_refused_by_name(change: dict[str, Any], says: str) 
         from_json(json.dumps({**GOOD, **change}))
 
 
-@pytest.mark.parametrize("line", ["", "7", "[]", "{", "null", "[" * 100_000, '{"format": 1}'])
+@pytest.mark.parametrize("line", ["", "7", "[]", "{", "null", "[" * 100_000, '{"format": 2}'])
 def test_what_is_no_record_is_refused(line: str) -> None:
     with pytest.raises(InvalidInput):
         from_json(line)

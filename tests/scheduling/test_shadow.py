@@ -228,7 +228,8 @@ def test_the_request_api_is_complete_without_a_scheduler() -> None:
     plain, notes = RequestApi(whole.core, lambda: 7.0, 0), Notes()
     served(plain, "one")
     assert plain.schedule([9], request_id="two", exclude=WORKERS[:2], explain=True).worker == WORKERS[2]
-    assert plain.explain([9]).worker == WORKERS[2] and plain.match([9, 9]).best_tokens == 1
+    assert plain.explain([9]).worker == WORKERS[1], "the first one has worked before, the last one does"
+    assert plain.match([9, 9]).best_tokens == 1
     assert plain.renew("two") and plain.cancel("two") and plain.now() == 7.0
     watched = RequestApi(whole.core, lambda: 8.0, 0, policy=Last(), observer=notes)
     served(watched, "three")
@@ -268,6 +269,8 @@ def test_differences_are_counted_by_reason_with_the_seconds_they_are_worth() -> 
     sched = GlobalScheduler(["a", "b"], clock=clock, shadow=Last())
     first = sched.schedule([7] * 400, explain=True)  # explored; both cost the same, the first in order takes it
     assert first.worker == "a"
+    sched.first_token(first.request_id)
+    sched.finish(first.request_id, output_tokens=1)
     why = sched.explain([7] * 400 + [1])
     second = sched.schedule([7] * 400 + [1])  # exploited
     assert (second.worker, second.reason) == ("a", "exploit")
@@ -283,7 +286,7 @@ def test_differences_are_counted_by_reason_with_the_seconds_they_are_worth() -> 
 
 
 def test_seconds_saved_and_lost_are_what_the_plain_scheduler_explains() -> None:
-    """E2 beside a policy that takes turns: it would have saved what L + M + P differ by."""
+    """E2 beside a policy that takes turns: it would have saved what the totals differ by."""
     clock, saved, lost, same = ManualClock(1000.0), 0.0, 0.0, 0
     sched = GlobalScheduler(WORKERS, clock=clock, policy="round_robin", shadow="e2")
     beside = GlobalScheduler(WORKERS, clock=clock, policy="round_robin")
@@ -317,12 +320,14 @@ def test_a_policy_that_is_its_own_shadow_always_agrees() -> None:
 def test_a_shadow_s_books_are_of_what_was_done() -> None:
     """The same requests under kv_cost itself would have been placed elsewhere; the book has them where E2 put them."""
     sched = GlobalScheduler(["a", "b"], clock=ManualClock(1000.0), shadow="kv_cost")
-    ids = [sched.schedule([5] * 160).request_id for _ in range(3)]
-    assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 3, "blocks": 10}
-    sched.first_token(ids[0])
+    ids = []
+    for number in range(3):
+        ids.append(sched.schedule([5] * 1600, max_new_tokens=1).request_id)
+        sched.first_token(ids[number])
+    assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 3, "blocks": 100}
     sched.finish(ids[0])
     sched.cancel(ids[1])
-    assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 1, "blocks": 10}
+    assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 1, "blocks": 100}
     sched.finish(ids[2])
     assert sched.stats()["policy_state"]["active_blocks"] == {"requests": 0, "blocks": 0}
 

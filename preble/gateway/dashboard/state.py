@@ -96,6 +96,7 @@ class Live:
         self._totals: dict[str, Any] = {}
         self._events = DashboardEvents()
         self._hot = HotPrefixes(secrets.token_bytes(16))
+        self._hot.watch(router.scheduler)
         self._said: dict[tuple[int, bool], dict[str, Any]] = {}
         self._answers: dict[int, bytes] = {}  # of this tick, by ticks of history
 
@@ -160,7 +161,8 @@ class Live:
             records = stats.get("records") or {}
             self._totals = {**totals, "live_requests": stats["live_requests"], "reasons": stats["reasons"]}
             self._totals |= {"policy": stats["policy"], "recorded": records.get("made")}
-            self._totals |= {"groups": stats["plans"].get("groups"), "index_bytes": stats["tree"]["bytes_used"]}
+            self._totals |= {"groups": self._router.scheduler.core.groups.live}
+            self._totals |= {"index_bytes": stats["tree"]["bytes_used"]}
 
     def _take_workers(self, now: float, looks: Iterable[Look], accounts: Mapping[str, Any]) -> None:
         before, self._workers = self._workers, {}

@@ -8,34 +8,43 @@ import { showNone } from "./views.js";
 const WORKERS_EXPLAINED = 200;
 
 const REASONS = {
-  exploit: "Most of the prompt is cached on its candidates; the cheapest of them got it.",
-  explore: "No worker has most of the prompt, so the cheapest of all got it.",
-  escape: "The workers that cache the prompt would have kept it waiting too long, so it left them.",
+  exploit: "A worker that has most of the prompt cached was the cheapest of all.",
+  explore: "No worker has most of the prompt cached, so the cheapest of all got it.",
+  escape: "Most of the prompt is cached elsewhere; waiting or decoding there costs more than computing it again here.",
+  rendezvous: "No worker has most of the prompt cached. Other routers place requests, too: it was drawn among the cheap ones, so that prompts which begin alike meet.",
   rebalance: "A plan moves this prefix from a heavy worker to a light one.",
   replica: "A plan has copied this prefix to more workers; the cheapest of those that serve it got it.",
 };
 
-// What a decision is made of, in seconds; `rest` is what E2 adds to them.
+// What a worker's price is made of, in seconds: they add up to its total.
 const TERMS = [
-  { name: "backlog_seconds", kind: "q", title: "Backlog", text: "prefill given to it before and not done" },
-  { name: "prefill_seconds", kind: "p", title: "Prefill P", text: "computing what it lacks of this prompt" },
-  { name: "eviction_seconds", kind: "m", title: "Eviction M", text: "computing again what would be evicted for it" },
-  { name: "rest", kind: "r", title: "Knock-on", text: "what it holds up there: live requests, and the room it takes" },
+  { name: "queue_seconds", kind: "queue", title: "Queue", text: "waiting for what is ahead there" },
+  { name: "prefill_seconds", kind: "prefill", title: "Prefill", text: "computing what it lacks of this prompt" },
+  { name: "others_seconds", kind: "others", title: "Others", text: "those there who wait for it, or decode slower" },
+  { name: "decode_seconds", kind: "decode", title: "Decode", text: "its own output, beside what decodes there" },
+  { name: "eviction_seconds", kind: "eviction", title: "Eviction", text: "computing again what is evicted for it" },
+  { name: "balance_seconds", kind: "balance", title: "Balance", text: "a share of its load" },
 ];
 
-function restOf(terms) {
-  const own = terms.backlog_seconds + terms.prefill_seconds + terms.eviction_seconds;
-  return Math.max(terms.total_seconds - own, 0);
-}
+// What is shown beside the price.
+const BESIDE = [
+  { name: "load_seconds", title: "Load", text: "work given to it within the window" },
+  { name: "backlog_seconds", title: "Backlog", text: "prefill given to it and not done" },
+];
 
-// Seconds to the first token, if the backlog is worked off first.
+// What a first token waits for, if the backlog is worked off first.
+const FIRST_TOKEN = [
+  { name: "backlog_seconds", kind: "queue", title: "Backlog" },
+  { name: "prefill_seconds", kind: "prefill", title: "Prefill" },
+];
+
 function predicted(terms) {
   return terms.backlog_seconds + terms.prefill_seconds;
 }
 
-function partsOf(terms, whole) {
-  return TERMS.map(({ name, kind, title }) => {
-    const value = name === "rest" ? restOf(terms) : terms[name];
+function partsOf(parts, terms, whole) {
+  return parts.map(({ name, kind, title }) => {
+    const value = terms[name];
     return { share: whole > 0 ? value / whole : 0, kind, title: `${title}: ${seconds(value)}` };
   });
 }
@@ -47,37 +56,37 @@ export function showDecisions(state, ask) {
   const recorded = state.totals.recorded !== null && state.totals.recorded !== undefined;
   const share = gateway.record_share >= 1 ? "" : `the first ${gateway.records_per_second} of each second and ${percent(gateway.record_share)} of the rest; `;
   setText($("decisions-note"), decisions.length ? `${share}click one for every worker's terms` : "");
-  const most = Math.max(...decisions.map((one) => predicted(one.chosen) + one.chosen.eviction_seconds), 0);
+  const most = Math.max(...decisions.map((one) => predicted(one.chosen)), 0);
   const items = decisions.map((decision) => ({ decision, most }));
   keepList($("decisions"), items, ({ decision }) => decision.sequence, (item) => decisionRow(item.decision, ask));
   const none = recorded ? "No request has been placed yet." : "Decisions are not recorded since the policy was changed.";
   showNone($("decisions"), decisions.length === 0, none);
 }
 
-function decisionRow(first, ask) {
+function decisionRow(made, ask) {
   const age = make("span", { class: "note age" });
   const prompt = partsBar();
-  const cost = partsBar();
-  const costWord = make("b");
+  const first = partsBar();
+  const firstWord = make("b");
   const token = make("span", { class: "token" });
   const matched = make("span", { class: "note" });
   const node = make(
-    "button", { class: "decision decisions-grid", "data-sequence": first.sequence, title: `request ${first.request_id}` },
+    "button", { class: "decision decisions-grid", "data-sequence": made.sequence, title: `request ${made.request_id}` },
     age,
-    make("b", { class: "name" }, first.worker),
-    make("span", {}, make("span", { class: `reason ${first.reason}` }, first.reason)),
+    make("b", { class: "name" }, made.worker),
+    make("span", {}, make("span", { class: `reason ${made.reason}` }, made.reason)),
     make("span", { class: "meter-line" }, prompt.node, matched),
-    make("span", { class: "meter-line" }, cost.node, costWord),
+    make("span", { class: "meter-line" }, first.node, firstWord),
     token,
   );
-  node.addEventListener("click", () => explain(first.sequence, ask));
+  node.addEventListener("click", () => explain(made.sequence, ask));
   const update = ({ decision, most }) => {
     const { chosen } = decision;
     setText(age, ago(decision.seconds_ago));
     prompt.update([{ share: chosen.matched_tokens / decision.prompt_tokens, kind: "cached" }]);
     setText(matched, `${count(chosen.matched_tokens)} of ${count(decision.prompt_tokens)}`);
-    cost.update(partsOf(chosen, most).slice(0, -1));
-    setText(costWord, seconds(predicted(chosen)));
+    first.update(partsOf(FIRST_TOKEN, chosen, most));
+    setText(firstWord, seconds(predicted(chosen)));
     setText(token, tokenWord(decision));
   };
   return { node, update };
@@ -131,7 +140,8 @@ function against(decision) {
   if (decision.runner_up === null) {
     return decision.candidates === 1 && decision.workers > 1 ? "It was the only candidate." : "There was no other worker.";
   }
-  return `The runner-up was ${decision.runner_up}, ${seconds(decision.margin)} behind.`;
+  const { runner_up: other, margin } = decision;
+  return margin < 0 ? `${other} would have cost ${seconds(-margin)} less.` : `The runner-up was ${other}, ${seconds(margin)} behind.`;
 }
 
 function table(decision) {
@@ -139,7 +149,7 @@ function table(decision) {
   const rows = [...decision.terms].sort((a, b) => rank(a) - rank(b) || a.score - b.score);
   const most = Math.max(...rows.map((terms) => terms.total_seconds), 0);
   const scored = rows.some((terms) => terms.score !== terms.total_seconds);
-  const names = ["Worker", "Cached", "Load L", "Backlog", "Prefill P", "Eviction M", "Total", ...(scored ? ["Score"] : []), ""];
+  const names = ["Worker", "Cached", ...TERMS.map(titleOf), "Total", ...(scored ? ["Score"] : []), "", ...BESIDE.map(titleOf)];
   const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
   const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, most, scored));
   const box = make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...shown)));
@@ -148,24 +158,31 @@ function table(decision) {
   return box;
 }
 
+function titleOf({ title }) {
+  return title;
+}
+
 function tableRow(terms, decision, most, scored) {
   const bar = partsBar();
-  bar.update(partsOf(terms, most));
+  bar.update(partsOf(TERMS, terms, most));
   const isChosen = terms.worker === decision.worker;
   const note = isChosen ? "chosen" : terms.candidate ? "" : "no candidate";
   const cells = [
     make("td", {}, make("b", { class: "name" }, terms.worker), note ? make("span", { class: `tag ${isChosen ? "chosen" : ""}` }, note) : ""),
     make("td", {}, count(terms.matched_tokens)),
-    ...["load_seconds", "backlog_seconds", "prefill_seconds", "eviction_seconds", "total_seconds"].map((name) => make("td", {}, seconds(terms[name]))),
+    ...TERMS.map(({ name }) => make("td", {}, seconds(terms[name]))),
+    make("td", {}, make("b", {}, seconds(terms.total_seconds))),
     ...(scored ? [make("td", {}, terms.score === null ? "∞" : terms.score.toPrecision(4))] : []),
     make("td", { class: "bar" }, bar.node),
+    ...BESIDE.map(({ name }) => make("td", { class: "beside" }, seconds(terms[name]))),
   ];
   return make("tr", { class: isChosen ? "is-chosen" : terms.candidate ? "" : "is-out" }, ...cells);
 }
 
 function legend() {
   const parts = TERMS.map(({ kind, title, text }) => make("span", {}, make("i", { class: kind }), make("b", {}, title), ` ${text}`));
-  return make("p", { class: "legend" }, ...parts);
+  const beside = BESIDE.map(({ title, text }) => make("span", {}, make("b", {}, title), ` ${text}`));
+  return make("div", {}, make("p", { class: "legend" }, ...parts), make("p", { class: "legend" }, "Beside the total:", ...beside));
 }
 
 function outcome(decision) {

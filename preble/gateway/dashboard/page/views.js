@@ -135,14 +135,12 @@ function engineOf({ engine, model }) {
 
 export function showPrefixes(state) {
   const { prefixes, totals, window_seconds: window } = state;
-  const counted = totals.groups !== null && totals.groups !== undefined;
   const some = `of ${count(totals.groups)}, by load within ${duration(window)}`;
   setText($("prefixes-note"), prefixes.length ? some : "");
   const most = Math.max(...prefixes.map((prefix) => prefix.load), 0.001);
   const items = prefixes.map((prefix) => ({ prefix, most }));
   keepList($("prefixes"), items, ({ prefix }) => `${prefix.name} ${prefix.prefix_tokens}`, prefixRow);
-  const none = counted ? "No prefix has been asked for twice yet." : `Prefixes are not counted with policy ${totals.policy}.`;
-  showNone($("prefixes"), prefixes.length === 0, none);
+  showNone($("prefixes"), prefixes.length === 0, "No prefix has been asked for twice yet.");
 }
 
 function prefixRow() {
