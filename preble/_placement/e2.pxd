@@ -91,7 +91,8 @@ cdef class E2:
     cdef Prices prices(self, const Placement* request) noexcept nogil
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil
     cdef double evicted_share(self, uint32_t worker, int64_t missed, const Prices* prices) noexcept nogil
-    cdef double behind(self, const Terms* terms, uint32_t worker, const Placement* request, double ahead) noexcept nogil
+    cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
+    cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil

@@ -142,6 +142,16 @@ cdef double level_of(const Scratch* s, double unseen) noexcept nogil:
     return level
 
 
+cdef inline void fit(Terms* terms, uint32_t block_size, uint32_t held, uint32_t count) noexcept nogil:
+    """Fill in what can be used of a prompt of which so much is held."""
+    cdef uint32_t most = count - 1
+    terms.whole = held
+    if block_size > 1:
+        terms.whole -= held % block_size
+        most -= most % block_size
+    terms.usable = min(terms.whole, most)
+
+
 cdef class E2:
     """The rule over one tree and one load tracker, and the writer's scratch rows."""
 
@@ -195,9 +205,7 @@ cdef class E2:
 
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil:
         """Fill in what a worker can use of the prompt."""
-        cdef uint32_t size = max(load32(&self.loads.rows[worker].block_size), 1)
-        terms.whole = held - held % size
-        terms.usable = min(terms.whole, count - 1 - (count - 1) % size)
+        fit(terms, load32(&self.loads.rows[worker].block_size), held, count)
 
     cdef Prices prices(self, const Placement* request) noexcept nogil:
         """What one decision multiplies with, before it has met a worker."""
@@ -232,13 +240,20 @@ cdef class E2:
 
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term of a worker that was sized up."""
+        self.weigh_most(terms, worker, request, prices)
+        self.weigh_behind(terms, worker, request)
+
+    cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
+        """Fill in every term, of the queue all but what counts twice: at most the total that `weigh` comes to."""
         cdef Row* row = &self.loads.rows[worker]
         cdef double live = load32(&row.live_requests), ahead = load_double(&row.queue_seconds)
         if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
             self.price_of(prices, worker, terms.usable, request.count)
-        terms.load = load_double(&row.load_seconds) * self.loads.scale(worker, prices.now, prices.longest)
+        terms.load = load_double(&row.load_seconds)
+        if prices.now - load_double(&row.joined_at) < prices.longest:
+            terms.load *= self.loads.scale(worker, prices.now, prices.longest)
         terms.prefill = prices.prefill
-        terms.queue = ahead + self.behind(terms, worker, request, ahead) + REQUEST_SECONDS * live
+        terms.queue = ahead + REQUEST_SECONDS * live
         terms.others = (prices.prefill * (prices.pressure + INTERRUPTED_SHARE * live)
                         + SLOWED_SHARE * prices.context_seconds * request.count * live)
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
@@ -247,22 +262,24 @@ cdef class E2:
         terms.balance = LOAD_SHARE * terms.load * min(terms.load / (HALF_BUSY * prices.longest), 1.0)
         terms.total = terms.queue + terms.prefill + terms.others + terms.decode + terms.eviction + terms.balance
 
-    cdef double behind(self, const Terms* terms, uint32_t worker, const Placement* request,
-                       double ahead) noexcept nogil:
-        """How much of what is ahead counts twice: decoding goes on between the chunks of others' prefills. What is
+    cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil:
+        """Add how much of what is ahead counts twice: decoding goes on between the chunks of others' prefills. What is
         ahead of a prompt whose prefix was sent there and not yet seen done is that very prefix, for whose end it waits
         once."""
+        cdef double ahead = load_double(&self.loads.rows[worker].queue_seconds)
         cdef const Cost* cost
         cdef uint32_t key, known
         if ahead <= 0.0:
-            return 0.0
+            return
         if terms.usable:
             key = load32(&load_workers(&self.tree.t.workers)[worker].key)
             known = confirmed_tokens(&self.tree.t, request.walk, key)
             cost = load_cost(&self.loads.rows[worker].cost)
             if known < terms.usable and cost != NULL:
                 ahead -= prefill_seconds(cost, terms.usable - known, terms.usable)
-        return min(max(ahead, 0.0), BEHIND_SECONDS)
+        ahead = min(max(ahead, 0.0), BEHIND_SECONDS)
+        terms.queue += ahead
+        terms.total += ahead
 
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil:
         """Whether worker `a` beats `b`: lower total, then more cached, then fewer live requests, then less cached,
@@ -303,17 +320,39 @@ cdef class E2:
     cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held,
                          Prices* prices) noexcept nogil:
         """The lowest total; `least_held` tokens are what a holder has, NONE where none has enough. The best holder is
-        left only for more than what other routers may have placed unseen: else all of them leave it at one moment."""
-        cdef uint32_t i, home = NONE
+        left only for more than what other routers may have placed unseen: else all of them leave it at one moment.
+
+        Holders come first, so that others are passed over as soon as what is summed up of them is more: no term is
+        negative.
+        """
+        cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE
+        cdef double bound
+        cdef Row* row
         cdef Terms terms, least, there
         cdef Choice choice
         memset(&choice, 0, sizeof(Choice))
         choice.worker = NONE
-        for i in range(s.workers):
-            self.size_up(&terms, i, s.held[i], request.count)
-            if not self.takes(i, terms.whole, least_held):
+        least.total = there.total = INFINITY
+        for at in range(first + s.workers):
+            i = s.met[at] if at < first else at - first
+            if (s.held[i] >= least_held) != (at < first):
                 continue
-            self.weigh(&terms, i, request, prices)
+            row = &self.loads.rows[i]
+            service = load32(&row.eligible)
+            if service == NO_REQUEST:
+                continue
+            fit(&terms, load32(&row.block_size), s.held[i], request.count)
+            if service == CACHED_ONLY and terms.whole < least_held:
+                continue
+            if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
+                self.price_of(prices, i, terms.usable, request.count)
+            bound = least.total if terms.whole < least_held else there.total
+            if load_double(&row.queue_seconds) + prices.prefill + prices.prefill * prices.pressure > bound:
+                continue
+            self.weigh_most(&terms, i, request, prices)
+            if terms.total > bound:
+                continue
+            self.weigh_behind(&terms, i, request)
             if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
                 choice.worker = i
                 least = terms
