@@ -29,6 +29,7 @@ def test_questions_about_one_image_go_to_the_worker_that_has_seen_it() -> None:
     scheduler = preble.GlobalScheduler(["a", "b"])
     image = content_token_ids(b"photo", 500).tolist()
     first = scheduler.schedule([1, 2, *image, 7])
+    scheduler.first_token(first.request_id)
     again = scheduler.schedule([1, 2, *image, 8, 9])
     assert (again.worker, again.matched_tokens) == (first.worker, 502)
 

@@ -9,9 +9,13 @@ from ..errors import NoWorkers
 from ..policies.base import Policy, RequestView, WorkersView
 from .decision import Decision
 from .e2 import E2
+from .prefix_groups import Groups
+from .redirects import Redirects
 from .timing_samples import TimingSamples
 
 class DecisionCore(E2):
+    groups: Groups
+    redirects: Redirects
     names: list[str | None]
     left_out: dict[int, int]
     late_calls: int

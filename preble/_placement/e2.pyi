@@ -3,12 +3,8 @@
 from .._cost import LoadTracker
 from .._kv_index.cache_accuracy import CacheAccuracy
 from .._radix import RadixTree
-from .prefix_groups import Groups
-from .redirects import Redirects
 
 class E2:
-    groups: Groups
-    redirects: Redirects
     tree: RadixTree
     loads: LoadTracker
     accuracy: CacheAccuracy
