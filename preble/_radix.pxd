@@ -28,7 +28,7 @@ cdef class RadixTree:
     cdef void leave(self) noexcept
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE
     cdef int forget_empty_roots(self) except -1
-    cdef tuple path_to(self, uint32_t i, uint32_t end)
+    cdef tuple path_to(self, uint32_t i, uint32_t end, uint32_t start=*)
     cdef int need_worker(self, uint32_t worker) except -1
     cdef int need_estimates(self) except -1
     cdef int reserve_worker(self, uint32_t i) except -1

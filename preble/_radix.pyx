@@ -180,15 +180,16 @@ cdef class RadixTree:
                 self._root_queue.append(i)
         return 0
 
-    cdef tuple path_to(self, uint32_t i, uint32_t end):
-        """(namespace, token ids up to position `end`) of the path to a live node. As the writer."""
+    cdef tuple path_to(self, uint32_t i, uint32_t end, uint32_t start=0):
+        """(namespace, token ids from position `start` to `end`) of the path to a live node. As the writer."""
         cdef TokenRun* run
-        cdef uint32_t at
+        cdef uint32_t at, first
         parts = []
         while node_at(&self.t, i).parent != NONE:
             run = node_at(&self.t, i).run
-            if run.start < end:
-                parts.append([run.tokens[at] for at in range(min(run.length, end - run.start))])
+            if run.start < end and run_end(run) > start:
+                first = start - run.start if start > run.start else 0
+                parts.append([run.tokens[at] for at in range(first, min(run.length, end - run.start))])
             i = node_at(&self.t, i).parent
         return self._names[i], [token for part in reversed(parts) for token in part]
 

@@ -447,7 +447,7 @@ class GlobalScheduler(RequestApi):
         with self._lock:
             self.core.accuracy.fade(at)
             workers = list(self._workers.values())
-        warn(look(self.core.accuracy, workers, self._lock, self.core.scheduled_heads))
+        warn(look(self.core.accuracy, workers, self._lock))
         if self._rebalancer is not None:
             self._rebalancer.tick(at)
         if self._calibrator is not None:

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._kv_index.block_layout cimport Blocks
+from preble._kv_index.block_layout cimport Blocks, Place
 from preble._kv_index.event_batch cimport EventBatch
 from preble._radix cimport RadixTree
 from preble._kv_index.cache_accuracy cimport CacheAccuracy
@@ -23,6 +23,7 @@ cdef class BlockIndex:
     cdef int release_room(self) except -1
     cdef int place_events(self, EventBatch batch, object namespace) except -1
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE
+    cdef tuple beyond(self, const Place* place, uint32_t start, uint32_t tokens_max)
     cdef bint evicted(self, object event) except -1
     cdef check_bytes(self, int segments, int entries)
     cdef uint32_t index_of(self, object block_hash) except? 0xFFFFFFFE

@@ -9,18 +9,18 @@ since estimates only ever cost a miss. Everything happens under the tree's write
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from preble._kv_index.block_layout cimport ODD_MAX, ODD_TOKENS, SPACES_MAX, Blocks, Odd, Space
+from preble._kv_index.block_layout cimport PLACES_KEPT, SPACES_MAX, Blocks, Place, Space
 from preble._kv_index.block_positions cimport live_place, place_of, print_above, space_root
 from preble._kv_index.block_updates cimport DONE, apply_batch
 from preble._kv_index.block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
 from preble._kv_index.block_table cimport clear_table, find_key, find_name, name_of
 from preble._kv_index.decode cimport STORED, Event, Key
 from preble._kv_index.event_batch cimport EventBatch, check_hashable, key_of
-from preble._core.tree.layout cimport generation, node_at
+from preble._core.tree.layout cimport Node, Tree, generation, is_same_node, node_at, run_end
 from preble._core.memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
 from preble._core.tree.operations cimport set_limit
-from preble._kv_index.cache_accuracy cimport CacheAccuracy
+from preble._kv_index.cache_accuracy cimport CacheAccuracy, WorkerAccuracy
 
 from ..errors import InvalidConfig, InvalidInput, TreeFull
 from ..types import PrefixEvicted, check_int
@@ -28,6 +28,29 @@ from ..types import PrefixEvicted, check_int
 cdef enum:
     BLOCKS_MAX = 1 << 26         # of a slab
     EVENTS_AT_ONCE = 4096        # event objects decoded before they are applied
+
+
+cdef uint32_t parting(Tree* t, const Place* one, const Place* other) noexcept nogil:
+    """The position at which two paths part; 0 in different namespaces. O(nodes on them)."""
+    cdef uint32_t i = one.node, j = other.node
+    cdef Node* a
+    cdef Node* b
+    while i != j:
+        a = node_at(t, i)
+        b = node_at(t, j)
+        if a.parent == NONE and b.parent == NONE:
+            return 0
+        if a.parent != NONE and (b.parent == NONE or a.run.start >= b.run.start):
+            i = a.parent
+        else:
+            j = b.parent
+    return min(run_end(node_at(t, i).run), min(one.end, other.end))
+
+
+cdef bint is_there(Tree* t, const Place* place) noexcept nogil:
+    """Whether the tree still has a place, which may come from a snapshot and be wrong."""
+    return (place.node < t.nodes.chunk_count * <uint32_t> CHUNK
+            and is_same_node(t, place.node, place.generation) and place.end <= run_end(node_at(t, place.node).run))
 
 
 cdef class BlockIndex:
@@ -69,44 +92,44 @@ cdef class BlockIndex:
         """Tokens of the last stored blocks that were of another size than was given; 0 if none were."""
         return self.b.odd_size
 
-    def odd_prompts(self) -> list[tuple[object, list[int]]]:
-        """(namespace, first tokens) of the last prompts that were stored and begin like none sent there."""
-        cdef Odd* odd
-        cdef uint32_t at, i
+    def parted(self, uint32_t tokens_max) -> list[tuple[int, tuple[object, ...], tuple[object, ...]]]:
+        """Each of some prompts computed there lately with each of some runs of blocks that were stored since and left
+        what was sent: the position at which the two part, and of either its namespace, its end and its first
+        `tokens_max` token ids from there. In different namespaces they part at 0."""
+        cdef uint32_t i, j, at
+        cdef WorkerAccuracy* row = &self.accuracy.rows[self.b.index]
+        cdef Place* prompt
+        cdef Place* run
         found = []
         with self.tree:
-            for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
-                odd = &self.b.odd[at]
-                if odd.root in self.tree._names and generation(node_at(&self.tree.t, odd.root)) == odd.generation:
-                    found.append((self.tree._names[odd.root], [odd.tokens[i] for i in range(odd.count)]))
+            for i in range(min(row.apart_prompts, <uint32_t> PLACES_KEPT)):
+                prompt = &row.prompts[i]
+                for j in range(min(row.apart_runs, <uint32_t> PLACES_KEPT)):
+                    run = &self.b.apart[<uint64_t> (self.b.apart_runs - 1 - j) % PLACES_KEPT]
+                    if is_there(&self.tree.t, prompt) and is_there(&self.tree.t, run):
+                        at = parting(&self.tree.t, prompt, run)
+                        found.append((at, self.beyond(prompt, at, tokens_max), self.beyond(run, at, tokens_max)))
         return found
+
+    cdef tuple beyond(self, const Place* place, uint32_t start, uint32_t tokens_max):
+        namespace, tokens = self.tree.path_to(place.node, min(place.end, start + tokens_max), start)
+        return namespace, place.end, tokens
 
     def compared(self) -> tuple[object, ...]:
         """What the comparison has counted, as plain numbers, for snapshots."""
-        cdef uint32_t at, i
-        cdef Odd* odd
-        prompts = []
-        for at in range(min(self.b.odd_count, <uint32_t> ODD_MAX)):
-            odd = &self.b.odd[at]
-            prompts.append((odd.root, odd.generation, tuple([odd.tokens[i] for i in range(odd.count)])))
-        return (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
-                tuple(prompts))
+        cdef uint32_t at
+        places = tuple((self.b.apart[at].node, self.b.apart[at].generation, self.b.apart[at].end)
+                       for at in range(PLACES_KEPT))
+        return self.b.stores, self.b.answers, self.b.apart_runs, self.b.odd_size, self.b.odd_runs, places
 
     def compare_on(self, object state) -> None:
         """Go on from what `compared` said. Raises ValueError, TypeError or OverflowError."""
-        cdef uint32_t at, i
-        cdef Odd* odd
-        (self.b.stores, self.b.runs, self.b.overlaps, self.b.odd_size, self.b.odd_runs, self.b.odd_count,
-         prompts) = state
-        if len(prompts) != min(self.b.odd_count, <uint32_t> ODD_MAX) or max([len(one[2]) for one in prompts] + [0]) > (
-                ODD_TOKENS) or min(self.b.stores, self.b.runs, self.b.overlaps) < 0:
+        cdef uint32_t at
+        self.b.stores, self.b.answers, self.b.apart_runs, self.b.odd_size, self.b.odd_runs, places = state
+        if len(places) != PLACES_KEPT or min(self.b.stores, self.b.answers, self.b.apart_runs) < 0:
             raise ValueError("what was reported of a cache is out of its range")
-        for at in range(len(prompts)):
-            odd = &self.b.odd[at]
-            odd.root, odd.generation, tokens = prompts[at]
-            odd.count = len(tokens)
-            for i in range(odd.count):
-                odd.tokens[i] = tokens[i]
+        for at in range(PLACES_KEPT):
+            self.b.apart[at].node, self.b.apart[at].generation, self.b.apart[at].end = places[at]
 
     # --- events ---
 
@@ -151,7 +174,8 @@ cdef class BlockIndex:
     cdef uint32_t run_batch(self, EventBatch batch, object namespace, double now) except? 0xFFFFFFFE:
         cdef uint32_t changed = 0, key
         cdef int outcome = DONE
-        cdef int64_t stores = self.b.stores, runs = self.b.runs, overlaps = self.b.overlaps
+        cdef int64_t stores = self.b.stores, apart_runs = self.b.apart_runs, answers = self.b.answers
+        cdef int64_t unplaced = self.b.orphans + self.b.conflicts + self.b.keyed
         with self.tree:
             self.tree.need_estimates()
             self.tree.need_worker(self.b.index)
@@ -165,8 +189,11 @@ cdef class BlockIndex:
             if self.accuracy is not None and self.b.worker != key:
                 self.accuracy.cleared(self.b.index)
             if self.accuracy is not None and self.b.stores != stores:
-                self.accuracy.stored(self.b.index, self.b.runs - runs, self.b.overlaps - overlaps, self.b.odd_runs)
+                self.accuracy.stored(self.b.index, self.b.apart_runs - apart_runs, self.b.answers - answers,
+                                     self.b.odd_runs)
                 set_limit(&self.tree.t, self.b.index, True)
+            if self.accuracy is not None and self.b.orphans + self.b.conflicts + self.b.keyed != unplaced:
+                self.accuracy.acquit(self.b.index)
         if outcome != DONE:
             raise MemoryError("cache events")
         self.taken += batch.batch.seen

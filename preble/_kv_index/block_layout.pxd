@@ -1,25 +1,22 @@
 # What is known of one worker's blocks: its structs, no code. Functions on them are in `block_positions.pxd` and
 # `block_updates.pyx`, the table of hashes in `block_table.pxd`.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from preble._kv_index.block_table cimport Table
 
 cdef enum:
     COPIES_MAX = 16              # kinds of copies distinguished; those beyond share the last bit
     MEDIUM_BYTES = 24
-    ODD_MAX = 4
-    ODD_TOKENS = 128
+    PLACES_KEPT = 8              # of recent prompts, and of recent runs that left what was sent
     SPACES_MAX = 65535           # namespaces of one worker at a time
     POSITIONS_MAX = 1 << 28      # tokens of a prompt
     CREDIT_MAX = 1 << 24
-    OVERLAP_TOKENS = 16          # at least so many must agree, or all, with blocks of a few tokens
 
-cdef struct Odd:                 # how a stored prompt began that was like none sent there
-    uint32_t root                # of its namespace, and that root's generation
+cdef struct Place:               # a node as it was when it was noted, and a position on the path to it
+    uint32_t node
     uint32_t generation
-    uint32_t count
-    int32_t tokens[ODD_TOKENS]
+    uint32_t end
 
 cdef struct Copy:                # a medium and a KV cache group that held blocks
     uint32_t group
@@ -56,7 +53,6 @@ cdef struct Blocks:
     uint32_t odd_size            # the last other one, and runs of it in a row
     uint32_t odd_runs
     int64_t stores               # events of stored blocks that were taken
-    int64_t runs                 # runs of new blocks
-    int64_t overlaps             # of these, begun like what the worker was sent
-    uint32_t odd_count
-    Odd odd[ODD_MAX]             # the last runs from a prompt's start that were not
+    int64_t answers              # runs of new blocks that reached the end of a prompt sent there
+    int64_t apart_runs           # runs of new blocks that left what was sent there
+    Place apart[PLACES_KEPT]     # the last of these

@@ -22,13 +22,15 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.atomic cimport store32
-from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, ODD_MAX, ODD_TOKENS, OVERLAP_TOKENS,
-                                            POSITIONS_MAX, Copy, Odd, Space)
-from preble._kv_index.block_positions cimport is_chain_known, marked_above, marked_end, place_of, put_place, space_root
+from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, PLACES_KEPT, POSITIONS_MAX,
+                                            Copy, Place, Space)
+from preble._kv_index.block_positions cimport (FOUND_NODES, is_chain_known, marked_above, marked_end, place_of,
+                                               put_place, space_root)
 from preble._kv_index.block_table cimport (NO_ROOM, Block, block_at, clear_table, fetch_slot, find_key, give_block,
                                            link_block, name_of, reserve_blocks, tag_of, take_block, unlink_block)
 from preble._kv_index.decode cimport CLEARED, STORED, Batch, Event, Key
-from preble._core.tree.layout cimport CONFIRMED, TOUCHED, Entry, Node, Tree, Walk, mark_at, node_at, run_end
+from preble._core.tree.layout cimport (AWAITED, CONFIRMED, TOUCHED, Entry, Mark, Node, Tree, Walk, generation, mark_at,
+                                       node_at, run_end)
 from preble._core.tree.parts cimport find_entry, marks_a_child, touch_mark
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, tree_walk
@@ -249,25 +251,66 @@ cdef void end_run(Blocks* x, Tree* t, Batch* b, Run* run) noexcept nogil:
     x.credit = min(<int64_t> CREDIT_MAX, x.credit + <int64_t> CREDIT * run.fresh)
 
 
-cdef void compare_run(Blocks* x, Run* run) noexcept nogil:
-    """Count a run of new blocks, and whether it begins like what the worker was sent."""
-    cdef uint32_t least = min(run.end - run.start, max(run.size, <uint32_t> OVERLAP_TOKENS))
-    cdef Odd* odd
-    x.runs += 1
+cdef bint take_awaited(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
+    """Whether a prompt sent to the worker ends at node `i` and was not reported so far; from now on it was."""
+    cdef Entry entry = find_entry(node_at(t, i), worker)
+    cdef Mark* mark
+    if entry.end == 0:
+        return False
+    mark = mark_at(t, entry.mark)
+    if not mark.flags & AWAITED:
+        return False
+    store32(&mark.flags, mark.flags & ~<uint32_t> AWAITED)
+    return True
+
+
+cdef bint take_below(Tree* t, uint32_t top, uint32_t worker, uint32_t end) noexcept nogil:
+    """Whether an awaited prompt ends below node `top` and before `end`, so that no whole block of it is missing; True
+    also where there is too much to look at."""
+    cdef uint32_t i = node_at(t, top).first_child, looked = 0
+    while i != NONE and looked < FOUND_NODES:
+        looked += 1
+        if run_end(node_at(t, i).run) < end:
+            if take_awaited(t, i, worker):
+                return True
+            if node_at(t, i).first_child != NONE:
+                i = node_at(t, i).first_child
+                continue
+        while node_at(t, i).next_sibling == NONE:
+            i = node_at(t, i).parent
+            if i == top:
+                return False
+        i = node_at(t, i).next_sibling
+    return i != NONE
+
+
+cdef bint answers_prompt(Tree* t, Run* run, uint32_t worker) noexcept nogil:
+    """Whether a run of blocks reaches the end of an awaited prompt, up to its last whole block."""
+    cdef bint found = run.marked >= run.end and take_below(t, run.leaf, worker, run.end + run.size)
+    cdef uint32_t i = run.leaf
+    while run_end(node_at(t, i).run) > run.start:
+        found |= take_awaited(t, i, worker)
+        i = node_at(t, i).parent
+    return found
+
+
+cdef void compare_run(Blocks* x, Tree* t, Run* run) noexcept nogil:
+    """Count a run of new blocks, and whether it reaches the end of what the worker was sent, or leaves it before. One
+    that does neither is a part of a prompt, and says nothing."""
+    cdef Place* place
     if run.size != x.block_size and x.block_size:
         x.odd_size = run.size
         x.odd_runs += x.odd_runs < 1 << 30
     else:
         x.odd_runs = 0
-    if run.marked >= run.start + least:
-        x.overlaps += 1
-    elif run.start == 0:
-        odd = &x.odd[x.odd_count % <uint32_t> ODD_MAX]
-        odd.root = x.spaces[run.space].root
-        odd.generation = x.spaces[run.space].generation
-        odd.count = min(run.end, <uint32_t> ODD_TOKENS)
-        memcpy(&odd.tokens[0], run.tokens, odd.count * sizeof(int32_t))
-        x.odd_count += 1
+    if answers_prompt(t, run, x.worker):
+        x.answers += 1
+    elif run.marked < run.end:
+        place = &x.apart[x.apart_runs % PLACES_KEPT]
+        place.node = run.leaf
+        place.generation = generation(node_at(t, run.leaf))
+        place.end = run.leaf_end
+        x.apart_runs += 1
 
 
 cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexcept nogil:
@@ -297,7 +340,7 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
         return outcome
     end_run(x, t, b, run)
     if run.fresh:
-        compare_run(x, run)
+        compare_run(x, t, run)
     return DONE
 
 

@@ -2,14 +2,10 @@
 
 from libc.stdint cimport int64_t, uint32_t
 
-cdef enum:
-    PROMPTS_KEPT = 8             # places of recent prompts, to compare with what the engine stored
-    FULL_ACCURACY = 8            # accuracy is counted in eighths
+from preble._kv_index.block_layout cimport PLACES_KEPT, Place
 
-cdef struct Place:               # a node as it was when it was noted, and a position on the path to it
-    uint32_t node
-    uint32_t generation
-    uint32_t end
+cdef enum:
+    FULL_ACCURACY = 8            # accuracy is counted in eighths
 
 cdef struct Served:              # a request that was served, as far as it concerns the cache
     uint32_t worker
@@ -37,10 +33,10 @@ cdef struct WorkerAccuracy:      # what was reported about one worker's cache
     uint32_t seen_reports        # whether it has ever reported a hit, or a miss
     uint32_t prompts_since_events  # prompts with new blocks since it last reported what it stores
     uint32_t prompts_since_report  # prompts since its last report
-    uint32_t apart_prompts       # remembered prompts with new blocks since stored blocks last began like one
-    uint32_t apart_runs          # runs of blocks stored since then
+    uint32_t apart_prompts       # remembered prompts with new blocks since the engine last reported one to its end
+    uint32_t apart_runs          # runs of blocks stored since then that left what was sent
     uint32_t odd_runs            # runs in a row of blocks of another size than was said
-    Place prompts[PROMPTS_KEPT]  # the last of these prompts
+    Place prompts[PLACES_KEPT]   # the last of these prompts
 
 cdef class CacheAccuracy:
     cdef WorkerAccuracy* rows    # by worker index, in memory that never moves
@@ -52,6 +48,7 @@ cdef class CacheAccuracy:
     cdef bint on_events(self, uint32_t worker) noexcept nogil
     cdef void prompt_done(self, const Served* one) noexcept nogil
     cdef void reported(self, const Served* one) noexcept nogil
-    cdef void stored(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil
+    cdef void stored(self, uint32_t worker, int64_t apart, int64_t answers, uint32_t odd_runs) noexcept nogil
+    cdef void acquit(self, uint32_t worker) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil
     cdef uint32_t estimated(self, uint32_t worker, uint32_t tokens) noexcept nogil

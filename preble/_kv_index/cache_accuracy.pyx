@@ -19,9 +19,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from preble._core.atomic cimport load32, store32
-from preble._core.tree.layout cimport is_same_node
-from preble._core.memory cimport CHUNK
-from preble._radix cimport RadixTree
+from preble._kv_index.block_layout cimport PLACES_KEPT, Place
 
 from ..errors import InvalidConfig
 
@@ -29,7 +27,7 @@ cdef enum:
     WORKERS_MAX = 65536          # untouched rows take no memory
     REPORTS_MIN = 8              # before so many it counts as full
     SILENT_PROMPTS = 32          # prompts without a word, after which a source counts as silent
-    APART_PROMPTS = 32           # prompts, and runs of stored blocks, of which none is like another: that is no chance
+    APART_PROMPTS = 32           # prompts, and runs of stored blocks beside them, of which none ends as it was sent
     APART_RUNS = 8
     MISSES = 32                  # reports in a row of nothing, where something was known
     COUNT_MAX = 1 << 30
@@ -89,7 +87,7 @@ cdef class CacheAccuracy:
         if row.prompts_since_events == <uint32_t> SILENT_PROMPTS:
             self.publish(one.worker)
         if one.remembered:
-            place = &row.prompts[row.apart_prompts % <uint32_t> PROMPTS_KEPT]
+            place = &row.prompts[row.apart_prompts % <uint32_t> PLACES_KEPT]
             place.node = one.leaf
             place.generation = one.leaf_generation
             place.end = one.prompt_tokens
@@ -121,23 +119,28 @@ cdef class CacheAccuracy:
         if row.kept < AGREED * row.known or row.eighths != <uint32_t> FULL_ACCURACY:
             self.publish(one.worker)
 
-    cdef void stored(self, uint32_t worker, int64_t runs, int64_t overlaps, uint32_t odd_runs) noexcept nogil:
-        """The engine has reported blocks it stored: `runs` of new ones, of which `overlaps` begin like a prompt that
-        was sent there; the last `odd_runs` are of another block size than was given."""
+    cdef void stored(self, uint32_t worker, int64_t apart, int64_t answers, uint32_t odd_runs) noexcept nogil:
+        """The engine has reported blocks it stored: `apart` runs of new ones left what was sent there, `answers`
+        reached the end of such a prompt, or may have; the last `odd_runs` are of another block size than was given."""
         cdef WorkerAccuracy* row = &self.rows[worker]
         row.seen_events = True
         row.prompts_since_events = 0
         row.odd_runs = odd_runs
-        row.apart_runs = <uint32_t> min(row.apart_runs + runs, <int64_t> COUNT_MAX)
-        if overlaps:
-            row.apart_runs = row.apart_prompts = 0
+        row.apart_runs = <uint32_t> min(row.apart_runs + apart, <int64_t> COUNT_MAX)
+        if answers:
+            self.acquit(worker)
         if row.eighths != <uint32_t> FULL_ACCURACY:
             self.publish(worker)
+
+    cdef void acquit(self, uint32_t worker) noexcept nogil:
+        """A prompt was reported to its end, or blocks that could not be placed, which may be those of any prompt."""
+        self.rows[worker].apart_runs = self.rows[worker].apart_prompts = 0
 
     def cleared(self, uint32_t worker) -> None:
         """Its cache is empty: what was learned about the one before says nothing about this one."""
         self.rows[worker].known = self.rows[worker].kept = self.rows[worker].reports = 0.0
-        self.rows[worker].misses = self.rows[worker].apart_prompts = self.rows[worker].apart_runs = 0
+        self.rows[worker].misses = 0
+        self.acquit(worker)
         self.publish(worker)
 
     def fade(self, double now) -> None:
@@ -191,8 +194,12 @@ cdef class CacheAccuracy:
         }
 
     def is_apart(self, uint32_t worker) -> bool:
-        """Whether no stored block has begun like a prompt for too long."""
+        """Whether no prompt has been reported to its end for too long, but other blocks have."""
         return is_apart(&self.rows[worker])
+
+    def apart_runs(self, uint32_t worker) -> int:
+        """How many runs of blocks left what was sent since a prompt was last reported to its end."""
+        return self.rows[worker].apart_runs
 
     def misses(self, uint32_t worker) -> bool:
         """Whether reports have found nothing of what was known for too long."""
@@ -210,19 +217,6 @@ cdef class CacheAccuracy:
                 if self.rows[i].misses >= <uint32_t> MISSES or self.rows[i].odd_runs >= <uint32_t> APART_RUNS
                 or is_apart(&self.rows[i])]
 
-    def prompts(self, RadixTree tree not None, uint32_t worker, uint32_t tokens_max) -> list[tuple[object, list[int]]]:
-        """(namespace, first tokens) of some prompts that were computed on a worker lately. As the writer."""
-        cdef uint32_t at
-        cdef WorkerAccuracy* row = &self.rows[worker]
-        cdef Place* place
-        found = []
-        for at in range(min(row.apart_prompts, <uint32_t> PROMPTS_KEPT)):
-            place = &row.prompts[at]
-            if (place.node < tree.t.nodes.chunk_count * <uint32_t> CHUNK     # not NONE, nor restored and wrong
-                    and is_same_node(&tree.t, place.node, place.generation)):
-                found.append(tree.path_to(place.node, min(place.end, tokens_max)))
-        return found
-
     # --- as plain numbers, for snapshots ---
 
     def state(self, uint32_t worker) -> tuple[float, ...]:
@@ -230,7 +224,7 @@ cdef class CacheAccuracy:
         cdef WorkerAccuracy* row = &self.rows[worker]
         cdef uint32_t at
         places = tuple((row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end)
-                       for at in range(PROMPTS_KEPT))
+                       for at in range(PLACES_KEPT))
         return ((row.known, row.kept, row.reports),
                 (row.reports_total, row.known_total, row.kept_total, row.surplus_total),
                 (row.misses, row.seen_events, row.seen_reports, row.prompts_since_events, row.prompts_since_report,
@@ -248,10 +242,10 @@ cdef class CacheAccuracy:
         row.reports_total, row.known_total, row.kept_total, row.surplus_total = totals
         (row.misses, row.seen_events, row.seen_reports, row.prompts_since_events, row.prompts_since_report,
          row.apart_prompts, row.apart_runs, row.odd_runs) = counts
-        if (len(places) != PROMPTS_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MAX or min(totals) < 0
+        if (len(places) != PLACES_KEPT or not 0.0 <= row.kept <= row.known <= AMOUNT_MAX or min(totals) < 0
                 or not 0.0 <= row.reports <= AMOUNT_MAX or max(counts) > COUNT_MAX):
             raise ValueError("what was reported of a cache is out of its range")
-        for at in range(PROMPTS_KEPT):
+        for at in range(PLACES_KEPT):
             row.prompts[at].node, row.prompts[at].generation, row.prompts[at].end = places[at]
         self.publish(worker)
 

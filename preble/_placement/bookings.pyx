@@ -31,14 +31,14 @@ from preble._radix cimport SHORT_TOKENS, RadixTree
 from preble._core.tree.reclaim cimport PLAIN, reclaim, retire_thing
 from preble._core.token_ids cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
 from preble._kv_index.cache_accuracy cimport Served
-from preble._core.tree.operations cimport confirm_path, drop_beside, limit_of, set_limit, take_back, tree_insert
+from preble._core.tree.operations cimport (await_blocks, confirm_path, drop_beside, limit_of, set_limit, take_back,
+                                           tree_insert)
 
 from zlib import crc32
 
 from ..errors import DuplicateRequest, InvalidInput, InvalidTokens, NoWorkers, QueueFull, TreeFull, UnknownWorker
 
 cdef enum:
-    HEAD_TOKENS = 512            # of a prompt that is compared with what its engine stored
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
     ROOT_TRIES = 8               # times a namespace may vanish under a call before it goes unremembered
 REASON_NAMES = ("exploit", "explore", "escape", "rebalance", "replica", "rendezvous")
@@ -327,6 +327,8 @@ cdef class DecisionCore(E2):
         booked = self.loads.lease_of(choice.lease)
         booked.leaf = leaf
         booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
+        if request.count > choice.usable + row.block_size:
+            await_blocks(&self.tree.t, leaf, key)
         if choice.reason != EXPLORE and choice.reason != RENDEZVOUS:
             self.groups.booked(booked, leaf, choice.usable)
         return BOOKED
@@ -486,10 +488,6 @@ cdef class DecisionCore(E2):
         return {self.names[i]: self.scratch.terms[i].total for i in range(self.tree.t.worker_end)
                 if self.loads.rows[i].eligible}
 
-    def scheduled_heads(self, uint32_t worker) -> list[object]:
-        """(namespace, first tokens) of some prompts computed on a worker lately. Under the lock."""
-        return self.accuracy.prompts(self.tree, worker, HEAD_TOKENS)
-
     def restore_accuracy(self, uint32_t worker, object state) -> None:
         """Restore what was reported about a worker's cache, and with it how much it may be estimated to hold."""
         with self.tree:
@@ -565,7 +563,7 @@ cdef class DecisionCore(E2):
         one.confirmed_tokens = lease.confirmed_tokens
         one.leaf = lease.leaf
         one.leaf_generation = lease.leaf_generation
-        one.remembered = alive
+        one.remembered = alive and run_end(leaf.run) == lease.prompt_tokens
         one.marked = alive and find_entry(leaf, key).end == run_end(leaf.run)
         one.cached_tokens = cached_tokens
         if not lease.prefilled:

@@ -13,7 +13,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, LIVE, NOBODY, ChildTable, Entry,
+from preble._core.tree.layout cimport (AWAITED, CONFIRMED, EPOCH_MAX, INDEX_BITS, LIVE, NOBODY, ChildTable, Entry,
                                        EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
                                        generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
@@ -418,7 +418,7 @@ cdef const char* claim(Load* x, uint32_t i, uint64_t word, uint32_t index) noexc
     if index >= x.marks or x.seen[index]:
         return b"a mark belongs to two nodes, or there is none"
     mark = mark_at(x.t, index)
-    if (mark.node != i or mark.worker != key or mark.pins or mark.flags & ~<uint32_t> CONFIRMED
+    if (mark.node != i or mark.worker != key or mark.pins or mark.flags & ~<uint32_t> (CONFIRMED | AWAITED)
             or not is_item(mark.older, x.marks) or not is_item(mark.newer, x.marks)):
         return b"a mark is of another node"
     x.seen[index] = CLAIMED

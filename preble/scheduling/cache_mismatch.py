@@ -3,36 +3,44 @@ the comparison and the warnings; what was received and how often it agreed is co
 
 Estimates that never meet the engine's cache cost every hit and raise no error anywhere: the router templates prompts
 otherwise than the engine, or salts them, or splits them into other blocks. Each tick asks which workers have gone too
-long without anything in common (O(workers), nothing else while all is well), and says once per worker and cause what
-differs, at which position. A mismatch is over once they have something in common again.
+long without reporting a single prompt to its end (O(workers), nothing else while all is well), and says once per worker
+and cause what differs, at which position. A mismatch is over once a prompt is reported to its end again.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CacheMismatchWarning
 
 if TYPE_CHECKING:
-    from .._kv_index.block_index import BlockIndex
+    from .._kv_index.block_index import Beyond
     from .._kv_index.cache_accuracy import CacheAccuracy
 
-Head = tuple[Hashable, list[int]]  # namespace and first tokens of a prompt
-EXTRA_TOKENS = (1, 2)  # tokens that one side may have put in front
+SHOWN_TOKENS = 512  # of two prompts, from where they differ
+LOOKED_TOKENS = 256  # of these, for where both go on alike
+ALIKE_TOKENS = 16  # so many are no chance
+UNLIKE_RUNS_MIN = 32  # as many as prompts: fewer may be others', while ours are reported late
 
+ALIKE = "prompts are not stored as they were sent: they differ {where}; {how} there, and both go on alike: "
+UNLIKE = (
+    "no prompt was reported as stored to its end; the nearest blocks differ {where}, and nothing alike follows within "
+    "{looked} tokens, so why is not known (another tokenizer would look so, and other clients' prompts would while "
+    "these are not reported)"
+)
 CAUSES = {
+    "extra_token": ALIKE + "one side adds a BOS token or a system prompt, or begins its chat template otherwise",
+    "first_token": ALIKE + "another BOS token, or a chat template that begins otherwise",
+    "first_block": ALIKE + "what stands there is rendered otherwise (chat template, system prompt, date, white space)",
+    "tokens": ALIKE + "what stands there is rendered otherwise (chat template, date, tool calls, white space)",
     "block_size": "the engine's blocks have {found} tokens, WorkerSpec.block_size says {expected}: set it to {found}",
     "namespace": "the engine stored the same first {position} tokens in namespace {stored!r}, but requests are "
     "scheduled in {scheduled!r}: schedule with the same LoRA, cache salt or namespace, or map it with namespace_of",
-    "extra_token": "they are alike but for {count} token(s) in front: one side adds a BOS token or begins its chat "
-    "template otherwise",
-    "first_token": "they differ at once: another BOS token, another chat template, or another tokenizer",
-    "first_block": "they differ inside the first block: another chat template or system prompt, or another tokenizer",
-    "tokens": "they differ after {position} tokens: another chat template, or another tokenizer",
-    "unknown": "the prompts have been forgotten meanwhile, so what differs cannot be said",
+    "unknown": "no prompt was reported as stored to its end; prompts or blocks have been forgotten meanwhile, so what "
+    "differs cannot be said",
     "reports": "it reports cached_tokens 0 where prefixes were known to be there: reports may be switched off (SGLang: "
     "--enable-cache-report), prefix caching too, or the engine changes prompts (template, salt, tokenizer)",
 }
@@ -85,84 +93,89 @@ class CacheMismatches:
         return news
 
 
-def look(accuracy: CacheAccuracy, workers: Iterable[Any], lock: Any, scheduled: Any) -> list[Mismatch]:
+def look(accuracy: CacheAccuracy, workers: Iterable[Any], lock: Any) -> list[Mismatch]:
     """Compare what the suspect workers stored with what was sent there; returns what is new. O(workers) where all is
-    well; a suspect costs some milliseconds, once per cause, and holds the lock for a part of that.
+    well; a suspect costs some milliseconds until what it differs in is found, and holds the lock for a part of that.
 
-    `workers`: the scheduler's, with spec, index, blocks and cache_mismatches. `scheduled`: reads prompts, given an
-    index.
+    `workers`: the scheduler's, with spec, index, blocks and cache_mismatches.
     """
     news = []
     with lock:
         suspects = set(accuracy.suspects())
         known = list(workers) if suspects else [worker for worker in workers if worker.cache_mismatches.holds]
     for worker in known:
-        found = []
+        found = mismatches(worker, accuracy, lock) if worker.index in suspects else []
         with lock:
-            if worker.index in suspects:
-                found = mismatches(worker, accuracy, scheduled)
             news += worker.cache_mismatches.update(found)
     return news
 
 
-def mismatches(worker: Any, accuracy: CacheAccuracy, scheduled: Any) -> list[Mismatch]:
+def mismatches(worker: Any, accuracy: CacheAccuracy, lock: Any) -> list[Mismatch]:
     """What is wrong with a suspect worker, in the order in which it should be mended."""
-    name, found = worker.spec.id, []
-    odd = accuracy.is_odd(worker.index)
-    if odd:
-        found.append(_mismatch(name, "block_size", None, found=worker.blocks.odd_size, expected=worker.spec.block_size))
-    if accuracy.is_apart(worker.index):
-        before = [
-            mismatch for mismatch in worker.cache_mismatches.holds if mismatch.cause not in ("block_size", "reports")
-        ]
-        found += before or [apart(name, worker.blocks, scheduled(worker.index), worker.spec.block_size)]
-    if accuracy.misses(worker.index):
-        found.append(_mismatch(name, "reports", None))
+    name, block_size, index, found = worker.spec.id, worker.spec.block_size, worker.index, []
+    with lock:
+        odd_size = worker.blocks.odd_size if accuracy.is_odd(index) else 0
+        is_apart, runs, misses = accuracy.is_apart(index), accuracy.apart_runs(index), accuracy.misses(index)
+        before = [one for one in worker.cache_mismatches.holds if one.cause not in ("block_size", "reports")]
+        pairs = worker.blocks.parted(SHOWN_TOKENS) if is_apart and not before else ()
+    if odd_size:
+        found.append(_mismatch(name, "block_size", found=odd_size, expected=block_size))
+    if is_apart:
+        found += before or apart(name, pairs, odd_size or block_size, runs)
+    if misses:
+        found.append(_mismatch(name, "reports"))
     return found
 
 
-def apart(name: str, blocks: BlockIndex, prompts: Sequence[Head], block_size: int) -> Mismatch:
-    """Where what an engine stored leaves the nearest prompt that was sent to it, and why probably."""
-    nearest = nearest_pair(prompts, blocks.odd_prompts())
-    if nearest is None:
-        return _mismatch(name, "unknown", None)
-    (space, sent), (other, stored), common = nearest
-    if space != other and (common >= block_size or common == min(len(sent), len(stored))):
-        return _mismatch(name, "namespace", None, position=common, stored=other, scheduled=space)
-    at = (common, _at(sent, common), _at(stored, common))
-    extra = extra_tokens(sent, stored) if common == 0 else 0
-    if extra:
-        return _mismatch(name, "extra_token", at, count=extra)
-    cause = "first_token" if common == 0 else "first_block" if common < block_size else "tokens"
-    return _mismatch(name, cause, at, position=common)
+def apart(name: str, pairs: Sequence[tuple[int, Beyond, Beyond]], block_size: int, runs: int) -> list[Mismatch]:
+    """Where what an engine stored leaves the prompts that were sent to it, and what that looks like; nothing where one
+    of them is stored after all, or where they may not have been reported yet.
+
+    `pairs`: see `BlockIndex.parted`; `runs`: of blocks, since a prompt was last reported to its end.
+    """
+    if not pairs:
+        return [_mismatch(name, "unknown")]
+    here = sorted((pair for pair in pairs if pair[1][0] == pair[2][0]), key=lambda pair: -pair[0])
+    if any(at >= end - end % block_size for at, (_, end, _), _ in here):
+        return []
+    here = [pair for pair in here if pair[2][2]]
+    for at, (_, _, sent), (_, _, stored) in here:
+        passed = rejoined(sent[:LOOKED_TOKENS], stored[:LOOKED_TOKENS])
+        if passed is not None:
+            return [_difference(name, at, sent, stored, passed, block_size)]
+    for _, (space, end, sent), (other, _, stored) in pairs:
+        alike = common_tokens(sent, stored)
+        if space != other and alike >= min(end - end % block_size, len(sent), len(stored)):
+            return [_mismatch(name, "namespace", position=alike, stored=other, scheduled=space)]
+    if runs < UNLIKE_RUNS_MIN:
+        return []
+    at, (_, _, sent), (_, _, stored) = (here or pairs)[0]
+    alike = common_tokens(sent, stored)
+    return [_difference(name, at + alike, sent[alike:], stored[alike:], None, block_size)]
 
 
-def nearest_pair(prompts: Sequence[Head], stored: Sequence[Head]) -> tuple[Head, Head, int] | None:
-    """The prompt and the stored one with the longest common beginning, those that agree but for a few tokens in front
-    before those that do not; None if there are none of either."""
+def rejoined(sent: Sequence[int], stored: Sequence[int]) -> tuple[int, int] | None:
+    """How many tokens of each, which begin differently, are passed over before both go on alike, for ALIKE_TOKENS or to
+    the end of one; None if they do not."""
+    count = min(ALIKE_TOKENS, min(len(sent), len(stored)) // 2)
+    places: dict[tuple[int, ...], int] = {}
+    if count < ALIKE_TOKENS // 4:
+        return None
+    for j in range(len(stored) - count + 1):
+        places.setdefault(tuple(stored[j : j + count]), j)
+    found = ((i, places.get(tuple(sent[i : i + count]))) for i in range(len(sent) - count + 1))
+    alike = ((i, j) for i, j in found if j is not None and _goes_on(sent[i:], stored[j:]))
+    return min(alike, key=sum, default=None)
 
-    def closeness(pair: tuple[Head, Head, int]) -> tuple[int, bool, bool]:
-        one, other, common = pair
-        return common, not common and extra_tokens(one[1], other[1]) > 0, one[0] == other[0]
 
-    pairs = ((one, other, common_tokens(one[1], other[1])) for one in prompts for other in stored)
-    return max(pairs, key=closeness, default=None)
+def _goes_on(one: Sequence[int], other: Sequence[int]) -> bool:
+    return common_tokens(one, other) >= min(ALIKE_TOKENS, len(one), len(other))
 
 
 def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two lists begin with alike."""
     count = min(len(one), len(other))
     return next((i for i in range(count) if one[i] != other[i]), count)
-
-
-def extra_tokens(sent: Sequence[int], stored: Sequence[int]) -> int:
-    """How many tokens one of them has in front of what both have then; 0 if that does not make them alike."""
-    for extra in EXTRA_TOKENS:
-        for one, other in ((sent[extra:], stored), (sent, stored[extra:])):
-            least = min(len(one), len(other))
-            if least >= 4 and common_tokens(one, other) >= min(least, 16):
-                return extra
-    return 0
 
 
 def warn(news: Iterable[Mismatch]) -> None:
@@ -174,18 +187,28 @@ def warn(news: Iterable[Mismatch]) -> None:
         )
 
 
-def _mismatch(name: str, cause: str, at: tuple[int, int | None, int | None] | None, **state: Any) -> Mismatch:
-    head, where = f"worker {name!r}: ", ""
-    if cause not in ("block_size", "reports"):
-        head += "nothing that its engine stored begins like what was sent there; "
-    if at is not None:
-        where = f" First difference at token {at[0]}: scheduled {_name(at[1])}, stored {_name(at[2])}."
-    message = head + CAUSES[cause].format(**state) + "." + where
-    return Mismatch(name, cause, message, *(at or (None, None, None)))
+def _difference(
+    name: str, at: int, sent: Sequence[int], stored: Sequence[int], passed: tuple[int, int] | None, block_size: int
+) -> Mismatch:
+    """Two that differ from position `at` on, and go on alike once `passed` tokens of each are passed over."""
+    cause = "first_token" if at == 0 else "first_block" if at < block_size else "tokens"
+    if passed is not None and at == 0 == min(passed):
+        cause = "extra_token"
+    what, where = CAUSES[cause] if passed is not None else UNLIKE, f"after {at} tokens" if at else "at once"
+    message = what.format(where=where, how=_how(*(passed or (0, 0))), looked=LOOKED_TOKENS)
+    scheduled, other = sent[0] if sent else None, stored[0] if stored else None
+    message += f". First difference at token {at}: scheduled {_name(scheduled)}, stored {_name(other)}"
+    return Mismatch(name, cause, f"worker {name!r}: {message}.", at, scheduled, other)
 
 
-def _at(tokens: Sequence[int], position: int) -> int | None:
-    return tokens[position] if position < len(tokens) else None
+def _how(sent: int, stored: int) -> str:
+    if sent == 0:
+        return f"the engine has {stored} more token(s)"
+    return f"the engine lacks {sent} token(s)" if stored == 0 else f"{sent} scheduled token(s) are {stored} other(s)"
+
+
+def _mismatch(name: str, cause: str, **state: Any) -> Mismatch:
+    return Mismatch(name, cause, f"worker {name!r}: {CAUSES[cause].format(**state)}.")
 
 
 def _name(token: int | None) -> str:

@@ -20,7 +20,7 @@ from preble import (
     WorkerSpec,
 )
 from preble.errors import CacheMismatchWarning, UnknownWorker
-from preble.scheduling.cache_mismatch import extra_tokens, nearest_pair
+from preble.scheduling.cache_mismatch import rejoined
 from tests.support.paths import SHARED
 
 CAPTURES = SHARED / "engines-cpu" / "captures"
@@ -440,12 +440,16 @@ def test_warnings_made_errors_do_not_end_the_background_thread() -> None:
     assert len(of(scheduler)["cache_mismatches"]) == 1
 
 
-def test_the_nearest_prompt_is_found() -> None:
-    assert nearest_pair([], [(None, [1])]) is None
-    sent = [(None, [1, 2, 3, 4, 5]), ("x", [1, 2, 9])]
-    assert nearest_pair(sent, [(None, [1, 2, 9, 9])]) == (("x", [1, 2, 9]), (None, [1, 2, 9, 9]), 3)
-    assert extra_tokens([1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]) == extra_tokens([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5]) == 1
-    assert extra_tokens([1, 2, 3, 4, 5], [5, 4, 3, 2, 1]) == 0
+def test_where_two_go_on_alike_is_found() -> None:
+    text = list(range(100, 140))
+    assert rejoined([1, *text], [2, *text]) == (1, 1)
+    assert rejoined(text, [0, *text]) == (0, 1) and rejoined([0, 0, *text], text) == (2, 0)
+    assert rejoined([1, 2, *text], [3, 4, 5, *text]) == (2, 3)
+    assert rejoined([1, *text[:8]], [2, *text[:8]]) == (1, 1)  # short ones: half of them is enough, four at least
+    assert rejoined([1, *text[:15]], [2, *text[:15], 2, *text]) == (1, 1)  # the end of one
+    assert rejoined([1, *text[:15], 1], [2, *text[:15], 2, *text]) is None
+    assert rejoined([1, 5, 6, 7], [2, 5, 6, 7]) is None and rejoined([], text) is None
+    assert rejoined(text, [-token for token in text]) is None
 
 
 # --- real engines -----------------------------------------------------------------------------------------------------
@@ -495,6 +499,14 @@ def test_a_healthy_replay_warns_of_nothing(name: str) -> None:
 def test_a_replay_with_another_bos_names_the_token_in_front(name: str) -> None:
     (message,) = replay(name, ENGINES[name], lambda tokens: [9999, *tokens], None)
     assert "BOS" in message and "First difference at token 0: scheduled 9999" in message
+
+
+@needs_captures
+@pytest.mark.parametrize("at", [20, 40, 150])
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_replay_with_another_token_further_on_names_it(name: str, at: int) -> None:
+    (message,) = replay(name, ENGINES[name], lambda tokens: [*tokens[:at], 9999, *tokens[at + 1 :]], None)
+    assert f"First difference at token {at}: scheduled 9999" in message and "both go on alike" in message
 
 
 @needs_captures

@@ -94,6 +94,7 @@ cdef enum:
 
 cdef enum:
     CONFIRMED = 1                # an engine has reported, or finished computing, this prefix
+    AWAITED = 2                  # a prompt with new blocks ends at this node, and no event has reached that end yet
 
 cdef struct Mark:                # a worker's recency and hits at one node, 32 bytes
     uint64_t hits                # (r) window counter of this worker's requests

@@ -10,7 +10,7 @@ Sections: insert, eviction, corrections, room under max_bytes, forgetting.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport store32, store64
-from preble._core.tree.layout cimport (CONFIRMED, EPOCH_MAX, INDEX_BITS, TOUCHED, Entry, List, Mark, Node,
+from preble._core.tree.layout cimport (AWAITED, CONFIRMED, EPOCH_MAX, INDEX_BITS, TOUCHED, Entry, List, Mark, Node,
                                        TokenRun, Tree, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
                                        state_of)
 from preble._core.tree.parts cimport (add_tokens, age_move, block_bytes, entry_count, find_entry, hits_add,
@@ -310,6 +310,13 @@ cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_to
         i = node.parent
         node = node_at(t, i)
     return dropped
+
+
+cdef void await_blocks(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil:
+    """A prompt that ends at node `leaf` was sent to the worker: its engine should report new blocks up to there."""
+    cdef Entry entry = find_entry(node_at(t, leaf), worker)
+    if entry.end:
+        store32(&mark_at(t, entry.mark).flags, mark_at(t, entry.mark).flags | AWAITED)
 
 
 cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil:
