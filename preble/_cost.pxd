@@ -112,6 +112,9 @@ cdef class LoadTracker:
     cdef int64_t fleet_output    # mean_output_tokens of all workers (r)
     cdef double oldest_joined    # (r)
     cdef double fleet_load       # seconds assigned to all workers within the window (r)
+    cdef int64_t fleet_waiting_ns  # and outstanding: sums of what their accounts say (r)
+    cdef int64_t fleet_requests  # (r)
+    cdef int64_t fleet_prompt_tokens  # (r)
     cdef double output_seconds   # of worker time for one output token, mean of the workers (r)
     cdef uint32_t used           # workers (r)
     cdef double others           # share of the requests booked lately that other routers placed (r)
@@ -144,7 +147,8 @@ cdef class LoadTracker:
     cdef void retune(self) noexcept nogil
     cdef void settle(self) noexcept nogil
     cdef void enter(self, Lease* lease, const Bucket* change, int64_t sign) noexcept nogil
-    cdef void live_change(self, Lease* lease, int64_t requests) noexcept nogil
+    cdef void wait_change(self, WorkerLoad* loads, int64_t prefill_ns) noexcept nogil
+    cdef void live_change(self, WorkerLoad* loads, const Lease* lease, int64_t requests) noexcept nogil
     cdef void publish(self, uint32_t worker) noexcept nogil
     cdef void find_oldest(self) noexcept nogil
     cdef void find_alike(self, uint32_t closed) noexcept

@@ -393,6 +393,9 @@ cdef class LoadTracker:
         what is returned, once nobody reads it."""
         cdef const Cost* cost = self.rows[worker].cost
         bucket_add(&self.fleet, &self.workers[worker].window, -1)
+        store_signed(&self.fleet_waiting_ns, self.fleet_waiting_ns - self.workers[worker].waiting_prefill_ns)
+        store_signed(&self.fleet_requests, self.fleet_requests - self.workers[worker].live_requests)
+        store_signed(&self.fleet_prompt_tokens, self.fleet_prompt_tokens - self.workers[worker].live_prompt_tokens)
         memset(&self.workers[worker], 0, sizeof(WorkerLoad))
         store32(&self.used, self.used - 1)
         store32(&self.rows[worker].eligible, 0)
@@ -553,11 +556,9 @@ cdef class LoadTracker:
         change.prompt_tokens = lease.prompt_tokens
         change.matched_tokens = lease.matched_tokens
         change.output_tokens = lease.expected_output
-        loads.live_requests += 1
         loads.waiting_requests += 1
-        loads.waiting_prefill_ns += lease.prefill_ns
-        loads.live_output_tokens += lease.expected_output
-        loads.live_prompt_tokens += lease.prompt_tokens
+        self.wait_change(loads, lease.prefill_ns)
+        self.live_change(loads, &lease, 1)
         self.enter(&lease, &change, 1)
         return self.serials * LEASES_MAX + index
 
@@ -576,7 +577,7 @@ cdef class LoadTracker:
         memset(&change, 0, sizeof(Bucket))
         change.prefill_ns = prefill_ns - lease.prefill_ns
         if not lease.prefilled:
-            self.workers[lease.worker].waiting_prefill_ns += change.prefill_ns
+            self.wait_change(&self.workers[lease.worker], change.prefill_ns)
         lease.prefill_ns = prefill_ns
         self.enter(lease, &change, 1)
 
@@ -585,22 +586,31 @@ cdef class LoadTracker:
         if not lease.prefilled:
             lease.prefilled = True
             self.workers[lease.worker].waiting_requests -= 1
-            self.workers[lease.worker].waiting_prefill_ns -= lease.prefill_ns
+            self.wait_change(&self.workers[lease.worker], -lease.prefill_ns)
             self.publish(lease.worker)
 
-    cdef void live_change(self, Lease* lease, int64_t requests) noexcept nogil:
-        self.workers[lease.worker].live_requests += requests
-        self.workers[lease.worker].live_output_tokens += requests * lease.expected_output
-        self.workers[lease.worker].live_prompt_tokens += requests * lease.prompt_tokens
-        self.publish(lease.worker)
+    cdef void wait_change(self, WorkerLoad* loads, int64_t prefill_ns) noexcept nogil:
+        """More or less prefill is outstanding. The caller publishes."""
+        loads.waiting_prefill_ns += prefill_ns
+        store_signed(&self.fleet_waiting_ns, self.fleet_waiting_ns + prefill_ns)
+
+    cdef void live_change(self, WorkerLoad* loads, const Lease* lease, int64_t requests) noexcept nogil:
+        """A request lives, or (-1) no longer. The caller publishes."""
+        loads.live_requests += requests
+        loads.live_output_tokens += requests * lease.expected_output
+        loads.live_prompt_tokens += requests * lease.prompt_tokens
+        store_signed(&self.fleet_requests, self.fleet_requests + requests)
+        store_signed(&self.fleet_prompt_tokens, self.fleet_prompt_tokens + requests * lease.prompt_tokens)
 
     cdef void end_lease(self, Lease* lease, int64_t output_tokens) noexcept nogil:
         """A request finished with `output_tokens` (-1: not reported)."""
         cdef Bucket change
         if self.is_current(lease):
             self.prefilled(lease)
-            self.live_change(lease, -1)
-            if output_tokens >= 0:
+            self.live_change(&self.workers[lease.worker], lease, -1)
+            if output_tokens < 0:
+                self.publish(lease.worker)
+            else:
                 memset(&change, 0, sizeof(Bucket))
                 change.output_tokens = output_tokens - lease.expected_output
                 change.finished = 1
@@ -619,7 +629,7 @@ cdef class LoadTracker:
             change.matched_tokens = lease.matched_tokens
             change.output_tokens = lease.expected_output
             self.prefilled(lease)
-            self.live_change(lease, -1)
+            self.live_change(&self.workers[lease.worker], lease, -1)
             self.enter(lease, &change, -1)
         self.drop_lease(lease)
 
@@ -682,6 +692,8 @@ cdef class LoadTracker:
             assert min(sums) >= 0, f"negative window sum of worker {i}: {sums}"
             totals = [a + b for a, b in zip(totals, sums)]
         assert tuple(totals) == bucket_tuple(&self.fleet), "fleet sums"
+        outstanding = self.fleet_waiting_ns, self.fleet_requests, self.fleet_prompt_tokens
+        assert outstanding == tuple([sum(each.values()) for each in (waiting_ns, live, prompts)]), "fleet outstanding"
 
     cdef tuple ring_sums(self, uint32_t worker):
         cdef Bucket total

@@ -104,6 +104,7 @@ def test_eight_identical_prompts_go_to_one_worker() -> None:
     for _ in range(8):
         decisions.append(sched.schedule(DOCUMENT, max_new_tokens=1))
         sched.first_token(decisions[-1].request_id)
+        sched.finish(decisions[-1].request_id)
     assert {decision.worker for decision in decisions} == {"w0"}
     assert [decision.reason for decision in decisions] == ["explore"] + ["exploit"] * 7
     assert [decision.matched_tokens for decision in decisions] == [0] + [99] * 7

@@ -38,7 +38,7 @@ specs = st.builds(
     block_size=st.sampled_from([1, 1, 16]),
     cost_model=st.sampled_from(COSTS),
 )
-TERMS = ("queue", "prefill", "others", "decode", "eviction", "balance")  # what a total is the sum of
+TERMS = ("queue", "prefill", "others", "decode", "eviction", "balance", "credit")  # what a total is the sum of
 configs = st.builds(
     SchedulerConfig,
     history_seconds=st.just(36.0),
@@ -138,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.agrees(decision, choice)
         if explained is not None:
             self.explains(explained, decision, choice)
-        self.model.book(self.number, path, decision.worker, limit, self.clock())
+        self.model.book(self.number, path, decision.worker, limit, self.clock(), credited=choice.credited)
 
     def agrees(self, decision: preble.Decision, choice: Choice) -> None:
         """The same decision, and each worker's cost to the last few bits."""

@@ -18,8 +18,9 @@ from preble._core.atomic cimport load64, store32
 from preble._cost cimport Cost, CostModel, Lease, LoadTracker, Row, nanoseconds, prefill_seconds
 from preble._placement.prefix_groups cimport Groups
 from preble._placement.redirects cimport Redirect, Redirects, RedirectTable, find_redirect, load_redirects
-from preble._placement.e2 cimport (ANY_REQUEST, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices, Reason,
-                                   Scratch, Terms, clear_scratch)
+from preble._placement.copy_credits cimport save
+from preble._placement.e2 cimport (ANY_REQUEST, ESCAPE, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices,
+                                   Reason, Scratch, Terms, clear_scratch)
 from preble._core.epochs cimport reader_enter, reader_leave
 from preble._placement.timing_samples cimport TimingSamples, note_end, note_first
 from preble._core.writer_lock cimport await_python, lock_enter, lock_leave, lock_try
@@ -325,6 +326,9 @@ cdef class DecisionCore(E2):
             self.loads.void_lease(self.loads.lease_of(choice.lease))
             return NO_MEMORY
         booked = self.loads.lease_of(choice.lease)
+        if choice.credited != NONE:
+            save(self.credits, &self.tree.t, choice.credited, 0.0 if choice.reason == ESCAPE else choice.credit,
+                 request.now)
         booked.leaf = leaf
         booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
         if request.count > choice.usable + row.block_size:
@@ -394,6 +398,7 @@ cdef class DecisionCore(E2):
             self.loads.advance(now)
             self.size_up_one(&request, worker)
             choice.worker = worker
+            choice.credited = NONE
             choice.usable = self.scratch.terms[worker].usable
             choice.reason = EXPLOIT if choice.usable > request.count * self.exploit_ratio else EXPLORE
             return self.booked(&request, &choice, request_id, namespace, "peer", None)
@@ -446,6 +451,7 @@ cdef class DecisionCore(E2):
     cdef str choose(self, Placement* request, object policy, object asked, Choice* choice):
         """Choose with every worker weighed; returns the reason."""
         if policy is not None:
+            choice.credited = NONE
             choice.worker = self.choose_with(policy, asked, request)
             choice.reason = EXPLORE
             if choice.worker != NONE and self.scratch.terms[choice.worker].usable > self.exploit_ratio * request.count:

@@ -6,6 +6,7 @@ from preble._cost cimport LoadTracker
 from preble._core.tree.layout cimport Walk
 from preble._radix cimport RadixTree
 from preble._kv_index.cache_accuracy cimport CacheAccuracy
+from preble._placement.copy_credits cimport Credit
 
 cdef enum Reason:
     EXPLOIT = 0
@@ -27,12 +28,13 @@ cdef struct Terms:               # one worker in one decision; seconds unless sa
     uint32_t whole               # tokens of the prompt its marks cover, in whole blocks
     uint32_t usable              # of these, at most prompt - 1, in whole blocks
     double load                  # L
-    double prefill               # P; with the next five what adds up to the total
+    double prefill               # P; with the next six what adds up to the total
     double queue
     double others
     double decode
     double eviction
     double balance
+    double credit                # 0 or less
     double total                 # what is compared
     double height                # what is compared with the level of a draw (`E2.agree`)
 
@@ -70,6 +72,8 @@ cdef struct Choice:
     uint32_t worker              # NONE: nobody may take it
     Reason reason
     uint32_t usable
+    uint32_t credited            # node for whose copies something is saved up; NONE: no choice of E2, or no such node
+    double credit                # how much, this request's share included
     int64_t lease                # its key, once booked
     uint64_t changes             # the tree's worker_changes when it was booked
 
@@ -83,6 +87,7 @@ cdef class E2:
     cdef readonly LoadTracker loads
     cdef readonly CacheAccuracy accuracy
     cdef Scratch scratch         # the writer's
+    cdef Credit* credits
     cdef double exploit_ratio
     cdef int grow(self, uint32_t room) except -1
     cdef void discount(self, Scratch* s) noexcept nogil
@@ -94,9 +99,15 @@ cdef class E2:
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
     cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
+    cdef double price_of_mean(self, const Placement* request, const Terms* home, Prices* prices) noexcept nogil
+    cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home, double credit,
+                         const Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil
-    cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices) noexcept nogil
+    cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices,
+                         Terms* there) noexcept nogil
+    cdef void save_up(self, const Placement* request, uint32_t least_held, uint32_t home, uint32_t holders,
+                      const Terms* there, Prices* prices, Choice* choice) noexcept nogil
     cdef bint takes(self, uint32_t worker, uint32_t whole, uint32_t least_held) noexcept nogil
     cdef void agree(self, Scratch* s, const Placement* request, uint32_t held, uint32_t least_held, Prices* prices,
                     Choice* choice) noexcept nogil
@@ -104,3 +115,5 @@ cdef class E2:
     cdef void draw(self, Scratch* s, double level, uint64_t head, Choice* choice) noexcept nogil
     cdef void weigh_all(self, Scratch* s, const Placement* request, Prices* prices) noexcept nogil
     cdef void set_candidates(self, Scratch* s, uint32_t least_held) noexcept nogil
+    cdef void take_credit(self, Scratch* s, const Placement* request, uint32_t least_held, const Terms* home,
+                          double credit, const Prices* prices) noexcept nogil

@@ -2,7 +2,7 @@
 the lowest wins. Owns the looking, the weighing and the choice; it changes nothing but its scratch rows. `bookings.pyx`
 books what is chosen here.
 
-    total = queue + prefill + others + decode + eviction + balance
+    total = queue + prefill + others + decode + eviction + balance - credit
 
     queue      Q + min(Q', 0.3 s) + 4 ms B     what is ahead; a little of it counts twice: decoding goes on in between
     prefill    P                               its own missed tokens
@@ -10,6 +10,7 @@ books what is chosen here.
     decode     o b C                           its own output in that batch
     eviction   2 h e P (1 + kappa)             what must be computed again, if it is used as often as the rest
     balance    L / 50 min(2 rho, 1)            so that equals take turns over the window
+    credit     what a copy costs here, if saved up  so that copies are made that no request alone would make
 
     Q  seconds of prefill booked and not seen done;     L  seconds of work assigned within the window (LoadTracker),
        Q' without that of this prompt's own prefix         scaled up for newcomers
@@ -19,6 +20,8 @@ books what is chosen here.
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
     kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`)
     rho    L over the time observed: on a fleet with little to do a cache of some hundred tokens outweighs the turns
+    saved up: by how much the best holder's total was above what it would be on an average one of the others, were the
+       prefix there; added up over the requests that share it (`copy_credits.pxd`). A copy spends it all
 
 Who caches the prompt is kept because P is more elsewhere, and left as soon as waiting and decoding there cost more than
 that: there is no gate. What the choice is called follows from it:
@@ -44,6 +47,7 @@ from preble._cost cimport Cost, LoadTracker, Row, prefill_seconds
 from preble._core.tree.layout cimport Tree, Walk, WorkerMarks, load_workers, node_at
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport confirmed_tokens, held_at
+from preble._placement.copy_credits cimport CREDITS, Credit, credited_node, saved
 from preble._radix cimport RadixTree
 from preble._kv_index.cache_accuracy cimport FULL_ACCURACY, CacheAccuracy
 
@@ -102,7 +106,7 @@ cdef list rows_of(Scratch* s):
     cdef uint32_t i
     cdef Terms* of = s.terms
     return [(i, of[i].usable, of[i].load, of[i].prefill, of[i].queue, of[i].others, of[i].decode, of[i].eviction,
-             of[i].balance, of[i].total, bool(of[i].candidate))
+             of[i].balance, of[i].credit, of[i].total, bool(of[i].candidate))
             for i in range(s.workers) if of[i].weighed]
 
 
@@ -153,7 +157,12 @@ cdef inline void fit(Terms* terms, uint32_t block_size, uint32_t held, uint32_t 
 
 
 cdef class E2:
-    """The rule over one tree and one load tracker, and the writer's scratch rows."""
+    """The rule over one tree and one load tracker, the writer's scratch rows, and what is saved up for copies."""
+
+    def __cinit__(self):
+        self.credits = <Credit*> calloc(CREDITS, sizeof(Credit))
+        if self.credits == NULL:
+            raise MemoryError("E2")
 
     def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio):
         self.tree = tree
@@ -162,6 +171,7 @@ cdef class E2:
         self.exploit_ratio = exploit_ratio
 
     def __dealloc__(self):
+        free(self.credits)
         free_scratch(&self.scratch)
 
     cdef int grow(self, uint32_t room) except -1:
@@ -260,6 +270,7 @@ cdef class E2:
         terms.eviction = (self.evicted_share(worker, request.count - terms.usable, prices)
                           * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure))
         terms.balance = LOAD_SHARE * terms.load * min(terms.load / (HALF_BUSY * prices.longest), 1.0)
+        terms.credit = 0.0
         terms.total = terms.queue + terms.prefill + terms.others + terms.decode + terms.eviction + terms.balance
 
     cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil:
@@ -280,6 +291,31 @@ cdef class E2:
         ahead = min(max(ahead, 0.0), BEHIND_SECONDS)
         terms.queue += ahead
         terms.total += ahead
+
+    cdef double price_of_mean(self, const Placement* request, const Terms* home, Prices* prices) noexcept nogil:
+        """What the total would be on a worker with as much outstanding as the mean of all, that holds as much of the
+        prompt as its best holder. Turns of equals are no reason for a copy: the balance is the holder's own."""
+        cdef double used = max(load32(&self.loads.used), 1)
+        cdef double ahead = load_signed(&self.loads.fleet_waiting_ns) * 1e-9 / used
+        cdef double live = load_signed(&self.loads.fleet_requests) / used
+        return (ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * live
+                + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * live)
+                + prices.context_seconds * (SLOWED_SHARE * request.count * live
+                                            + load_signed(&self.loads.fleet_prompt_tokens) / used)
+                + home.eviction + home.balance)
+
+    cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home, double credit,
+                         const Prices* prices) noexcept nogil:
+        """Take off what making a copy on this worker costs more than using the one at home, if that is saved up."""
+        cdef const Cost* cost = load_cost(&self.loads.rows[worker].cost)
+        cdef double live = load32(&self.loads.rows[worker].live_requests), price
+        if cost == NULL:
+            return
+        price = terms.prefill - prefill_seconds(cost, request.count - home.usable, request.count)
+        price = price * (1.0 + prices.pressure + INTERRUPTED_SHARE * live) + max(terms.eviction - home.eviction, 0.0)
+        if 0.0 < price <= credit:
+            terms.credit = -price
+            terms.total -= price
 
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil:
         """Whether worker `a` beats `b`: lower total, then more cached, then fewer live requests, then less cached,
@@ -304,36 +340,41 @@ cdef class E2:
         """The E2 rule. Leaves what it met in the scratch; `everyone` keeps all terms, for an explanation."""
         cdef uint32_t best = self.gather(s, request.walk), least_held = NONE
         cdef Prices prices = self.prices(request)
+        cdef Terms there
         cdef Choice choice
         if best > self.exploit_ratio * request.count:
             least_held = max(1, <uint32_t> (HOLDER_SHARE_MIN * best))
         if request.everyone:
             self.weigh_all(s, request, &prices)
             self.set_candidates(s, least_held)
-        choice = self.cheapest(s, request, least_held, &prices)
+        choice = self.cheapest(s, request, least_held, &prices, &there)
         if choice.worker == NONE:
             return choice
         if choice.reason != EXPLOIT and load_double(&self.loads.others) > 0.0:
             self.agree(s, request, best, least_held, &prices, &choice)
+        if request.everyone and choice.credit > 0.0:
+            self.take_credit(s, request, least_held, &there, choice.credit, &prices)
         return choice
 
-    cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held,
-                         Prices* prices) noexcept nogil:
+    cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices,
+                         Terms* there) noexcept nogil:
         """The lowest total; `least_held` tokens are what a holder has, NONE where none has enough. The best holder is
         left only for more than what other routers may have placed unseen: else all of them leave it at one moment.
 
-        Holders come first, so that others are passed over as soon as what is summed up of them is more: no term is
-        negative.
+        Holders come first, so that others are passed over as soon as what is summed up of them is more than what is
+        saved up for a copy: no term but that is negative. `there` becomes the terms of the best holder.
         """
-        cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE
+        cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE, holders = 0
         cdef double bound
         cdef Row* row
-        cdef Terms terms, least, there
+        cdef Terms terms, least
         cdef Choice choice
         memset(&choice, 0, sizeof(Choice))
-        choice.worker = NONE
+        choice.worker = choice.credited = NONE
         least.total = there.total = INFINITY
         for at in range(first + s.workers):
+            if at == first and home != NONE:
+                self.save_up(request, least_held, home, holders, there, prices, &choice)
             i = s.met[at] if at < first else at - first
             if (s.held[i] >= least_held) != (at < first):
                 continue
@@ -344,27 +385,45 @@ cdef class E2:
             fit(&terms, load32(&row.block_size), s.held[i], request.count)
             if service == CACHED_ONLY and terms.whole < least_held:
                 continue
+            holders += terms.whole >= least_held
             if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
                 self.price_of(prices, i, terms.usable, request.count)
-            bound = least.total if terms.whole < least_held else there.total
+            bound = least.total + choice.credit if terms.whole < least_held else there.total
             if load_double(&row.queue_seconds) + prices.prefill + prices.prefill * prices.pressure > bound:
                 continue
             self.weigh_most(&terms, i, request, prices)
             if terms.total > bound:
                 continue
             self.weigh_behind(&terms, i, request)
+            if terms.whole < least_held and choice.credit > 0.0:
+                self.set_credit(&terms, i, request, there, choice.credit, prices)
             if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
                 choice.worker = i
                 least = terms
-            if terms.whole >= least_held and (home == NONE or self.better(&terms, i, &there, home)):
+            if terms.whole >= least_held and (home == NONE or self.better(&terms, i, there, home)):
                 home = i
-                there = terms
+                there[0] = terms
         if home != NONE and there.total - least.total <= UNSEEN_SECONDS * load_double(&self.loads.others):
             choice.worker = home
-            least = there
+            least = there[0]
         choice.usable = least.usable if choice.worker != NONE else 0
         choice.reason = EXPLORE if least_held == NONE else EXPLOIT if choice.worker == home else ESCAPE
         return choice
+
+    cdef void save_up(self, const Placement* request, uint32_t least_held, uint32_t home, uint32_t holders,
+                      const Terms* there, Prices* prices, Choice* choice) noexcept nogil:
+        """Note in the choice what is saved up for a copy of what the best holder has, this request's share included:
+        how much less its total would be on those that are no holders; less than nothing, where it would be more."""
+        cdef Tree* t = &self.tree.t
+        cdef uint32_t node = credited_node(t, request.walk, least_held)
+        cdef double used = load32(&self.loads.used), share = 0.0, before = saved(self.credits, t, node, request.now)
+        if load32(&self.loads.rows[home].alike) != prices.alike or there.usable != prices.usable:
+            self.price_of(prices, home, there.usable, request.count)
+        if holders < used:
+            share = (there.total - self.price_of_mean(request, there, prices)) * used / (used - holders)
+        choice.credit = max(before + share, 0.0)
+        if before > 0.0 or choice.credit > 0.0:
+            choice.credited = node
 
     cdef bint takes(self, uint32_t worker, uint32_t whole, uint32_t least_held) noexcept nogil:
         """Whether a worker takes a request of which it holds so much: one that leaves takes what is exploited there."""
@@ -436,6 +495,14 @@ cdef class E2:
             s.terms[i].weighed = load32(&self.loads.rows[i].eligible) != NO_REQUEST
             if s.terms[i].weighed:
                 self.weigh(&s.terms[i], i, request, prices)
+
+    cdef void take_credit(self, Scratch* s, const Placement* request, uint32_t least_held, const Terms* home,
+                          double credit, const Prices* prices) noexcept nogil:
+        """Take off what is saved up for a copy where a worker holds less than the best holders."""
+        cdef uint32_t i
+        for i in range(s.workers):
+            if s.terms[i].weighed and s.terms[i].whole < least_held:
+                self.set_credit(&s.terms[i], i, request, home, credit, prices)
 
     cdef void set_candidates(self, Scratch* s, uint32_t least_held) noexcept nogil:
         """Note who is compared."""

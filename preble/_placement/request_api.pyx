@@ -275,7 +275,7 @@ def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_
 def scores_of(DecisionCore core not None, policy, request, list rows) -> list[float]:
     """What was compared for each worker of an explanation: the total for E2."""
     if policy is None:
-        return [row[9] for row in rows]
+        return [row[10] for row in rows]
     return policy.checked_scores(request, core.view([row[0] for row in rows]))
 
 

@@ -254,12 +254,10 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
         lease.leaf_generation = NO_GENERATION            # forgotten since, and to stay so
     if loads.is_current(lease):
         account = &loads.workers[lease.worker]
-        account.live_requests += 1
-        account.live_output_tokens += lease.expected_output
-        account.live_prompt_tokens += lease.prompt_tokens
+        loads.live_change(account, lease, 1)
         if not lease.prefilled:
             account.waiting_requests += 1
-            account.waiting_prefill_ns += lease.prefill_ns
+            loads.wait_change(account, lease.prefill_ns)
     return 0
 
 

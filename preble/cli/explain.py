@@ -24,7 +24,8 @@ PRICE = (*(name.removesuffix("_seconds") for name in PRICE_TERMS), "total")
 BESIDE = ("L", "backlog")
 LEGEND = """\
 * chosen, - no candidate. Seconds: queue, the wait for what is ahead; prefill of what it lacks; others, who wait for it;
-decode, its own output there; eviction, computing again what goes for it; balance, for its load; total, the sum of them.
+decode, its own output there; eviction, computing again what goes for it; balance, for its load; credit, which earlier
+requests have saved up for a copy; total, the sum of them.
 Beside it: L, the load, which is work given to it within the window; backlog, prefill booked and not done.
 """
 

@@ -42,13 +42,14 @@ PRICE_TERMS = (
     "decode_seconds",
     "eviction_seconds",
     "balance_seconds",
+    "credit_seconds",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTerms:
     """One worker in one decision: what `types.WorkerCost` says of it, and the prefill booked on it and not yet done
-    (`backlog_seconds`). The six of PRICE_TERMS add up to `total_seconds`; the load L and the backlog are beside them,
+    (`backlog_seconds`). The seven of PRICE_TERMS add up to `total_seconds`; the load L and the backlog are beside them,
     for information. `score` is what the policy compared (`total_seconds` for E2); only a `candidate` could be
     chosen."""
 
@@ -61,6 +62,7 @@ class WorkerTerms:
     decode_seconds: float
     eviction_seconds: float
     balance_seconds: float
+    credit_seconds: float
     total_seconds: float
     load_seconds: float
     backlog_seconds: float

@@ -25,8 +25,8 @@ from tests.support.paths import ROOT
 
 
 def terms(name: str, matched: int, *price: float, load: float, backlog: float, candidate: bool = True) -> WorkerTerms:
-    """A worker whose price has these terms, in the order in which they are shown."""
-    total = sum(price)
+    """A worker whose price has these terms, in the order in which they are shown, and no credit."""
+    total, price = sum(price), (*price, 0.0)
     return WorkerTerms(name, matched, 900 - matched, *price, total, load, backlog, total, candidate)
 
 
@@ -71,10 +71,10 @@ WHOLE = """\
 request chat-7: decision 12 at 1000.5000 s, policy e2, 900 prompt tokens
 chosen gpu-1 (exploit), runner-up gpu-0, margin 1.3125; shadow kv_cost: gpu-0 (kv_cost)
 
-   worker  matched  missed   queue  prefill  others  decode  eviction  balance   total        L  backlog
-*  gpu-1       600     300  0.2500   0.0625  0.1250  0.0312    0.0000   0.0938  0.5625   4.6875   2.0000
-   gpu-0         0     900  0.2500   0.1250  0.5000  0.0000    0.7500   0.2500  1.8750  12.5000   0.0000
--  gpu-2       100     800  0.0000   0.1250  0.0000  0.0000    0.0000   0.0000  0.1250   0.2500   0.0000
+   worker  matched  missed   queue  prefill  others  decode  eviction  balance  credit   total        L  backlog
+*  gpu-1       600     300  0.2500   0.0625  0.1250  0.0312    0.0000   0.0938  0.0000  0.5625   4.6875   2.0000
+   gpu-0         0     900  0.2500   0.1250  0.5000  0.0000    0.7500   0.2500  0.0000  1.8750  12.5000   0.0000
+-  gpu-2       100     800  0.0000   0.1250  0.0000  0.0000    0.0000   0.0000  0.0000  0.1250   0.2500   0.0000
 
 finished after 6.5000 s, 40 output tokens
 first token    3.1250 s, 2.0625 s expected (+1.0625)
@@ -100,8 +100,8 @@ def test_the_columns_of_a_price_are_named_and_add_up() -> None:
     sched = GlobalScheduler(
         [WorkerSpec(name, kv_capacity_tokens=3000) for name in "abc"], clock=ManualClock(100.0), record=Recording()
     )
-    for number in range(24):
-        sched.schedule([number % 3] * 600 + [100 + number] * 200, request_id=number, max_new_tokens=50)
+    for number in range(40):
+        sched.schedule([number % 3 // 2] * 600 + [100 + number] * 200, request_id=number, max_new_tokens=50)
     used = set()
     for one in sched.records():
         lines = text_of(one).splitlines()

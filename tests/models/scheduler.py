@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from zlib import crc32
 
@@ -26,6 +26,7 @@ SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
 SLOWED_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
+CREDIT_AGE_SECONDS = 60.0
 UNSEEN_SECONDS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
     1.0,
     3.0,
@@ -382,11 +383,14 @@ class Row:
     decode: float
     eviction: float
     balance: float
+    live: int
     tie: tuple[float, ...]
+    credit: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.queue + self.prefill + self.others + self.decode + self.eviction + self.balance
+        terms = self.queue + self.prefill + self.others + self.decode + self.eviction + self.balance
+        return terms + self.credit
 
 
 @dataclass(frozen=True)
@@ -396,6 +400,7 @@ class Choice:
     worker: str
     reason: str
     rows: list[Row]
+    credited: tuple[Node, float] | None = None  # what is saved up for copies of a prefix, once this is booked
 
     def total(self, worker: str) -> float:
         return next(row.total for row in self.rows if row.worker == worker)
@@ -413,6 +418,7 @@ class NaiveScheduler:
         self.live: dict[Hashable, Booking] = {}
         self.slice = -1
         self.faded_at = 0.0
+        self.credits: dict[Node, tuple[float, float]] = {}  # seconds saved up for copies, and when
         self.others = 0.0  # share of the bookings that other routers placed, lately
 
     # --- time and sums ---
@@ -489,15 +495,49 @@ class NaiveScheduler:
         least_held = max(1, int(HOLDER_SHARE_MIN * longest))
         prices = self.prices(limit, now)
         rows = [self.row(name, path, held[name], prices, now) for name in names]
-        best = min(rows, key=lambda row: (row.total, row.tie))
         if not enough:
+            best = min(rows, key=lambda row: (row.total, row.tie))
             agreed = self.agreed(rows, best, path[1], longest, math.inf, prices, now)
             return Choice(agreed.worker, "explore" if agreed is best else "rendezvous", rows)
         home = min((row for row in rows if row.whole >= least_held), key=lambda row: (row.total, row.tie))
+        nodes = self.tree.walk(path)[0]
+        node = self.tree.nodes[next(node for node in nodes if len(node[1]) >= least_held)]
+        saved, at = self.credits.get(node, (0.0, 0.0))
+        count, holders = len(self.accounts), sum(row.whole >= least_held for row in rows)
+        share = (home.total - self.mean_total(home, length, prices)) * count / max(1, count - holders)
+        credit = saved * math.exp(-max(now - at, 0.0) / CREDIT_AGE_SECONDS) + share * (holders < count)
+        credit = max(0.0, credit)
+        plain, rows = (
+            rows,
+            [row if row.whole >= least_held else self.credited(row, home, length, credit, prices) for row in rows],
+        )
+        best = min(rows, key=lambda row: (row.total, row.tie))
         if home.total - best.total <= UNSEEN_SECONDS * self.others:
-            return Choice(home.worker, "exploit", rows)
+            return Choice(home.worker, "exploit", rows, (node, credit))
         bound = min(row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows if row.whole >= least_held)
-        return Choice(self.agreed(rows, best, path[1], longest, bound, prices, now).worker, "escape", rows)
+        chosen = self.agreed(plain, best, path[1], longest, bound, prices, now).worker
+        return Choice(chosen, "escape", rows, (node, 0.0))
+
+    def mean_total(self, home: Row, length: int, prices: Prices) -> float:
+        """The total of a worker with the mean of what is outstanding, that caches what the best holder does."""
+        every = [booking for account in self.accounts.values() for booking in account.live]
+        count = len(self.accounts)
+        ahead = sum(b.prefill_ns for b in every if not b.prefilled) * 1e-9 / count
+        live, prompts = len(every) / count, sum(b.prompt_tokens for b in every) / count
+        context = prices.output * self.accounts[home.worker].cost.context[3]
+        return (
+            ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * live
+            + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * live)
+            + context * (SLOWED_SHARE * length * live + prompts) + home.eviction + home.balance
+        )  # fmt: skip
+
+    def credited(self, row: Row, home: Row, length: int, credit: float, prices: Prices) -> Row:
+        """What a copy costs on this worker is taken off where it is saved up."""
+        cost = self.accounts[row.worker].cost
+        price = row.prefill - cost.prefill(length - home.matched, length)
+        price *= 1.0 + prices.pressure + INTERRUPTED_SHARE * row.live
+        price += max(0.0, row.eviction - home.eviction)
+        return replace(row, credit=-price) if 0.0 < price <= credit else row
 
     def agreed(
         self, rows: list[Row], best: Row, tokens: Tokens, held: int, bound: float, prices: Prices, now: float
@@ -544,6 +584,7 @@ class NaiveScheduler:
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure),
             balance=LOAD_SHARE * load * min(1.0, load / (0.5 * self.longest_observed(now))),
+            live=live,
             tie=(-usable, live, self.tree.cached(name), self.places.index(name)),
         )
 
@@ -577,9 +618,18 @@ class NaiveScheduler:
     # --- a request's life ---
 
     def book(
-        self, request_id: Hashable, path: Path, worker: str, limit: int | None, now: float, from_peer: bool = False
+        self,
+        request_id: Hashable,
+        path: Path,
+        worker: str,
+        limit: int | None,
+        now: float,
+        from_peer: bool = False,
+        credited: tuple[Node, float] | None = None,
     ) -> None:
         self.advance(now)
+        if credited is not None:
+            self.credits[credited[0]] = credited[1], now
         account, length = self.accounts[worker], len(path[1])
         others = self.others + (from_peer - self.others) / PLACED_LATELY
         self.others = others if others > OTHERS_MIN else 0.0

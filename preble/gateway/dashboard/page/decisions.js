@@ -24,6 +24,7 @@ const TERMS = [
   { name: "decode_seconds", kind: "decode", title: "Decode", text: "its own output, beside what decodes there" },
   { name: "eviction_seconds", kind: "eviction", title: "Eviction", text: "computing again what is evicted for it" },
   { name: "balance_seconds", kind: "balance", title: "Balance", text: "a share of its load" },
+  { name: "credit_seconds", kind: "credit", title: "Credit", text: "taken off: saved up by earlier requests for a copy" },
 ];
 
 // What is shown beside the price.
@@ -45,7 +46,7 @@ function predicted(terms) {
 function partsOf(parts, terms, whole) {
   return parts.map(({ name, kind, title }) => {
     const value = terms[name];
-    return { share: whole > 0 ? value / whole : 0, kind, title: `${title}: ${seconds(value)}` };
+    return { share: whole > 0 ? Math.max(value, 0) / whole : 0, kind, title: `${title}: ${seconds(value)}` };
   });
 }
 
