@@ -29,6 +29,8 @@ class SchedulerConfig:
     rebalance_ratio: when the heaviest worker's load is more than this times the lightest's, prefixes move (0: never).
     rebalance_floor_seconds: and more than so many seconds more.
     replicas_max: workers that one hot prefix is spread over on purpose (1: it is not).
+    imbalance_share: "e2-paper" sends what it explores to a worker that decodes more than this share of its time: the
+    paper's IMBALR (0: as the worker's cost model says; 1: never).
     warm_up_seconds: traffic of a plan waits up to so long for its prefix to be prefilled, see `warm_ups` (0: it does
     not).
     """
@@ -46,13 +48,14 @@ class SchedulerConfig:
     rebalance_ratio: float = 1.5
     rebalance_floor_seconds: float = 5.0
     replicas_max: int = 8
+    imbalance_share: float = 0.0
     warm_up_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
             if not (_is_number(getattr(self, name)) and 1e-3 <= getattr(self, name) <= 1e9):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
-        for name in ("exploit_ratio", "join_share"):
+        for name in ("exploit_ratio", "join_share", "imbalance_share"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1.0):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1], got {getattr(self, name)!r}")
         for name in ("rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds"):

@@ -105,7 +105,7 @@ class GlobalScheduler(RequestApi):
             monotonic if clock is None else clock,
             seed,
             policy=rule,
-            policy_state=_open_policy_state(rule, self._recorder, core.tree),
+            policy_state=_open_policy_state(rule, self._recorder, core.tree, self.config),
             observer=self._recorder,
         )
         self._calibrator = Calibrator(core, self.config.history_seconds) if self.config.calibrate else None
@@ -538,14 +538,16 @@ def _open_recorder(record: Recording | None, shadow: Any, seed: int) -> Recorder
     return Recorder(record, shadow, seed)
 
 
-def _open_policy_state(policy: Policy | None, recorder: Recorder | None, tree: RadixTree) -> PolicyState | None:
+def _open_policy_state(
+    policy: Policy | None, recorder: Recorder | None, tree: RadixTree, config: SchedulerConfig
+) -> PolicyState | None:
     """The state that policy and shadow need; None for those that need none, which load nothing for it."""
     needs = (() if policy is None else tuple(policy.needs)) + (() if recorder is None else recorder.needs)
     if not needs:
         return None
     from .scheduling.policy_state import PolicyState
 
-    return PolicyState(needs, tree)
+    return PolicyState(needs, tree, config)
 
 
 def _open_rebalancer(core: DecisionCore, config: SchedulerConfig, policy: Policy | None) -> Rebalancer | None:

@@ -12,8 +12,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 GREY = "#555555"
 COLOURS = {
     "sglang_rr": "#d1603d", "vllm_rr": "#d1603d", "rr": "#e8a58f", "sglang_oracle": "#5b8c5a", "vllm_oracle": "#5b8c5a",
-    "oracle": "#a7c7a5", "e2-paper": "#9b86bd", "e2": "#2b6ca3", "vllm_e2": "#7fb1d9", "e2-fcfs": "#d1603d",
-    "e2-lpm": "#5b8c5a", "e2-nobound": "#9b86bd",
+    "oracle": "#a7c7a5", "e2-paper": "#9b86bd", "e2": "#2b6ca3", "vllm_e2": "#7fb1d9", "vllm_e2-paper": "#9b86bd",
+    "e2-fcfs": "#d1603d", "e2-lpm": "#5b8c5a", "e2-nobound": "#9b86bd",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, workloads
+from ..config import SchedulerConfig
 from ..errors import InvalidInput
 from ..local import LocalConfig
 from ..policies.base import Policy, resolve
@@ -30,6 +31,7 @@ from .console import Screen, positive_float, positive_int, write_json
 REQUESTS = 1000
 REQUESTS_PER_GROUP = 10
 RPS = 4.0
+STAGES = ("rebalance_ratio", "replicas_max", "imbalance_share")  # of the scheduler's knobs, those that are options
 # (title, width, how to write it): one column each, after the policy's name.
 COLUMNS = (
     *(("mean", 9, "mean_ttft_seconds"), ("p50", 8, "p50_ttft_seconds"), ("p99", 8, "p99_ttft_seconds")),
@@ -54,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-capacity", type=positive_int, metavar="N", help="KV tokens of a worker (default: 198516)")
     add("--token-budget", type=positive_int, metavar="N", help="tokens of an iteration (default: 512)")
     add("--order", choices=("priority", "fcfs", "longest_prefix"), help="of a worker's queue (default: priority)")
+    add = parser.add_argument_group("scheduler, as of serve").add_argument
+    for name in STAGES:
+        default = getattr(SchedulerConfig(), name)
+        add(f"--scheduler-{name.replace('_', '-')}", type=type(default), default=default, metavar="N",
+            help="docs/rebalancing.md (default: %(default)s)")  # fmt: skip
     add = parser.add_argument_group("what goes wrong").add_argument
     add("--routers", type=int, default=1, metavar="N", help="schedulers that share the requests (default: 1)")
     add("--event-delay", type=float, default=0.0, metavar="S", help="seconds until events arrive (default: 0)")
@@ -130,6 +137,7 @@ def config_of(args: argparse.Namespace) -> SimConfig:
         routers=args.routers,
         cost_model=args.cost_model,
         local=replace(local, **{name: value for name, value in given.items() if value is not None}),
+        scheduler=SchedulerConfig(**{name: getattr(args, f"scheduler_{name}") for name in STAGES}),
         seed=args.seed,
         event_delay_seconds=args.event_delay,
         event_loss=args.event_loss,

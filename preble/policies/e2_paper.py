@@ -33,23 +33,23 @@ class E2Paper(Policy):
 
     P is the prefill time of what is missed on the worker, as in "e2".
 
-    DECODERATIO and IMBALR have neither formula nor value in the paper. Read as the decode share of L, and off: a share
-    is never more than `imbalance_share=1`. Lower it to switch the branch on.
+    DECODERATIO and IMBALR have no formula in the paper. The ratio is of what a worker is about to do ("current batch
+    composition", section 5.4): the decode time of a request of mean length, which goes on in every iteration, as a
+    share of it and of the prefill that waits. Who has none waiting has 1, and L + M + P chooses among equals. IMBALR is
+    the worker's cost model's (`preble.costs.thresholds`), or `SchedulerConfig.imbalance_share`; 1 switches this off.
 
-    Ties go by order. Rebalancing and autoscaling (section 4.2, "post-assignment") are the scheduler's plans
-    (docs/rebalancing.md); `rebalance_ratio=0` and `replicas_max=1` leave the two algorithms alone.
+    Ties go by order. Rebalancing and autoscaling (section 4.2, "post-assignment") are the scheduler's plans;
+    docs/rebalancing.md has the knob of each stage, and how to switch it off.
     """
 
     name = reason = "e2-paper"
     needs = ("paper_history",)
     takes_plans = True
 
-    def __init__(self, exploit_share: float = 0.5, imbalance_share: float = 1.0, name: str = "e2-paper") -> None:
-        for argument, share in ("exploit_share", exploit_share), ("imbalance_share", imbalance_share):
-            if not 0.0 <= share <= 1.0:
-                raise InvalidConfig(f"E2Paper.{argument} must be in [0, 1], got {share!r}")
+    def __init__(self, exploit_share: float = 0.5, name: str = "e2-paper") -> None:
+        if not 0.0 <= exploit_share <= 1.0:
+            raise InvalidConfig(f"E2Paper.exploit_share must be in [0, 1], got {exploit_share!r}")
         self.exploit_share = exploit_share
-        self.imbalance_share = imbalance_share
         self.name = self.reason = name
 
     def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
@@ -57,9 +57,13 @@ class E2Paper(Policy):
         holders = [name in history.holders for name in workers.ids]
         if history.known_tokens > self.exploit_share * len(request.token_ids) and any(holders):
             return self.costs(history, workers, holders)
-        shares = [decode_share(history, name) for name in workers.ids]
-        if max(shares) > self.imbalance_share:
-            return [-share for share in shares]
+        beyond = [
+            decode_share(history.output_seconds[name], prefill) - history.imbalance_shares[name]
+            for name, prefill in zip(workers.ids, workers.waiting_prefill_seconds, strict=True)
+        ]
+        most = max(beyond)
+        if most > 0.0:
+            return self.costs(history, workers, [share == most for share in beyond])
         return self.costs(history, workers, [True] * len(workers))
 
     def costs(self, history: PaperHistory, workers: WorkersView, wanted: Sequence[bool]) -> list[float]:
@@ -75,8 +79,6 @@ class E2Paper(Policy):
         return min(range(len(scores)), key=scores.__getitem__)
 
 
-def decode_share(history: PaperHistory, worker: str) -> float:
-    """The decode seconds of a worker's history as a share of all its seconds; 0 without a history."""
-    decode = history.decode_seconds[worker]
-    seconds = history.prefill_seconds[worker] + decode
-    return decode / seconds if seconds > 0.0 else 0.0
+def decode_share(decode_seconds: float, prefill_seconds: float) -> float:
+    """DECODERATIO, in [0, 1]: 1 where no prefill waits."""
+    return decode_seconds / (decode_seconds + prefill_seconds) if prefill_seconds > 0.0 else 1.0

@@ -38,13 +38,16 @@ class PaperHistory:
     """Need "paper_history": what the paper's Algorithms 1 and 2 read.
 
     `known_tokens`: how much of the prompt is in the tree. `holders`: ids of workers that cache the longest node on that
-    path. By worker id: `prefill_seconds` and `decode_seconds` of the last H requests; `eviction_seconds(id)` is M.
+    path. By worker id: `prefill_seconds` and `decode_seconds` of the last H requests; `output_seconds`, the decode time
+    of a request of their mean length; `imbalance_shares`, IMBALR in [0, 1]; `eviction_seconds(id)` is M.
     """
 
     known_tokens: int
     holders: frozenset[str]
     prefill_seconds: Mapping[str, float]
     decode_seconds: Mapping[str, float]
+    output_seconds: Mapping[str, float]
+    imbalance_shares: Mapping[str, float]
     eviction_seconds: Callable[[str], float]
 
 

@@ -20,6 +20,8 @@ from .._cost import CostModel
 from .._placement.decision import Decision
 from .._placement.request_api import RequestObserver
 from .._radix import RadixTree
+from ..config import SchedulerConfig
+from ..costs.thresholds import imbalance_share
 from ..errors import InvalidConfig
 from ..policies.base import RequestView
 from ..policies.known import ActiveBlocks, PaperHistory, WindowCosts
@@ -50,6 +52,8 @@ class Question:
 
 class PolicyTracker:
     """Base of the trackers: each overrides what concerns it."""
+
+    config = SchedulerConfig()
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         """A worker has joined."""
@@ -309,6 +313,7 @@ class _History:
 
     index: int
     cost: CostModel
+    imbalance_share: float
     routed: deque[_Routed] = field(default_factory=deque)
     prefill_nanoseconds: int = 0
     finished: int = 0
@@ -326,7 +331,7 @@ class PaperHistoryTracker(PolicyTracker):
         self._live: dict[Hashable, _Routed] = {}
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
-        self._workers[worker] = _History(index, cost)
+        self._workers[worker] = _History(index, cost, self.config.imbalance_share or imbalance_share(cost))
 
     def closed(self, worker: str) -> None:
         del self._workers[worker]
@@ -336,14 +341,14 @@ class PaperHistoryTracker(PolicyTracker):
         matched, held = question.match()
         end = longest_node_end(question.tree.path(question.token_ids, namespace=question.namespace)) if matched else 0
         fleet = self._mean_output(workers.values(), self.unknown_output_tokens)
+        output = {name: one.cost.decode_time(self._mean_output((one,), fleet)) for name, one in workers.items()}
         return PaperHistory(
             known_tokens=matched,
             holders=frozenset(name for name, one in workers.items() if end and held.get(one.index, 0) >= end),
             prefill_seconds={name: one.prefill_nanoseconds * 1e-9 for name, one in workers.items()},
-            decode_seconds={
-                name: len(one.routed) * one.cost.decode_time(self._mean_output((one,), fleet)) if one.routed else 0.0
-                for name, one in workers.items()
-            },
+            output_seconds=output,
+            decode_seconds={name: len(one.routed) * output[name] for name, one in workers.items()},
+            imbalance_shares={name: one.imbalance_share for name, one in workers.items()},
             eviction_seconds=self._eviction_of(question),
         )
 
@@ -420,12 +425,14 @@ class PolicyState(RequestObserver):
     """The trackers of one scheduler. All calls come under its writers' lock. Raises InvalidConfig for an unknown
     need."""
 
-    def __init__(self, needs: Iterable[str], tree: RadixTree) -> None:
+    def __init__(self, needs: Iterable[str], tree: RadixTree, config: SchedulerConfig) -> None:
         strange = [need for need in needs if need not in TRACKERS]
         if strange:
             raise InvalidConfig(f"policy needs must be of {', '.join(TRACKERS)}, got {', '.join(map(repr, strange))}")
         self._tree = tree
         self._trackers = {need: TRACKERS[need]() for need in needs}
+        for tracker in self._trackers.values():
+            tracker.config = config
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         """A worker has joined."""

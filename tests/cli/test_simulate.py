@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from preble import CostModel, sim
+from preble import CostModel, SchedulerConfig, sim
 from preble.cli import main
 from preble.policies.base import POLICIES
 from preble.workloads import generate, poisson
@@ -34,9 +34,10 @@ def test_the_table_has_a_row_a_policy_and_is_the_same_again(capsys: pytest.Captu
 
 def test_the_figures_are_those_of_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     place = tmp_path / "found.json"
-    options = ["--policy", "e2", "--kv-capacity", "6000", "--token-budget", "256", "--order", "fcfs", "--seed", "5",
-               "--event-delay", "0.1", "--event-loss", "0.5", "--kill", "w1@1.5", "--slo-ttft", "0.4",
-               "--cost-model", "mistral-7b/a100", "--json", str(place)]  # fmt: skip
+    options = ["--policy", "e2-paper", "--kv-capacity", "6000", "--token-budget", "256", "--order", "fcfs",
+               "--seed", "5", "--event-delay", "0.1", "--event-loss", "0.5", "--kill", "w1@1.5", "--slo-ttft", "0.4",
+               "--cost-model", "mistral-7b/a100", "--scheduler-rebalance-ratio", "0", "--scheduler-replicas-max", "2",
+               "--scheduler-imbalance-share", "0.7", "--json", str(place)]  # fmt: skip
     assert main([*SMALL, *options]) == 0
     local = {"kv_capacity_tokens": 6000, "token_budget": 256, "order": "fcfs"}
     workload = poisson(generate("toolbench", requests=40, groups=4, seed=5), 8.0, 5)
@@ -44,8 +45,9 @@ def test_the_figures_are_those_of_the_library(capsys: pytest.CaptureFixture[str]
         workload,
         sim.SimConfig(
             workers=3,
-            policy="e2",
+            policy="e2-paper",
             cost_model="mistral-7b/a100",
+            scheduler=SchedulerConfig(rebalance_ratio=0.0, replicas_max=2, imbalance_share=0.7),
             seed=5,
             event_delay_seconds=0.1,
             event_loss=0.5,
@@ -54,7 +56,7 @@ def test_the_figures_are_those_of_the_library(capsys: pytest.CaptureFixture[str]
         ),  # fmt: skip
     )
     found = json.loads(place.read_text())
-    report = found["policies"]["e2"]
+    report = found["policies"]["e2-paper"]
     assert report["trace_hash"] == result.trace_hash
     assert report["p99_ttft_seconds"] == result.summary().p99_ttft_seconds
     assert report["goodput"] == result.goodput(0.4)
@@ -64,7 +66,7 @@ def test_the_figures_are_those_of_the_library(capsys: pytest.CaptureFixture[str]
     assert "WorkerDeath(at_seconds=1.5" in found["config"]["faults"]
     out = capsys.readouterr().out
     assert "resumed on another worker\n" in out
-    row = next(line for line in out.splitlines() if line.startswith("e2 ")).split()
+    row = next(line for line in out.splitlines() if line.startswith("e2-paper ")).split()
     summary = result.summary()
     assert row[1:] == [
         *(f"{getattr(summary, f'{name}_ttft_seconds'):.3f}" for name in ("mean", "p50", "p99")),

@@ -45,6 +45,7 @@ def fleet(
     matched: Sequence[int] | None = None,
     cached: Sequence[int] | None = None,
     prefill_seconds: Sequence[float] | None = None,
+    waiting_prefill_seconds: Sequence[float] | None = None,
 ) -> WorkersView:
     """A view of len(live) workers "w0", "w1", ...; what is not given is zero."""
     zeros = [0] * len(live)
@@ -56,7 +57,7 @@ def fleet(
         prefill_seconds=prefill_seconds or [0.0] * len(live),
         live_requests=live,
         waiting_requests=zeros,
-        waiting_prefill_seconds=[0.0] * len(live),
+        waiting_prefill_seconds=waiting_prefill_seconds or [0.0] * len(live),
         live_output_tokens=zeros,
         live_prompt_tokens=zeros,
         mean_output_tokens=zeros,
@@ -137,7 +138,7 @@ def test_the_rules_and_their_books_are_loaded_when_they_are_asked_for() -> None:
         (lambda: PrefixHash(prefix_tokens=0), "prefix_tokens"),
         (lambda: PrefixHash(load_factor=0.9), "load_factor"),
         (lambda: E2Paper(exploit_share=-0.1), "exploit_share"),
-        (lambda: E2Paper(imbalance_share=float("nan")), "imbalance_share"),
+        (lambda: E2Paper(exploit_share=float("nan")), "exploit_share"),
         (lambda: OraclePartition({}), "groups"),
         (lambda: OraclePartition({"r": "g"}, {"h": "w0"}), "homes"),
     ],
@@ -438,11 +439,18 @@ def test_aibrix_preble_exploits_past_half_explores_by_cost_and_heeds_the_gate() 
 
 
 def history(
-    known: int, holders: Sequence[int], prefill: Sequence[float], decode: Sequence[float], evict: Sequence[float]
+    known: int,
+    holders: Sequence[int],
+    prefill: Sequence[float],
+    decode: Sequence[float],
+    evict: Sequence[float],
+    output: float = 1.0,
+    imbalance: float = 1.0,
 ) -> PaperHistory:
-    eviction = by_id(evict)
+    count, eviction = len(prefill), by_id(evict)
     names = frozenset(f"w{i}" for i in holders)
-    return PaperHistory(known, names, by_id(prefill), by_id(decode), eviction.__getitem__)
+    outputs, shares = by_id([output] * count), by_id([imbalance] * count)
+    return PaperHistory(known, names, by_id(prefill), by_id(decode), outputs, shares, eviction.__getitem__)
 
 
 def naive_e2_paper(prompt: int, w: WorkersView, h: PaperHistory, share: float, imbalance: float) -> int:
@@ -453,10 +461,10 @@ def naive_e2_paper(prompt: int, w: WorkersView, h: PaperHistory, share: float, i
     chosen = [i for i, n in enumerate(w.ids) if n in h.holders]
     if h.known_tokens / prompt > share and chosen:
         return min(chosen, key=total.__getitem__)
-    work = {i: h.prefill_seconds[n] + h.decode_seconds[n] for i, n in enumerate(w.ids)}
-    decoding = {i: h.decode_seconds[n] / work[i] if work[i] else 0.0 for i, n in enumerate(w.ids)}
-    if max(decoding.values()) > imbalance:
-        return max(decoding, key=decoding.__getitem__)
+    outputs = [h.output_seconds[n] for n in w.ids]
+    decoding = [o / (o + p) if p else 1.0 for o, p in zip(outputs, w.waiting_prefill_seconds, strict=True)]
+    if max(decoding) > imbalance:
+        total = {i: cost for i, cost in total.items() if decoding[i] == max(decoding)}
     return min(total, key=total.__getitem__)
 
 
@@ -474,15 +482,11 @@ def test_e2_paper_is_algorithms_1_and_2(
     known: float,
 ) -> None:
     prompt, workers, _ = situation
-    told = history(int(known * prompt), sorted(holders), *zip(*terms, strict=True))
-    request = asked(range(prompt), paper_history=told)
     printed = resolve("e2-paper:printed")
     assert printed is not None
-    for policy, share, imbalance in (
-        (E2Paper(), 0.5, 1.0),
-        (printed, 0.0, 1.0),
-        (E2Paper(imbalance_share=0.6), 0.5, 0.6),
-    ):
+    for policy, share, imbalance in (E2Paper(), 0.5, 1.0), (printed, 0.0, 1.0), (E2Paper(), 0.5, 0.6):
+        told = history(int(known * prompt), sorted(holders), *zip(*terms, strict=True), imbalance=imbalance)
+        request = asked(range(prompt), paper_history=told)
         expected = naive_e2_paper(prompt, workers, told, share, imbalance)
         assert decides(policy, request, workers) == expected
 
@@ -501,13 +505,16 @@ def test_e2_paper_explores_what_is_known_and_cached_nowhere() -> None:
     assert decides(E2Paper(), asked(paper_history=nobody), fleet([0, 0])) == 1
 
 
-def test_e2_paper_leaves_the_decode_branch_off_unless_it_is_given_a_share() -> None:
-    told = history(0, [], [1.0, 0.0], [9.0, 2.0], [0.0, 0.0])
-    request, workers = asked(paper_history=told), fleet([0, 0], prefill_seconds=[0.0, 9.0])
-    assert decides(E2Paper(), request, workers) == 0
-    assert decides(E2Paper(), request, fleet([0, 0])) == 1
-    assert decides(E2Paper(imbalance_share=0.95), request, fleet([0, 0], prefill_seconds=[0.0, 99.0])) == 1
-    assert decides(E2Paper(), request, fleet([0, 0], prefill_seconds=[0.0, 99.0])) == 0
+def test_e2_paper_explores_where_decoding_leaves_room_for_prefill() -> None:
+    """A second of decoding against what waits: shares of 0.2, 1 and 1. L is 10, 90 and 80 s."""
+    workers = fleet([0, 0, 0], waiting_prefill_seconds=[4.0, 0.0, 0.0])
+    terms = [5.0, 45.0, 40.0], [5.0, 45.0, 40.0], [0.0] * 3
+    assert decides(E2Paper(), asked(paper_history=history(0, [], *terms, imbalance=0.9)), workers) == 2
+    assert decides(E2Paper(), asked(paper_history=history(0, [], *terms, imbalance=1.0)), workers) == 0
+    assert decides(E2Paper(), asked(paper_history=history(160, [0], *terms, imbalance=0.9)), workers) == 0  # exploits
+    waiting = fleet([0, 0, 0], waiting_prefill_seconds=[4.0, 4.0, 4.0])  # none beyond the share: L + M + P
+    assert decides(E2Paper(), asked(paper_history=history(0, [], *terms, imbalance=0.2)), waiting) == 0
+    assert decides(E2Paper(), asked(paper_history=history(0, [], *terms, imbalance=0.19)), waiting) == 0
 
 
 # --- in a scheduler ---------------------------------------------------------------------------------------------------

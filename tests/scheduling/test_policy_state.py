@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from preble import CostModel, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec
+from preble.costs.thresholds import imbalance_share
 from preble.errors import DuplicateRequest, InvalidInput, InvalidTokens
 from preble.policies.base import RequestView, WorkersView
 from preble.policies.known import ActiveBlocks, PaperHistory, WindowCosts
@@ -294,6 +295,12 @@ def test_the_history_is_the_last_h_requests_with_what_they_missed(monkeypatch: p
     told = ask(sched, policy, [99])["paper_history"]
     seconds = COST.prefill_time(300, 300) + COST.prefill_time(400, 400) + COST.prefill_time(16, 400)
     assert told.prefill_seconds["w0"] == pytest.approx(seconds)
+
+
+def test_imbalr_is_the_cost_models_unless_the_configuration_has_one() -> None:
+    for configured, expected in (0.0, imbalance_share(COST)), (0.7, 0.7):
+        sched, policy, _ = curious(2, imbalance_share=configured)
+        assert ask(sched, policy, [99])["paper_history"].imbalance_shares == {"w0": expected, "w1": expected}
 
 
 def test_decode_time_is_of_the_mean_output_of_finished_requests_in_the_history(monkeypatch: pytest.MonkeyPatch) -> None:

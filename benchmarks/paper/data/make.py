@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 SAMPLES = 5
 ROWS = 240
 AZURE_SKIP = 200
-AZURE_ROWS = {"code": 800, "conv": 200}  # of each of the samples
+AZURE_ROWS = {"code": 800, "conv": 409}  # of each of the samples
 
 
 def main(folder: Path) -> None:

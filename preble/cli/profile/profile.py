@@ -11,11 +11,14 @@ from statistics import median
 from typing import Any
 
 from ..._cost import CostModel
+from ...costs.thresholds import imbalance_share, rebalance_ratio
 from ...errors import EngineError
 from .bench import Sample
 from .points import DECODE, PREFILL
 
 FEWEST_SAMPLES = 8
+# Mean (prompt, cached, output) tokens of two uses of the paper's Table 1.
+TABLE1_TOKENS = {"tools": (1835, 1560, 43), "videos": (9865, 8681, 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,18 @@ def table(profile: Profile) -> str:
             lines.append(f"{part.tokens:>8,}  {cells}")
     lines += ["", f"{'Error of the fit':<30} {'fitted to':<32} held out"]
     lines += [f"{what:<30} {fitted.text:<32} {held.text}" for what, fitted, held in groups(profile)]
+    lines += ["", "The paper's thresholds, for e2-paper (docs/rebalancing.md)"]
+    lines += [f"{what:<58} {value:.3g}" for what, value in thresholds(profile.model)]
     return "\n".join(lines)
+
+
+def thresholds(model: CostModel) -> list[tuple[str, float]]:
+    """(what, value) of IMBALR and Th_bal, as the options of `preble serve` and `simulate` take them."""
+    ratios = {use: rebalance_ratio(model, *tokens) for use, tokens in TABLE1_TOKENS.items()}
+    return [
+        ("--scheduler-imbalance-share (IMBALR)", imbalance_share(model)),
+        *((f"--scheduler-rebalance-ratio (Th_bal), {use}", ratio) for use, ratio in ratios.items()),
+    ]
 
 
 def milliseconds(seconds: float) -> str:

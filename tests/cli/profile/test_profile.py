@@ -18,6 +18,7 @@ from preble.cli.profile import points, profile
 from preble.cli.profile.bench import DECODE_STEPS, Bench, Sample, sample_of
 from preble.cli.profile.points import DECODE, PREFILL, Limits, Point
 from preble.cli.profile.targets import SimulatedTarget, check_fits, local_config
+from preble.costs.thresholds import imbalance_share, rebalance_ratio
 from preble.engines.base import OutputChunk
 from preble.errors import EngineError, InvalidInput
 
@@ -208,6 +209,9 @@ def test_the_command_writes_all_it_says(tmp_path: Path, capsys: pytest.CaptureFi
     model = profiled(tmp_path / "a", "--quick")
     said = capsys.readouterr().out
     assert f'cost_model="{tmp_path}/a/cost_model.json"' in said
+    words = " ".join(said.split())
+    assert f"--scheduler-imbalance-share (IMBALR) {imbalance_share(model):.3g} " in words
+    assert f"(Th_bal), tools {rebalance_ratio(model, 1835, 1560, 43):.3g} " in words
     assert "held out" in said and "Error of the fit" in said and "not measured" not in said
     for name in ("figure1_prefill.png", "figure2_decode.png"):
         width, height = struct.unpack(">II", (tmp_path / "a" / name).read_bytes()[16:24])
