@@ -189,10 +189,11 @@ CacheEvent = (
 class WorkerCost:
     """One worker's terms in one decision, in seconds (docs/e2.md).
 
-    `total_seconds` is what E2 compares, and the sum of seven terms: `queue_seconds` of waiting, `prefill_seconds` of its
-    own missed tokens, `others_seconds` that others wait for it, `decode_seconds` of its own output in that batch,
-    `eviction_seconds` to compute again what goes for it, `balance_seconds` for the load so far, `credit_seconds` (0 or less)
-    what earlier requests have saved up for a copy of the prompt's prefix. `load_seconds` is that load, L of the paper's Algorithm 2. `score` is what the policy compared
+    `total_seconds` is what E2 compares, and the sum of seven terms: `queue_seconds` of waiting, `prefill_seconds` of
+    its own missed tokens, `others_seconds` that others wait for it, `decode_seconds` of its own output in that batch,
+    `eviction_seconds` to compute again what goes for it, `balance_seconds` for the load so far, and `credit_seconds`,
+    0 or less: a copy of the prefix for which earlier requests have saved up. `load_seconds` is that load, L of the
+    paper's Algorithm 2. `score` is what the policy compared
     (equal to `total_seconds` for E2).
     """
 

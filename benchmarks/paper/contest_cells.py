@@ -38,8 +38,9 @@ SAMPLES = 5  # of each trace in DATA
 TOOLS, TOOL_GROUPS = 0.8, 0.75  # of the mix; the rest are videos
 ORACLE = "oracle_partition"
 POLICIES = (
-    "e2", "e2-paper", "cache_aware", "cache_aware:struct", "kv_cost", "lmetric", "power_of_two", "prefix_hash",
-    "aibrix_prefix", "aibrix_preble", "longest_prefix", "least_loaded", "round_robin", "random", ORACLE,
+    "e2", "e2-paper", "cache_aware", "cache_aware:struct", "cache_aware_spill", "kv_cost", "lmetric", "llmd_sticky",
+    "dualmap", "session_least", "session_hash", "power_of_two", "prefix_hash", "aibrix_prefix", "aibrix_preble",
+    "longest_prefix", "least_loaded", "round_robin", "random", ORACLE,
 )  # fmt: skip
 
 

@@ -100,8 +100,8 @@ cdef class E2:
     cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
     cdef double price_of_mean(self, const Placement* request, const Terms* home, Prices* prices) noexcept nogil
-    cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home, double credit,
-                         const Prices* prices) noexcept nogil
+    cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
+                         double credit, const Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil
     cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices,

@@ -304,8 +304,8 @@ cdef class E2:
                                             + load_signed(&self.loads.fleet_prompt_tokens) / used)
                 + home.eviction + home.balance)
 
-    cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home, double credit,
-                         const Prices* prices) noexcept nogil:
+    cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
+                         double credit, const Prices* prices) noexcept nogil:
         """Take off what making a copy on this worker costs more than using the one at home, if that is saved up."""
         cdef const Cost* cost = load_cost(&self.loads.rows[worker].cost)
         cdef double live = load32(&self.loads.rows[worker].live_requests), price

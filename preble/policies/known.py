@@ -1,11 +1,12 @@
 """What rules share: the types of what some must know beyond a request and the workers' columns, how an order becomes
-scores, and how chance breaks ties. The scheduler's bookings fill the types in (`preble/scheduling/policy_state.py`),
-for policies that name them in `needs`. Owns no rule."""
+scores, how chance breaks ties, and hashing. The scheduler's bookings fill the types in
+(`preble/scheduling/policy_state.py`), for policies that name them in `needs`. Owns no rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 
@@ -49,6 +50,34 @@ class PaperHistory:
     output_seconds: Mapping[str, float]
     imbalance_shares: Mapping[str, float]
     eviction_seconds: Callable[[str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSession:
+    """Need "session": which session a request is of, as its prompt shows it; no session id reaches a scheduler.
+
+    A beginning of a prompt is common where more requests of the window than one worker's fair share, and one more, had
+    it and then went on differently: a system prompt, a document that everybody asks about. `key` is a hash of the
+    prompt up to the end of its longest common beginning and the 64 tokens after that, the same in every process that
+    has seen the same requests. What goes on from there is one session: turns of a conversation, an agent's calls,
+    questions about one of many documents. It is another one once the end of what is common has moved.
+
+    `home`: the id of the worker that took the session's latest request; None where none is remembered.
+    """
+
+    key: int
+    home: str | None
+
+
+def hashed(content: bytes) -> int:
+    """64 bits, the same in every process."""
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+
+
+def by_rendezvous(key: int, ids: Sequence[str]) -> list[int]:
+    """The positions of the workers in the order in which they get what has this key: by a hash of both. Where a worker
+    leaves, those behind it move up, and no others."""
+    return sorted(range(len(ids)), key=lambda i: hashed(f"{key}:{ids[i]}".encode()))
 
 
 def ranks(keys: Sequence[Any]) -> list[float]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,10 @@ import numpy as np
 from ..errors import InvalidConfig
 from ..types import check_int
 from .base import Policy, RequestView, WorkersView
-from .known import ranks
+from .known import hashed, ranks
 
 POINTS = 150  # of each worker on the ring
 RINGS_MAX = 256  # sets of workers whose ring is kept ready
-
-
-def hashed(content: bytes) -> int:
-    """64 bits, the same in every process."""
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 @lru_cache(maxsize=RINGS_MAX)

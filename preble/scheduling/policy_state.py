@@ -1,5 +1,5 @@
-"""State that some policies need kept: of live requests' blocks, of what was placed, of recent history. Owns them, and
-when they are changed; the default policy needs none.
+"""State that some policies need kept: of live requests' blocks, of what was placed, of recent history, of sessions.
+Owns them, and when they are changed; the default policy needs none.
 
 A scheduler opens the trackers its policy names in `needs`. It reports every booking and ending to them under the
 writers' lock, and asks them, before a decision, for what the policy shall know (`preble/policies/known.py`). Each
@@ -9,7 +9,7 @@ tracker holds what it holds of a worker under that worker's id and forgets it wi
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from ..config import SchedulerConfig
 from ..costs.thresholds import imbalance_share
 from ..errors import InvalidConfig
 from ..policies.base import RequestView
-from ..policies.known import ActiveBlocks, PaperHistory, WindowCosts
+from ..policies.known import ActiveBlocks, PaperHistory, PromptSession, WindowCosts, hashed
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4 * BLOCK_TOKENS
@@ -43,6 +43,7 @@ class Question:
     namespace: Hashable
     now: float
     tree: RadixTree
+    window_seconds: float  # of the tree's hits
 
     def match(self) -> tuple[int, dict[int, int]]:
         """(tokens in the tree, {worker index: tokens cached}). Raises InvalidTokens, so it comes before the ids are
@@ -407,6 +408,69 @@ class PaperHistoryTracker(PolicyTracker):
         return {"requests": len(self._live), "routed": sum(len(one.routed) for one in self._workers.values())}
 
 
+class SessionTracker(PolicyTracker):
+    """Which session a prompt is of (`known.PromptSession`), and where that was last.
+
+    Beyond `sessions_max` sessions the one that was silent longest is forgotten. Beyond `requests_max` requests within
+    the window more beginnings count as common.
+    """
+
+    own_tokens = 64  # after the common beginning
+    sessions_max = 1 << 16
+    requests_max = 1 << 18
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[int, str] = OrderedDict()  # in the order in which they were last used
+        self._workers: set[str] = set()
+        self._times: deque[float] = deque(maxlen=self.requests_max)  # of the window's bookings
+
+    def opened(self, worker: str, index: int, cost: CostModel) -> None:
+        self._workers.add(worker)
+
+    def closed(self, worker: str) -> None:
+        self._workers.remove(worker)
+        for key in [key for key, home in self._homes.items() if home == worker]:
+            del self._homes[key]
+
+    def known(self, question: Question) -> PromptSession:
+        common = self._common_tokens(question, question.tree.path(question.token_ids, namespace=question.namespace))
+        beginning = token_bytes(question.token_ids[: common + self.own_tokens])
+        key = hashed(repr(question.namespace).encode() + beginning)
+        return PromptSession(key, self._homes.get(key))
+
+    def _common_tokens(self, question: Question, ends: list[int]) -> int:
+        """Where the longest common beginning ends, of nodes on the prompt's path. O(tokens) for each node that as many
+        requests had."""
+        while self._times and self._times[0] <= question.now - question.window_seconds:
+            self._times.popleft()
+        enough = 1 + len(self._times) / max(len(self._workers), 1)
+        common, end, hits = 0, 0, 0.0
+        for below in ends:
+            hits_below = question.tree.hits(question.token_ids[:below], question.now, namespace=question.namespace)
+            if hits - hits_below > enough:
+                common = end
+            end, hits = below, hits_below
+            if hits <= enough:
+                return common
+        return end
+
+    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
+        key = asked.known["session"].key
+        self._times.append(now)
+        self._homes[key] = decision.worker
+        self._homes.move_to_end(key)
+        if len(self._homes) > self.sessions_max:
+            self._homes.popitem(last=False)
+
+    def check(self, live: Collection[Hashable]) -> None:
+        strange = set(self._homes.values()) - self._workers
+        assert not strange, f"sessions on workers that have left: {strange}"
+        assert len(self._homes) <= self.sessions_max
+
+    def stats(self) -> dict[str, int]:
+        return {"sessions": len(self._homes), "requests": len(self._times)}
+
+
 def longest_node_end(ends: list[int]) -> int:
     """Of nodes that lie one after the other and end there: where the longest ends, the deepest of equals."""
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -417,19 +481,20 @@ TRACKERS: Mapping[str, type[PolicyTracker]] = {
     "active_blocks": ActiveBlockTracker,
     "placed_requests": PlacedRequests,
     "paper_history": PaperHistoryTracker,
+    "session": SessionTracker,
     "window_costs": WindowCostTracker,
 }
 
 
 class PolicyState(RequestObserver):
-    """The trackers of one scheduler. All calls come under its writers' lock. Raises InvalidConfig for an unknown
-    need."""
+    """The trackers of one scheduler. All calls come under its writers' lock. Raises InvalidConfig for an
+    unknown need."""
 
     def __init__(self, needs: Iterable[str], tree: RadixTree, config: SchedulerConfig) -> None:
         strange = [need for need in needs if need not in TRACKERS]
         if strange:
             raise InvalidConfig(f"policy needs must be of {', '.join(TRACKERS)}, got {', '.join(map(repr, strange))}")
-        self._tree = tree
+        self._tree, self._window_seconds = tree, config.history_seconds
         self._trackers = {need: TRACKERS[need]() for need in needs}
         for tracker in self._trackers.values():
             tracker.config = config
@@ -446,7 +511,7 @@ class PolicyState(RequestObserver):
 
     def known(self, token_ids: Any, namespace: Hashable, now: float) -> dict[str, Any]:
         """What the trackers say to this request, by need. Raises InvalidTokens, InvalidInput."""
-        question = Question(token_ids, namespace, now, self._tree)
+        question = Question(token_ids, namespace, now, self._tree, self._window_seconds)
         return {need: tracker.known(question) for need, tracker in self._trackers.items()}
 
     def on_decision(self, decision: Decision, before: RequestView, now: float) -> None:

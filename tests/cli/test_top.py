@@ -42,7 +42,7 @@ def state(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
     """All of it."""
     fleet = {"requests_per_second": 7.25, "hit": 0.5, "first_token_p50": 0.012, "first_token_p99": 2.5, "waiting": 3.0}
     chosen = {"queue_seconds": 0.25, "prefill_seconds": 0.02, "others_seconds": 1.5, "decode_seconds": 0.04}
-    chosen |= {"eviction_seconds": 0.0, "balance_seconds": 0.09, "total_seconds": 1.9}
+    chosen |= {"eviction_seconds": 0.0, "balance_seconds": 0.09, "credit_seconds": 0.0, "total_seconds": 1.9}
     decision = {"seconds_ago": 3.4, "worker": "a", "reason": "exploit", "prompt_tokens": 1234, "outcome": None}
     prefix = {"name": "c0ffee00", "prefix_tokens": 4096, "requests": 9, "load": 0.3, "holders_count": 9}
     return {

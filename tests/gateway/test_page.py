@@ -171,29 +171,29 @@ def test_a_click_on_a_decision_shows_every_workers_terms(page: Any, gateway: Gat
 # Of each row of the dialog's table its bar's parts, as shares of the bar, by their classes.
 BARS = """rows => rows.map(row => Object.fromEntries([...row.querySelectorAll(".parts i")].map(
     part => [part.className, part.getBoundingClientRect().width / part.parentNode.getBoundingClientRect().width])))"""
-PRICE = ("queue", "prefill", "others", "decode", "eviction", "balance")
+PRICE = ("queue", "prefill", "others", "decode", "eviction", "balance")  # and a credit, which is taken off
 
 
 def test_the_terms_of_a_price_fill_its_bar(page: Any, browser: Any, gateway: GatewayProcess) -> None:
     told = decision_of(page, gateway)
     cheap, dear = told["terms"]
     dear |= {f"{name}_seconds": float(number) for number, name in enumerate(PRICE, 1)}
-    dear |= {"total_seconds": 21.0, "score": 21.0, "load_seconds": 70.0, "backlog_seconds": 8.0}
-    cheap |= {f"{name}_seconds": 0.0 for name in PRICE}
+    dear |= {"credit_seconds": -1.0, "total_seconds": 20.0, "score": 20.0, "load_seconds": 70.0, "backlog_seconds": 8.0}
+    cheap |= {f"{name}_seconds": 0.0 for name in (*PRICE, "credit")}
     cheap |= {"queue_seconds": 0.75, "balance_seconds": 1.5, "total_seconds": 2.25, "score": 2.25}
     answer_with(page, {**told, "worker": cheap["worker"], "chosen": cheap})
     rows = page.locator("#decision tbody tr")
     expect(rows).to_have_count(2)
     headings = page.locator("#decision th").all_text_contents()
-    assert headings == ["Worker", "Cached", *(name.title() for name in PRICE), "Total", "", "Load", "Backlog"]
-    cells = [rows.nth(1).locator("td").nth(number).text_content() for number in range(2, 12)]
-    assert cells == [*(f"{number}.00 s" for number in range(1, 7)), "21.0 s", "", "70 s", "8.00 s"]
+    assert headings == ["Worker", "Cached", *(name.title() for name in PRICE), "Credit", "Total", "", "Load", "Backlog"]
+    cells = [rows.nth(1).locator("td").nth(number).text_content() for number in range(2, 13)]
+    assert cells == [*(f"{number}.00 s" for number in range(1, 7)), "-1.00 s", "20.0 s", "", "70 s", "8.00 s"]
     shares = rows.evaluate_all(BARS)
     assert shares[0] == pytest.approx({**dict.fromkeys(PRICE, 0.0), "queue": 0.75 / 21, "balance": 1.5 / 21}, abs=0.01)
     assert shares[1] == pytest.approx({name: number / 21 for number, name in enumerate(PRICE, 1)}, abs=0.01)
     colours = "parts => parts.map(part => getComputedStyle(part).backgroundColor)"
-    for where in ("#decision .legend i", "#decision tbody tr:nth-child(2) .parts i"):
-        assert len(set(page.locator(where).evaluate_all(colours))) == len(PRICE), "no two look the same"
+    for where, kinds in (("#decision .legend i", 7), ("#decision tbody tr:nth-child(2) .parts i", 6)):
+        assert len(set(page.locator(where).evaluate_all(colours))) == kinds, "no two look the same"
 
 
 @pytest.mark.parametrize("reason", REASON_NAMES)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +25,24 @@ from preble import GlobalScheduler, ManualClock, Policy
 from preble.errors import InvalidConfig, InvalidInput
 from preble.policies.aibrix import AibrixPreble, AibrixPrefix
 from preble.policies.base import NAMES, POLICIES, RequestView, WorkersView, resolve
-from preble.policies.cache_aware import CacheAware
+from preble.policies.cache_aware import CacheAware, CacheAwareSpill
+from preble.policies.dualmap import DualMap
 from preble.policies.e2_paper import E2Paper
-from preble.policies.known import ActiveBlocks, PaperHistory, WindowCosts, drawn_least, ranks
+from preble.policies.known import (
+    ActiveBlocks,
+    PaperHistory,
+    PromptSession,
+    WindowCosts,
+    by_rendezvous,
+    drawn_least,
+    hashed,
+    ranks,
+)
 from preble.policies.kv_cost import KvCost, LMetric
+from preble.policies.llmd import LlmdSticky
 from preble.policies.oracle import OraclePartition
 from preble.policies.prefix_hash import PrefixHash
+from preble.policies.session import SessionHash, SessionLeast
 from preble.policies.simple import PowerOfTwo
 
 PROMPT = tuple(range(160))
@@ -46,10 +59,11 @@ def fleet(
     cached: Sequence[int] | None = None,
     prefill_seconds: Sequence[float] | None = None,
     waiting_prefill_seconds: Sequence[float] | None = None,
+    **columns: Sequence[Any],
 ) -> WorkersView:
     """A view of len(live) workers "w0", "w1", ...; what is not given is zero."""
     zeros = [0] * len(live)
-    return WorkersView(
+    view = WorkersView(
         ids=[f"w{i}" for i in range(len(live))],
         matched_tokens=matched or zeros,
         load_seconds=[0.0] * len(live),
@@ -67,6 +81,7 @@ def fleet(
         hit_share=0.0,
         pressure=0.0,
     )
+    return replace(view, **columns)
 
 
 def by_id(values: Sequence[Any]) -> dict[str, Any]:
@@ -137,6 +152,10 @@ def test_the_rules_and_their_books_are_loaded_when_they_are_asked_for() -> None:
         (lambda: KvCost(prefill_load_scale=-1.0), "prefill_load_scale"),
         (lambda: PrefixHash(prefix_tokens=0), "prefix_tokens"),
         (lambda: PrefixHash(load_factor=0.9), "load_factor"),
+        (lambda: LlmdSticky(hit_share=0.0), "hit_share"),
+        (lambda: LlmdSticky(hit_share=1.1), "hit_share"),
+        (lambda: LlmdSticky(release_seconds=float("nan")), "release_seconds"),
+        (lambda: DualMap(ttft_max_seconds=-1.0), "ttft_max_seconds"),
         (lambda: E2Paper(exploit_share=-0.1), "exploit_share"),
         (lambda: E2Paper(exploit_share=float("nan")), "exploit_share"),
         (lambda: OraclePartition({}), "groups"),
@@ -235,6 +254,85 @@ def test_a_match_of_exactly_the_threshold_is_not_enough() -> None:
     request = asked(placed_requests=by_id([1, 0]))
     assert decides(CacheAware(), request, fleet([1, 0], [48, 0])) == 1
     assert decides(CacheAware(), request, fleet([1, 0], [49, 0])) == 0
+
+
+# --- cache_aware_spill ------------------------------------------------------------------------------------------------
+
+
+def spills(workers: WorkersView, held: Sequence[int] | None = None, prompt: Sequence[int] = PROMPT) -> int:
+    """What it decides where live requests hold so many different blocks on each worker."""
+    told = blocks([0] * len(workers), held or [0] * len(workers), [0] * len(workers))
+    return decides(CacheAwareSpill(), asked(prompt, active_blocks=told), workers)
+
+
+def naive_cache_aware_spill(prompt: int, w: WorkersView, held: Sequence[int]) -> int:
+    used = [min((16 * held[i] + w.live_output_tokens[i]) / 1000, 0.999) for i in range(len(w))]
+    well = [i for i in range(len(w)) if w.waiting_requests[i] < 8 and used[i] < 0.8] or list(range(len(w)))
+    mean = sum(w.live_requests) / len(w)
+    margin = min(max(4, 2 * math.sqrt(mean)), 64)
+    wait = {i: w.waiting_prefill_seconds[i] + 0.15 * used[i] / (1 - used[i]) for i in well}
+    longest = max(w.matched_tokens[i] for i in well)
+    if longest / prompt > 0.5:
+        holders = sorted((i for i in well if w.matched_tokens[i] == longest), key=lambda i: w.live_requests[i])[:8]
+        calm = [i for i in holders if not (w.live_requests[i] > mean + margin and w.live_requests[i] > 1.5 * mean)]
+        if calm:
+            return min(calm, key=lambda i: (w.live_requests[i], wait[i], i))
+    return min(well, key=lambda i: (wait[i], w.live_requests[i], i))
+
+
+@FEW
+@given(
+    situations(),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 500), st.integers(0, 70)), min_size=6, max_size=6),
+    st.lists(st.integers(0, 10), min_size=6, max_size=6),
+)
+def test_cache_aware_spill_is_its_rule(
+    situation: tuple[int, WorkersView, float], books: list[tuple[int, int, int]], waiting: list[int]
+) -> None:
+    prompt, workers, _ = situation
+    seconds, output, held = ([row[at] for row in books][: len(workers)] for at in range(3))
+    workers = replace(
+        workers,
+        waiting_prefill_seconds=[each / 10 for each in seconds],
+        live_output_tokens=output,
+        waiting_requests=waiting[: len(workers)],
+    )
+    assert spills(workers, held, range(prompt)) == naive_cache_aware_spill(prompt, workers, held)
+
+
+def test_a_prefix_is_left_above_one_and_a_half_means_and_a_margin_by_that_request_alone() -> None:
+    behind: dict[str, Any] = {"waiting_prefill_seconds": [0.0, 0.3, 0.2]}
+    ahead: dict[str, Any] = {"waiting_prefill_seconds": [0.4, 0.3, 0.2]}
+    assert spills(fleet([6, 0, 0], [96, 0, 0], **ahead)) == 0  # a mean of 2, and 4
+    assert spills(fleet([7, 0, 0], [96, 0, 0], **ahead)) == 2  # more than 2.33 + 4
+    assert spills(fleet([7, 0, 0], [96, 0, 0], **behind)) == 0  # left, and found again: nobody waits less
+    assert spills(fleet([7, 0, 0], [0, 96, 0], **behind)) == 1  # others follow their prefix still
+    assert spills(fleet([15, 6, 6], [96, 0, 0], **ahead)) == 0  # a mean of 9, and twice 3
+    assert spills(fleet([16, 6, 6], [96, 0, 0], **ahead)) == 2  # more than 9.33 + 6.11
+    assert spills(fleet([165, 83, 82], [96, 0, 0], **ahead)) == 0  # a mean of 110: more than 131, but not than 165
+    assert spills(fleet([166, 82, 82], [96, 0, 0], **ahead)) == 2
+
+
+def test_more_than_half_of_the_prompt_must_match_and_of_equal_holders_the_least_loaded_is_asked() -> None:
+    assert spills(fleet([1, 0], [80, 0])) == 1 and spills(fleet([1, 0], [81, 0])) == 0
+    assert spills(fleet([2, 1, 0], [96, 96, 90])) == 1  # the longest only
+    assert spills(fleet([1, 1, 0], [96, 96, 0], waiting_prefill_seconds=[0.2, 0.1, 0.0])) == 1
+
+
+def test_expected_wait_is_the_queue_and_the_pressure_on_kv() -> None:
+    for held, choice in (46, 0), (31, 1):  # with 14 of output 750 of 1000 tokens, 0.15 * 3 s, or 510
+        workers = fleet([0, 0], waiting_prefill_seconds=[0.5, 0.2], live_output_tokens=[0, 14])
+        assert spills(workers, [0, held]) == choice
+    assert spills(fleet([1, 0], waiting_prefill_seconds=[0.1, 0.1])) == 1  # equals: fewer live requests
+    assert spills(fleet([1, 0]), [70, 99]) == 1  # both beyond what there is: as full as each other
+
+
+def test_workers_with_eight_waiting_or_eighty_percent_of_kv_are_left_out_while_another_is_not() -> None:
+    assert spills(fleet([7, 0], [96, 0], waiting_requests=[7, 0], waiting_prefill_seconds=[0, 9])) == 0
+    assert spills(fleet([8, 0], [96, 0], waiting_requests=[8, 0], waiting_prefill_seconds=[0, 9])) == 1
+    assert spills(fleet([1, 1], [96, 0]), [49, 0]) == 0  # 784 of 1000
+    assert spills(fleet([1, 1], [96, 0]), [50, 0]) == 1
+    assert spills(fleet([8, 8], [96, 0], waiting_requests=[8, 8], waiting_prefill_seconds=[9, 0])) == 0
 
 
 # --- kv_cost and lmetric ----------------------------------------------------------------------------------------------
@@ -338,6 +436,112 @@ def test_prefix_hash_gives_a_busy_homes_request_to_the_least_loaded() -> None:
     assert decides(PrefixHash(), asked(), fleet(live)) == (home - 1) % 3
     live[home] = 5  # of 5.4
     assert decides(PrefixHash(), asked(), fleet(live)) == home
+
+
+# --- session_hash and session_least -----------------------------------------------------------------------------------
+
+
+def in_session(key: int, home: str | None = None) -> RequestView:
+    return asked(session=PromptSession(key, home))
+
+
+def test_a_sessions_worker_is_the_same_whatever_the_loads_and_few_move_when_a_worker_goes() -> None:
+    ids = [f"w{i}" for i in range(5)]
+    before = [decides(SessionHash(), in_session(key), fleet([key % 3, 9, 0, 0, 4])) for key in range(600)]
+    after = [decides(SessionHash(), in_session(key, "w2"), fleet([0, 0, 7, 0])) for key in range(600)]
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != 4)
+    assert min(Counter(before).values()) > 90 and len(Counter(after)) == 4
+    for key in range(40):
+        weights = [hashed(f"{key}:{name}".encode()) for name in ids]
+        assert before[key] == weights.index(min(weights)) == by_rendezvous(key, ids)[0]
+
+
+def test_a_session_stays_where_it_was_and_begins_at_the_least_loaded() -> None:
+    assert decides(SessionLeast(), in_session(1), fleet([3, 1, 1])) == 1
+    assert decides(SessionLeast(), in_session(1, "w0"), fleet([99, 0, 0])) == 0
+    assert decides(SessionLeast(), in_session(1, "w7"), fleet([3, 1, 0])) == 2  # its worker may not take it
+
+
+@FEW
+@given(situations(), st.integers(0, 99), st.integers(0, 7))
+def test_session_least_is_its_rule(situation: tuple[int, WorkersView, float], key: int, home: int) -> None:
+    _, workers, _ = situation
+    live = list(workers.live_requests)
+    expected = home if home < len(workers) else live.index(min(live))
+    assert decides(SessionLeast(), in_session(key, f"w{home}"), workers) == expected
+
+
+# --- llmd_sticky ------------------------------------------------------------------------------------------------------
+
+
+def queued(seconds: Sequence[float], matched: Sequence[int], own: Sequence[float]) -> WorkersView:
+    return fleet([0] * len(seconds), matched, prefill_seconds=own, waiting_prefill_seconds=seconds)
+
+
+def test_sticky_requests_stay_until_the_wait_is_eighteen_seconds_more_than_elsewhere() -> None:
+    policy, request = LlmdSticky(), asked()
+    assert decides(policy, request, queued([18.5, 0.5], [128, 127], [0.1, 0.9])) == 0  # 128 of 160 are 0.8
+    assert decides(policy, request, queued([18.6, 0.5], [128, 127], [0.1, 0.9])) == 1
+    assert decides(policy, request, queued([18.6, 0.5], [128, 127], [0.1, 18.9])) == 0  # among all, and cheaper still
+    assert decides(policy, request, queued([9.0, 20.0, 0.0], [128, 144, 0], [0.2, 0.1, 1.0])) == 0  # the best warm one
+    assert decides(policy, request, queued([0.5, 0.2], [127, 0], [0.2, 0.9])) == 0  # nobody is warm: queue and own
+    assert decides(policy, request, queued([40.0, 0.0], [128, 128], [0.1, 0.1])) == 1  # everybody is
+    assert decides(LlmdSticky(release_seconds=5.0), request, queued([6.0, 0.5], [128, 0], [0.1, 0.9])) == 1
+
+
+@FEW
+@given(situations(), st.lists(st.integers(0, 300), min_size=6, max_size=6))
+def test_llmd_sticky_is_its_rule(situation: tuple[int, WorkersView, float], tenths: list[int]) -> None:
+    prompt, view, _ = situation
+    workers = replace(view, waiting_prefill_seconds=[each / 10 for each in tenths[: len(view)]])
+    queue, everyone = workers.waiting_prefill_seconds, range(len(workers))
+    warm = [i for i in everyone if workers.matched_tokens[i] / prompt >= 0.8]
+    cold = [i for i in everyone if i not in warm]
+    if warm and cold and min(queue[i] for i in warm) - min(queue[i] for i in cold) > 18.0:
+        warm = []
+    expected = min(queue[i] + workers.prefill_seconds[i] for i in warm or everyone)
+    choice = decides(LlmdSticky(), asked(range(prompt)), workers)
+    assert choice in (warm or everyone) and queue[choice] + workers.prefill_seconds[choice] == expected
+
+
+# --- dualmap ----------------------------------------------------------------------------------------------------------
+
+
+def mapped(pair: Mapping[int, tuple[int, float, float, int]]) -> int:
+    """What it decides where the prompt is hashed to w2, then w0 of four, each with (matched, queue, own, tokens)."""
+    key = next(key for key in range(999) if by_rendezvous(key, ["w0", "w1", "w2", "w3"])[:2] == [2, 0])
+    rows = [pair.get(i, (159, 0.0, 0.0, 0)) for i in range(4)]  # the others would be better each time
+    matched, queue, own, tokens = zip(*rows, strict=True)
+    workers = fleet(
+        [0] * 4, matched, prefill_seconds=own, waiting_prefill_seconds=queue, live_prompt_tokens=tokens
+    )  # fmt: skip
+    return decides(DualMap(), in_session(key), workers)
+
+
+def test_dualmap_takes_the_warmer_of_two_while_it_is_in_time_and_then_the_sooner() -> None:
+    assert mapped({2: (96, 4.75, 0.25, 9), 0: (95, 0.0, 0.5, 0)}) == 2  # 5 s are in time
+    assert mapped({2: (96, 4.75, 0.5, 9), 0: (95, 0.0, 0.5, 0)}) == 0
+    assert mapped({2: (96, 5.5, 0.5, 9), 0: (95, 5.75, 0.5, 0)}) == 2  # both late: the sooner
+    assert mapped({2: (96, 5.5, 0.5, 9), 0: (95, 5.25, 0.75, 8)}) == 0  # equally late: fewer tokens
+    assert mapped({2: (96, 1.0, 0.5, 9), 0: (96, 2.0, 0.5, 8)}) == 0  # equally warm: fewer tokens
+    assert mapped({2: (0, 1.0, 0.5, 7), 0: (0, 0.0, 0.5, 8)}) == 2
+
+
+@FEW
+@given(situations(), st.integers(0, 999), st.lists(st.integers(0, 80), min_size=6, max_size=6))
+def test_dualmap_is_its_rule(situation: tuple[int, WorkersView, float], key: int, tenths: list[int]) -> None:
+    prompt, view, _ = situation
+    tokens = [7 * each % 3 for each in tenths[: len(view)]]
+    workers = replace(
+        view, waiting_prefill_seconds=[each / 10 for each in tenths[: len(view)]], live_prompt_tokens=tokens
+    )
+    pair = sorted(range(len(view)), key=lambda i: hashed(f"{key}:w{i}".encode()))[:2]
+    ttft = [queue + own for queue, own in zip(workers.waiting_prefill_seconds, view.prefill_seconds, strict=True)]
+    warmer = sorted(pair, key=lambda i: (-view.matched_tokens[i], tokens[i]))[0]
+    late = ttft[warmer] > 5.0
+    expected = sorted(pair, key=lambda i: (ttft[i], tokens[i]))[0] if late else warmer
+    request = asked(range(prompt), session=PromptSession(key, None))
+    assert decides(DualMap(), request, workers) == expected
 
 
 # --- oracle_partition -------------------------------------------------------------------------------------------------

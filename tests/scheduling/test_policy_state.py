@@ -9,17 +9,19 @@ import random
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from preble import CostModel, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec
 from preble.costs.thresholds import imbalance_share
 from preble.errors import DuplicateRequest, InvalidInput, InvalidTokens
 from preble.policies.base import RequestView, WorkersView
-from preble.policies.known import ActiveBlocks, PaperHistory, WindowCosts
+from preble.policies.known import ActiveBlocks, PaperHistory, PromptSession, WindowCosts
 from preble.policies.simple import RoundRobin
 from preble.scheduling.policy_state import (
     TRACKERS,
     PaperHistoryTracker,
+    SessionTracker,
     WindowCostTracker,
     common_blocks,
     longest_node_end,
@@ -199,7 +201,7 @@ def test_a_policy_without_needs_opens_no_books() -> None:
         assert sched._policy_state is None and sched.stats()["policy_state"] == {}
 
 
-@pytest.mark.parametrize("policy", ["kv_cost", "cache_aware", "aibrix_preble", "e2-paper"])
+@pytest.mark.parametrize("policy", ["kv_cost", "cache_aware", "aibrix_preble", "e2-paper", "session_least"])
 def test_threads_leave_the_bookings_right(policy: str) -> None:
     assert stress_scheduler(200, seed=8, policy=policy)["scheduled"] >= 200
 
@@ -210,6 +212,7 @@ def test_a_check_notices_a_book_that_is_wrong() -> None:
         "active_blocks": lambda book: setattr(book._workers["w0"], "blocks", 3),
         "window_costs": lambda book: book._nanoseconds.update(w0=1),
         "paper_history": lambda book: setattr(book._workers["w0"], "finished", 5),
+        "session": lambda book: book._workers.remove("w0"),
     }
     for need, spoil in spoilers.items():
         sched, _, _ = curious()
@@ -376,6 +379,106 @@ def test_the_nodes_of_a_known_path_are_reported_from_the_top() -> None:
     assert tree.path([1] * 30) == [25, 30]
     assert tree.path([*[1] * 25, 2]) == [25, 26]
     assert tree.path([1] * 40, namespace="other") == [] == tree.path([5])
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+SYSTEM = list(range(3000))
+
+
+def own(number: int, count: int) -> list[int]:
+    """Tokens of nobody else."""
+    return list(range(100_000 + 1000 * number, 100_000 + 1000 * number + count))
+
+
+def session(
+    sched: GlobalScheduler, policy: Curious, prompt: Sequence[int], namespace: Hashable = None
+) -> PromptSession:
+    told: PromptSession = ask(sched, policy, prompt, namespace)["session"]
+    return told
+
+
+def test_users_behind_one_system_prompt_have_sessions_of_their_own_that_stay() -> None:
+    """Of 4 workers one's fair share of 12 requests is 3: the system prompt is common, a user's part is not."""
+    sched, policy, clock = curious(4)
+    for number in range(12):
+        sched.schedule([*SYSTEM, *own(number % 6, 200), *own(50 + number, 20)])
+        clock.advance(1.0)
+    keys = [session(sched, policy, [*SYSTEM, *own(user, 200), *own(90 + user, 20)]).key for user in range(7)]
+    assert len(set(keys)) == 7
+    again = [session(sched, policy, [*SYSTEM, *own(user, 64), 7]).key for user in range(7)]
+    assert again == keys  # 64 tokens of one's own are what counts
+    assert session(sched, policy, [*SYSTEM, *own(3, 63), 7]).key not in keys
+    sched.schedule([*SYSTEM, *own(5, 200), 1])
+    sched.check()
+
+
+def test_a_conversation_is_one_session_however_few_there_are() -> None:
+    """Each turn begins with all of the one before: nobody goes on differently, so nothing of it is common."""
+    sched, policy, clock = curious(4)
+    prompt = [*SYSTEM]
+    seen = set()
+    for turn in range(12):
+        prompt += own(turn, 100)
+        told = session(sched, policy, prompt)
+        seen.add(told.key)
+        assert (told.home is None) == (turn == 0)
+        home = sched.schedule(prompt).worker
+        assert session(sched, policy, prompt).home == home
+        clock.advance(2.0)
+    assert len(seen) == 1
+
+
+def test_what_more_than_a_fair_share_and_one_had_is_common_until_the_window_has_passed() -> None:
+    """Two workers: with 8 requests, 5 and no more are enough."""
+    sched, policy, clock = curious(2)
+    for number in range(8):
+        document = SYSTEM[:1000] if number < 5 else own(80 + number, 1000)
+        sched.schedule([*document, *own(number, 70)])
+    one, other = ([*SYSTEM[:1000], *own(number, 70)] for number in (30, 31))
+    assert session(sched, policy, one).key == session(sched, policy, other).key
+    sched.schedule(one)  # 6 of 9 had it: more than 5.5
+    assert session(sched, policy, one).key != session(sched, policy, other).key
+    clock.advance(400.0)
+    assert session(sched, policy, one).key == session(sched, policy, other).key
+    assert sched.stats()["policy_state"]["session"]["requests"] == 0
+
+
+def test_what_is_common_to_one_is_not_to_another_who_are_most_of_those_that_have_it() -> None:
+    """Two workers: of 10 requests 6 are enough, and 6 went on differently from the user who sent 4."""
+    sched, policy, _ = curious(2)
+    often = [*SYSTEM, *own(40, 70)]
+    for number in range(10):
+        sched.schedule([*(often if number < 4 else [*SYSTEM, *own(number, 70)]), *own(20 + number, 9)])
+    first = session(sched, policy, SYSTEM[:64]).key
+    assert session(sched, policy, often).key == first != session(sched, policy, [*SYSTEM, *own(30, 70)]).key
+    sched.schedule([*SYSTEM, *own(31, 70)])  # 7 of 11
+    assert session(sched, policy, often).key != first
+
+
+def test_a_sessions_key_is_of_its_tokens_and_its_tenant_whatever_they_come_in() -> None:
+    sched, policy, _ = curious(2)
+    prompt = own(1, 90)
+    keys = {session(sched, policy, kind).key for kind in (prompt, tuple(prompt), np.array(prompt), np.int32(prompt))}
+    assert keys == {session(sched, policy, prompt[:64]).key}
+    assert session(sched, policy, prompt, "tenant").key not in keys
+
+
+def test_sessions_are_bounded_and_leave_with_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionTracker, "sessions_max", 3)
+    monkeypatch.setattr(SessionTracker, "requests_max", 4)
+    sched, policy, _ = curious(2)
+    for number in (0, 1, 2, 0, 3, 4):  # to w0 and w1 in turn; the first is used again, so the second goes
+        sched.schedule(own(number, 90))
+        sched.check()
+    homes = [session(sched, policy, own(number, 90)).home for number in range(5)]
+    assert homes == ["w1", None, None, "w0", "w1"]
+    assert sched.stats()["policy_state"]["session"] == {"sessions": 3, "requests": 4}
+    sched.remove_worker("w1")
+    assert [session(sched, policy, own(number, 90)).home for number in (0, 3, 4)] == [None, "w0", None]
+    sched.add_worker("w1")
+    assert session(sched, policy, own(0, 90)).home is None
+    sched.check()
 
 
 def test_a_policy_is_a_policy_with_needs() -> None:

@@ -16,7 +16,7 @@ const REASONS = {
   replica: "A plan has copied this prefix to more workers; the cheapest of those that serve it got it.",
 };
 
-// What a worker's price is made of, in seconds: they add up to its total.
+// What a worker's price is made of, in seconds: they add up to its total. The credit is taken off, and in no bar.
 const TERMS = [
   { name: "queue_seconds", kind: "queue", title: "Queue", text: "waiting for what is ahead there" },
   { name: "prefill_seconds", kind: "prefill", title: "Prefill", text: "computing what it lacks of this prompt" },
@@ -46,7 +46,7 @@ function predicted(terms) {
 function partsOf(parts, terms, whole) {
   return parts.map(({ name, kind, title }) => {
     const value = terms[name];
-    return { share: whole > 0 ? Math.max(value, 0) / whole : 0, kind, title: `${title}: ${seconds(value)}` };
+    return { share: whole > 0 ? value / whole : 0, kind, title: `${title}: ${seconds(value)}` };
   });
 }
 
@@ -148,7 +148,7 @@ function against(decision) {
 function table(decision) {
   const rank = (terms) => (terms.worker === decision.worker ? 0 : terms.candidate ? 1 : 2);
   const rows = [...decision.terms].sort((a, b) => rank(a) - rank(b) || a.score - b.score);
-  const most = Math.max(...rows.map((terms) => terms.total_seconds), 0);
+  const most = Math.max(...rows.map((terms) => terms.total_seconds - terms.credit_seconds), 0);
   const scored = rows.some((terms) => terms.score !== terms.total_seconds);
   const names = ["Worker", "Cached", ...TERMS.map(titleOf), "Total", ...(scored ? ["Score"] : []), "", ...BESIDE.map(titleOf)];
   const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
@@ -165,7 +165,7 @@ function titleOf({ title }) {
 
 function tableRow(terms, decision, most, scored) {
   const bar = partsBar();
-  bar.update(partsOf(TERMS, terms, most));
+  bar.update(partsOf(TERMS.filter(({ kind }) => kind !== "credit"), terms, most));
   const isChosen = terms.worker === decision.worker;
   const note = isChosen ? "chosen" : terms.candidate ? "" : "no candidate";
   const cells = [
