@@ -30,7 +30,9 @@ from preble import sim
 from preble.workloads import PromptRequest, Workload
 
 PAGE = DOCS / "experiments" / "one-price.md"
-POLICIES = ("e2", "round_robin", "least_loaded", "cache_aware", "kv_cost", "lmetric")
+POLICIES = (
+    "e2", "round_robin", "least_loaded", "cache_aware", "cache_aware_spill", "session_least", "kv_cost", "lmetric",
+)  # fmt: skip
 PLAIN = ("round_robin", "least_loaded")
 FIGURES = ("mean TTFT", "p99 TTFT", "mean latency", "p99 latency")
 CONTEST = ("toolbench", "toolbench-zipf", "programming", "embodied", "loogle", "azure-mix")
@@ -125,21 +127,21 @@ def ratios(found: Figures, policy: str, others: tuple[str, ...]) -> list[float]:
 
 
 def means(results: list[dict[str, Any]]) -> dict[tuple[str, float, int], dict[str, list[float]]]:
-    """Figures by case, over its seeds."""
+    """Figures by case and policy, over its seeds; of the policies that were run."""
     by: dict[tuple[str, float, int], list[Figures]] = {}
     for one in results:
         by.setdefault((one["case"], one["load"], one["workers"]), []).append(one["figures"])
     return {
-        key: {name: [float(x) for x in np.mean([one[name] for one in found], axis=0)] for name in POLICIES}
+        key: {name: [float(x) for x in np.mean([one[name] for one in found], axis=0)] for name in found[0]}
         for key, found in by.items()
     }
 
 
 def summary(cells: Mapping[tuple[str, float, int], Figures]) -> str:
     """Each policy against the best of the others of each cell."""
-    rows = []
-    for policy in POLICIES:
-        each = [(ratios(found, policy, POLICIES), key) for key, found in cells.items()]
+    rows, policies = [], tuple(next(iter(cells.values())))
+    for policy in policies:
+        each = [(ratios(found, policy, policies), key) for key, found in cells.items()]
         geometric = [f"{exp(sum(log(row[at]) for row, _ in each) / len(each)):.2f}" for at in range(len(FIGURES))]
         worst, figure, key = max((row[at], FIGURES[at], key) for row, key in each for at in range(len(FIGURES)))
         rows.append([policy, *geometric, f"{worst:.2f} ({figure}, {key[0]} at {key[1]:g}, {key[2]} workers)"])
