@@ -92,9 +92,9 @@ def test_a_frame_has_the_fleet_the_workers_and_what_happened() -> None:
 
 def test_a_decision_has_the_terms_of_its_price_where_there_is_room() -> None:
     heading, row = decision_lines(framed(state(worker("a")), 120))
-    names = "queue prefill others decode eviction balance total first"
+    names = "queue prefill others decode eviction balance credit total first"
     assert heading.split()[4:] == names.split()
-    assert row.endswith("  250 ms    20 ms   1.5 s   40 ms      0 ms    90 ms  1.9 s  running")
+    assert row.endswith("  250 ms    20 ms   1.5 s   40 ms      0 ms    90 ms    0 ms  1.9 s  running")
     heading, row = decision_lines(framed(state(worker("a")), 80))
     assert heading.split() == ["decided", "worker", "why", "cached/prompt", "total", "first"]
     assert row.split()[-2:] == ["s", "running"] and "\u2026" not in heading + row, "nothing is cut off"
