@@ -186,7 +186,8 @@ def test_prefixes_meet_and_a_killed_replica_stops_nothing(engine: Any, all_booki
     (books,) = all_bookings
     stats = settled(books)
     done = (stats["choice_scheduled"] - before["choice_scheduled"], stats["completed"] - before["completed"])
-    assert (done, stats["open_bookings"]) == ((6 * GROUPS, 6 * GROUPS), 0), {**stats, "scheduler": "", "open": opened(books)}
+    seen = {**stats, "scheduler": "", "open": opened(books)}
+    assert (done, stats["open_bookings"]) == ((6 * GROUPS, 6 * GROUPS), 0), seen
     specs = books.scheduler.workers.values()
     assert [(spec.kv_capacity_tokens, spec.block_size) for spec in specs] == [(40_000, 16)] * 3
 
