@@ -72,15 +72,16 @@ cdef struct Lease:               # one live request
 
 # What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is
 # also read without a lock, so it is written with atomic stores.
-cdef struct Row:                 # 64 bytes
+cdef struct Row:                 # 72 bytes
     double load_seconds          # L, unscaled
     double joined_at
     double queue_seconds         # prefill booked and not seen done
+    double working_since         # when a first token was seen last, or some of it began to wait where none did
     const Cost* cost             # NULL: no worker has this index
     uint32_t live_requests
     uint32_t live_output_tokens  # of these, and of their prompts: 2^32 - 1 at most
     uint32_t live_prompt_tokens
-    int32_t mean_output_tokens   # of requests finished within the window; -1: none has
+    uint32_t waiting_requests    # of the live ones, before their first token
     uint32_t block_size          # tokens
     uint32_t eligible            # may take requests
     uint32_t alike               # the lowest worker with the same cost model
@@ -134,15 +135,16 @@ cdef class LoadTracker:
     cdef double scale(self, uint32_t worker, double now, double longest) noexcept nogil
     cdef double pressure(self, double longest) noexcept nogil
     cdef double longest_observed(self, double now) noexcept nogil
+    cdef double done_seconds(self, uint32_t worker, double now) noexcept nogil
     cdef double load_seconds(self, uint32_t worker) noexcept nogil
     cdef int64_t expected_of_fleet(self, int64_t max_new_tokens) noexcept nogil
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil
     cdef int64_t book(self, uint32_t worker, Lease lease, double now) noexcept nogil
     cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil
-    cdef void prefilled(self, Lease* lease) noexcept nogil
-    cdef void end_lease(self, Lease* lease, int64_t output_tokens) noexcept nogil
+    cdef void prefilled(self, Lease* lease, double now) noexcept nogil
+    cdef void end_lease(self, Lease* lease, int64_t output_tokens, double now) noexcept nogil
     cdef void drop_lease(self, Lease* lease) noexcept nogil
-    cdef void void_lease(self, Lease* lease) noexcept nogil
+    cdef void void_lease(self, Lease* lease, double now) noexcept nogil
     cdef bint is_current(self, Lease* lease) noexcept nogil
     cdef void retune(self) noexcept nogil
     cdef void settle(self) noexcept nogil

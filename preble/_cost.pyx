@@ -30,6 +30,7 @@ cdef enum:
     ROWS_MAX = 65536             # workers; untouched rows take no memory
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
 
+cdef double WORK_SHARE = 0.5     # of the time in which prefill waits, that goes into it; decoding goes on in between
 cdef double PREFILL_MAX = 1e6    # seconds booked for one prefill at most, so that sums of nanoseconds cannot overflow
 
 cdef extern from * nogil:
@@ -433,7 +434,7 @@ cdef class LoadTracker:
         store32(&row.live_requests, <uint32_t> loads.live_requests)
         store32(&row.live_output_tokens, <uint32_t> min(loads.live_output_tokens, <int64_t> ROW_TOKENS_MAX))
         store32(&row.live_prompt_tokens, <uint32_t> min(loads.live_prompt_tokens, <int64_t> ROW_TOKENS_MAX))
-        store32(<uint32_t*> &row.mean_output_tokens, <uint32_t> mean_output(&loads.window))
+        store32(&row.waiting_requests, <uint32_t> loads.waiting_requests)
         store_signed(&self.fleet_output, mean_output(&self.fleet))
         store_double(&self.fleet_load, self.fleet.prefill_ns * 1e-9 + self.fleet.output_tokens * self.output_seconds)
         store_double(&self.hit_share, self.fleet.matched_tokens / <double> max(self.fleet.prompt_tokens, 1))
@@ -516,6 +517,13 @@ cdef class LoadTracker:
         cdef double observed = max(self.join_seconds, now - load_double(&self.rows[worker].joined_at))
         return longest / observed if observed < longest else 1.0
 
+    cdef double done_seconds(self, uint32_t worker, double now) noexcept nogil:
+        """D: how much of what waits a worker is estimated to have computed since the last first token. At most as much
+        as one of those that wait takes in the mean: a worker that hangs does not look as if it had nothing to do."""
+        cdef Row* row = &self.rows[worker]
+        cdef double spent = max(now - load_double(&row.working_since), 0.0)
+        return min(WORK_SHARE * spent, load_double(&row.queue_seconds) / max(load32(&row.waiting_requests), 1))
+
     cdef double load_seconds(self, uint32_t worker) noexcept nogil:
         """L: seconds of prefill and decode assigned within the window (paper, Algorithm 2), unscaled."""
         cdef WorkerLoad* loads = &self.workers[worker]
@@ -524,7 +532,7 @@ cdef class LoadTracker:
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil:
         """Output tokens to expect: mean seen on the worker, else in the fleet, else 128; never above `max_new_tokens`
         (0: none given)."""
-        cdef int64_t expected = <int32_t> load32(<uint32_t*> &self.rows[worker].mean_output_tokens)
+        cdef int64_t expected = mean_output(&self.workers[worker].window)
         if expected < 0:
             return <uint32_t> self.expected_of_fleet(max_new_tokens)
         return <uint32_t> (min(expected, max_new_tokens) if max_new_tokens > 0 else expected)
@@ -556,6 +564,8 @@ cdef class LoadTracker:
         change.prompt_tokens = lease.prompt_tokens
         change.matched_tokens = lease.matched_tokens
         change.output_tokens = lease.expected_output
+        if loads.waiting_requests == 0:
+            store_double(&self.rows[worker].working_since, now)
         loads.waiting_requests += 1
         self.wait_change(loads, lease.prefill_ns)
         self.live_change(loads, &lease, 1)
@@ -581,10 +591,11 @@ cdef class LoadTracker:
         lease.prefill_ns = prefill_ns
         self.enter(lease, &change, 1)
 
-    cdef void prefilled(self, Lease* lease) noexcept nogil:
+    cdef void prefilled(self, Lease* lease, double now) noexcept nogil:
         """The first token came: the prefill is no longer outstanding."""
         if not lease.prefilled:
             lease.prefilled = True
+            store_double(&self.rows[lease.worker].working_since, now)
             self.workers[lease.worker].waiting_requests -= 1
             self.wait_change(&self.workers[lease.worker], -lease.prefill_ns)
             self.publish(lease.worker)
@@ -602,11 +613,11 @@ cdef class LoadTracker:
         store_signed(&self.fleet_requests, self.fleet_requests + requests)
         store_signed(&self.fleet_prompt_tokens, self.fleet_prompt_tokens + requests * lease.prompt_tokens)
 
-    cdef void end_lease(self, Lease* lease, int64_t output_tokens) noexcept nogil:
+    cdef void end_lease(self, Lease* lease, int64_t output_tokens, double now) noexcept nogil:
         """A request finished with `output_tokens` (-1: not reported)."""
         cdef Bucket change
         if self.is_current(lease):
-            self.prefilled(lease)
+            self.prefilled(lease, now)
             self.live_change(&self.workers[lease.worker], lease, -1)
             if output_tokens < 0:
                 self.publish(lease.worker)
@@ -618,7 +629,7 @@ cdef class LoadTracker:
                 self.enter(lease, &change, 1)
         self.drop_lease(lease)
 
-    cdef void void_lease(self, Lease* lease) noexcept nogil:
+    cdef void void_lease(self, Lease* lease, double now) noexcept nogil:
         """A request ended without result: what it booked is given back."""
         cdef Bucket change
         if self.is_current(lease):
@@ -628,7 +639,7 @@ cdef class LoadTracker:
             change.prompt_tokens = lease.prompt_tokens
             change.matched_tokens = lease.matched_tokens
             change.output_tokens = lease.expected_output
-            self.prefilled(lease)
+            self.prefilled(lease, now)
             self.live_change(&self.workers[lease.worker], lease, -1)
             self.enter(lease, &change, -1)
         self.drop_lease(lease)

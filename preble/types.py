@@ -191,10 +191,10 @@ class WorkerCost:
 
     `total_seconds` is what E2 compares, and the sum of seven terms: `queue_seconds` of waiting, `prefill_seconds` of
     its own missed tokens, `others_seconds` that others wait for it, `decode_seconds` of its own output in that batch,
-    `eviction_seconds` to compute again what goes for it, `balance_seconds` for the load so far, and `credit_seconds`,
-    0 or less: a copy of the prefix for which earlier requests have saved up. `load_seconds` is that load, L of the
-    paper's Algorithm 2. `score` is what the policy compared
-    (equal to `total_seconds` for E2).
+    `eviction_seconds` to compute again what goes for it, and for room where it would be a copy, `balance_seconds` for
+    the load so far, and `credit_seconds`, 0 or less: a copy of the prefix for which earlier requests have saved up.
+    `load_seconds` is that load, L of the paper's Algorithm 2. `score` is what the policy compared (equal to
+    `total_seconds` for E2).
     """
 
     worker: str

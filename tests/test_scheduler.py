@@ -210,6 +210,63 @@ def test_what_a_request_costs_the_others_is_told_apart_from_its_own() -> None:
     )
 
 
+def test_half_of_the_time_since_the_last_first_token_is_taken_for_work_that_is_done() -> None:
+    """D: two prompts of 0.4 s wait; each second half a second is done, and never more than one prompt's share. So a
+    worker whose report comes late does not look busy, and one that hangs does not look idle."""
+    sched = scheduler("a")
+    clock: Any = sched._clock
+    first, second = (sched.schedule(fresh(399, 1000 * i), max_new_tokens=1).request_id for i in range(2))
+
+    def queue() -> Any:
+        requests = 0.004 * sched.stats()["workers"]["a"]["live_requests"]
+        return pytest.approx(terms(sched, fresh(10), "a").queue_seconds - requests)
+
+    assert queue() == 0.8 + 0.3
+    clock.advance(0.2)
+    assert queue() == 0.8 - 0.1 + 0.3
+    sched.schedule(fresh(399, 5000), max_new_tokens=1)
+    assert queue() == 1.2 - 0.1 + 0.3, "what comes later does not begin it anew"
+    clock.advance(100.0)
+    assert queue() == 1.2 - 0.4 + 0.3, "a worker that hangs keeps the rest"
+    sched.first_token(first)
+    assert queue() == 0.8 + 0.3, "a first token begins it anew"
+    clock.advance(0.2)
+    sched.cancel(second)
+    assert queue() == 0.4 + 0.3, "so does a cancelled request that waited"
+    clock.advance(2.0)
+    assert queue() == 0.3
+
+
+def test_a_copy_of_what_another_holds_is_charged_for_its_room() -> None:
+    sched = scheduler("warm", "cold")
+    assert {cost.eviction_seconds for cost in sched.explain(DOCUMENT).workers} == {0.0}, "nobody holds it"
+    serve(sched, DOCUMENT, "warm")
+    forget_load(sched)
+    warm, cold = sched.explain([*DOCUMENT, 1]).workers
+    assert (warm.eviction_seconds, cold.eviction_seconds) == (0.0, 0.05)
+    assert [cost.eviction_seconds for cost in sched.explain([*DOCUMENT, *fresh(200)]).workers] == [0.0, 0.0]
+
+
+def test_who_holds_enough_tokens_but_too_few_whole_blocks_is_paid_a_copy() -> None:
+    """It holds 95 of 100 tokens, which are 64 in blocks of 32: no holder. It was weighed with the holders,
+    before it was known what is saved up, and no credit counted there."""
+    blocks = WorkerSpec("blocks", cost_model=FLAT, block_size=32)
+    sched = GlobalScheduler([WorkerSpec("warm", cost_model=FLAT), blocks], clock=ManualClock(100.0))
+    serve(sched, DOCUMENT, "warm")
+    serve(sched, DOCUMENT[:95], "blocks")
+    forget_load(sched)
+    sched.schedule(fresh(20), exclude=["blocks"], max_new_tokens=1)
+    for number in range(20):
+        why = sched.explain([*DOCUMENT, number], max_new_tokens=1)
+        lowest = min(why.workers, key=lambda cost: cost.total_seconds)
+        assert (why.worker, why.margin >= 0.0) == (lowest.worker, True)
+        if lowest.credit_seconds < 0.0:
+            assert (lowest.worker, why.reason) == ("blocks", "escape")
+            return
+        sched.finish(sched.schedule([*DOCUMENT, number], max_new_tokens=1).request_id, output_tokens=1)
+    raise AssertionError("no copy was paid for")
+
+
 # --- the terms --------------------------------------------------------------------------------------------------------
 
 

@@ -192,8 +192,7 @@ cdef class DecisionCore(E2):
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
         cdef Prices prices = self.prices(request)
-        self.gather(s, request.walk)
-        self.weigh_all(s, request, &prices)
+        self.weigh_all(s, request, self.least_held(self.gather(s, request.walk), request.count), &prices)
         indices = []
         for i in range(s.workers):
             if s.terms[i].weighed:
@@ -323,7 +322,7 @@ cdef class DecisionCore(E2):
         if request.root == NONE:
             return BOOKED
         if tree_insert(&self.tree.t, request.walk, request.tokens, request.count, key, True, request.now, &leaf):
-            self.loads.void_lease(self.loads.lease_of(choice.lease))
+            self.loads.void_lease(self.loads.lease_of(choice.lease), request.now)
             return NO_MEMORY
         booked = self.loads.lease_of(choice.lease)
         if choice.credited != NONE:
@@ -347,7 +346,7 @@ cdef class DecisionCore(E2):
             lease = self.loads.lease_of(choice.lease)
             if self.loads.is_current(lease):
                 return self.names[choice.worker]
-            self.loads.void_lease(lease)
+            self.loads.void_lease(lease, lease.booked_at)
         return None
 
     cdef int raise_outcome(self, int outcome) except -1:
@@ -533,7 +532,7 @@ cdef class DecisionCore(E2):
             self.correct(lease, cached_tokens, now)
             if lease.share and not lease.prefilled:
                 self.groups.first_token(lease, now)
-            self.loads.prefilled(lease)
+            self.loads.prefilled(lease, now)
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
         """Bring load and marks in line with what the engine reported. What it was known to hold and held no longer took
@@ -616,7 +615,7 @@ cdef class DecisionCore(E2):
         self.loads.advance(now)
         if lease.share and output_tokens >= 0:
             self.groups.corrected(lease, 0, output_tokens - <int64_t> lease.expected_output)
-        self.loads.end_lease(lease, output_tokens)
+        self.loads.end_lease(lease, output_tokens, now)
         return DONE
 
     cdef int cancelled(self, int64_t key, double now) noexcept nogil:
@@ -633,7 +632,7 @@ cdef class DecisionCore(E2):
             take_back(&self.tree.t, lease.leaf, owner, known, now)
         if lease.share:
             self.groups.taken_back(lease)
-        self.loads.void_lease(lease)
+        self.loads.void_lease(lease, now)
         return DONE
 
     def renew(self, object request_id, double now) -> bool:

@@ -96,6 +96,7 @@ cdef class E2:
     cdef Prices prices(self, const Placement* request) noexcept nogil
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil
     cdef double evicted_share(self, uint32_t worker, int64_t missed, const Prices* prices) noexcept nogil
+    cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
     cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
@@ -103,6 +104,7 @@ cdef class E2:
     cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
                          double credit, const Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
+    cdef uint32_t least_held(self, uint32_t best, uint32_t count) noexcept nogil
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil
     cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices,
                          Terms* there) noexcept nogil
@@ -113,7 +115,8 @@ cdef class E2:
                     Choice* choice) noexcept nogil
     cdef void note_placer(self, bint from_peer) noexcept nogil
     cdef void draw(self, Scratch* s, double level, uint64_t head, Choice* choice) noexcept nogil
-    cdef void weigh_all(self, Scratch* s, const Placement* request, Prices* prices) noexcept nogil
+    cdef void weigh_all(self, Scratch* s, const Placement* request, uint32_t least_held,
+                        Prices* prices) noexcept nogil
     cdef void set_candidates(self, Scratch* s, uint32_t least_held) noexcept nogil
     cdef void take_credit(self, Scratch* s, const Placement* request, uint32_t least_held, const Terms* home,
                           double credit, const Prices* prices) noexcept nogil

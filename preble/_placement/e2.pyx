@@ -4,16 +4,18 @@ books what is chosen here.
 
     total = queue + prefill + others + decode + eviction + balance - credit
 
-    queue      Q + min(Q', 0.3 s) + 4 ms B     what is ahead; a little of it counts twice: decoding goes on in between
+    queue      Q - D + min(Q', 0.3 s) + 4 ms B what is ahead; a little of it counts twice: decoding goes on in between
     prefill    P                               its own missed tokens
     others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
     decode     o b C                           its own output in that batch
-    eviction   2 h e P (1 + kappa)             what must be computed again, if it is used as often as the rest
+    eviction   2 h e P (1 + kappa) + 50 ms     what must be computed again, if it is used as often as the rest; 50 ms
+                                               for a copy's room, where others hold the prompt and this one does not
     balance    L / 50 min(2 rho, 1)            so that equals take turns over the window
     credit     what a copy costs here, if saved up  so that copies are made that no request alone would make
 
     Q  seconds of prefill booked and not seen done;     L  seconds of work assigned within the window (LoadTracker),
        Q' without that of this prompt's own prefix         scaled up for newcomers
+    D  of Q, what is estimated to be done: half of the time since the last first token, at most the mean of what waits
     P  seconds to prefill what the worker lacks
     B  live requests, with C prompt tokens              o  output tokens to expect; n: prompt tokens
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
@@ -64,6 +66,7 @@ cdef double REQUEST_SECONDS = 0.004  # by which a live request lengthens the wai
 cdef double INTERRUPTED_SHARE = 0.1  # of a prefill, that each request which decodes there waits for it
 cdef double SLOWED_SHARE = 0.3   # of what a prompt adds to an iteration, that each request which decodes there pays
 cdef double EVICTED_USES = 2.0   # of what is evicted, for each use of what is cached
+cdef double COPY_SECONDS = 0.05  # for the room that a copy takes of what others hold
 cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more
 cdef double OTHERS_MIN = 0.001
@@ -154,6 +157,14 @@ cdef inline void fit(Terms* terms, uint32_t block_size, uint32_t held, uint32_t 
         terms.whole -= held % block_size
         most -= most % block_size
     terms.usable = min(terms.whole, most)
+
+
+cdef inline void charge_copy(Terms* terms, uint32_t least_held) noexcept nogil:
+    """Add the room that a copy takes, where others are holders of the prompt (`least_held` is not NONE) and this worker
+    is none."""
+    if least_held != NONE and terms.whole < least_held:
+        terms.eviction += COPY_SECONDS
+        terms.total += COPY_SECONDS
 
 
 cdef class E2:
@@ -248,6 +259,11 @@ cdef class E2:
         cdef double need = missed + prices.output_tokens - max(room, 0)
         return min(need / missed, 1.0) if need > 0.0 else 0.0
 
+    cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil:
+        """Q - D."""
+        cdef double queue = load_double(&self.loads.rows[worker].queue_seconds)
+        return max(queue - self.loads.done_seconds(worker, now), 0.0) if queue > 0.0 else 0.0
+
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term of a worker that was sized up."""
         self.weigh_most(terms, worker, request, prices)
@@ -256,14 +272,14 @@ cdef class E2:
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term, of the queue all but what counts twice: at most the total that `weigh` comes to."""
         cdef Row* row = &self.loads.rows[worker]
-        cdef double live = load32(&row.live_requests), ahead = load_double(&row.queue_seconds)
+        cdef double live = load32(&row.live_requests)
         if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
             self.price_of(prices, worker, terms.usable, request.count)
         terms.load = load_double(&row.load_seconds)
         if prices.now - load_double(&row.joined_at) < prices.longest:
             terms.load *= self.loads.scale(worker, prices.now, prices.longest)
         terms.prefill = prices.prefill
-        terms.queue = ahead + REQUEST_SECONDS * live
+        terms.queue = self.ahead_seconds(worker, prices.now) + REQUEST_SECONDS * live
         terms.others = (prices.prefill * (prices.pressure + INTERRUPTED_SHARE * live)
                         + SLOWED_SHARE * prices.context_seconds * request.count * live)
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
@@ -336,16 +352,21 @@ cdef class E2:
 
     # --- E2 ---
 
+    cdef uint32_t least_held(self, uint32_t best, uint32_t count) noexcept nogil:
+        """How much a holder has, where `best` is the most that one has of a prompt; NONE where that is too little."""
+        if best > self.exploit_ratio * count:
+            return max(1, <uint32_t> (HOLDER_SHARE_MIN * best))
+        return NONE
+
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil:
         """The E2 rule. Leaves what it met in the scratch; `everyone` keeps all terms, for an explanation."""
-        cdef uint32_t best = self.gather(s, request.walk), least_held = NONE
+        cdef uint32_t best = self.gather(s, request.walk)
+        cdef uint32_t least_held = self.least_held(best, request.count)
         cdef Prices prices = self.prices(request)
         cdef Terms there
         cdef Choice choice
-        if best > self.exploit_ratio * request.count:
-            least_held = max(1, <uint32_t> (HOLDER_SHARE_MIN * best))
         if request.everyone:
-            self.weigh_all(s, request, &prices)
+            self.weigh_all(s, request, least_held, &prices)
             self.set_candidates(s, least_held)
         choice = self.cheapest(s, request, least_held, &prices, &there)
         if choice.worker == NONE:
@@ -376,25 +397,26 @@ cdef class E2:
             if at == first and home != NONE:
                 self.save_up(request, least_held, home, holders, there, prices, &choice)
             i = s.met[at] if at < first else at - first
-            if (s.held[i] >= least_held) != (at < first):
-                continue
             row = &self.loads.rows[i]
             service = load32(&row.eligible)
             if service == NO_REQUEST:
                 continue
             fit(&terms, load32(&row.block_size), s.held[i], request.count)
+            if (terms.whole >= least_held) != (at < first):
+                continue
             if service == CACHED_ONLY and terms.whole < least_held:
                 continue
             holders += terms.whole >= least_held
             if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
                 self.price_of(prices, i, terms.usable, request.count)
             bound = least.total + choice.credit if terms.whole < least_held else there.total
-            if load_double(&row.queue_seconds) + prices.prefill + prices.prefill * prices.pressure > bound:
+            if self.ahead_seconds(i, prices.now) + prices.prefill + prices.prefill * prices.pressure > bound:
                 continue
             self.weigh_most(&terms, i, request, prices)
             if terms.total > bound:
                 continue
             self.weigh_behind(&terms, i, request)
+            charge_copy(&terms, least_held)
             if terms.whole < least_held and choice.credit > 0.0:
                 self.set_credit(&terms, i, request, there, choice.credit, prices)
             if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
@@ -454,6 +476,7 @@ cdef class E2:
             if load32(&self.loads.rows[i].eligible) == ANY_REQUEST:
                 self.size_up(terms, i, s.held[i], request.count)
                 self.weigh(terms, i, request, prices)
+                charge_copy(terms, least_held)
                 terms.height = terms.total + DRAW_QUEUE_WEIGHT * terms.queue
                 if terms.whole >= least_held:
                     bound = min(bound, terms.height)
@@ -486,7 +509,8 @@ cdef class E2:
 
     # --- explanations ---
 
-    cdef void weigh_all(self, Scratch* s, const Placement* request, Prices* prices) noexcept nogil:
+    cdef void weigh_all(self, Scratch* s, const Placement* request, uint32_t least_held,
+                        Prices* prices) noexcept nogil:
         """Fill the terms of every worker that takes some requests. What workers hold was gathered."""
         cdef uint32_t i
         for i in range(s.workers):
@@ -495,6 +519,7 @@ cdef class E2:
             s.terms[i].weighed = load32(&self.loads.rows[i].eligible) != NO_REQUEST
             if s.terms[i].weighed:
                 self.weigh(&s.terms[i], i, request, prices)
+                charge_copy(&s.terms[i], least_held)
 
     cdef void take_credit(self, Scratch* s, const Placement* request, uint32_t least_held, const Terms* home,
                           double credit, const Prices* prices) noexcept nogil:

@@ -98,10 +98,10 @@ def test_scores_are_shown_where_they_are_not_the_totals() -> None:
 def test_the_columns_of_a_price_are_named_and_add_up() -> None:
     """Of a fleet that queues, decodes and evicts: each printed row, as it is read by its columns."""
     sched = GlobalScheduler(
-        [WorkerSpec(name, kv_capacity_tokens=3000) for name in "abc"], clock=ManualClock(100.0), record=Recording()
+        [WorkerSpec(name, kv_capacity_tokens=2500) for name in "abc"], clock=ManualClock(100.0), record=Recording()
     )
     for number in range(40):
-        sched.schedule([number % 3 // 2] * 600 + [100 + number] * 200, request_id=number, max_new_tokens=50)
+        sched.schedule([number % 2] * 800 + [100 + number] * 60, request_id=number, max_new_tokens=50)
     used = set()
     for one in sched.records():
         lines = text_of(one).splitlines()

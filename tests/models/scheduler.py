@@ -26,6 +26,7 @@ SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
 SLOWED_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
+WORK_SHARE, COPY_SECONDS = 0.5, 0.05
 CREDIT_AGE_SECONDS = 60.0
 UNSEEN_SECONDS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
     1.0,
@@ -343,6 +344,7 @@ class Account:
     live: list[Booking] = field(default_factory=list)
     eligible: bool = True
     output_token_seconds: float = 0.0
+    working_since: float = 0.0
     blocks: dict[Hashable, StoredBlock] = field(default_factory=dict)
     accuracy: NaiveAccuracy = field(init=False)
 
@@ -499,6 +501,7 @@ class NaiveScheduler:
             best = min(rows, key=lambda row: (row.total, row.tie))
             agreed = self.agreed(rows, best, path[1], longest, math.inf, prices, now)
             return Choice(agreed.worker, "explore" if agreed is best else "rendezvous", rows)
+        rows = [row if row.whole >= least_held else replace(row, eviction=row.eviction + COPY_SECONDS) for row in rows]
         home = min((row for row in rows if row.whole >= least_held), key=lambda row: (row.total, row.tie))
         nodes = self.tree.walk(path)[0]
         node = self.tree.nodes[next(node for node in nodes if len(node[1]) >= least_held)]
@@ -571,6 +574,8 @@ class NaiveScheduler:
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
         prefill = account.cost.prefill(length - usable, length)
         ahead, live = sum(b.prefill_ns for b in account.live if not b.prefilled) * 1e-9, len(account.live)
+        waiting = sum(not booking.prefilled for booking in account.live)
+        done = min(WORK_SHARE * max(now - account.working_since, 0.0), ahead / max(waiting, 1))
         known = self.tree.confirmed(path, name)
         behind = max(0.0, ahead - account.cost.prefill(usable - known, usable))
         context = prices.output * account.cost.context[3]
@@ -579,7 +584,7 @@ class NaiveScheduler:
         evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
         return Row(
             *(name, whole, usable, load, prefill),
-            queue=ahead + min(behind, BEHIND_SECONDS) + REQUEST_SECONDS * live,
+            queue=max(ahead - done, 0.0) + min(behind, BEHIND_SECONDS) + REQUEST_SECONDS * live,
             others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + SLOWED_SHARE * context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure),
@@ -645,6 +650,8 @@ class NaiveScheduler:
             *(account, self.slice, now, path, node, length, usable, confirmed, expected, prefill_ns),
             output=expected,
         )
+        if all(other.prefilled for other in account.live):
+            account.working_since = now
         account.bookings.append(booking)
         account.live.append(booking)
         self.live[request_id] = booking
@@ -662,8 +669,14 @@ class NaiveScheduler:
         self.advance(now)
         if self.is_current(booking):
             self.correct(booking, cached, now)
+            self.seen_done(booking, now)
             booking.prefilled = True
         return True
+
+    def seen_done(self, booking: Booking, now: float) -> None:
+        """It waits no longer: what its worker has done of the others is counted anew."""
+        if not booking.prefilled:
+            booking.account.working_since = now
 
     def estimated(self, path: Path, worker: str) -> int:
         """What a decision makes of a worker's marks."""
@@ -723,6 +736,7 @@ class NaiveScheduler:
         worker = booking.account.spec.id
         if self.is_current(booking) and not booking.prefilled and self.is_remembered(booking):
             self.tree.take_back(booking.path, worker, self.tree.confirmed(booking.path, worker), now)
+        self.seen_done(booking, now)
         booking.account.live.remove(booking)
         booking.counts, booking.output = False, 0
         if not booking.prefilled:

@@ -141,7 +141,7 @@ def test_the_seven_terms_of_every_worker_add_up_to_its_total(policy: str) -> Non
     sched = GlobalScheduler(specs, policy=policy, clock=clock, seed=3, record=Recording())
     used = set()
     for number in range(40):
-        prompt = [number % 4] * 400 + [50 + number] * 150
+        prompt = [number % 2] * 800 + [50 + number] * 20
         clock.advance(0.05)
         told = sched.explain(prompt, max_new_tokens=30).workers
         sched.schedule(prompt, request_id=number, max_new_tokens=30)
