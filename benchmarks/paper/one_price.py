@@ -3,8 +3,8 @@ page's section.
 
     python -m benchmarks.paper.one_price --json benchmarks/results/one_price.json --docs
 
-Cases: the contest's workloads at loads of their saturation (four workers), and generated traffic that the contest
-lacks: one system prompt for all, a prefix that is another one every 30 s, nothing shared; on two workers and on eight.
+Cases: the contest's workloads at loads of their saturation (four workers), and of `fleet_cases` one system prompt for
+all, a prefix that is another one every few seconds, nothing shared; on two workers and on eight.
 A figure is a mean over the seeds. Ratios over one are losses.
 """
 
@@ -14,95 +14,49 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.common import facts
 from benchmarks.common.paths import DOCS
 from benchmarks.common.tables import markdown, rounded
+from benchmarks.paper import fleet_cases
 from benchmarks.paper.contest_cells import FLEET, arriving, drained, local_config
+from benchmarks.paper.fleet_cases import FIGURES, Case
 from preble import sim
-from preble.workloads import PromptRequest, Workload
 
 PAGE = DOCS / "experiments" / "one-price.md"
 POLICIES = (
     "e2", "round_robin", "least_loaded", "cache_aware", "cache_aware_spill", "session_least", "kv_cost", "lmetric",
 )  # fmt: skip
 PLAIN = ("round_robin", "least_loaded")
-FIGURES = ("mean TTFT", "p99 TTFT", "mean latency", "p99 latency")
 CONTEST = ("toolbench", "toolbench-zipf", "programming", "embodied", "loogle", "azure-mix")
+GENERATED = ("system prompt", "viral", "nothing shared")
 LOADS = (0.1, 0.6, 1.0, 1.2)
-SHARE = 0.3  # of a contest workload's requests
+SHARE = 0.3  # of a contest workload's requests, and
+GENERATED_SHARE = 0.5  # of the others'
 WARM = 0.2  # of the requests, that are not counted
 Figures = Mapping[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A workload on a fleet. `load`: of saturation (contest), or of `GENERATED`'s rate for each worker."""
-
-    name: str
-    load: float
-    workers: int
-    seed: int
-
-
-def ids(count: int, *seed: int) -> npt.NDArray[np.int32]:
-    """Token ids that differ from those of any other seed."""
-    return np.random.default_rng([11, *seed]).integers(0, 32_000, count, dtype=np.int32)
-
-
-def parts(name: str, number: int, at: float, seed: int, random: np.random.Generator) -> tuple[Any, ...]:
-    """The segments of one generated prompt."""
-    if name == "system prompt":
-        user = int(random.integers(0, 400))
-        return ids(3000, 1), ids(800, 2, seed, user), ids(60, 3, seed, number)
-    if name == "viral":
-        hot = random.random() < 0.7
-        document = int(at // 30) if hot else 1000 + int(random.integers(0, 60))
-        return ids(6000, 4, seed, document), ids(60, 5, seed, number)
-    return (ids(int(max(50, random.normal(1500, 750))), 6, seed, number),)
-
-
-# Requests a second and worker at load 1, and mean output tokens.
-GENERATED = {"system prompt": (1.5, 150), "viral": (3.3, 60), "nothing shared": (3.0, 120)}
-
-
-def generated(case: Case) -> Workload:
-    """Poisson arrivals of generated prompts, a hundred a worker."""
-    rate, output = GENERATED[case.name]
-    random = np.random.default_rng([12, case.seed])
-    times = np.cumsum(random.exponential(1 / (rate * case.load * case.workers), 100 * case.workers))
-    return Workload(case.name, [
-        PromptRequest(
-            str(i), parts(case.name, i, float(at), case.seed, random), max(4, int(random.normal(output, output / 3))),
-            arrival_seconds=float(at),
-        )
-        for i, at in enumerate(times)
-    ])  # fmt: skip
 
 
 def cases(seeds: int) -> Iterator[Case]:
     for seed in range(seeds):
         for load in LOADS:
             for name in CONTEST:
-                yield Case(name, load, FLEET.workers, seed)
+                yield Case(name, load, FLEET.workers, seed, SHARE)
             for name in GENERATED:
                 for workers in (2, 8):
-                    yield Case(name, load, workers, seed)
+                    yield Case(name, load, workers, seed, GENERATED_SHARE)
 
 
 def run(case: Case) -> tuple[Case, dict[str, list[float]]]:
     """Mean and p99 of TTFT and latency, by policy."""
     if case.name in GENERATED:
-        workload = generated(case)
-    else:
-        workload = arriving(case.name, case.seed, SHARE, drained(case.name, SHARE), case.load)
+        return case, fleet_cases.measured(case, POLICIES)
+    workload = arriving(case.name, case.seed, case.share, drained(case.name, case.share), case.load)
     counted = np.arange(len(workload)) >= WARM * len(workload)
     found = {}
     for name in POLICIES:

@@ -17,11 +17,24 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks.common.paths import ROOT
-from benchmarks.paper import cells, contest, fairness, figure7, figure8, figure9, figure10, measured, terms, throughput
+from benchmarks.paper import (
+    cells,
+    contest,
+    fairness,
+    figure7,
+    figure8,
+    figure9,
+    figure10,
+    fleets,
+    measured,
+    terms,
+    throughput,
+)
 from benchmarks.paper.page import prose
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "contest": contest,
+    "fleets": fleets,
     "figure7": figure7,
     "terms": terms,
     "figure8": figure8,
@@ -38,7 +51,7 @@ INTRODUCTION = """
     they are not measurements of GPUs. Crosses in the figures and what is called "published" are the authors' own
     measurements, read off their pictures (`benchmarks/paper/published.py`).
 
-    Seed 0 unless said otherwise. How long a decision takes stands in [benchmarks.md](benchmarks.md).
+    Seed 0 where nothing else is said. How long a decision takes stands in [benchmarks.md](benchmarks.md).
 """
 
 

@@ -38,9 +38,3 @@ def test_the_committed_page_shows_the_committed_result(tmp_path: Path) -> None:
     page.write_text(one_price.PAGE.read_text())
     one_price.write_docs(json.loads((RESULTS / "one_price.json").read_text()), page)
     assert page.read_text() == one_price.PAGE.read_text()
-
-
-def test_generated_traffic_is_as_its_name_says() -> None:
-    prompts = [one_price.generated(one_price.Case(name, 1.0, 2, 0)).requests for name in one_price.GENERATED]
-    shared = [len({request.parts[0].tobytes() for request in requests}) for requests in prompts]
-    assert shared[0] == 1 and 10 < shared[1] < 100 and shared[2] == len(prompts[2]) == 200
