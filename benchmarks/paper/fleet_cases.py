@@ -157,7 +157,7 @@ KINDS: Mapping[str, Kind] = {
     "coding agents": Kind(coding_agents, 2.9, 40.0, 2.0),
     "tools": Kind(of_contest("toolbench", 3.5), 12.0, 18.0, 2.0),
     "tools, uneven fleet": Kind(of_contest("toolbench", 3.5), 9.0, 24.0, 2.0, uneven=True),
-    "documents": Kind(of_contest("loogle", 7.0), 0.6, 100.0, 10.0),
+    "documents": Kind(of_contest("loogle", 7.0), 0.6, 170.0, 10.0),
 }
 
 
