@@ -13,6 +13,7 @@ from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport store32
 from preble._placement.bookings cimport PENDING, DecisionCore
+from preble._placement.copy_credits cimport CREDITS, Credit
 from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadTracker, WorkerLoad
 from preble._placement.request_api cimport RequestApi
 from preble._core.tree.layout cimport Mark, Node, is_same_node
@@ -44,6 +45,7 @@ cdef struct BookRow:             # one worker's account; its sums follow from it
     uint32_t used
     uint32_t generation
     double joined_at
+    double working_since
     double output_token_seconds
     Bucket ring[BUCKETS]
 
@@ -51,7 +53,7 @@ cdef struct BookRow:             # one worker's account; its sums follow from it
 def layout() -> tuple[int, ...]:
     """What must be alike where a snapshot is written and where it is read: sizes of what is written as it lies in
     memory."""
-    return (sizeof(Node), sizeof(Mark), sizeof(Lease), sizeof(BookRow), CHUNK, BUCKETS)
+    return (sizeof(Node), sizeof(Mark), sizeof(Lease), sizeof(BookRow), sizeof(Credit), CHUNK, BUCKETS, CREDITS)
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -63,6 +65,7 @@ def write_core(Writer w not None, RequestApi calls not None) -> None:
     named = named_leases(core)
     write_tree(w, core.tree)
     write_book(w, core.loads)
+    write_credits(w, core)
     w.number(len(named))
     for request_id, key in named:
         w.number(<uint64_t> <int64_t> key)
@@ -81,6 +84,7 @@ def read_core(Reader r not None, RequestApi calls not None, list specs, list cos
     cdef uint32_t i
     read_tree(r, core.tree)
     read_book(r, core, specs, costs)
+    read_credits(r, core)
     read_leases(r, core, now)
     sequence = <int64_t> r.number()
     r.copy(&counters[0], sizeof(counters))
@@ -130,6 +134,7 @@ cdef int write_book(Writer w, LoadTracker loads) except -1:
             row.used = True
             row.generation = account.generation
             row.joined_at = account.joined_at
+            row.working_since = loads.rows[i].working_since
             row.output_token_seconds = account.output_token_seconds
             memcpy(&row.ring[0], &account.ring[0], sizeof(row.ring))
         w.put(&row, sizeof(row))
@@ -180,7 +185,8 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     cdef uint32_t slot, at
     cdef int64_t* amounts
     cdef Cost* own
-    if not isfinite(row.joined_at) or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MAX or row.generation == 0:
+    if (not isfinite(row.joined_at) or not isfinite(row.working_since) or row.generation == 0
+            or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MAX):
         refuse(b"an account is out of its range")
     if core.timings is not None:
         core.timings.open(i)
@@ -194,6 +200,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     account = &loads.workers[i]
     account.generation = row.generation
     account.joined_at = loads.rows[i].joined_at = row.joined_at
+    loads.rows[i].working_since = row.working_since
     for slot in range(BUCKETS):
         account.ring[slot] = row.ring[slot]
         amounts = <int64_t*> &account.ring[slot]
@@ -208,6 +215,34 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     core.names[i] = spec.id
     store32(&loads.rows[i].block_size, spec.block_size)
     store32(&loads.rows[i].name, crc32(spec.id.encode()))
+    return 0
+
+
+# --- credits for copies -----------------------------------------------------------------------------------------------
+
+cdef int write_credits(Writer w, DecisionCore core) except -1:
+    """The rows that somebody has."""
+    cdef uint32_t i, count = 0
+    for i in range(CREDITS):
+        count += core.credits[i].generation != 0
+    w.number(count)
+    for i in range(CREDITS):
+        if core.credits[i].generation:
+            w.put(&core.credits[i], sizeof(Credit))
+    return 0
+
+
+cdef int read_credits(Reader r, DecisionCore core) except -1:
+    """Rows go where their nodes lead; of nodes that are no longer the same nobody will ask."""
+    cdef uint64_t count = r.number()
+    cdef Credit row
+    if count > <uint64_t> CREDITS:
+        refuse(b"more is saved up than there are rows")
+    for _ in range(count):
+        r.copy(&row, sizeof(Credit))
+        if not isfinite(row.seconds) or row.seconds < 0.0 or not isfinite(row.at) or not row.generation:
+            refuse(b"what is saved up for copies is out of its range")
+        core.credits[row.node & (CREDITS - 1)] = row
     return 0
 
 

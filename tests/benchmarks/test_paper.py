@@ -31,7 +31,7 @@ from benchmarks.paper import (
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("name", [name for name in run.EXPERIMENTS if name not in ("contest", "figure10")])
+@pytest.mark.parametrize("name", [name for name in run.EXPERIMENTS if name not in ("contest", "figure10", "fleets")])
 def test_every_cell_of_the_grids_is_defined_and_there_once(name: str, quick: bool) -> None:
     grid = list(run.EXPERIMENTS[name].grid(quick))
     assert len(set(grid)) == len(grid)

@@ -124,7 +124,7 @@ def test_five_hundred_workers_join_and_leave_while_requests_run() -> None:
     assert moved["given_by_leavers"] > 10 and moved["given_to_newcomers"] > 50, moved
     assert len(moved["moves"]) == 64 and set(moved["leaving"]) | set(moved["newcomers"]) <= set(storm.there)
     half = len(sizes) // 2
-    assert max(sizes[half:]) <= 1.1 * max(sizes[:half]), sizes
+    assert max(sizes[half:]) <= 1.2 * max(sizes[:half]) and sizes[-1] < max(sizes), f"it grows: {sizes}"
     assert max(resident[half:]) - resident[half] <= 4 << 20, resident
     for request in list(storm.live):
         assert sched.finish(request)

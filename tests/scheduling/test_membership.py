@@ -323,7 +323,7 @@ def test_join_share_nought_leaves_newcomers_to_the_rule() -> None:
     sched.tick()
     assert sched.stats()["membership"]["newcomers"] == {}
     assert all("late" not in sched.match(tool(number)).matched_tokens for number in range(8))
-    assert ("late", "escape") in placed(sched, tool(0), 1), "who has nothing to do gets what others have much of"
+    assert placed(sched, tool(90), 1) == {("late", "explore"): 1}, "who has nothing to do gets what is new"
 
 
 def test_rounds_are_five_seconds_apart_whatever_the_clock_does() -> None:
