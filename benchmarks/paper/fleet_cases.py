@@ -211,13 +211,17 @@ def measured(case: Case, policies: Sequence[str]) -> dict[str, list[float]]:
     workload, found = requests(case), {}
     counted = np.arange(len(workload)) >= WARM * len(workload)
     for name in policies:
-        result = sim.simulate(workload, config_of(case, name))
-        found[name] = [
-            float(f"{figure:.{DIGITS}g}")
-            for values in (result.ttft_seconds[counted], result.latency_seconds[counted])
-            for figure in (np.mean(values), np.percentile(values, 99))
-        ]
+        found[name] = figures_of(sim.simulate(workload, config_of(case, name)), counted)
     return found
+
+
+def figures_of(result: sim.Result, counted: npt.NDArray[np.bool_]) -> list[float]:
+    """`FIGURES` of the counted requests that have them."""
+    return [
+        float(f"{figure:.{DIGITS}g}")
+        for values in (result.ttft_seconds[counted], result.latency_seconds[counted])
+        for figure in (np.nanmean(values), np.nanpercentile(values, 99))
+    ]
 
 
 def run_place(cells: Sequence[FleetCell], directory: Path) -> dict[FleetCell, dict[str, Any]]:

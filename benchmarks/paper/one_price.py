@@ -26,13 +26,13 @@ from benchmarks.common.tables import markdown, rounded
 from benchmarks.paper import fleet_cases
 from benchmarks.paper.contest_cells import FLEET, arriving, drained, local_config
 from benchmarks.paper.fleet_cases import FIGURES, Case
+from benchmarks.paper.fleets import PLAIN, ratios
 from preble import sim
 
 PAGE = DOCS / "experiments" / "one-price.md"
 POLICIES = (
     "e2", "round_robin", "least_loaded", "cache_aware", "cache_aware_spill", "session_least", "kv_cost", "lmetric",
 )  # fmt: skip
-PLAIN = ("round_robin", "least_loaded")
 CONTEST = ("toolbench", "toolbench-zipf", "programming", "embodied", "loogle", "azure-mix")
 GENERATED = ("system prompt", "viral", "nothing shared")
 LOADS = (0.1, 0.6, 1.0, 1.2)
@@ -67,17 +67,8 @@ def run(case: Case) -> tuple[Case, dict[str, list[float]]]:
             local=local_config(),
             seed=case.seed,
         )
-        result = sim.simulate(workload, config)
-        ttft, latency = result.ttft_seconds[counted], result.latency_seconds[counted]
-        found[name] = [
-            float(figure) for one in (ttft, latency) for figure in (np.nanmean(one), np.nanpercentile(one, 99))
-        ]
+        found[name] = fleet_cases.figures_of(sim.simulate(workload, config), counted)
     return case, found
-
-
-def ratios(found: Figures, policy: str, others: tuple[str, ...]) -> list[float]:
-    """The policy's figures over the best of the others."""
-    return [found[policy][at] / min(found[name][at] for name in others if name != policy) for at in range(len(FIGURES))]
 
 
 def means(results: list[dict[str, Any]]) -> dict[tuple[str, float, int], dict[str, list[float]]]:
