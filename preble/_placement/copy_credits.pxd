@@ -15,7 +15,7 @@ from libc.math cimport exp
 from libc.stdint cimport uint32_t
 
 from preble._core.atomic cimport load32, load_double, store32, store_double
-from preble._core.tree.layout cimport Tree, Walk, generation, node_at, run_end
+from preble._core.tree.layout cimport Tree, Walk, generation, load_run, node_at, run_end
 from preble._core.memory cimport NONE
 
 cdef enum:
@@ -36,7 +36,7 @@ cdef inline double aged(const Credit* row, double now) noexcept nogil:
 cdef inline uint32_t credited_node(Tree* t, Walk walk, uint32_t held) noexcept nogil:
     # The highest node on the walk that ends at `held` tokens or after them.
     cdef uint32_t i = walk.node, above = load32(&node_at(t, i).parent)
-    while above != NONE and run_end(node_at(t, above).run) >= held:
+    while above != NONE and run_end(load_run(&node_at(t, above).run)) >= held:
         i = above
         above = load32(&node_at(t, i).parent)
     return i
