@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from preble import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     CostModel,
@@ -245,6 +246,85 @@ def test_a_copy_of_what_another_holds_is_charged_for_its_room() -> None:
     warm, cold = sched.explain([*DOCUMENT, 1]).workers
     assert (warm.eviction_seconds, cold.eviction_seconds) == (0.0, 0.05)
     assert [cost.eviction_seconds for cost in sched.explain([*DOCUMENT, *fresh(200)]).workers] == [0.0, 0.0]
+
+
+def test_a_prefix_that_was_evicted_meets_at_its_home() -> None:
+    """Nobody holds it any more; who held it last takes it again, though another worker is idle."""
+    sched = scheduler("idle", "home")
+    serve(sched, DOCUMENT, "home")
+    sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])
+    forget_load(sched)
+    sched.schedule(fresh(100), exclude=["idle"], max_new_tokens=1)
+    why = sched.explain([*DOCUMENT, 1], max_new_tokens=1)
+    idle, home = why.workers
+    assert (why.worker, why.reason, home.matched_tokens) == ("home", "explore", 0)
+    assert idle.total_seconds - idle.eviction_seconds < home.total_seconds - home.eviction_seconds
+    moved = 3.0 * (idle.prefill_seconds + idle.others_seconds)  # P (1 + kappa), since nobody decodes there
+    assert (idle.eviction_seconds, home.eviction_seconds) == (pytest.approx(moved), 0.0)
+    assert sched.explain([*DOCUMENT, *fresh(100)], max_new_tokens=1).worker == "idle", "too little of it is known"
+
+
+def test_a_home_is_left_for_what_is_cached_elsewhere_and_for_a_long_wait() -> None:
+    sched = scheduler("idle", "home")
+    serve(sched, DOCUMENT, "home")
+    sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])
+    forget_load(sched)
+    sched.schedule(fresh(2000), exclude=["idle"], max_new_tokens=1)
+    assert sched.explain(DOCUMENT, max_new_tokens=1).worker == "idle", "two seconds of work are before it"
+    sched = scheduler("idle", "home")
+    serve(sched, DOCUMENT, "home")
+    serve(sched, DOCUMENT[:40], "idle")
+    sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])
+    assert [cost.eviction_seconds for cost in sched.explain(DOCUMENT).workers] == [0.0, 0.0], "40 tokens are elsewhere"
+
+
+@pytest.mark.parametrize("how", ["cleared", "removed", "drained"])
+def test_whose_cache_was_emptied_is_no_home(how: str) -> None:
+    sched = scheduler("idle", "home")
+    serve(sched, DOCUMENT, "home")
+    sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])
+    if how == "cleared":
+        sched.apply("home", [AllBlocksCleared()])
+    elif how == "removed":
+        sched.remove_worker("home")
+        sched.add_worker(WorkerSpec("another", cost_model=FLAT))
+    else:
+        sched.drain_worker("home")
+    assert {cost.eviction_seconds for cost in sched.explain(DOCUMENT).workers} == {0.0}
+    sched.check()
+
+
+def test_siblings_of_what_a_queue_has_evicted_go_where_it_waits() -> None:
+    """What is queued behind it takes its room in the estimate, before it was computed at all."""
+    sched = scheduler("a", "b", kv_capacity_tokens=250)
+    documents = [fresh(100, 1000 * number) for number in range(8)]
+    homes = [sched.schedule(document, max_new_tokens=1).worker for document in documents]
+    assert homes.count("a") == homes.count("b") == 4, "what is known of each is more than fits"
+    for number in (0, 1):
+        told = sched.explain([*documents[number], 5], max_new_tokens=1)
+        assert (told.worker, told.reason, told.matched_tokens) == (homes[number], "explore", 0)
+
+
+def test_the_two_halves_of_a_split_have_one_home() -> None:
+    sched = scheduler("idle", "home")
+    serve(sched, DOCUMENT, "home")
+    sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])
+    forget_load(sched)
+    sched.schedule([*DOCUMENT[:90], *fresh(5)], exclude=["home"], max_new_tokens=1)  # splits it at 90
+    sched.apply("idle", [PrefixEvicted(DOCUMENT, 0)])
+    charged = {cost.worker: cost.eviction_seconds > 0 for cost in sched.explain(DOCUMENT, max_new_tokens=1).workers}
+    assert charged == {"idle": True, "home": False}, "the lower half is still its own"
+    charged = {cost.worker: cost.eviction_seconds > 0 for cost in sched.explain(DOCUMENT[:90]).workers}
+    assert charged == {"idle": False, "home": True}, "the upper one was on the other since"
+
+
+def test_a_home_is_kept_by_a_snapshot() -> None:
+    sched = scheduler("idle", "home")
+    serve(sched, DOCUMENT, "home")
+    sched.apply("home", [PrefixEvicted(DOCUMENT, 0)])
+    restored = GlobalScheduler.restore(sched.snapshot(), clock=ManualClock(100.0))
+    assert restored.explain(DOCUMENT) == sched.explain(DOCUMENT)
+    assert [cost.eviction_seconds > 0.0 for cost in restored.explain(DOCUMENT).workers] == [True, False]
 
 
 def test_who_holds_enough_tokens_but_too_few_whole_blocks_is_paid_a_copy() -> None:

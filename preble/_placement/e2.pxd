@@ -63,6 +63,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double pressure              # kappa
     double output_tokens         # o
     double evicted_uses          # 2 h
+    uint32_t home                # of a known prefix that nobody holds: whose cache it was in last; NONE: it has none
     uint32_t alike               # the last worker weighed had this cost model and held so much:
     uint32_t usable
     double prefill               # P of such a worker
@@ -92,6 +93,7 @@ cdef class E2:
     cdef int grow(self, uint32_t room) except -1
     cdef void discount(self, Scratch* s) noexcept nogil
     cdef uint32_t gather(self, Scratch* s, Walk walk) noexcept nogil
+    cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil
     cdef Prices prices(self, const Placement* request) noexcept nogil
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil

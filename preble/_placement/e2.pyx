@@ -9,7 +9,8 @@ books what is chosen here.
     others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
     decode     o b C                           its own output in that batch
     eviction   2 h e P (1 + kappa) + 50 ms     what must be computed again, if it is used as often as the rest; 50 ms
-                                               for a copy's room, where others hold the prompt and this one does not
+               or 3 P (1 + kappa) more         for a copy's room, where others hold the prompt and this one does not;
+                                               or, where nobody does, on every worker but its home
     balance    L / 50 min(2 rho, 1)            so that equals take turns over the window
     credit     what a copy costs here, if saved up  so that copies are made that no request alone would make
 
@@ -21,6 +22,8 @@ books what is chosen here.
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
     kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`)
+    home   who held last what is known of a prompt, and is no holder any more, if nobody still holds more: its siblings
+           meet there again, instead of each idle worker computing it once
     rho    L over the time observed: on a fleet with little to do a cache of some hundred tokens outweighs the turns
     saved up: by how much the best holder's total was above what it would be on an average one of the others, were the
        prefix there; added up over the requests that share it (`copy_credits.pxd`). A copy spends it all
@@ -46,9 +49,10 @@ from libc.string cimport memset
 
 from preble._core.atomic cimport load32, load_double, load_signed, store_double
 from preble._cost cimport Cost, LoadTracker, Row, prefill_seconds
-from preble._core.tree.layout cimport Tree, Walk, WorkerMarks, load_workers, node_at
+from preble._core.tree.layout cimport (Tree, Walk, WorkerMarks, index_of, load_run, load_workers, node_at,
+                                       worker_of)
 from preble._core.memory cimport NONE
-from preble._core.tree.nodes cimport confirmed_tokens, held_at
+from preble._core.tree.nodes cimport confirmed_tokens, held_at, last_word
 from preble._placement.copy_credits cimport CREDITS, Credit, credited_node, saved
 from preble._radix cimport RadixTree
 from preble._kv_index.cache_accuracy cimport FULL_ACCURACY, CacheAccuracy
@@ -66,6 +70,7 @@ cdef double REQUEST_SECONDS = 0.004  # by which a live request lengthens the wai
 cdef double INTERRUPTED_SHARE = 0.1  # of a prefill, that each request which decodes there waits for it
 cdef double SLOWED_SHARE = 0.3   # of what a prompt adds to an iteration, that each request which decodes there pays
 cdef double EVICTED_USES = 2.0   # of what is evicted, for each use of what is cached
+cdef double MOVED_USES = 3.0     # of what is moved away from its home
 cdef double COPY_SECONDS = 0.05  # for the room that a copy takes of what others hold
 cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more
@@ -159,12 +164,16 @@ cdef inline void fit(Terms* terms, uint32_t block_size, uint32_t held, uint32_t 
     terms.usable = min(terms.whole, most)
 
 
-cdef inline void charge_copy(Terms* terms, uint32_t least_held) noexcept nogil:
+cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held, const Prices* prices) noexcept nogil:
     """Add the room that a copy takes, where others are holders of the prompt (`least_held` is not NONE) and this worker
-    is none."""
-    if least_held != NONE and terms.whole < least_held:
-        terms.eviction += COPY_SECONDS
-        terms.total += COPY_SECONDS
+    is none; where nobody is, and another worker is its home, what it costs to move it."""
+    cdef double seconds = 0.0
+    if least_held != NONE:
+        seconds = COPY_SECONDS if terms.whole < least_held else 0.0
+    elif prices.home != NONE and prices.home != worker:
+        seconds = MOVED_USES * terms.prefill * (1.0 + prices.pressure)
+    terms.eviction += seconds
+    terms.total += seconds
 
 
 cdef class E2:
@@ -222,6 +231,22 @@ cdef class E2:
                 best = max(best, held - held % max(load32(&row.block_size), 1))
         return best
 
+    cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil:
+        """Who held last what is known of a prompt, where that is more than `exploit_ratio` of it; NONE if it takes no
+        requests now, or if somebody still holds more, `best` tokens. O(path)."""
+        cdef Tree* t = &self.tree.t
+        cdef uint32_t i = request.walk.node, known = request.walk.matched, worker
+        cdef uint64_t word
+        while known > self.exploit_ratio * request.count:
+            word = last_word(node_at(t, i))
+            worker = index_of(worker_of(word))
+            if (worker < s.workers and load32(&load_workers(&t.workers)[worker].key) == worker_of(word)
+                    and load32(&self.loads.rows[worker].eligible) == ANY_REQUEST):
+                return worker if s.held[worker] >= best else NONE
+            known = load_run(&node_at(t, i).run).start
+            i = load32(&node_at(t, i).parent)
+        return NONE
+
     # --- weighing ---
 
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil:
@@ -236,7 +261,7 @@ cdef class E2:
         prices.pressure = self.loads.pressure(prices.longest)
         prices.output_tokens = self.loads.expected_of_fleet(request.max_new_tokens)
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
-        prices.alike = prices.usable = NONE
+        prices.alike = prices.usable = prices.home = NONE
         prices.prefill = prices.context_seconds = 0.0
         return prices
 
@@ -365,6 +390,8 @@ cdef class E2:
         cdef Prices prices = self.prices(request)
         cdef Terms there
         cdef Choice choice
+        if least_held == NONE:
+            prices.home = self.home_of(s, request, best)
         if request.everyone:
             self.weigh_all(s, request, least_held, &prices)
             self.set_candidates(s, least_held)
@@ -416,7 +443,7 @@ cdef class E2:
             if terms.total > bound:
                 continue
             self.weigh_behind(&terms, i, request)
-            charge_copy(&terms, least_held)
+            charge_copy(&terms, i, least_held, prices)
             if terms.whole < least_held and choice.credit > 0.0:
                 self.set_credit(&terms, i, request, there, choice.credit, prices)
             if choice.worker == NONE or self.better(&terms, i, &least, choice.worker):
@@ -476,7 +503,7 @@ cdef class E2:
             if load32(&self.loads.rows[i].eligible) == ANY_REQUEST:
                 self.size_up(terms, i, s.held[i], request.count)
                 self.weigh(terms, i, request, prices)
-                charge_copy(terms, least_held)
+                charge_copy(terms, i, least_held, prices)
                 terms.height = terms.total + DRAW_QUEUE_WEIGHT * terms.queue
                 if terms.whole >= least_held:
                     bound = min(bound, terms.height)
@@ -519,7 +546,7 @@ cdef class E2:
             s.terms[i].weighed = load32(&self.loads.rows[i].eligible) != NO_REQUEST
             if s.terms[i].weighed:
                 self.weigh(&s.terms[i], i, request, prices)
-                charge_copy(&s.terms[i], least_held)
+                charge_copy(&s.terms[i], i, least_held, prices)
 
     cdef void take_credit(self, Scratch* s, const Placement* request, uint32_t least_held, const Terms* home,
                           double credit, const Prices* prices) noexcept nogil:

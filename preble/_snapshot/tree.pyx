@@ -327,11 +327,11 @@ cdef const char* make_nodes(Load* x, const char* records, const char* tokens, in
             return NO_MEMORY
         tokens += <size_t> <uint32_t> place * 4
         count -= <uint32_t> place
-        if end_of(copy.only) == 0 or copy.block != NULL:
+        if copy.block != NULL:
             copy.only = NOBODY
         node[0] = copy
         node.block = NULL
-        if node.only == NOBODY:                  # its mark is of no meaning then; here it notes whether a block follows
+        if end_of(node.only) == 0:               # its mark is of no meaning then; here it notes whether a block follows
             node.only_mark = NONE if copy.block != NULL else 0
         x.live_nodes += 1
         x.children += copy.parent != NONE

@@ -26,7 +26,7 @@ SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
 SLOWED_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
-WORK_SHARE, COPY_SECONDS = 0.5, 0.05
+WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0
 UNSEEN_SECONDS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
     1.0,
@@ -134,10 +134,14 @@ class Mark:
 
 @dataclass(eq=False)
 class Node:
-    """One node: who caches how much of it, and how often it was hit by anybody."""
+    """One node: who caches how much of it, how often it was hit by anybody, and who cached it last."""
 
     hits: Hits
     marks: dict[str, Mark] = field(default_factory=dict)
+    home: Holder | None = None  # while nobody caches it
+
+
+Holder = tuple[int, str]  # how often its cache had been cleared, and its name
 
 
 class NaiveTree:
@@ -149,6 +153,7 @@ class NaiveTree:
         self.recency: dict[str, list[Path]] = {}
         self.capacity: dict[str, int] = {}
         self.told: set[str] = set()
+        self.clears: dict[str, int] = {}
 
     # --- reads ---
 
@@ -191,6 +196,23 @@ class NaiveTree:
                 return min(self.start(node) + mark.tokens, known)
         return 0
 
+    def homes(self, path: Path, share: float, places: list[str | None]) -> list[Holder]:
+        """Who caches most of each node of the known part of a prompt, or cached it last, from the bottom up to where
+        no more than a share of the prompt is left."""
+        nodes, known = self.walk(path)
+        homes = []
+        for node in reversed(nodes):
+            if known <= share * len(path[1]):
+                break
+            marks, home = self.nodes[node].marks, self.nodes[node].home
+            if marks:
+                worker = min(marks, key=lambda name: (-marks[name].tokens, places.index(name)))
+                home = self.clears[worker], worker
+            if home is not None and home == (self.clears.get(home[1]), home[1]):
+                homes.append(home)
+            known = self.start(node)
+        return homes
+
     def cached(self, worker: str) -> int:
         return sum(self.nodes[node].marks[worker].tokens for node in self.recency[worker])
 
@@ -218,7 +240,11 @@ class NaiveTree:
     def split(self, path: Path, end: int) -> None:
         """Give the tokens up to `end` a node of their own. Who cached past the border now caches two nodes."""
         node, start, top = self.nodes[path], self.start(path), (path[0], path[1][:end])
-        upper = Node(copy.deepcopy(node.hits))
+        upper = Node(copy.deepcopy(node.hits), home=node.home)
+        if len(node.marks) == 1:
+            node.home = self.clears[min(node.marks)], min(node.marks)
+        elif node.marks:
+            node.home = None
         for worker, mark in list(node.marks.items()):
             order = self.recency[worker]
             if mark.tokens <= end - start:
@@ -248,6 +274,7 @@ class NaiveTree:
         mark.tokens = min(mark.tokens, tokens)
         if mark.tokens <= 0:
             del self.nodes[path].marks[worker]
+            self.nodes[path].home = self.clears[worker], worker
             self.recency[worker].remove(path)
 
     def evict(self, worker: str, need: int) -> None:
@@ -304,6 +331,7 @@ class NaiveTree:
         """A cache is empty; whether it was not."""
         cached = self.cached(worker)
         self.evict(worker, cached)
+        self.clears[worker] += 1
         return cached > 0
 
     def may_go(self, path: Path, now: float) -> bool:
@@ -498,6 +526,10 @@ class NaiveScheduler:
         prices = self.prices(limit, now)
         rows = [self.row(name, path, held[name], prices, now) for name in names]
         if not enough:
+            homes = self.tree.homes(path, self.config.exploit_ratio, self.places)
+            there = next((name for _, name in homes if name in names), None)
+            if there is not None and held[there] >= longest:
+                rows = [row if row.worker == there else self.moved(row, prices) for row in rows]
             best = min(rows, key=lambda row: (row.total, row.tie))
             agreed = self.agreed(rows, best, path[1], longest, math.inf, prices, now)
             return Choice(agreed.worker, "explore" if agreed is best else "rendezvous", rows)
@@ -520,6 +552,10 @@ class NaiveScheduler:
         bound = min(row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows if row.whole >= least_held)
         chosen = self.agreed(plain, best, path[1], longest, bound, prices, now).worker
         return Choice(chosen, "escape", rows, (node, 0.0))
+
+    def moved(self, row: Row, prices: Prices) -> Row:
+        """What is known has its home elsewhere."""
+        return replace(row, eviction=row.eviction + MOVED_USES * row.prefill * (1.0 + prices.pressure))
 
     def mean_total(self, home: Row, length: int, prices: Prices) -> float:
         """The total of a worker with the mean of what is outstanding, that caches what the best holder does."""
@@ -772,6 +808,7 @@ class NaiveScheduler:
 
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
         self.tree.recency[spec.id], self.tree.capacity[spec.id] = [], spec.kv_capacity_tokens
+        self.tree.clears.setdefault(spec.id, 0)
         self.tree.settle(spec.id, False)
         if None not in self.places:
             self.places.append(None)
@@ -781,7 +818,7 @@ class NaiveScheduler:
         self.retune()
 
     def remove_worker(self, worker: str, now: float) -> list[Hashable]:
-        self.tree.evict(worker, self.tree.cached(worker))
+        self.tree.evict_all(worker)
         orphans = [rid for rid, booking in self.live.items() if booking.account is self.accounts[worker]]
         self.places[self.places.index(worker)] = None
         del self.accounts[worker]

@@ -72,7 +72,7 @@ cdef struct Node:                # 64 bytes, one cache line
     TokenRun* run                # (r)
     EntryBlock* block            # (r) NULL: at most one mark, held by `only`
     uint64_t hits                # window counter over all workers (see _layout_parts)
-    uint64_t only                # (r) the single entry, or NOBODY; stale while there is a block
+    uint64_t only                # (r) the single entry; the last one, its end 0 (home); or NOBODY. Stale beside a block
     uint32_t only_mark           # (r)
     uint32_t parent              # (r) NONE for a root
     uint32_t first_child

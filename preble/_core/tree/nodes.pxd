@@ -1,6 +1,6 @@
 # Parts of a tree: contents of `nodes.pyx`. "-1" means that memory is out and nothing has changed.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.tree.layout cimport Node, TokenRun, Tree, Walk
 
@@ -22,6 +22,7 @@ cdef Walk tree_walk(Tree* t, Walk walk, const int32_t* tokens, uint32_t count) n
 cdef bint walk_holds(Tree* t, Walk walk) noexcept nogil
 cdef uint32_t held_at(Tree* t, uint32_t i, uint32_t matched, uint32_t* held, uint32_t* met, uint32_t met_count,
                       uint32_t workers) noexcept nogil
+cdef uint64_t last_word(Node* node) noexcept nogil
 cdef uint32_t held_on_path(Tree* t, Walk walk, uint32_t* held, uint32_t* met, uint32_t workers) noexcept nogil
 cdef uint32_t confirmed_tokens(Tree* t, Walk walk, uint32_t worker) noexcept nogil
 

@@ -182,11 +182,12 @@ cdef uint32_t add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
 
 
 cdef void remove_entry(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
-    """Take the worker's entry out of node `i`; an unmarked node moves to the other aging list."""
+    """Take the worker's entry out of node `i`; an unmarked node moves to the other aging list, and keeps the worker as
+    its home."""
     cdef Node* node = node_at(t, i)
     cdef EntryBlock* block = node.block
     if block == NULL:
-        store64(&node.only, NOBODY)
+        store64(&node.only, <uint64_t> worker << 32)
     else:
         store64(&block.words[place_in(block, worker)], <uint64_t> worker << 32)
         block.live -= 1
@@ -310,6 +311,23 @@ cdef uint32_t held_at(Tree* t, uint32_t i, uint32_t matched, uint32_t* held, uin
     return met_count
 
 
+cdef uint64_t last_word(Node* node) noexcept nogil:
+    """The entry of a node that reaches furthest, of equals that of the lowest worker; where there is none, the last one
+    that there was, its end 0. O(entries)."""
+    cdef EntryBlock* block = load_block(&node.block)
+    cdef uint64_t word, last
+    cdef uint32_t at
+    if block == NULL:
+        return load64(&node.only)
+    last = NOBODY
+    for at in range(load32(&block.count)):
+        word = load64(&block.words[at])
+        if end_of(word) > end_of(last) or (end_of(word) == end_of(last) and index_of(worker_of(word)) < index_of(
+                worker_of(last))):
+            last = word
+    return last
+
+
 cdef uint32_t held_on_path(Tree* t, Walk walk, uint32_t* held, uint32_t* met, uint32_t workers) noexcept nogil:
     """For each worker the tokens of the walked prefix it is estimated to cache, into `held`, all zero before; those
     above zero are listed in `met`. Returns how many. Changes nothing; O(marks on the path).
@@ -410,6 +428,8 @@ cdef void copy_entries(Tree* t, uint32_t lower, uint32_t i) noexcept nogil:
     cdef Node* low = node_at(t, lower)
     cdef Node* top = node_at(t, i)
     cdef uint32_t at, mark, worker, end
+    if entry_count(low) == 0:
+        store64(&top.only, low.only)
     for at in range(word_count(low)):
         worker = worker_of(words_of(low)[at])
         end = end_of(words_of(low)[at])
@@ -448,7 +468,7 @@ cdef void drop_upper_entries(Tree* t, uint32_t lower) noexcept nogil:
     cdef uint32_t at, before = entry_count(low)
     if block == NULL:
         if end_of(low.only) <= low.run.start:
-            store64(&low.only, NOBODY)
+            store64(&low.only, <uint64_t> worker_of(low.only) << 32)
     else:
         for at in range(block.count):
             if end_of(block.words[at]) and end_of(block.words[at]) <= low.run.start:

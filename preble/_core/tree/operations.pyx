@@ -181,15 +181,27 @@ cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil
 
 
 cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil:
-    """A worker's cache is empty: all its marks become ghosts; returns the tokens that they covered. O(1): the epoch
-    of its key moves on, and its recency list is hung onto that of the ghosts. Its marks must not be pinned.
+    """A worker's cache is empty: all its marks become ghosts, and it is nobody's home; returns the tokens that they
+    covered. O(1): the epoch of its key moves on, and its recency list is hung onto that of the ghosts. Its marks must
+    not be pinned.
 
     Once in 65,534 times the epochs begin anew, and then there must be no ghosts: they are swept first.
     """
     cdef WorkerMarks* state = &t.workers[index]
     cdef int64_t dropped = state.tokens
-    if state.marks == 0:
-        return 0
+    if state.marks:
+        hang_onto_ghosts(t, state)
+    if state.key >> INDEX_BITS == EPOCH_MAX:
+        store32(&state.key, NONE)
+        sweep_ghosts(t, t.ghost.marks)
+        store32(&state.key, index)
+    else:
+        store32(&state.key, state.key + (1 << INDEX_BITS))
+    return dropped
+
+
+cdef void hang_onto_ghosts(Tree* t, WorkerMarks* state) noexcept nogil:
+    """Give all marks of a worker, of which there are some, to nobody."""
     if t.ghost.recency.newest == NONE:
         t.ghost.recency.oldest = state.recency.oldest
     else:
@@ -203,13 +215,6 @@ cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil:
     add_tokens(state, -state.tokens)
     state.marks = 0
     t.version += 1
-    if state.key >> INDEX_BITS == EPOCH_MAX:
-        store32(&state.key, NONE)
-        sweep_ghosts(t, t.ghost.marks)
-        store32(&state.key, index)
-    else:
-        store32(&state.key, state.key + (1 << INDEX_BITS))
-    return dropped
 
 
 cdef uint32_t sweep_ghosts(Tree* t, uint32_t marks_max) noexcept nogil:
