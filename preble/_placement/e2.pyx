@@ -233,7 +233,8 @@ cdef class E2:
 
     cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil:
         """Who held last what is known of a prompt, where that is more than `exploit_ratio` of it; NONE if it takes no
-        requests now, or if somebody still holds more, `best` tokens. O(path)."""
+        requests now or has been found not to keep what it is sent, or if somebody still holds more, `best` tokens.
+        O(path)."""
         cdef Tree* t = &self.tree.t
         cdef uint32_t i = request.walk.node, known = request.walk.matched, worker
         cdef uint64_t word
@@ -241,7 +242,8 @@ cdef class E2:
             word = last_word(node_at(t, i))
             worker = index_of(worker_of(word))
             if (worker < s.workers and load32(&load_workers(&t.workers)[worker].key) == worker_of(word)
-                    and load32(&self.loads.rows[worker].eligible) == ANY_REQUEST):
+                    and load32(&self.loads.rows[worker].eligible) == ANY_REQUEST
+                    and load32(&self.accuracy.rows[worker].eighths) == <uint32_t> FULL_ACCURACY):
                 return worker if s.held[worker] >= best else NONE
             known = load_run(&node_at(t, i).run).start
             i = load32(&node_at(t, i).parent)

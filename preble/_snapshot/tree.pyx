@@ -149,12 +149,21 @@ cdef char* put_nodes(Tree* t, char* at, int64_t* tokens, int64_t* blocks) noexce
             copy = node[0]
             copy.run = <TokenRun*> <size_t> (<uint64_t> node.run.start << 32 | node.run.length)
             copy.block = <EntryBlock*> <size_t> (node.block != NULL)
+            if not is_home_known(t, node):
+                copy.only = NOBODY
             tokens[0] += node.run.length
             if node.block != NULL:
                 blocks[0] += 8 + <int64_t> node.block.count * 12
         memcpy(at, &copy, sizeof(Node))
         at += sizeof(Node)
     return at
+
+
+cdef bint is_home_known(Tree* t, Node* node) noexcept nogil:
+    """Whether the last to cache a node that nobody caches is still a worker. Keys of those that have left are not
+    written: a worker that joins later may get the same."""
+    cdef uint32_t key = worker_of(node.only), worker = index_of(key)
+    return end_of(node.only) > 0 or worker < t.worker_end and t.workers[worker].key == key
 
 
 cdef char* put_free(Tree* t, Slab* slab, uint64_t kind, char* at) noexcept nogil:

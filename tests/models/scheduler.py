@@ -527,7 +527,8 @@ class NaiveScheduler:
         rows = [self.row(name, path, held[name], prices, now) for name in names]
         if not enough:
             homes = self.tree.homes(path, self.config.exploit_ratio, self.places)
-            there = next((name for _, name in homes if name in names), None)
+            kept = [name for name in names if self.accounts[name].accuracy.eighths == 8]
+            there = next((name for _, name in homes if name in kept), None)
             if there is not None and held[there] >= longest:
                 rows = [row if row.worker == there else self.moved(row, prices) for row in rows]
             best = min(rows, key=lambda row: (row.total, row.tie))

@@ -20,6 +20,7 @@ from tests.sim.test_faults import sent as sent
 from tests.support.sim import check
 
 COMMON_TOKENS = 145  # with which all these tool prompts begin
+ALIKE_TOKENS = 4  # that some tools have in common beyond
 
 
 def tools(seconds: float, rps: float, *, groups: int = 200, zipf: float | None = None, seed: int = 0) -> Workload:
@@ -129,7 +130,8 @@ def test_a_restarted_worker_gets_no_request_on_the_strength_of_its_old_cache() -
     mine, met = np.flatnonzero(result.worker == 4), set[str]()
     assert result.workers[1] == result.workers[4] == "w1" and len(mine) > 10 and len(before) > 50
     for row in mine.tolist():
-        assert groups[row] in met or result.placed_tokens[row] <= COMMON_TOKENS, "what it cannot have was counted on"
+        counted_on = result.placed_tokens[row]
+        assert groups[row] in met or counted_on <= COMMON_TOKENS + ALIKE_TOKENS, "it cannot have that"
         met.add(groups[row])
     assert (result.outcome == FINISHED).all()
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from preble import (
@@ -161,6 +161,7 @@ def resealed(data: bytes) -> bytes:
     return start[:12] + struct.pack("<I", check) + start[16:] + data[HEADER_BYTES:]
 
 
+@example(seed=65, steps=136, shift=0.0)  # one joins later at the place of one that left as the last, a home
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 250), shift=st.sampled_from([0.0, 4096.0, -1024.0]))
 @settings(max_examples=60)
 def test_a_restored_scheduler_goes_on_as_the_original(seed: int, steps: int, shift: float) -> None:
