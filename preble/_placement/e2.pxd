@@ -69,6 +69,12 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double prefill               # P of such a worker
     double context_seconds       # o b of such a worker
 
+cdef struct Outstanding:         # of some workers together
+    uint32_t workers
+    double ahead                 # Q - D; of all workers Q
+    double live_requests
+    double prompt_tokens         # of these
+
 cdef struct Choice:
     uint32_t worker              # NONE: nobody may take it
     Reason reason
@@ -99,10 +105,12 @@ cdef class E2:
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil
     cdef double evicted_share(self, uint32_t worker, int64_t missed, const Prices* prices) noexcept nogil
     cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil
+    cdef void add_outstanding(self, Outstanding* of, uint32_t worker, double now) noexcept nogil
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
     cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
-    cdef double price_of_mean(self, const Placement* request, const Terms* home, Prices* prices) noexcept nogil
+    cdef double price_of_mean(self, const Placement* request, const Terms* home, const Outstanding* of,
+                              const Prices* prices) noexcept nogil
     cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
                          double credit, const Prices* prices) noexcept nogil
     cdef bint better(self, const Terms* one, uint32_t a, const Terms* two, uint32_t b) noexcept nogil
@@ -110,7 +118,7 @@ cdef class E2:
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil
     cdef Choice cheapest(self, Scratch* s, const Placement* request, uint32_t least_held, Prices* prices,
                          Terms* there) noexcept nogil
-    cdef void save_up(self, const Placement* request, uint32_t least_held, uint32_t home, uint32_t holders,
+    cdef void save_up(self, const Placement* request, uint32_t least_held, uint32_t home, const Outstanding* holders,
                       const Terms* there, Prices* prices, Choice* choice) noexcept nogil
     cdef bint takes(self, uint32_t worker, uint32_t whole, uint32_t least_held) noexcept nogil
     cdef void agree(self, Scratch* s, const Placement* request, uint32_t held, uint32_t least_held, Prices* prices,

@@ -291,6 +291,14 @@ cdef class E2:
         cdef double queue = load_double(&self.loads.rows[worker].queue_seconds)
         return max(queue - self.loads.done_seconds(worker, now), 0.0) if queue > 0.0 else 0.0
 
+    cdef void add_outstanding(self, Outstanding* of, uint32_t worker, double now) noexcept nogil:
+        """Count one more worker."""
+        cdef Row* row = &self.loads.rows[worker]
+        of.workers += 1
+        of.ahead += self.ahead_seconds(worker, now)
+        of.live_requests += load32(&row.live_requests)
+        of.prompt_tokens += load32(&row.live_prompt_tokens)
+
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term of a worker that was sized up."""
         self.weigh_most(terms, worker, request, prices)
@@ -335,17 +343,14 @@ cdef class E2:
         terms.queue += ahead
         terms.total += ahead
 
-    cdef double price_of_mean(self, const Placement* request, const Terms* home, Prices* prices) noexcept nogil:
-        """What the total would be on a worker with as much outstanding as the mean of all, that holds as much of the
-        prompt as its best holder. Turns of equals are no reason for a copy: the balance is the holder's own."""
-        cdef double used = max(load32(&self.loads.used), 1)
-        cdef double ahead = load_signed(&self.loads.fleet_waiting_ns) * 1e-9 / used
-        cdef double live = load_signed(&self.loads.fleet_requests) / used
+    cdef double price_of_mean(self, const Placement* request, const Terms* home, const Outstanding* of,
+                              const Prices* prices) noexcept nogil:
+        """What the total would be on a worker with the mean of what is outstanding, that holds as much of the prompt as
+        its best holder."""
+        cdef double ahead = of.ahead / of.workers, live = of.live_requests / of.workers
         return (ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * live
                 + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * live)
-                + prices.context_seconds * (SLOWED_SHARE * request.count * live
-                                            + load_signed(&self.loads.fleet_prompt_tokens) / used)
-                + home.eviction + home.balance)
+                + prices.context_seconds * (SLOWED_SHARE * request.count * live + of.prompt_tokens / of.workers))
 
     cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
                          double credit, const Prices* prices) noexcept nogil:
@@ -414,17 +419,19 @@ cdef class E2:
         Holders come first, so that others are passed over as soon as what is summed up of them is more than what is
         saved up for a copy: no term but that is negative. `there` becomes the terms of the best holder.
         """
-        cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE, holders = 0
+        cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE
         cdef double bound
         cdef Row* row
+        cdef Outstanding holders
         cdef Terms terms, least
         cdef Choice choice
         memset(&choice, 0, sizeof(Choice))
+        memset(&holders, 0, sizeof(Outstanding))
         choice.worker = choice.credited = NONE
         least.total = there.total = INFINITY
         for at in range(first + s.workers):
             if at == first and home != NONE:
-                self.save_up(request, least_held, home, holders, there, prices, &choice)
+                self.save_up(request, least_held, home, &holders, there, prices, &choice)
             i = s.met[at] if at < first else at - first
             row = &self.loads.rows[i]
             service = load32(&row.eligible)
@@ -435,7 +442,8 @@ cdef class E2:
                 continue
             if service == CACHED_ONLY and terms.whole < least_held:
                 continue
-            holders += terms.whole >= least_held
+            if at < first:
+                self.add_outstanding(&holders, i, prices.now)
             if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
                 self.price_of(prices, i, terms.usable, request.count)
             bound = least.total + choice.credit if terms.whole < least_held else there.total
@@ -461,17 +469,30 @@ cdef class E2:
         choice.reason = EXPLORE if least_held == NONE else EXPLOIT if choice.worker == home else ESCAPE
         return choice
 
-    cdef void save_up(self, const Placement* request, uint32_t least_held, uint32_t home, uint32_t holders,
+    cdef void save_up(self, const Placement* request, uint32_t least_held, uint32_t home, const Outstanding* holders,
                       const Terms* there, Prices* prices, Choice* choice) noexcept nogil:
-        """Note in the choice what is saved up for a copy of what the best holder has, this request's share included:
-        how much less its total would be on those that are no holders; less than nothing, where it would be more."""
+        """Note in the choice what is saved up for a copy of what the holders have, this request's share included: how
+        much less its total would be on the mean of those that are none than on the mean holder; less than nothing,
+        where it would be more. The best holder alone would say less: what many hold, somebody is always free to take.
+        """
         cdef Tree* t = &self.tree.t
         cdef uint32_t node = credited_node(t, request.walk, least_held)
-        cdef double used = load32(&self.loads.used), share = 0.0, before = saved(self.credits, t, node, request.now)
+        cdef double share = 0.0, before = saved(self.credits, t, node, request.now)
+        cdef Outstanding best, all
+        memset(&best, 0, sizeof(Outstanding))
+        self.add_outstanding(&best, home, prices.now)
+        all.workers = load32(&self.loads.used)
+        all.ahead = load_signed(&self.loads.fleet_waiting_ns) * 1e-9
+        all.live_requests = load_signed(&self.loads.fleet_requests)
+        all.prompt_tokens = load_signed(&self.loads.fleet_prompt_tokens)
         if load32(&self.loads.rows[home].alike) != prices.alike or there.usable != prices.usable:
             self.price_of(prices, home, there.usable, request.count)
-        if holders < used:
-            share = (there.total - self.price_of_mean(request, there, prices)) * used / (used - holders)
+        if holders.workers < all.workers:
+            share = there.total - there.eviction - there.balance
+            share += self.price_of_mean(request, there, holders, prices)
+            share -= self.price_of_mean(request, there, &best, prices)
+            share -= self.price_of_mean(request, there, &all, prices)
+            share *= <double> all.workers / (all.workers - holders.workers)
         choice.credit = max(before + share, 0.0)
         if before > 0.0 or choice.credit > 0.0:
             choice.credited = node

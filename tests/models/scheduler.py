@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from zlib import crc32
@@ -539,9 +539,14 @@ class NaiveScheduler:
         nodes = self.tree.walk(path)[0]
         node = self.tree.nodes[next(node for node in nodes if len(node[1]) >= least_held)]
         saved, at = self.credits.get(node, (0.0, 0.0))
-        count, holders = len(self.accounts), sum(row.whole >= least_held for row in rows)
-        share = (home.total - self.mean_total(home, length, prices)) * count / max(1, count - holders)
-        credit = saved * math.exp(-max(now - at, 0.0) / CREDIT_AGE_SECONDS) + share * (holders < count)
+        every, holders = self.accounts.values(), [self.accounts[row.worker] for row in rows if row.whole >= least_held]
+        there = self.accounts[home.worker]
+        share = home.total - home.eviction - home.balance
+        share += self.mean_price(home, length, prices, holders, sum(self.ahead(one, now) for one in holders))
+        share -= self.mean_price(home, length, prices, [there], self.ahead(there, now))
+        share -= self.mean_price(home, length, prices, every, sum(self.waiting(one) for one in every))
+        share *= len(every) / max(1, len(every) - len(holders))
+        credit = saved * math.exp(-max(now - at, 0.0) / CREDIT_AGE_SECONDS) + share * (len(holders) < len(every))
         credit = max(0.0, credit)
         plain, rows = (
             rows,
@@ -558,18 +563,29 @@ class NaiveScheduler:
         """What is known has its home elsewhere."""
         return replace(row, eviction=row.eviction + MOVED_USES * row.prefill * (1.0 + prices.pressure))
 
-    def mean_total(self, home: Row, length: int, prices: Prices) -> float:
-        """The total of a worker with the mean of what is outstanding, that caches what the best holder does."""
-        every = [booking for account in self.accounts.values() for booking in account.live]
-        count = len(self.accounts)
-        ahead = sum(b.prefill_ns for b in every if not b.prefilled) * 1e-9 / count
-        live, prompts = len(every) / count, sum(b.prompt_tokens for b in every) / count
+    def mean_price(
+        self, home: Row, length: int, prices: Prices, accounts: Collection[Account], ahead_seconds: float
+    ) -> float:
+        """What a worker with the mean of these is worth to a request, if it caches what the best holder does."""
+        live = [booking for account in accounts for booking in account.live]
+        ahead, requests = ahead_seconds / len(accounts), len(live) / len(accounts)
         context = prices.output * self.accounts[home.worker].cost.context[3]
         return (
-            ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * live
-            + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * live)
-            + context * (SLOWED_SHARE * length * live + prompts) + home.eviction + home.balance
+            ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * requests
+            + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * requests)
+            + context * (SLOWED_SHARE * length * requests + sum(b.prompt_tokens for b in live) / len(accounts))
         )  # fmt: skip
+
+    def waiting(self, account: Account) -> float:
+        """Seconds of prefill that were given to a worker and not reported done."""
+        return sum(booking.prefill_ns for booking in account.live if not booking.prefilled) * 1e-9
+
+    def ahead(self, account: Account, now: float) -> float:
+        """What is left of it, estimated."""
+        waiting = sum(not booking.prefilled for booking in account.live)
+        given = self.waiting(account)
+        done = min(WORK_SHARE * max(now - account.working_since, 0.0), given / max(waiting, 1))
+        return max(given - done, 0.0)
 
     def credited(self, row: Row, home: Row, length: int, credit: float, prices: Prices) -> Row:
         """What a copy costs on this worker is taken off where it is saved up."""
@@ -610,18 +626,15 @@ class NaiveScheduler:
         usable -= usable % account.spec.block_size
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
         prefill = account.cost.prefill(length - usable, length)
-        ahead, live = sum(b.prefill_ns for b in account.live if not b.prefilled) * 1e-9, len(account.live)
-        waiting = sum(not booking.prefilled for booking in account.live)
-        done = min(WORK_SHARE * max(now - account.working_since, 0.0), ahead / max(waiting, 1))
-        known = self.tree.confirmed(path, name)
-        behind = max(0.0, ahead - account.cost.prefill(usable - known, usable))
+        live, known = len(account.live), self.tree.confirmed(path, name)
+        behind = max(0.0, self.waiting(account) - account.cost.prefill(usable - known, usable))
         context = prices.output * account.cost.context[3]
         promised = sum(booking.expected_output for booking in account.live)
         room = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
         evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
         return Row(
             *(name, whole, usable, load, prefill),
-            queue=max(ahead - done, 0.0) + min(behind, BEHIND_SECONDS) + REQUEST_SECONDS * live,
+            queue=self.ahead(account, now) + min(behind, BEHIND_SECONDS) + REQUEST_SECONDS * live,
             others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + SLOWED_SHARE * context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure),
