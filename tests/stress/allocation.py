@@ -14,7 +14,7 @@ import json
 import sys
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from preble import (
 from preble._radix import RadixTree
 from preble.batching._kv_slots import SlotTree
 from preble.errors import UnknownWorker
+from preble.types import Explanation
 
 CORE = preble.__file__.removesuffix("__init__.py")  # all compiled modules lie below it
 GROWN_MAX = 1100  # fillers tried to find where tables and slabs grow
@@ -115,7 +116,7 @@ class SchedulerWorld:
     def facts(self) -> dict[str, object]:
         """All that a caller can know, but for how the tree is cut into nodes, what it takes in memory, and how many
         namespaces have a root: one without a prompt may stay, and is forgotten like any other. No cache is full, so
-        that decisions do not depend on where nodes are cut."""
+        that prices do not depend on where nodes are cut; what is saved up for copies does, and is left out."""
         self.sched.check()
         stats = self.sched.stats()
         tree = stats.pop("tree")
@@ -125,9 +126,14 @@ class SchedulerWorld:
             "lost": [tree["shed_nodes"], tree["refused_tokens"]],
             "room": room,
             "matches": [repr(self.sched.match(prompt, namespace=ns)) for prompt in KNOWN for ns in NAMESPACES],
-            "decisions": [repr(self.sched.explain(prompt, namespace=ns)) for prompt in PROMPTS for ns in (None, "new")],
+            "prices": [prices(self.sched.explain(prompt, namespace=ns)) for prompt in PROMPTS for ns in (None, "new")],
             "workers": list(self.sched.workers),
         }
+
+
+def prices(explained: Explanation) -> list[str]:
+    """Every worker's terms but the credit and what it is a part of."""
+    return [repr(replace(cost, credit_seconds=0.0, total_seconds=0.0, score=0.0)) for cost in explained.workers]
 
 
 class RadixWorld:
