@@ -1,6 +1,7 @@
 """`preble serve`: an HTTP front door to a fleet of workers, OpenAI-compatible. Owns the command's options.
 
 program, processes   the process: start, signals, reload, end; several of them on one port
+connections          bounds on clients' connections
 app, middleware      routes; keys, limits, errors, log
 api/                 the endpoints and their bodies          text/        text to ids and back, choices, stop strings
 core/                what the handlers share                 dashboard/   the live page

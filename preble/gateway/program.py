@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ try:
     import uvicorn
 
     from .app import make_app
+    from .connections import BoundedProtocol, ConnectionLimits, Connections
     from .core.gateway import Gateway
     from .core.metrics import Metrics
     from .core.tracing import Tracing
@@ -52,7 +54,6 @@ logger = logging.getLogger("preble.gateway")
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle connection: they shall close it, not we
 DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
-DESCRIPTORS_PER_REQUEST = 2  # the client's connection, and one to a server over HTTP
 RECORDS_KEPT = 1024
 
 
@@ -64,7 +65,8 @@ def serve_until_stopped(load: Callable[[], Loaded], slot: ProcessSlot | None = N
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     log_as_json(config.log_level, {} if slot is None else {"process": slot.index})
-    _allow_descriptors(DESCRIPTORS_OWN + DESCRIPTORS_PER_REQUEST * config.max_live_requests)
+    # Connections of clients, and one to a server over HTTP for each request.
+    _allow_descriptors(DESCRIPTORS_OWN + config.max_connections + config.max_live_requests)
     _run_loop(_serve(config, load, slot))
     return 0
 
@@ -109,15 +111,21 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
 
 
 async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket], load: Callable[[], Loaded]) -> None:
+    config = gateway.config
+    limits = ConnectionLimits(config.max_connections, config.max_connections_per_address)
+    connections = Connections(limits, gateway.metrics.connection_refused)
     server = _Server(
         uvicorn.Config(
             app,
+            http=partial(BoundedProtocol, connections),
+            ws="none",
+            proxy_headers=False,  # whoever may send them could choose an address
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(gateway.config.drain_seconds)),
+            timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         ),
         listeners[0],
     )
@@ -164,7 +172,9 @@ def _allow_descriptors(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         logger.warning(
-            "this process may open %d files, max_live_requests needs %d: raise the limit (ulimit -Hn)", allowed, wanted
+            "this process may open %d files, max_connections and max_live_requests need %d: raise it (ulimit -Hn)",
+            allowed,
+            wanted,
         )
 
 

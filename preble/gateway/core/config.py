@@ -64,6 +64,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     curve_keys: Name | None = None
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
     max_live_requests: Count = 4096
+    max_connections: Count = 8192
+    max_connections_per_address: Count = 4096
     choices_max: Annotated[int, Meta(ge=1, le=1024)] = 64
     rate_limit_per_minute: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     rate_limit_burst: Count = 60

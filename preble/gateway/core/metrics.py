@@ -82,12 +82,19 @@ class Metrics:
         self.non_max_selections = counter(
             "non_max_overlap_selections", "Decisions for a worker that had less than the best"
         )
+        self._connections_refused = counter(
+            "connections_refused", "Connections that were refused or cut off, by reason", ("why",)
+        )
         self._regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """An HTTP request has ended."""
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
+
+    def connection_refused(self, why: str) -> None:
+        """A connection was refused, or cut off; `why` is one of `connections.Why`."""
+        self._connections_refused.labels(why).inc()
 
     def record(self, record: DecisionRecord) -> None:
         """A recorded decision's request has ended; a sink for `preble.scheduling.records.Recording`."""

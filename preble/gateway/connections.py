@@ -1,0 +1,351 @@
+"""Connections of clients: how large a head and how many fields a request may have, for how long a client may let us
+wait, and how many connections there are. Owns the bounds; HTTP itself is uvicorn's and httptools'.
+
+A connection waits for one thing at a time, each with its own time:
+
+    first byte and whole head     `head_seconds`         then 408, or nothing where not a byte came
+    the body                      `body_seconds`         then it is cut off; a handler that reads it has answered 408
+    the rest of a body that was answered already          `linger_seconds`, what comes is thrown away
+    a client that reads nothing of what was written       `write_seconds`, then it is cut off
+    the next request              uvicorn's keep-alive
+
+At its bounds: a head, or the fields after a chunked body, over `head_bytes` or `fields_max`, 431; over `open_max`
+connections, or `open_of_address_max` of one address, 503. A request that comes before the one before it is answered is
+not read, and the connection ends with that answer: its client may send it again. All are counted, by `Why`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .core.http_errors import ApiError, unavailable
+
+logger = logging.getLogger("preble.gateway")
+
+FEED_BYTES = 4096  # read at once by the parser: the bounds are exact to so many bytes
+Why = Literal["head_too_large", "not_http", "pipelined", "many", "many_of_address", "slow_head", "slow_body", "unread"]
+# What an offer to change the protocol consists of; nobody is obliged to take it up, and we go on in HTTP/1.1.
+_OFFER_FIELDS = frozenset({b"upgrade", b"http2-settings", b"connection"})
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may cost, and how many there may be."""
+
+    open_max: int = 8192
+    open_of_address_max: int = 4096
+    head_bytes: int = 32 << 10
+    fields_max: int = 100
+    head_seconds: float = 10.0
+    body_seconds: float = 65.0  # longer than `read_body` waits, which can say why
+    linger_seconds: float = 5.0
+    write_seconds: float = 30.0
+
+
+class Connections:
+    """The open connections of one server. `on_refused` is given why one was refused or cut off. Belongs to one loop."""
+
+    def __init__(self, limits: ConnectionLimits, on_refused: Callable[[Why], None]) -> None:
+        self.limits = limits
+        self.open = 0
+        self._on_refused = on_refused
+        self._of_address: Counter[str] = Counter()
+
+    def enter(self, address: str | None) -> Why | None:
+        """Count one more; why it must not be, and then it is not. Other processes of this gateway have no address."""
+        if address is not None:
+            if self.open >= self.limits.open_max:
+                return "many"
+            if self._of_address[address] >= self.limits.open_of_address_max:
+                return "many_of_address"
+            self._of_address[address] += 1
+        self.open += 1
+        return None
+
+    def leave(self, address: str | None) -> None:
+        """Count one less."""
+        self.open -= 1
+        if address is not None:
+            self._of_address[address] -= 1
+            if not self._of_address[address]:
+                del self._of_address[address]
+
+    def refuse(self, why: Why, address: str | None) -> None:
+        """One was refused or cut off."""
+        self._on_refused(why)
+        logger.warning("connection refused", extra={"fields": {"why": why, "client": address or ""}})
+
+
+class RefusedConnection(Exception):
+    """What the parser is given to stop at."""
+
+    def __init__(self, why: Why, error: ApiError | None = None) -> None:
+        super().__init__(why)
+        self.why, self.error = why, error
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. uvicorn's, within the bounds of `connections`."""
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self.parser: Any = self.parser
+        self._connections = connections
+        self._limits = connections.limits
+        self._address: str | None = None
+        self._is_counted = False
+        self._is_receiving = False  # a message has begun and is not whole
+        self._has_head = False
+        self._offers_upgrade = False
+        self._is_deaf = False  # what else comes is thrown away
+        self._head_bytes = self._fields = self._loose_bytes = 0
+        self._waiting: asyncio.TimerHandle | None = None  # for bytes of the client
+        self._waiting_for: Why = "slow_head"
+        self._unread: asyncio.TimerHandle | None = None  # for the client to take bytes
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """Count it, or refuse it; then the head has to come."""
+        super().connection_made(transport)
+        self._address = None if self.client is None else self.client[0]
+        why = self._connections.enter(self._address)
+        if why is not None:
+            self._refuse(
+                RefusedConnection(why, unavailable("this gateway has as many connections as it takes", "connections"))
+            )
+            return
+        self._is_counted = True
+        self._wait_for("slow_head", self._limits.head_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give everything back."""
+        self._stop_waiting()
+        self._stop_unread()
+        self._unset_keepalive_if_required()
+        if self._is_counted:
+            self._is_counted = False
+            self._connections.leave(self._address)
+        super().connection_lost(exc)
+
+    # --- bytes in -----------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, a little at a time."""
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        if not self._is_receiving and self._waiting is None:
+            self._wait_for("slow_head", self._limits.head_seconds)
+        self._parse(memoryview(data))
+
+    def _parse(self, data: memoryview) -> None:
+        try:
+            for start in range(0, len(data), FEED_BYTES):
+                if self._is_deaf:
+                    return
+                rest = data[start:]
+                self._feed(rest[:FEED_BYTES])
+        except httptools.HttpParserUpgrade as error:
+            self._go_on_without_offer(rest[error.args[0] :])
+        except httptools.HttpParserError as error:
+            refused = error.__context__
+            if not isinstance(refused, RefusedConnection):
+                refused = RefusedConnection("not_http", ApiError(400, "this is not HTTP/1.1", code="not_http"))
+            self._refuse(refused)
+        except RefusedConnection as refused:
+            self._refuse(refused)
+
+    def _feed(self, data: memoryview) -> None:
+        self._loose_bytes += len(data)
+        self.parser.feed_data(data)
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """Bytes that are no body: of fields that are whole, and those since that belong to nothing yet."""
+        limits = self._limits
+        if self._head_bytes + self._loose_bytes > limits.head_bytes or self._fields > limits.fields_max:
+            message = f"a request has at most {limits.fields_max} header fields in {limits.head_bytes} bytes"
+            raise RefusedConnection("head_too_large", ApiError(431, message, code="head_too_large"))
+
+    def _go_on_without_offer(self, rest: memoryview) -> None:
+        """The parser stops at an offer to change the protocol: give it the same head without, and what came after."""
+        method = self.parser.get_method()
+        if not self._offers_upgrade or method == b"CONNECT":
+            self._refuse(RefusedConnection("not_http", ApiError(400, "this is no proxy", code="not_http")))
+            return
+        head = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        head += [b"%s: %s" % field for field in self.headers if field[0] not in _OFFER_FIELDS]
+        self.parser = httptools.HttpRequestParser(self)
+        self._begin_message()
+        self._parse(memoryview(b"\r\n".join([*head, b"", b""])))
+        self._parse(rest)
+
+    # --- the parser's callbacks ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._begin_message()
+
+    def _begin_message(self) -> None:
+        self._is_receiving, self._has_head, self._offers_upgrade = True, False, False
+        self._head_bytes = self._fields = 0
+        if self._waiting is None:
+            self._wait_for("slow_head", self._limits.head_seconds)
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request's target."""
+        self._loose_bytes = 0
+        self._head_bytes += len(url)
+        self._check_head()
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field of the head, or of what comes after a chunked body, which nobody reads."""
+        self._loose_bytes = 0
+        self._fields += 1
+        self._head_bytes += len(name) + len(value)
+        self._check_head()
+        if not self._has_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is whole: the request may be answered, and its body has to come."""
+        self._loose_bytes = 0
+        if self.parser.should_upgrade():
+            self._offers_upgrade = True
+            return
+        if self._is_answering:
+            raise RefusedConnection("pipelined")
+        self._has_head = True
+        self._wait_for("slow_body", self._limits.body_seconds)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._loose_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._loose_bytes = 0
+        if self._offers_upgrade:
+            return
+        self._is_receiving = False
+        self._stop_waiting()
+        super().on_message_complete()
+        if not self._is_answering:  # it was answered before it was whole
+            self._wait_for_next()
+
+    # --- the answer ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_next(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def on_response_complete(self) -> None:
+        """The answer is written. What is left of the request is thrown away, for a moment."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._wait_until_read(self._limits.linger_seconds)
+        elif self._is_receiving:
+            self._unset_keepalive_if_required()
+            if self._has_head:
+                self._wait_for("slow_body", self._limits.linger_seconds)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came."""
+        super().timeout_keep_alive_handler()
+        self._wait_until_read(self._limits.linger_seconds)
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        super().pause_writing()
+        self._wait_until_read(self._limits.write_seconds)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_unread()
+
+    def _refuse(self, refused: RefusedConnection) -> None:
+        """Read nothing more. Say what is wrong, unless an answer has begun, and hang up."""
+        self._is_deaf = True
+        self._stop_waiting()
+        self._connections.refuse(refused.why, self._address)
+        if refused.error is None:  # there is a request to be answered first
+            self.cycle.keep_alive = False
+            return
+        if self._is_answering:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not (self._is_answering and self.cycle.response_started):
+            self.transport.write(_answer(refused.error))
+        self.transport.close()
+        self._wait_until_read(self._limits.linger_seconds)
+
+    # --- times --------------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, why: Why, seconds: float) -> None:
+        self._stop_waiting()
+        self._waiting_for = why
+        self._waiting = self.loop.call_later(seconds, self._waited, seconds)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _waited(self, seconds: float) -> None:
+        # It may be we who do not read; and between requests a blank line is no head, while one is answered.
+        if self.flow.read_paused or (self._waiting_for == "slow_head" and self._is_answering):
+            self._wait_for(self._waiting_for, seconds)
+            return
+        self._waiting = None
+        if self._waiting_for == "slow_head" and (self._is_receiving or self._loose_bytes):
+            message = f"the head of the request did not come in {seconds:g} s"
+            self._refuse(RefusedConnection("slow_head", ApiError(408, message, code="timeout")))
+            return
+        self._connections.refuse(self._waiting_for, self._address)
+        self.transport.abort()
+
+    def _wait_until_read(self, seconds: float) -> None:
+        self._stop_unread()
+        self._unread = self.loop.call_later(seconds, self._not_read)
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _not_read(self) -> None:
+        self._unread = None
+        self._connections.refuse("unread", self._address)
+        self.transport.abort()
+
+
+_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
+            503: b"Service Unavailable"}  # fmt: skip
+
+
+def _answer(error: ApiError) -> bytes:
+    """An answer that needs no application, for a connection that ends with it."""
+    body = msgspec.json.encode(error.body())
+    head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+    fields = b"".join(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers().items())
+    return head % (error.status, _PHRASES[error.status], len(body)) + fields + b"\r\n" + body
