@@ -1,4 +1,4 @@
-"""The door: request ids, API keys, rate limits, errors as answers, one log line and the metrics of every request.
+"""The door: request ids, API keys, foreign pages, rates, errors as answers, one log line and the metrics of a request.
 
 Owns what holds for every endpoint alike. A log line has ids, times and token counts; it never holds
 a prompt, an output or a key: a key's name is the beginning of its SHA-256.
@@ -15,7 +15,7 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
@@ -23,14 +23,13 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from ..clock import Clock
 from ..errors import PrebleError
 from .api.http import Receive, Send, error_response
+from .core.config import GatewayConfig, is_keyless
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
 from .core.request_context import RequestContext
 from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
-
-if TYPE_CHECKING:
-    from .core.config import GatewayConfig
+from .origins import Origins
 
 logger = logging.getLogger("preble.gateway")
 
@@ -42,7 +41,8 @@ CLIENT_GONE = 499  # never sent; what the log and the metrics call it
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
 OPEN_FOLDER = "/page/"  # the live page's files, which know nothing
 UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
-OPERATOR_PATHS = ("/workers", "/v1/preble")
+CHANGE_PATH = "/workers"  # with any method but GET
+OPERATOR_PATHS = (CHANGE_PATH, "/v1/preble")
 OTHER = "other"
 # What clients of several routers call the conversation that a request is of; the first that is there counts.
 SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-smg-routing-key")
@@ -71,21 +71,26 @@ class RateLimiter:
 
 
 class Keys:
-    """API keys by their digest, so that no comparison takes longer for a better guess."""
+    """API keys by their digest, so that no comparison takes longer for a better guess. Where there are none, what
+    changes the fleet needs `token`, and nothing else needs anything."""
 
-    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str], token: str | None = None) -> None:
         self._admin = {_digest(key) for key in admin_keys}
         self._known = {_digest(key) for key in keys} | self._admin
+        self._is_keyless = not self._known
+        if self._is_keyless and token is not None:
+            self._admin = self._known = {_digest(token)}
 
-    def name_of(self, headers: Any, path: str) -> str:
+    def name_of(self, headers: Any, path: str, method: str) -> str:
         """The name of the key in the headers, "" where none is needed. Raises `ApiError` 401 or 403."""
         operator = path.startswith(OPERATOR_PATHS)
-        if not self._known or is_open(path):
+        if is_open(path) or (self._is_keyless and not (path.startswith(CHANGE_PATH) and method != "GET")):
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip()) if scheme.lower() == "bearer" else ""
         if digest not in self._known:
-            raise ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
+            what = "the admin token, printed at the start," if self._is_keyless else "the API key"
+            raise ApiError(401, f"{what} is missing or wrong", kind="authentication_error", code="invalid_api_key")
         if operator and digest not in self._admin:
             raise ApiError(403, "this needs one of the admin keys", kind="permission_error", code="admin_only")
         return digest[:8]
@@ -124,7 +129,8 @@ class Middleware:
 
     def configure(self, config: GatewayConfig) -> None:
         """Take over keys and limits; the buckets start afresh."""
-        self._keys = Keys(config.api_keys, config.admin_keys)
+        self._keys = Keys(config.api_keys, config.admin_keys, self._gateway.admin_token)
+        self._origins = Origins([*config.host_names, config.host]) if is_keyless(config) else None
         self._limiter = None
         if config.rate_limit_per_minute is not None:
             self._limiter = RateLimiter(config.rate_limit_per_minute, config.rate_limit_burst, self._clock)
@@ -175,7 +181,9 @@ class Middleware:
         if from_other_process(self._gateway.processes, scope):
             await self._app(scope, receive, send)
             return
-        context.key_name = self._keys.name_of(headers, path)
+        if self._origins is not None:
+            self._origins.check(headers)
+        context.key_name = self._keys.name_of(headers, path, scope["method"])
         if self._limiter is not None and not is_unlogged(path):
             client = scope.get("client") or ("unknown",)
             wait = self._limiter.wait_seconds(context.key_name or client[0])

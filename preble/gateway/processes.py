@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -33,7 +34,7 @@ from typing import Any
 from ..errors import InvalidConfig, PrebleError
 from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
-from .core.config import GatewayConfig, load_for
+from .core.config import GatewayConfig, is_keyless, load_for
 from .core.logs import log_as_json
 from .core.sibling_processes import ProcessSlot, say_ready
 
@@ -59,6 +60,9 @@ class _Fleet:
         self._flags = {name: value for name, value in vars(args).items() if value is not None}
         self._count, self._directory = config.processes, directory
         self._address = address
+        self._admin_token = secrets.token_urlsafe(24) if is_keyless(config) else None
+        if self._admin_token is not None:
+            self._slot(0).keep_token(self._admin_token)
         self._ready: set[int] = set()  # processes that have served once
         self._failed = False
         limits = SupervisorConfig(
@@ -94,7 +98,7 @@ class _Fleet:
         first = len(self._ready) < self._count
         self._ready.add(number)
         if first and len(self._ready) == self._count:
-            say_ready(self._address)
+            say_ready(self._address, self._admin_token)
 
     def _take(self, happening: Happening) -> None:
         happening.log(logger, "process", extra={"fields": {"process": happening.child}})
@@ -105,10 +109,12 @@ class _Fleet:
             self._supervisor.drain()
 
     def _spawn(self, number: int) -> ChildProcess:
-        slot = ProcessSlot(number, self._count, self._address[1], self._directory)
-        what = json.dumps({"flags": self._flags, "slot": asdict(slot)}, default=str)  # a path is its text
+        what = json.dumps({"flags": self._flags, "slot": asdict(self._slot(number))}, default=str)  # a path is its text
         argv = [sys.executable, "-m", "preble.gateway.processes", what]
         return ChildProcess(argv, on_output=lambda line: None, on_log=_pass_on)
+
+    def _slot(self, number: int) -> ProcessSlot:
+        return ProcessSlot(number, self._count, self._address[1], self._directory)
 
 
 def _pass_on(line: str) -> None:

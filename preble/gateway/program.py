@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ from ..scheduler import GlobalScheduler
 from ..scheduling.records import Recording
 from ..transport.security import load_client_keys
 from ..transport.tasks import end_all
-from .core.config import GatewayConfig, Loaded, changes
+from .core.config import GatewayConfig, Loaded, changes, is_keyless
 from .core.logs import log_as_json
 from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
 
@@ -96,7 +97,8 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         if slot is not None:
             listeners.append(slot.listen())
         try:
-            gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing)
+            token = _admin_token(config, slot)
+            gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
             await _run(make_app(gateway), gateway, listeners, load)
         finally:
             await router.close()
@@ -128,6 +130,7 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket]
             timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         ),
         listeners[0],
+        gateway,
     )
     reloading = Reloading(gateway, app, load)
     showing = asyncio.ensure_future(gateway.live.run())
@@ -148,9 +151,10 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket]
 class _Server(uvicorn.Server):
     """uvicorn, which says when it is ready and leaves the signals to us."""
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, gateway: Gateway) -> None:
         super().__init__(config)
         self._listener = listener
+        self._gateway = gateway
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -161,7 +165,14 @@ class _Server(uvicorn.Server):
         """Start, and report that."""
         await super().startup(sockets)
         if self.started:
-            say_ready(self._listener.getsockname())
+            say_ready(self._listener.getsockname(), self._gateway.admin_token)
+
+
+def _admin_token(config: GatewayConfig, slot: ProcessSlot | None) -> str | None:
+    """What changes of the fleet need where there are no keys; of several processes it is the same."""
+    if slot is not None:
+        return slot.token()
+    return secrets.token_urlsafe(24) if is_keyless(config) else None
 
 
 def _allow_descriptors(wanted: int) -> None:

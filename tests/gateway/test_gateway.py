@@ -302,8 +302,9 @@ def test_health_readiness_and_workers(client: Client) -> None:
     assert sorted((card["id"], card["state"]) for card in cards) == [("a", "ready"), ("b", "ready")]
 
 
-def test_workers_can_be_added_drained_and_removed(client: Client) -> None:
+def test_workers_can_be_added_drained_and_removed(gateway: GatewayProcess) -> None:
     third = WorkerProcess("--id", "c", time_scale=0.01)
+    client = Client(gateway.address, gateway.admin_token)
     try:
         status, _, card = client.call("POST", "/workers", {"address": third.endpoint})
         assert (status, card["id"], card["state"]) == (201, "c", "ready")
@@ -319,6 +320,53 @@ def test_workers_can_be_added_drained_and_removed(client: Client) -> None:
         third.stop()
     for address in ("nowhere", "tcp://", "tcp://host:port", "tcp://h:99999", "tcp://h h:1", "file:///etc/passwd"):
         assert client.call("POST", "/workers", {"address": address})[0] == 400, address
+
+
+def test_without_keys_what_changes_the_fleet_needs_the_printed_token(gateway: GatewayProcess, client: Client) -> None:
+    address = {"address": "tcp://127.0.0.1:9"}
+    for key in (None, "wrong-token"):
+        one = Client(gateway.address, key)
+        for method, path, body in (
+            ("POST", "/workers", address),
+            ("POST", "/workers/a/drain", None),
+            ("DELETE", "/workers/a", None),
+        ):
+            status, _, reply = one.call(method, path, body)
+            assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
+        one.close()
+    assert [card["state"] for card in client.call("GET", "/workers")[2]["workers"]] == ["ready", "ready"]
+    assert gateway.admin_token not in gateway.log.read_text()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "rebound.example.com"},
+        {"origin": "https://example.com"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+    ],
+)
+def test_without_keys_pages_of_other_sites_are_refused(
+    gateway: GatewayProcess, client: Client, headers: dict[str, str]
+) -> None:
+    for method, path, body in (
+        ("GET", "/", None),
+        ("GET", "/v1/preble/state", None),
+        ("GET", "/metrics", None),
+        ("POST", "/v1/completions", {"prompt": "spend their time", "max_tokens": 1}),
+        ("DELETE", "/workers/a", None),
+    ):
+        status, _, reply = client.call(method, path, body, headers)
+        assert (status, reply["error"]["type"]) == (403, "permission_error"), path
+    own = {"host": gateway.address, "origin": gateway.url, "sec-fetch-site": "same-origin"}
+    assert client.call("POST", "/v1/completions", {"prompt": "ours", "max_tokens": 1}, own)[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_a_body_that_a_form_could_send_is_refused(client: Client, kind: str) -> None:
+    status, _, reply = client.call("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"content-type": kind})
+    assert (status, reply["error"]["code"]) == (415, "unsupported_media_type")
 
 
 def test_explain_says_where_a_prompt_would_go_and_books_nothing(client: Client) -> None:

@@ -39,7 +39,7 @@ def connections(gateway: GatewayProcess) -> list[Client]:
     """A connection to each of the processes, in their order."""
     found: dict[str, Client] = {}
     for _ in range(CONNECTIONS_MAX):
-        client = Client(gateway.address)
+        client = Client(gateway.address, gateway.admin_token)
         _, headers, _ = client.call("GET", "/health")
         if headers["x-preble-process"] in found:
             client.close()

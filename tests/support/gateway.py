@@ -91,17 +91,26 @@ class GatewayProcess:
                 command,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
+                bufsize=0,
                 env={**os.environ, "PYTHONPATH": path, **(environment or {})},
             )
         word, self.url = self._first_line().split()
         assert word == "READY"
         self.address = self.url.removeprefix("http://")
+        self._admin_token = ""
+
+    @property
+    def admin_token(self) -> str:
+        """What changes of the fleet need where there are no keys: the line after READY."""
+        if not self._admin_token:
+            word, self._admin_token = self._first_line().split()
+            assert word == "ADMIN-TOKEN"
+        return self._admin_token
 
     def _first_line(self) -> str:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
-        line = self.process.stdout.readline() if ready else ""
+        line = self.process.stdout.readline().decode() if ready else ""
         if not line:
             self.process.kill()
             raise AssertionError(f"not ready, exit code {self.process.wait()}: {self.log.read_text()[-2000:]}")

@@ -24,11 +24,16 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 BODY_SECONDS = 60.0
+JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The whole body. Raises `ApiError`: 413 as soon as it is known to be too long, 408 if it does not come."""
+    """The whole body. Raises `ApiError`: 415 if it is no JSON, 413 as soon as it is known to be too long,
+    408 if it does not come."""
+    media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media_type != JSON:  # forms are what pages of other sites may send
+        raise ApiError(415, f"the body must be {JSON}", code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
         raise _too_large(bytes_max)
@@ -53,7 +58,7 @@ def _too_large(bytes_max: int) -> ApiError:
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """An answer in JSON."""
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(content), status, headers, media_type=JSON)
 
 
 def error_response(error: PrebleError) -> Response:

@@ -38,7 +38,16 @@ Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 SECRET = frozenset({"api_keys", "admin_keys"})
 # What a running gateway takes over on SIGHUP; the rest needs a restart.
 RELOADABLE = frozenset(
-    {"workers", "policy", "api_keys", "admin_keys", "rate_limit_per_minute", "rate_limit_burst", "model_names"}
+    {
+        "workers",
+        "policy",
+        "api_keys",
+        "admin_keys",
+        "host_names",
+        "rate_limit_per_minute",
+        "rate_limit_burst",
+        "model_names",
+    }
     | {"default_max_tokens", "choices_max", "max_live_requests", "max_body_bytes", "drain_seconds"}
 )
 
@@ -60,6 +69,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     default_max_tokens: Count = 1024
     api_keys: list[Key] = []
     admin_keys: list[Key] = []
+    host_names: list[Name] = []
     insecure: bool = False
     curve_keys: Name | None = None
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
@@ -83,7 +93,7 @@ FIELDS: tuple[FieldPath, ...] = (
     *((name,) for name in GatewayConfig.__struct_fields__ if name != "scheduler"),
     *(("scheduler", one.name) for one in dataclasses.fields(SchedulerConfig)),
 )
-LISTS = frozenset({"workers", "model_names", "api_keys", "admin_keys"})
+LISTS = frozenset({"workers", "model_names", "api_keys", "admin_keys", "host_names"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,12 +209,17 @@ def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> Gat
         origin = f" ({origins[name]})" if name in origins else ""
         raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
     resolve(config.policy)
-    if not config.insecure and not (config.api_keys or config.admin_keys) and not is_loopback(f"tcp://{config.host}:0"):
+    if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):
         raise InvalidConfig(
             f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "
             "Set api_keys, or insecure: true where something else keeps strangers out"
         )
     return config
+
+
+def is_keyless(config: GatewayConfig) -> bool:
+    """Whether requests need no key."""
+    return not (config.api_keys or config.admin_keys)
 
 
 def shown(loaded: Loaded) -> str:

@@ -47,6 +47,7 @@ class Gateway:
         *,
         processes: GatewayProcesses | None = None,
         tracing: Tracing | None = None,
+        admin_token: str | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
@@ -54,6 +55,7 @@ class Gateway:
         self.metrics = metrics
         self.processes = processes
         self.tracing = tracing
+        self.admin_token = admin_token  # what changes of the fleet need, where there are no keys
         self.live = Live(router, clock)
         self._clock = clock
         router.on_decision = partial(metrics.phase, "decide")

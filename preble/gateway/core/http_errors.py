@@ -1,7 +1,7 @@
 """What goes wrong, as HTTP: status, OpenAI's error object, Retry-After. Owns the mapping from Preble's errors to it.
 
     400 the request is wrong            401, 403 key missing or not enough    404 no such model, worker or path
-    413 the body is too large           429 the key's rate is used up         499 (log only) the client went away
+    413, 415 body too large, not JSON   429 the key's rate is used up         499 (log only) the client went away
     500 the engine failed               502 no worker could finish it         503 overloaded, draining, no worker
 
 No message quotes a prompt: what comes from a request is named by its place in the body.

@@ -40,6 +40,18 @@ class ProcessSlot:
         """Where process `index` listens for the others."""
         return str(Path(self.directory) / f"{index}.sock")
 
+    @property
+    def _token_path(self) -> Path:
+        return Path(self.directory) / "admin-token"
+
+    def keep_token(self, token: str) -> None:
+        """Leave the admin token for all processes; the parent does, before it starts them."""
+        self._token_path.write_text(token)
+
+    def token(self) -> str | None:
+        """The admin token that the parent left; None if there is none."""
+        return self._token_path.read_text() if self._token_path.exists() else None
+
     def listen(self) -> socket.socket:
         """The socket of this process. What an earlier life has left there is replaced."""
         path = Path(self.socket_path(self.index))
@@ -49,10 +61,13 @@ class ProcessSlot:
         return listener
 
 
-def say_ready(address: Sequence[Any]) -> None:
-    """The line on stdout that says where requests are answered; `address` is a socket's own name."""
+def say_ready(address: Sequence[Any], admin_token: str | None = None) -> None:
+    """The line on stdout that says where requests are answered; `address` is a socket's own name. And one with the
+    token that changes of the fleet need, where there is one."""
     host, port = address[:2]
     sys.stdout.write(f"READY http://{f'[{host}]' if ':' in host else host}:{port}\n")
+    if admin_token is not None:
+        sys.stdout.write(f"ADMIN-TOKEN {admin_token}\n")
     sys.stdout.flush()
 
 

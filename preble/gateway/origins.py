@@ -1,0 +1,80 @@
+"""Pages of other sites, in a browser that can reach this gateway: what they cause it to send is refused. Owns how such
+requests are known.
+
+Needed where no key is: a key stands in a header that no page of another site can send. Three marks give such a request
+away, all set by the browser itself:
+
+    Host             the name in the page's address. A site may let its name lead here (DNS rebinding), so names must be
+                     ours: addresses, names without a dot, those under .localhost, and `host_names`.
+    Origin           the page that asks, with every POST and DELETE; it must be one of this gateway.
+    Sec-Fetch-Site   the same for what carries no Origin, such as images; links may lead here.
+
+Other programs send no Origin, and an address or a name that their operator chose. They pass.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from .core.http_errors import ApiError
+
+_PORTS = {"http": 80, "https": 443}
+
+
+class Origins:
+    """Which hosts and origins are this gateway's own. Immutable."""
+
+    def __init__(self, host_names: Iterable[str]) -> None:
+        self._names = frozenset(name.lower() for name in host_names)
+
+    def check(self, headers: Headers) -> None:
+        """Raise `ApiError` 403 for a request that a page of another site has caused."""
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or not all(map(self._is_own_host, hosts)):
+            raise _foreign("the Host header is no name of this gateway; host_names lists further ones", "foreign_host")
+        for origin in headers.getlist("origin"):
+            if not hosts or not _is_of(origin, hosts[0]):
+                raise _foreign("pages of other origins may not use this gateway", "foreign_origin")
+        is_link = headers.get("sec-fetch-mode") == "navigate" and "origin" not in headers
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
+            raise _foreign("pages of other sites may not use this gateway", "foreign_origin")
+
+    def _is_own_host(self, host: str) -> bool:
+        name = _split(f"//{host}")[0]
+        if name is None:
+            return False
+        return "." not in name or name.endswith(".localhost") or name in self._names or _is_address(name)
+
+
+def _foreign(message: str, code: str) -> ApiError:
+    return ApiError(403, message, kind="permission_error", code=code)
+
+
+def _is_of(origin: str, host: str) -> bool:
+    """Whether a page of that origin is one of the host; a proxy may have taken the encryption off."""
+    scheme = origin.partition(":")[0]
+    if scheme not in _PORTS:
+        return False
+    (theirs, their_port), (ours, our_port) = _split(origin), _split(f"//{host}")
+    return theirs is not None and (theirs, their_port or _PORTS[scheme]) == (ours, our_port or _PORTS[scheme])
+
+
+def _split(url: str) -> tuple[str | None, int | None]:
+    """Name in lower case and port; (None, None) where it is no address."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname, parts.port
+    except ValueError:
+        return None, None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
