@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
             )
             return
         self._is_counted = True
+        _notice_vanishing(transport.get_extra_info("socket"))
         self._wait_for("slow_head", self._limits.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -339,6 +341,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
+def _notice_vanishing(connected: Any) -> None:
+    """Let the kernel ask a silent client whether it is there, and give up one that takes nothing it is sent."""
+    if connected is None or connected.family == socket.AF_UNIX:
+        return
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # systems differ
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# Asked after so many seconds of silence, then every so many, so often; bytes may go unconfirmed for so many ms.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
             503: b"Service Unavailable"}  # fmt: skip
 

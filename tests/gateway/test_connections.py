@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -245,6 +246,20 @@ async def test_a_client_that_asked_to_close_and_reads_nothing_is_cut_off() -> No
         while one.connections.open or not one.protocols:
             await asyncio.sleep(0.01)
         assert one.refused == {"unread": 1}
+        writer.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has these")
+@asynchronous
+async def test_the_kernel_asks_after_clients_that_are_silent() -> None:
+    async with front() as one:
+        _, writer = await one.connect()
+        while not one.protocols:
+            await asyncio.sleep(0)
+        connected = one.protocols[0].transport.get_extra_info("socket")
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
         writer.close()
 
 

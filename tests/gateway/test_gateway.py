@@ -424,6 +424,24 @@ def test_a_client_that_goes_away_is_cancelled_at_the_engine(
     wait_until(idle, "the engines have stopped")
 
 
+def test_a_stream_that_nobody_reads_holds_no_places_when_the_engine_is_done(
+    gateway: GatewayProcess, client: Client
+) -> None:
+    body = b'{"input_ids": [7, 7], "sampling_params": {"max_new_tokens": 3000, "n": 8}, "stream": true}'
+    host, _, port = gateway.address.rpartition(":")
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect((host, int(port)))
+        raw.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        wait_until(lambda: cached_after(client, "preble_choices_live 8.0"), "it has its places")
+        wait_until(lambda: cached_after(client, "preble_choices_live 0.0"), "the engine is done")
+        text = client.call("GET", "/metrics")[2]
+        assert "preble_leases_active 0.0" in text and "preble_generations_live 0.0" in text
+        assert 'preble_connections_refused_total{why="unread"}' not in text, "the client is still there"
+        raw.settimeout(HANG_SECONDS)
+        assert raw.recv(12) == b"HTTP/1.1 200"
+
+
 def test_prompts_and_answers_are_not_in_the_log(client: Client, gateway: GatewayProcess, api: Any) -> None:
     secret = "xyzzy-plugh"
     api.completions.create(model="tiny", prompt=f"my secret is {secret}", max_tokens=3)

@@ -19,11 +19,13 @@ from preble.gateway.core import metrics
 from preble.gateway.core.config import GatewayConfig
 from preble.gateway.core.http_errors import api_error_of
 from preble.gateway.middleware import RateLimiter
-from preble.gateway.text.generation import Choice, ChoiceJob, TextPiece, _merged
+from preble.gateway.text.choices import Choice, ChoiceJob, TextPiece
+from preble.gateway.text.generation import merged
 from preble.gateway.text.tokenizing import TextCodec
+from preble.gateway.text.unread import UnreadBudget, UnreadPieces
 from preble.router import Router
 from tests.support.gateway import make_tokenizer, swap_letters
-from tests.support.transport import FAST, ScriptedWorker, asynchronous
+from tests.support.transport import FAST, ScriptedWorker, asynchronous, until
 
 
 async def no_script(worker: Any, submit: Any) -> None:
@@ -124,11 +126,32 @@ async def ticking(one: Choice, count: int, closed: list[int], error: Exception |
         closed.append(one.job.index)
 
 
+class Seen:
+    """What the jobs have done, read or not."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.ends = 0
+
+    def came(self, piece: TextPiece) -> None:
+        """A piece has come."""
+        self.texts.append(piece.text)
+
+    def ended(self) -> None:
+        """A job has ended."""
+        self.ends += 1
+
+
+def merging(streams: list[Any], seen: Seen | None = None, budget: UnreadBudget | None = None) -> Any:
+    """The pieces of these streams."""
+    return merged(streams, UnreadPieces(budget or UnreadBudget(1 << 20), len(streams)), seen or Seen())
+
+
 @asynchronous
 async def test_choices_are_merged_each_in_its_own_order() -> None:
     closed: list[int] = []
     texts = ["", "", ""]
-    async for piece in _merged([ticking(choice(i), 5 + i, closed) for i in range(3)]):
+    async for piece in merging([ticking(choice(i), 5 + i, closed) for i in range(3)]):
         texts[piece.choice.job.index] += piece.text
     assert texts == ["01234", "012345", "0123456"]
     assert sorted(closed) == [0, 1, 2]
@@ -143,9 +166,52 @@ async def test_an_error_of_one_choice_ends_all(error: Exception) -> None:
         ticking(choice(1), 2, closed, error),
     ]
     with pytest.raises(type(error)):
-        async for _ in _merged(streams):
+        async for _ in merging(streams):
             pass
     assert sorted(closed) == [0, 1]
+
+
+@asynchronous
+async def test_choices_end_though_nobody_reads_them_and_keep_what_came() -> None:
+    closed: list[int] = []
+    seen, budget = Seen(), UnreadBudget(1 << 20)
+    stream = merging([ticking(choice(i), 100, closed) for i in range(4)], seen, budget)
+    texts = {}
+    first = await anext(stream)
+    texts[first.choice.job.index] = first.text
+    await until(lambda: seen.ends == 4, "all have ended, unread")
+    assert sorted(closed) == [0, 1, 2, 3] and budget.bytes_used > 0
+    async for piece in stream:
+        texts[piece.choice.job.index] = texts.get(piece.choice.job.index, "") + piece.text
+    assert texts == dict.fromkeys(range(4), "".join(map(str, range(100))))
+    assert budget.bytes_used == 0 and not budget._holders
+
+
+@asynchronous
+async def test_at_the_bound_whoever_leaves_most_unread_fails_and_others_go_on() -> None:
+    closed: list[int] = []
+    lazy, eager, budget = Seen(), Seen(), UnreadBudget(20_000)
+    unread = merging([ticking(choice(0), 10_000, closed)], lazy, budget)
+    await anext(unread)
+    read = ""
+    async for piece in merging([ticking(choice(1), 300, closed)], eager, budget):
+        read += piece.text
+        assert budget.bytes_used <= 20_000
+    assert read == "".join(map(str, range(300)))
+    assert closed == [0, 1] and len(lazy.texts) < 300
+    with pytest.raises(QueueFull, match="unread"):
+        await anext(unread)
+    assert budget.bytes_used == 0 and not budget._holders
+
+
+@asynchronous
+async def test_who_stops_reading_gives_everything_back() -> None:
+    closed: list[int] = []
+    budget = UnreadBudget(1 << 20)
+    stream = merging([ticking(choice(i), 1000, closed) for i in range(2)], Seen(), budget)
+    await anext(stream)
+    await stream.aclose()
+    assert sorted(closed) == [0, 1] and budget.bytes_used == 0
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

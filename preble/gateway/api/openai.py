@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from ..core.gateway import Gateway, TokenIds, decision_headers
 from ..core.request_context import RequestContext, context_of
-from ..text.generation import ChoiceJob, RequestProgress, TextPiece
+from ..text.choices import ChoiceJob, RequestProgress, TextPiece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .schemas import (
     ChatRequest,

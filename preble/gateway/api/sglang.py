@@ -18,7 +18,7 @@ from starlette.responses import Response
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import wrong
 from ..core.request_context import RequestContext, context_of
-from ..text.generation import Choice, ChoiceJob, TextPiece
+from ..text.choices import Choice, ChoiceJob, TextPiece
 from .http import DONE, EventStream, attended, json_response, read_body, sse
 from .openai import first_of
 from .schemas import GenerateRequest, SglangSampling, decode, prompts_of, sampling_of, stop_strings
@@ -70,7 +70,7 @@ class Sglang:
         async with aclosing(self._gateway.run(jobs, context)) as stream:
             async for piece in stream:
                 answer.take(piece)
-        bodies = [answer.body(choice) for choice in context.progress.choices]
+        bodies = [answer.body(choice, ended=True) for choice in context.progress.choices]
         return json_response(bodies if answer.several else bodies[0], headers=decision_headers(context.progress))
 
 
@@ -89,19 +89,19 @@ class _Answer:
         output.text += piece.text
         output.token_ids += piece.token_ids
 
-    def body(self, choice: Choice) -> dict[str, Any]:
-        """All of a choice so far."""
+    def body(self, choice: Choice, *, ended: bool) -> dict[str, Any]:
+        """All of a choice that was taken so far; of the choice itself more may be known already."""
         index = choice.job.index
         output = self._outputs[index]
         name = f"{self._name}_{index}" if self.several else self._name
         meta: dict[str, Any] = {
             "id": name,
-            "finish_reason": _finish_reason(choice),
+            "finish_reason": _finish_reason(choice) if ended else None,
             "prompt_tokens": len(choice.job.token_ids),
-            "completion_tokens": choice.output_tokens,
+            "completion_tokens": len(output.token_ids),
             "cached_tokens": choice.cached_tokens or 0,
         }
-        if choice.finish_reason is not None:
+        if ended:
             meta["e2e_latency"] = time.monotonic() - self._started
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
@@ -110,7 +110,7 @@ class _Answer:
         piece: TextPiece | None = first
         while piece is not None:
             self.take(piece)
-            body = self.body(piece.choice)
+            body = self.body(piece.choice, ended=piece.last)
             yield sse({**body, "index": piece.choice.job.index} if self.several else body)
             piece = await anext(stream, None)
         yield DONE

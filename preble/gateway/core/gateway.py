@@ -20,8 +20,10 @@ from ...clock import Clock, monotonic
 from ...router.router import Router
 from ...types import SamplingParams
 from ..dashboard.state import Live
-from ..text.generation import ChoiceJob, RequestProgress, TextPiece, jobs_for, pieces
+from ..text.choices import ChoiceJob, RequestProgress, TextPiece, jobs_for
+from ..text.generation import pieces
 from ..text.tokenizing import TextCodec
+from ..text.unread import UnreadBudget, UnreadPieces
 from .http_errors import ApiError, unavailable, wrong
 from .request_context import RequestContext
 from .sibling_processes import GatewayProcesses
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from .tracing import Tracing
 
 TokenIds = npt.NDArray[np.int32]
+UNREAD_BYTES_MAX = 64 << 20  # output that clients have not read, of all requests
 
 
 class Gateway:
@@ -61,6 +64,7 @@ class Gateway:
         router.on_decision = partial(metrics.phase, "decide")
         self.draining = False
         self.live_choices = 0
+        self._unread = UnreadBudget(UNREAD_BYTES_MAX)
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -172,24 +176,49 @@ class Gateway:
             raise unavailable("this gateway is shutting down", "draining")
         if self.live_choices + len(jobs) > self.config.max_live_requests:
             raise unavailable(f"{self.live_choices} requests are live, the bound of this gateway", "queue_full")
-        self.live_choices += len(jobs)
-        watch = self.metrics.watch(self.router.scheduler, jobs, context.started)
+        places = _Places(self, jobs, context)
+        unread = UnreadPieces(self._unread, len(jobs))
         try:
-            async with aclosing(pieces(self.router, self.codec, jobs, context.progress)) as stream:
+            async with aclosing(pieces(self.router, self.codec, jobs, context.progress, unread, places)) as stream:
                 async for piece in stream:
-                    if watch.saw(piece):
-                        self.live.placed(piece.choice)
-                    if context.first_token_seconds is None and watch.first_token_seconds is not None:
-                        context.first_token_seconds = watch.first_token_seconds
-                        self.live.first_token(watch.first_token_seconds)
                     yield piece
         finally:
-            self.live_choices -= len(jobs)
+            places.close()
 
     def stats(self) -> dict[str, Any]:
         """What the gateway itself holds now. Changes nothing. On the loop only."""
         tasks = len(asyncio.all_tasks())
         return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
+
+
+class _Places:
+    """The places of one request's choices, each held until its generation has ended; and what is counted of it."""
+
+    def __init__(self, gateway: Gateway, jobs: Sequence[ChoiceJob], context: RequestContext) -> None:
+        self._gateway = gateway
+        self._context = context
+        self._held = len(jobs)
+        gateway.live_choices += self._held
+        self._watch = gateway.metrics.watch(gateway.router.scheduler, jobs, context.started)
+
+    def came(self, piece: TextPiece) -> None:
+        """A piece has come, read or not."""
+        watch, context = self._watch, self._context
+        if watch.saw(piece):
+            self._gateway.live.placed(piece.choice)
+        if context.first_token_seconds is None and watch.first_token_seconds is not None:
+            context.first_token_seconds = watch.first_token_seconds
+            self._gateway.live.first_token(watch.first_token_seconds)
+
+    def ended(self) -> None:
+        """A generation has ended."""
+        self._held -= 1
+        self._gateway.live_choices -= 1
+
+    def close(self) -> None:
+        """Give back the places of what never began."""
+        self._gateway.live_choices -= self._held
+        self._held = 0
 
 
 def decision_headers(progress: RequestProgress) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...clock import Clock
 from ...errors import MissingExtra
 from ...scheduling.records import DecisionRecord
-from ..text.generation import ChoiceJob, TextPiece
+from ..text.choices import ChoiceJob, TextPiece
 
 try:
     from prometheus_client import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from ..text.generation import RequestProgress
+from ..text.choices import RequestProgress
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ...router.router import Router
     from ...scheduling.records import DecisionRecord
     from ...transport import wire
-    from ..text.generation import Choice
+    from ..text.choices import Choice
 
 logger = logging.getLogger("preble.gateway")
 

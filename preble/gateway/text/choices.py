@@ -1,0 +1,90 @@
+"""The choices of one API request: what each is to be, what became of it, and its pieces. Owns no work."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ...types import SamplingParams
+
+if TYPE_CHECKING:
+    from ..._placement.decision import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceJob:
+    """What one choice is to be. `stops` are strings; `skip_special_tokens` leaves special tokens out of the text."""
+
+    index: int
+    request_id: str
+    token_ids: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    stops: tuple[str, ...] = ()
+    namespace: Hashable = None
+    skip_special_tokens: bool = True
+
+
+@dataclass(slots=True)
+class Choice:
+    """What became of a job so far. `finish_reason` "stop" comes with what stopped it, a string or a token id."""
+
+    job: ChoiceJob
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    decision: Decision | None = None
+    worker: str = ""
+    finish_reason: str | None = None
+    stopped_by: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """News of a choice: text that may be shown, and the tokens that came. `last` when the choice has ended."""
+
+    choice: Choice
+    text: str
+    token_ids: tuple[int, ...] = ()
+    last: bool = False
+
+
+@dataclass(slots=True)
+class RequestProgress:
+    """All choices of one request, for usage and logs. `first` is set by the first piece of any choice."""
+
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens, each prompt counted once."""
+        return sum({id(one.job.token_ids): len(one.job.token_ids) for one in self.choices}.values())
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of all choices."""
+        return sum(one.output_tokens for one in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were cached, each prompt counted once: as its first choice found it."""
+        first: dict[int, int] = {}
+        for one in self.choices:
+            first.setdefault(id(one.job.token_ids), one.cached_tokens or 0)
+        return sum(first.values())
+
+
+def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: ChoiceJob, choices: int) -> list[ChoiceJob]:
+    """`choices` jobs for each prompt, like `template`; each with a seed and a request id of its own."""
+    return [
+        replace(
+            template,
+            index=index,
+            request_id=f"{template.request_id}/{index}",
+            token_ids=prompts[index // choices],
+            sampling=replace(template.sampling, seed=(template.sampling.seed + index % choices) % 2**63),
+        )
+        for index in range(len(prompts) * choices)
+    ]
