@@ -22,13 +22,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import InvalidInput, UnknownWorker
+from ...errors import UnknownWorker
 from ...router.fleet import FleetWorker
 from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, unavailable, wrong
 from ..core.sibling_processes import from_other_process, statuses
-from .http import json_response, read_body
-from .schemas import ExplainRequest, WorkerRequest, decode, plain_messages
+from .http import attended, body_of, json_response, off_loop
+from .schemas import ExplainRequest, WorkerRequest, decode, ids_of, is_given, plain_messages
 
 logger = logging.getLogger("preble.gateway")
 
@@ -61,7 +61,8 @@ class Admin:
 
     async def add_worker(self, request: Request) -> Response:
         """POST /workers."""
-        body = decode(await read_body(request, self._gateway.config.max_body_bytes), WorkerRequest)
+        async with body_of(request, self._gateway) as data:
+            body = await off_loop(len(data), decode, data, WorkerRequest)
         if not is_address(body.address):
             raise wrong("address must be like tcp://HOST:PORT or ipc://PATH", "address")
         if body.address in self._fleet:
@@ -103,8 +104,9 @@ class Admin:
 
     async def explain(self, request: Request) -> Response:
         """POST /v1/preble/explain."""
-        body = decode(await read_body(request, self._gateway.config.max_body_bytes), ExplainRequest)
-        token_ids = await self._tokens(body)
+        async with body_of(request, self._gateway) as data:
+            body = await off_loop(len(data), decode, data, ExplainRequest)
+            token_ids = await attended(request.receive, self._tokens(body, len(data)))
         if not self._gateway.router.scheduler.workers:
             raise unavailable("no worker is connected", "no_workers")
         namespace = None if body.cache_salt is None else ("salt", body.cache_salt)
@@ -113,17 +115,16 @@ class Admin:
         )
         return json_response(asdict(explanation))
 
-    async def _tokens(self, body: ExplainRequest) -> TokenIds:
-        given = [body.messages is not None, body.prompt is not None, body.token_ids is not None]
+    async def _tokens(self, body: ExplainRequest, size: int) -> TokenIds:
+        given = [body.messages is not None, body.prompt is not None, is_given(body.token_ids)]
         if sum(given) != 1:
             raise wrong("exactly one of messages, prompt and token_ids must be given")
         if body.messages is not None:
-            return await self._gateway.tokens_of_chat(plain_messages(body.messages))
+            messages = await off_loop(size, plain_messages, body.messages)
+            return await self._gateway.tokens_of_chat(messages)
         if body.prompt is not None:
             return await self._gateway.tokens_of(body.prompt, "prompt")
-        if not body.token_ids:
-            raise InvalidInput("token_ids is empty")
-        return await self._gateway.tokens_of(body.token_ids, "token_ids")
+        return await off_loop(size, ids_of, bytes(body.token_ids), "token_ids", self._gateway.max_model_tokens)
 
     @property
     def _fleet(self) -> dict[str, FleetWorker]:

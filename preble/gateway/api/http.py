@@ -7,8 +7,8 @@ the generation at the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from ...errors import PrebleError
-from ...transport.tasks import running
+from ...transport.tasks import running, within
+from ..core.byte_budget import ByteShare
+from ..core.gateway import Gateway
 from ..core.http_errors import ApiError, api_error_of
 
 T = TypeVar("T")
@@ -24,13 +26,20 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 BODY_SECONDS = 60.0
+LOOP_BYTES = 16 << 10  # parsed on the loop; more, beside it
 JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
 
 
-async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The whole body. Raises `ApiError`: 415 if it is no JSON, 413 as soon as it is known to be too long,
-    408 if it does not come."""
+@asynccontextmanager
+async def body_of(request: Request, gateway: Gateway) -> AsyncIterator[bytes]:
+    """The whole body, counted to what the gateway holds until the block ends. Raises `ApiError`: 415 if it is no JSON,
+    413 as soon as it is known to be too long, 408 if it does not come, 503 if bodies are too many bytes already."""
+    with gateway.bodies.share() as share:
+        yield await _read_body(request, gateway.config.max_body_bytes, share)
+
+
+async def _read_body(request: Request, bytes_max: int, share: ByteShare) -> bytes:
     media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if media_type != JSON:  # forms are what pages of other sites may send
         raise ApiError(415, f"the body must be {JSON}", code="unsupported_media_type")
@@ -38,18 +47,28 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
         raise _too_large(bytes_max)
     try:
-        return await asyncio.wait_for(_read(request, bytes_max), BODY_SECONDS)
+        return await within(BODY_SECONDS, _read(request, bytes_max, share))
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come in {BODY_SECONDS:.0f} s", code="timeout") from None
 
 
-async def _read(request: Request, bytes_max: int) -> bytes:
-    body = bytearray()
+async def _read(request: Request, bytes_max: int, share: ByteShare) -> bytes:
+    parts: list[bytes] = []
+    total = 0
     async for part in request.stream():
-        body += part
-        if len(body) > bytes_max:
+        parts.append(part)
+        total += len(part)
+        if total > bytes_max:
             raise _too_large(bytes_max)
-    return bytes(body)
+        share.hold(total)
+    return b"".join(parts)
+
+
+async def off_loop(size: int, function: Callable[..., T], *given: Any) -> T:
+    """`function(*given)`, which takes a body of `size` bytes apart: in a thread, where that would hold the loop."""
+    if size <= LOOP_BYTES:
+        return function(*given)
+    return await asyncio.to_thread(function, *given)
 
 
 def _too_large(bytes_max: int) -> ApiError:

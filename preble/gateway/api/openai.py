@@ -17,8 +17,9 @@ from starlette.responses import Response
 from ..core.gateway import Gateway, TokenIds, decision_headers
 from ..core.request_context import RequestContext, context_of
 from ..text.choices import ChoiceJob, RequestProgress, TextPiece
-from .http import DONE, EventStream, attended, json_response, read_body, sse
+from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse
 from .schemas import (
+    ABSENT,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -93,17 +94,24 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = decode(await read_body(request, self._gateway.config.max_body_bytes), ChatRequest)
+        async with body_of(request, self._gateway) as data:
+            body = await off_loop(len(data), decode, data, ChatRequest)
+            messages = await off_loop(len(data), plain_messages, body.messages)
+            prompts = [await attended(request.receive, self._gateway.tokens_of_chat(messages))]
+        del data, messages  # the answer may take long
+        body.messages = []
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        prompts = [await self._gateway.tokens_of_chat(plain_messages(body.messages))]
         return await self._answer(request, body, prompts, asked, chat=True)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = decode(await read_body(request, self._gateway.config.max_body_bytes), CompletionRequest)
-        given = prompts_of(body.prompt, "prompt")
-        self._gateway.check_choices(len(given) * (body.n or 1))
-        prompts = [await self._gateway.tokens_of(prompt, "prompt") for prompt in given]
+        async with body_of(request, self._gateway) as data:
+            body = await off_loop(len(data), decode, data, CompletionRequest)
+            found = await off_loop(len(data), prompts_of, body.prompt, "prompt", self._gateway.max_model_tokens)
+            self._gateway.check_choices(len(found.given) * (body.n or 1))
+            prompts = await attended(request.receive, self._gateway.tokens_of_all(found.given, "prompt"))
+        del data, found  # the answer may take long
+        body.prompt = ABSENT
         return await self._answer(request, body, prompts, body.max_tokens, chat=False)
 
     async def models(self, request: Request) -> Response:

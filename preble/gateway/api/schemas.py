@@ -8,10 +8,15 @@ they ask for nothing (`neutral`): an answer that silently ignores `logit_bias` w
 
 from __future__ import annotations
 
+import re
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from ...transport.messages import STOP_TOKENS_MAX
@@ -20,6 +25,7 @@ from ..core.http_errors import ApiError, wrong
 
 T = TypeVar("T")
 INT31 = 2**31 - 1
+TokenIds = npt.NDArray[np.int32]
 
 TokenId = Annotated[int, Meta(ge=0, le=INT31)]
 Count = Annotated[int, Meta(ge=1, le=INT31)]
@@ -31,6 +37,20 @@ Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
 StopIds = Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)]
 Salt = Annotated[str, Meta(max_length=256)]
+ABSENT = msgspec.Raw()
+# Taken apart by `prompts_of` and `ids_of`; what they take, for the document.
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT31}, "minItems": 1}
+_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _IDS_SCHEMA]}
+_PROMPTS_SCHEMA = {
+    "anyOf": [{"type": "string"}, _IDS_SCHEMA, {"type": "array", "items": _PROMPT_SCHEMA, "minItems": 1}]
+}
+_TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+RawIds = Annotated[msgspec.Raw, Meta(extra_json_schema=_IDS_SCHEMA)]
+RawPrompts = Annotated[msgspec.Raw, Meta(extra_json_schema=_PROMPTS_SCHEMA)]
+RawTexts = Annotated[msgspec.Raw, Meta(extra_json_schema=_TEXTS_SCHEMA)]
+NOTHING: Any = msgspec.field(default_factory=lambda: ABSENT)
+PROMPTS_MAX = 1024  # in one body
+NEUTRAL_BYTES_MAX = 256  # of what asks for nothing
 
 
 class StreamOptions(msgspec.Struct):
@@ -52,7 +72,7 @@ class Message(msgspec.Struct):
     role: Annotated[str, Meta(max_length=64)]
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: msgspec.Raw = NOTHING
 
 
 def neutral(*values: Any) -> Meta:
@@ -60,7 +80,7 @@ def neutral(*values: Any) -> Meta:
     return Meta(extra={"neutral": (None, *values)})
 
 
-Unsupported = Annotated[Any, neutral()]
+Unsupported = Annotated[msgspec.Raw, neutral()]
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -72,12 +92,12 @@ class Sampling(msgspec.Struct, kw_only=True):
     stop: Stop | Stops | None = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
-    frequency_penalty: Annotated[Any, neutral(0)] = None
-    logit_bias: Annotated[Any, neutral({})] = None
-    min_p: Annotated[Any, neutral(0)] = None
-    presence_penalty: Annotated[Any, neutral(0)] = None
-    repetition_penalty: Annotated[Any, neutral(1)] = None
-    top_k: Annotated[Any, neutral(-1, 0)] = None
+    frequency_penalty: Annotated[msgspec.Raw, neutral(0)] = NOTHING
+    logit_bias: Annotated[msgspec.Raw, neutral({})] = NOTHING
+    min_p: Annotated[msgspec.Raw, neutral(0)] = NOTHING
+    presence_penalty: Annotated[msgspec.Raw, neutral(0)] = NOTHING
+    repetition_penalty: Annotated[msgspec.Raw, neutral(1)] = NOTHING
+    top_k: Annotated[msgspec.Raw, neutral(-1, 0)] = NOTHING
 
 
 class Common(Sampling, kw_only=True):
@@ -89,29 +109,29 @@ class Common(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     cache_salt: Salt | None = None
-    audio: Unsupported = None
-    best_of: Annotated[Any, neutral(1)] = None
-    echo: Annotated[Any, neutral(False)] = None
-    functions: Annotated[Any, neutral([])] = None
-    guided_choice: Annotated[Any, neutral([])] = None
-    guided_grammar: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    include_stop_str_in_output: Annotated[Any, neutral(False)] = None
-    logprobs: Annotated[Any, neutral(False)] = None
-    min_tokens: Annotated[Any, neutral(0)] = None
-    modalities: Annotated[Any, neutral(["text"])] = None
-    response_format: Annotated[Any, neutral({"type": "text"})] = None
-    structured_outputs: Unsupported = None
-    suffix: Annotated[Any, neutral("")] = None
-    tools: Annotated[Any, neutral([])] = None
-    top_logprobs: Annotated[Any, neutral(0)] = None
+    audio: Unsupported = NOTHING
+    best_of: Annotated[msgspec.Raw, neutral(1)] = NOTHING
+    echo: Annotated[msgspec.Raw, neutral(False)] = NOTHING
+    functions: Annotated[msgspec.Raw, neutral([])] = NOTHING
+    guided_choice: Annotated[msgspec.Raw, neutral([])] = NOTHING
+    guided_grammar: Unsupported = NOTHING
+    guided_json: Unsupported = NOTHING
+    guided_regex: Unsupported = NOTHING
+    include_stop_str_in_output: Annotated[msgspec.Raw, neutral(False)] = NOTHING
+    logprobs: Annotated[msgspec.Raw, neutral(False)] = NOTHING
+    min_tokens: Annotated[msgspec.Raw, neutral(0)] = NOTHING
+    modalities: Annotated[msgspec.Raw, neutral(["text"])] = NOTHING
+    response_format: Annotated[msgspec.Raw, neutral({"type": "text"})] = NOTHING
+    structured_outputs: Unsupported = NOTHING
+    suffix: Annotated[msgspec.Raw, neutral("")] = NOTHING
+    tools: Annotated[msgspec.Raw, neutral([])] = NOTHING
+    top_logprobs: Annotated[msgspec.Raw, neutral(0)] = NOTHING
 
 
 class CompletionRequest(Common):
     """The body of /v1/completions. `prompt`: text, token ids, or a list of either."""
 
-    prompt: str | list[Any]
+    prompt: RawPrompts
 
 
 class ChatRequest(Common):
@@ -127,26 +147,26 @@ class SglangSampling(Sampling, kw_only=True):
     max_new_tokens: Count | None = None
     sampling_seed: Seed | None = None
     skip_special_tokens: bool | None = None
-    ebnf: Unsupported = None
-    json_schema: Unsupported = None
-    min_new_tokens: Annotated[Any, neutral(0)] = None
-    no_stop_trim: Annotated[Any, neutral(False)] = None
-    regex: Unsupported = None
-    stop_regex: Annotated[Any, neutral([])] = None
-    structural_tag: Unsupported = None
+    ebnf: Unsupported = NOTHING
+    json_schema: Unsupported = NOTHING
+    min_new_tokens: Annotated[msgspec.Raw, neutral(0)] = NOTHING
+    no_stop_trim: Annotated[msgspec.Raw, neutral(False)] = NOTHING
+    regex: Unsupported = NOTHING
+    stop_regex: Annotated[msgspec.Raw, neutral([])] = NOTHING
+    structural_tag: Unsupported = NOTHING
 
 
 class GenerateRequest(msgspec.Struct):
     """The body of SGLang's /generate: one prompt, as text or as token ids, or a list of them."""
 
-    text: str | list[str] | None = None
-    input_ids: list[Any] | None = None
+    text: RawTexts = NOTHING
+    input_ids: RawPrompts = NOTHING
     sampling_params: SglangSampling | None = None
     stream: bool | None = None
     rid: str | None = None
-    return_logprob: Annotated[Any, neutral(False)] = None
-    image_data: Annotated[Any, neutral([])] = None
-    lora_path: Unsupported = None
+    return_logprob: Annotated[msgspec.Raw, neutral(False)] = NOTHING
+    image_data: Annotated[msgspec.Raw, neutral([])] = NOTHING
+    lora_path: Unsupported = NOTHING
 
 
 class ExplainRequest(msgspec.Struct):
@@ -154,7 +174,7 @@ class ExplainRequest(msgspec.Struct):
 
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     prompt: str | None = None
-    token_ids: list[TokenId] | None = None
+    token_ids: RawIds = NOTHING
     max_tokens: Count | None = None
     cache_salt: Salt | None = None
 
@@ -165,6 +185,10 @@ class WorkerRequest(msgspec.Struct):
     address: Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
+_TEXT = msgspec.json.Decoder(str)
+_IDS = msgspec.json.Decoder(list[TokenId])
+_FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
+_ELEMENT = re.compile(rb'\s*("[^"\\]*(?:\\.[^"\\]*)*"|\[[^\["]*\])\s*([,\]])', re.DOTALL)
 _NEUTRAL = {
     name: mark.extra["neutral"]
     for kind in (Common, GenerateRequest, SglangSampling)
@@ -199,9 +223,19 @@ def _place(message: str) -> str | None:
 
 def _refuse_unsupported(request: object) -> None:
     sampling = getattr(request, "sampling_params", None)
-    for name, values in UNSUPPORTED.items():
-        if getattr(request, name, None) not in values or getattr(sampling, name, None) not in values:
-            raise ApiError(400, f"{name} is not supported by this gateway", param=name, code="unsupported_parameter")
+    for place in (request, sampling):
+        for name, values in UNSUPPORTED.items():
+            raw = getattr(place, name, ABSENT)
+            if is_given(raw) and not _is_one_of(raw, values):
+                message = f"{name} is not supported by this gateway"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+            if raw is not ABSENT:
+                setattr(place, name, ABSENT)  # it would keep the whole body
+
+
+def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
+    """Whether a small value is one of these; large ones ask for something."""
+    return memoryview(raw).nbytes <= NEUTRAL_BYTES_MAX and msgspec.json.decode(raw) in values
 
 
 # --- parts of requests ------------------------------------------------------------------------------------------------
@@ -227,7 +261,7 @@ def sampling_of(request: Sampling, max_new_tokens: int, seed: int) -> SamplingPa
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages as chat templates expect them: each content one text. Raises `ApiError` for other than text."""
     for i, message in enumerate(messages):
-        if message.tool_calls:
+        if is_given(message.tool_calls) and not _is_one_of(message.tool_calls, ([], {}, "", 0)):
             place = f"messages[{i}].tool_calls"
             raise ApiError(400, f"{place}: not supported by this gateway", param=place, code="unsupported_content")
     return [
@@ -251,26 +285,75 @@ def _text_of(content: str | list[Part] | None, place: str) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-def prompts_of(prompt: str | list[Any], place: str) -> list[str | list[int]]:
-    """One or more prompts, each text or token ids. Raises `ApiError`."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of a body, each text or token ids; `several` if they came as a list of prompts."""
+
+    given: list[str | TokenIds]
+    several: bool
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether a field is there and is not null."""
+    return bytes(memoryview(raw)[:5]) not in (b"", b"null")
+
+
+def prompts_of(raw: msgspec.Raw, place: str, tokens_max: int) -> Prompts:
+    """One or more prompts: text, token ids, or a list of either. Raises `ApiError`.
+
+    Each is decoded by itself, and only when there are not too many, and not too many tokens in it: a body of a few
+    bytes for each of a million lists would hold all threads while it is taken apart.
+    """
+    data = bytes(raw)
+    if data.startswith(b'"'):
+        return Prompts([_text(data)], several=False)
+    first = _FIRST.match(data)
+    if first is None:
+        raise wrong(f"{place} must be text, token ids, or a list of either", place)
+    if first[1] == b"]":
         raise wrong(f"{place} is empty", place)
-    if all(type(item) is int for item in prompt):
-        return [_ids(prompt, place)]
-    many: list[str | list[int]] = []
-    for i, item in enumerate(prompt):
-        if isinstance(item, str):
-            many.append(item)
-        elif isinstance(item, list) and item and all(type(token) is int for token in item):
-            many.append(_ids(item, f"{place}[{i}]"))
-        else:
-            raise wrong(f"{place}[{i}] must be text or a list of token ids", place)
-    return many
+    if first[1] in b"-0123456789":
+        return Prompts([ids_of(data, place, tokens_max)], several=False)
+    return Prompts([_prompt(one, f"{place}[{i}]", tokens_max) for i, one in enumerate(_elements(data, place))], True)
 
 
-def _ids(ids: list[int], place: str) -> list[int]:
-    if min(ids) < 0 or max(ids) > INT31:
-        raise wrong(f"{place}: token ids must be in [0, {INT31}]", place)
-    return ids
+def _elements(data: bytes, place: str) -> list[bytes]:
+    """The elements of a JSON list of texts and of lists of numbers."""
+    found: list[bytes] = []
+    end = 1
+    while True:
+        element = _ELEMENT.match(data, end)
+        if element is None:
+            raise wrong(f"{place}[{len(found)}] must be text or a list of token ids", place)
+        if len(found) == PROMPTS_MAX:
+            raise wrong(f"{place} has more than {PROMPTS_MAX} prompts", place)
+        found.append(element[1])
+        if element[2] == b"]":
+            return found
+        end = element.end()
+
+
+def _prompt(data: bytes, place: str, tokens_max: int) -> str | TokenIds:
+    return _text(data) if data.startswith(b'"') else ids_of(data, place, tokens_max)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return _TEXT.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise wrong(f"the body is not JSON: {error}") from error
+
+
+def ids_of(data: bytes, place: str, tokens_max: int) -> TokenIds:
+    """Token ids out of a JSON list. Raises `ApiError`."""
+    name = place.partition("[")[0]
+    if data.count(b",") >= tokens_max:
+        message = f"{place}: the model takes {tokens_max} tokens, the prompt has more"
+        raise wrong(message, name, "context_length_exceeded")
+    try:
+        ids = array("i", _IDS.decode(data))
+    except msgspec.DecodeError as error:
+        raise wrong(f"{place}: token ids must be whole numbers in [0, {INT31}]", name) from error
+    if not ids:
+        raise wrong(f"{place} is empty", name)
+    return np.frombuffer(ids, dtype=np.int32)

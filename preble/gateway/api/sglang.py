@@ -19,9 +19,19 @@ from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import wrong
 from ..core.request_context import RequestContext, context_of
 from ..text.choices import Choice, ChoiceJob, TextPiece
-from .http import DONE, EventStream, attended, json_response, read_body, sse
+from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse
 from .openai import first_of
-from .schemas import GenerateRequest, SglangSampling, decode, prompts_of, sampling_of, stop_strings
+from .schemas import (
+    ABSENT,
+    GenerateRequest,
+    Prompts,
+    SglangSampling,
+    decode,
+    is_given,
+    prompts_of,
+    sampling_of,
+    stop_strings,
+)
 
 SGLANG_MAX_NEW_TOKENS = 128  # where a request names no limit
 
@@ -43,11 +53,15 @@ class Sglang:
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
         gateway, context = self._gateway, context_of(request)
-        body = decode(await read_body(request, gateway.config.max_body_bytes), GenerateRequest)
-        given, several = _prompts(body)
-        asked = body.sampling_params or SglangSampling()
-        gateway.check_choices(len(given) * (asked.n or 1))
-        prompts = [await gateway.tokens_of(prompt, "text") for prompt in given]
+        async with body_of(request, gateway) as data:
+            body = await off_loop(len(data), decode, data, GenerateRequest)
+            found = await off_loop(len(data), _prompts, body, gateway.max_model_tokens)
+            asked = body.sampling_params or SglangSampling()
+            gateway.check_choices(len(found.given) * (asked.n or 1))
+            prompts = await attended(request.receive, gateway.tokens_of_all(found.given, "text"))
+        several = found.several
+        del data, found  # the answer may take long
+        body.text = body.input_ids = ABSENT
         limits = [gateway.output_limit(len(p), asked.max_new_tokens, "max_new_tokens") for p in prompts]
         limit = min(limits) if asked.max_new_tokens is not None else min(*limits, SGLANG_MAX_NEW_TOKENS)
         jobs = gateway.plan(
@@ -116,17 +130,18 @@ class _Answer:
         yield DONE
 
 
-def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], bool]:
-    """The prompts, and whether they came as a list."""
-    if (body.text is None) == (body.input_ids is None):
+def _prompts(body: GenerateRequest, tokens_max: int) -> Prompts:
+    if is_given(body.text) == is_given(body.input_ids):
         raise wrong("exactly one of text and input_ids must be given", "text")
-    if body.input_ids is not None:
-        given = prompts_of(body.input_ids, "input_ids")
-        if any(isinstance(prompt, str) for prompt in given):
+    if is_given(body.input_ids):
+        found = prompts_of(body.input_ids, "input_ids", tokens_max)
+        if any(isinstance(prompt, str) for prompt in found.given):
             raise wrong("input_ids must hold token ids", "input_ids")
-        return given, isinstance(body.input_ids[0], list)
-    assert body.text is not None
-    return prompts_of(body.text, "text"), not isinstance(body.text, str)
+        return found
+    found = prompts_of(body.text, "text", tokens_max)
+    if not all(isinstance(prompt, str) for prompt in found.given):
+        raise wrong("text must be text, or a list of texts", "text")
+    return found
 
 
 def _finish_reason(choice: Choice) -> dict[str, Any] | None:

@@ -73,6 +73,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     insecure: bool = False
     curve_keys: Name | None = None
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
+    max_bodies_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 << 20
     max_live_requests: Count = 4096
     max_connections: Count = 8192
     max_connections_per_address: Count = 4096

@@ -22,8 +22,9 @@ from ...types import SamplingParams
 from ..dashboard.state import Live
 from ..text.choices import ChoiceJob, RequestProgress, TextPiece, jobs_for
 from ..text.generation import pieces
-from ..text.tokenizing import TextCodec
+from ..text.tokenizing import PromptTooLong, TextCodec
 from ..text.unread import UnreadBudget, UnreadPieces
+from .byte_budget import ByteBudget
 from .http_errors import ApiError, unavailable, wrong
 from .request_context import RequestContext
 from .sibling_processes import GatewayProcesses
@@ -64,6 +65,7 @@ class Gateway:
         router.on_decision = partial(metrics.phase, "decide")
         self.draining = False
         self.live_choices = 0
+        self.bodies = ByteBudget(config.max_bodies_bytes)
         self._unread = UnreadBudget(UNREAD_BYTES_MAX)
 
     # --- the model ----------------------------------------------------------------------------------------------------
@@ -107,20 +109,28 @@ class Gateway:
             raise wrong(f"{param}: this gateway has no tokenizer, send token ids", param, "no_tokenizer")
         return self.codec
 
-    async def tokens_of(self, prompt: str | list[int], param: str) -> TokenIds:
+    async def tokens_of(self, prompt: str | TokenIds, param: str) -> TokenIds:
         """Token ids of one prompt. Raises `ApiError` or `QueueFull`."""
         if isinstance(prompt, str):
-            return await self._timed(self.text_codec(param).encode(prompt))
-        return np.asarray(prompt, dtype=np.int32)
+            codec = self.text_codec(param)
+            return await self._timed(codec.encode(prompt, tokens_max=self.max_model_tokens), param)
+        return prompt
+
+    async def tokens_of_all(self, prompts: Sequence[str | TokenIds], param: str) -> list[TokenIds]:
+        """Token ids of several prompts. Raises `ApiError` or `QueueFull`."""
+        return [await self.tokens_of(prompt, param) for prompt in prompts]
 
     async def tokens_of_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
         """Token ids of a conversation. Raises `ApiError` or `QueueFull`."""
-        return await self._timed(self.text_codec("messages").encode_chat(messages))
+        codec = self.text_codec("messages")
+        return await self._timed(codec.encode_chat(messages, tokens_max=self.max_model_tokens), "messages")
 
-    async def _timed(self, tokenizing: Awaitable[TokenIds]) -> TokenIds:
+    async def _timed(self, tokenizing: Awaitable[TokenIds], param: str) -> TokenIds:
         began = self._clock()
         try:
             return await tokenizing
+        except PromptTooLong as error:
+            raise wrong(str(error), param, "context_length_exceeded") from error
         finally:
             self.metrics.phase("tokenize", self._clock() - began)
 

@@ -1,35 +1,35 @@
-"""The tokenizer layer: text to token ids in a bounded pool of threads, with a cache of what was tokenised before.
+"""The tokenizer layer: text to token ids in threads, with a cache of what was tokenised before.
 
-Owns the tokenizer of one model directory, its pool, and the cache. Text is cut after each special token (the marks
+Owns the tokenizer of one model directory, and the cache. Text is cut after each special token (the marks
 between the messages of a chat): tokenizers never merge across one, so a prompt's ids are those of its parts, one after
 the other, and the parts of a conversation that came before are looked up, not tokenised again. Whether that holds for a
 tokenizer is tried when it is loaded; for one where it does not, prompts are tokenised whole.
 
-At its bounds: over `queue_max` texts that wait, `QueueFull`; over `cache_bytes`, the parts used longest ago go.
+At its bounds: over `queue_max` texts that wait, `QueueFull`; over `cache_bytes`, the parts used longest ago go; a text
+with more tokens than the model takes is given up as soon as that shows, and what is long is tried in slices first, so
+that no more than about twice the model's tokens are ever made of it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...engines.model_files import tokenizer_fingerprint
-from ...errors import InvalidConfig, InvalidInput, MissingExtra, QueueFull
+from ...errors import InvalidConfig, InvalidInput, MissingExtra
 from .chat_template import ChatTemplate, load_chat_template
+from .text_queue import TextQueue
 
-T = TypeVar("T")
 TokenIds = npt.NDArray[np.int32]
 
 # Words, spaces, digits, other scripts, emoji of several code points, code, marks: where tokenizers differ.
@@ -46,6 +46,8 @@ PROBES = (
 )
 SWITCH_SECONDS = 0.0005  # for `sys.setswitchinterval`: so soon a thread that computes lets the event loop go on
 MARKS_TRIED_MAX = 8  # special tokens differ by name only: some speak for all
+SLICE_CHARACTERS = 32 << 10  # tokenised in one call, and of a long text tried at a time
+MESSAGE_CHARACTERS = 64  # what a message costs beside its text, about
 ENTRY_BYTES = 200  # what a part costs in the cache beside its text and ids, about
 
 
@@ -55,6 +57,29 @@ class TokenizerCounters:
 
     parts_found: int = 0
     parts_encoded: int = 0
+
+
+class PromptTooLong(InvalidInput):
+    """A text has more tokens than the model takes."""
+
+
+class TokenLimit:
+    """What stops the tokenising of one text: more than `tokens_max` tokens, or that nobody wants it any more."""
+
+    def __init__(self, tokens_max: int, stop: threading.Event) -> None:
+        self._tokens_max = tokens_max
+        self._stop = stop
+
+    def check(self, tokens: int, slack: int = 1) -> None:
+        """Raise `PromptTooLong` where there are more than `slack` times the tokens that may be; `InvalidInput` where
+        nobody will see it."""
+        if tokens > slack * self._tokens_max:
+            raise PromptTooLong(f"the model takes {self._tokens_max} tokens, the prompt has more")
+        if self._stop.is_set():
+            raise InvalidInput("nobody wants these tokens any more")
+
+
+UNLIMITED = TokenLimit(2**31 - 1, threading.Event())
 
 
 class PartCache:
@@ -94,6 +119,20 @@ class PartCache:
             assert self.bytes_used == sum(_cost(text, ids) for text, ids in self._parts.items()) <= self.bytes_max
 
 
+def _batches(parts: Sequence[str]) -> Iterator[list[str]]:
+    """Parts that are tokenised in one call: few enough characters, or one part alone."""
+    batch: list[str] = []
+    characters = 0
+    for part in parts:
+        if batch and characters + len(part) > SLICE_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(part)
+        characters += len(part)
+    if batch:
+        yield batch
+
+
 def _cost(text: str, ids: array[int]) -> int:
     return ENTRY_BYTES + 4 * len(text) + 4 * len(ids)  # a str has up to 4 bytes a character
 
@@ -119,41 +158,36 @@ class TextCodec:
         self._parts_after = _pattern(marks)
         if not self._parts_are_independent(marks):
             self._parts_after = None
-        self._queue_max = queue_max
-        self._waiting = 0
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="preble-tokenizer")
+        self._queue = TextQueue(threads, queue_max)
 
     # --- on the loop --------------------------------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, special_tokens: bool = True) -> TokenIds:
+    async def encode(self, text: str, *, special_tokens: bool = True, tokens_max: int = 2**31 - 1) -> TokenIds:
         """The ids of a text; `special_tokens` adds those that the tokenizer puts around a prompt.
 
-        Raises `QueueFull`, and `InvalidInput` for a text without tokens.
+        Raises `QueueFull`, `PromptTooLong`, and `InvalidInput` for a text without tokens. Cancelled, it is given up.
         """
-        return await self._run(self.encode_now, text, special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
-        """The ids of a chat, ready for the assistant's answer. Raises `QueueFull` or `InvalidInput`."""
-        return await self._run(self._encode_chat_now, messages)
+        def work(stop: threading.Event) -> TokenIds:
+            return self.encode_now(text, special_tokens, TokenLimit(tokens_max, stop))
 
-    async def _run(self, function: Callable[..., T], *args: Any) -> T:
-        if self._waiting >= self._queue_max + self._threads:
-            raise QueueFull(f"{self._queue_max} texts wait to be tokenised, the bound of this gateway")
-        self._waiting += 1
-        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
-        future.add_done_callback(self._count_down)
-        return await future
+        return await self._queue.run(len(text), work)
 
-    def _count_down(self, _: object) -> None:
-        self._waiting -= 1
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, tokens_max: int = 2**31 - 1) -> TokenIds:
+        """The ids of a chat, ready for the assistant's answer. Raises as `encode` does."""
+
+        def work(stop: threading.Event) -> TokenIds:
+            return self._encode_chat_now(messages, TokenLimit(tokens_max, stop))
+
+        size = sum(len(message["content"]) + MESSAGE_CHARACTERS for message in messages)
+        return await self._queue.run(size, work)
 
     # --- in any thread ------------------------------------------------------------------------------------------------
 
-    def encode_now(self, text: str, special_tokens: bool = True) -> TokenIds:
+    def encode_now(self, text: str, special_tokens: bool = True, limit: TokenLimit = UNLIMITED) -> TokenIds:
         """`encode` in this thread."""
         ids = array("i", self._before if special_tokens else ())
-        for part in self._encode_parts(self._parts(text)):
+        for part in self._encode_parts(self._parts(text), limit):
             ids.extend(part)
         if special_tokens:
             ids.extend(self._after)
@@ -161,10 +195,10 @@ class TextCodec:
             raise InvalidInput("the prompt has no tokens")
         return np.frombuffer(ids, dtype=np.int32)
 
-    def _encode_chat_now(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+    def _encode_chat_now(self, messages: Sequence[Mapping[str, Any]], limit: TokenLimit) -> TokenIds:
         if self.chat_template is None:
             raise InvalidInput("messages: this model has no chat template")
-        return self.encode_now(self.chat_template.render(messages), special_tokens=False)
+        return self.encode_now(self.chat_template.render(messages), special_tokens=False, limit=limit)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; unknown ids are left out."""
@@ -173,7 +207,7 @@ class TextCodec:
 
     def close(self) -> None:
         """End the threads; texts that wait are not tokenised. Idempotent."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._queue.close()
 
     def _parts(self, text: str) -> list[str]:
         """The text cut after each special token."""
@@ -183,19 +217,37 @@ class TextCodec:
         cuts = [0, *ends, len(text)]
         return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
 
-    def _encode_parts(self, parts: Sequence[str]) -> list[array[int]]:
+    def _encode_parts(self, parts: Sequence[str], limit: TokenLimit) -> list[array[int]]:
         """The ids of each part, looked up or tokenised."""
         found = [self.cache.get(part) for part in parts]
         missing = [part for part, ids in zip(parts, found, strict=True) if ids is None]
-        # Of the library's calls those for many texts let other threads run meanwhile, not the one for a single text.
-        encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False) if missing else []
-        fresh = [array("i", encoding.ids) for encoding in encodings]
+        tokens = sum(len(ids) for ids in found if ids is not None)
+        fresh: list[array[int]] = []
+        for batch in _batches(missing):
+            limit.check(tokens)
+            if len(batch[0]) > SLICE_CHARACTERS:
+                self._try_slices(batch[0], limit)
+            fresh += self._encode_batch(batch)
+            tokens += sum(map(len, fresh[-len(batch) :]))
+        limit.check(tokens)
         for part, ids in zip(missing, fresh, strict=True):
             self.cache.put(part, ids)
         self.counters.parts_found += len(parts) - len(missing)
         self.counters.parts_encoded += len(missing)
         new = iter(fresh)
         return [next(new) if ids is None else ids for ids in found]
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
+        # Of the library's calls those for many texts let other threads run meanwhile, not the one for a single text.
+        return [array("i", one.ids) for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _try_slices(self, text: str, limit: TokenLimit) -> None:
+        """Give up a long part before it is tokenised whole, which takes memory for each of its tokens. Cutting changes
+        tokens near the cuts only: twice too many will not become few enough."""
+        tokens = 0
+        for start in range(0, len(text), SLICE_CHARACTERS):
+            tokens += len(self._encode_batch([text[start : start + SLICE_CHARACTERS]])[0])
+            limit.check(tokens, slack=2)
 
     def _parts_are_independent(self, marks: Sequence[str]) -> bool:
         """Whether cutting after special tokens leaves the ids as they are, tried on texts that are hard to cut."""
