@@ -3,18 +3,17 @@
 Owns what holds for every endpoint alike. A log line has ids, times and token counts; it never holds
 a prompt, an output or a key: a key's name is the beginning of its SHA-256.
 
-At its bounds: over a key's rate, 429 with Retry-After; of more than `BUCKETS_MAX` keys or client addresses, the one
-seen longest ago starts afresh.
+At its bounds: over a key's rate, 429 with Retry-After. A request passes where one is left of the rate, and takes one
+for each of its choices.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import secrets
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -29,6 +28,7 @@ from .core.http_errors import ApiError
 from .core.request_context import RequestContext
 from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
+from .keys import Keys, RateLimiter, is_open
 from .origins import Origins
 
 logger = logging.getLogger("preble.gateway")
@@ -36,64 +36,12 @@ logger = logging.getLogger("preble.gateway")
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-BUCKETS_MAX = 10_000
 CLIENT_GONE = 499  # never sent; what the log and the metrics call it
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
-OPEN_FOLDER = "/page/"  # the live page's files, which know nothing
 UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
-CHANGE_PATH = "/workers"  # with any method but GET
-OPERATOR_PATHS = (CHANGE_PATH, "/v1/preble")
 OTHER = "other"
 # What clients of several routers call the conversation that a request is of; the first that is there counts.
 SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-smg-routing-key")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-
-
-class RateLimiter:
-    """A token bucket for each name: `per_minute` on average, `burst` at once. Not thread-safe."""
-
-    def __init__(self, per_minute: float, burst: int, clock: Clock) -> None:
-        self._per_second = per_minute / 60.0
-        self._burst = float(burst)
-        self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (tokens, at)
-
-    def wait_seconds(self, name: str) -> float:
-        """Take one; 0.0 if there was one, else how long until there is, and nothing was taken."""
-        now = self._clock()
-        tokens, at = self._buckets.pop(name, (self._burst, now))
-        tokens = min(self._burst, tokens + (now - at) * self._per_second)
-        wait = 0.0 if tokens >= 1.0 else (1.0 - tokens) / self._per_second
-        self._buckets[name] = (tokens - 1.0 if wait == 0.0 else tokens, now)
-        if len(self._buckets) > BUCKETS_MAX:
-            self._buckets.popitem(last=False)
-        return wait
-
-
-class Keys:
-    """API keys by their digest, so that no comparison takes longer for a better guess. Where there are none, what
-    changes the fleet needs `token`, and nothing else needs anything."""
-
-    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str], token: str | None = None) -> None:
-        self._admin = {_digest(key) for key in admin_keys}
-        self._known = {_digest(key) for key in keys} | self._admin
-        self._is_keyless = not self._known
-        if self._is_keyless and token is not None:
-            self._admin = self._known = {_digest(token)}
-
-    def name_of(self, headers: Any, path: str, method: str) -> str:
-        """The name of the key in the headers, "" where none is needed. Raises `ApiError` 401 or 403."""
-        operator = path.startswith(OPERATOR_PATHS)
-        if is_open(path) or (self._is_keyless and not (path.startswith(CHANGE_PATH) and method != "GET")):
-            return ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip()) if scheme.lower() == "bearer" else ""
-        if digest not in self._known:
-            what = "the admin token, printed at the start," if self._is_keyless else "the API key"
-            raise ApiError(401, f"{what} is missing or wrong", kind="authentication_error", code="invalid_api_key")
-        if operator and digest not in self._admin:
-            raise ApiError(403, "this needs one of the admin keys", kind="permission_error", code="admin_only")
-        return digest[:8]
 
 
 def _session_of(headers: Any) -> str:
@@ -102,18 +50,9 @@ def _session_of(headers: Any) -> str:
     return given if _REQUEST_ID.fullmatch(given) else ""
 
 
-def is_open(path: str) -> bool:
-    """Whether nobody needs a key there."""
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
-
-
 def is_unlogged(path: str) -> bool:
     """Whether it is answered from memory, too often for the log and for rates."""
     return is_open(path) or path in UNLIMITED_PATHS
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class Middleware:
@@ -129,7 +68,7 @@ class Middleware:
 
     def configure(self, config: GatewayConfig) -> None:
         """Take over keys and limits; the buckets start afresh."""
-        self._keys = Keys(config.api_keys, config.admin_keys, self._gateway.admin_token)
+        self._keys = Keys(config.api_keys, config.admin_keys, self._gateway.admin_token, self._clock)
         self._origins = Origins([*config.host_names, config.host]) if is_keyless(config) else None
         self._limiter = None
         if config.rate_limit_per_minute is not None:
@@ -183,10 +122,12 @@ class Middleware:
             return
         if self._origins is not None:
             self._origins.check(headers)
-        context.key_name = self._keys.name_of(headers, path, scope["method"])
+        address = (scope.get("client") or ("unknown",))[0]
+        context.key_name = self._keys.name_of(headers, path, scope["method"], address)
         if self._limiter is not None and not is_unlogged(path):
-            client = scope.get("client") or ("unknown",)
-            wait = self._limiter.wait_seconds(context.key_name or client[0])
+            name = context.key_name or address
+            context.charge = partial(self._limiter.charge, name)
+            wait = self._limiter.wait_seconds(name)
             if wait > 0.0:
                 raise ApiError(
                     429, "too many requests", kind="rate_limit_error", code="rate_limit", retry_after_seconds=wait

@@ -481,6 +481,27 @@ def test_keys_and_rates(workers: list[WorkerProcess], model: Path, tmp_path: Pat
         assert process.stop() == 0
 
 
+def test_a_rate_holds_for_an_address_whatever_it_calls_itself_and_counts_choices(
+    workers: list[WorkerProcess], tmp_path: Path
+) -> None:
+    limits = ("--rate-limit-per-minute", "1", "--rate-limit-burst", "3")
+    process = GatewayProcess("--workers", workers[0].endpoint, *limits, log=tmp_path / "log")
+    client = Client(process.address)
+    try:
+        forwarded = [{"x-forwarded-for": f"10.0.0.{i}"} for i in range(5)]
+        found = [client.call("GET", "/v1/models", headers=one)[0] for one in forwarded]
+        assert found == [200, 200, 200, 429, 429]
+    finally:
+        assert process.stop() == 0
+    process = GatewayProcess("--workers", workers[0].endpoint, *limits, log=tmp_path / "log")
+    client = Client(process.address)
+    try:
+        assert client.call("POST", "/v1/completions", {"prompt": [1], "max_tokens": 1, "n": 3})[0] == 200
+        assert client.call("GET", "/v1/models")[0] == 429
+    finally:
+        assert process.stop() == 0
+
+
 def test_at_its_bound_the_gateway_says_when_to_come_back(
     workers: list[WorkerProcess], model: Path, tmp_path: Path
 ) -> None:

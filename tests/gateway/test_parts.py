@@ -14,11 +14,11 @@ import pytest
 
 from preble import GlobalScheduler, ManualClock, SamplingParams
 from preble.errors import EngineError, HandshakeRefused, NoWorkers, QueueFull, TransportError, WorkerLost
-from preble.gateway import middleware, program
+from preble.gateway import keys, program
 from preble.gateway.core import metrics
 from preble.gateway.core.config import GatewayConfig
-from preble.gateway.core.http_errors import api_error_of
-from preble.gateway.middleware import RateLimiter
+from preble.gateway.core.http_errors import ApiError, api_error_of
+from preble.gateway.keys import Keys, RateLimiter
 from preble.gateway.text.choices import Choice, ChoiceJob, TextPiece
 from preble.gateway.text.generation import merged
 from preble.gateway.text.tokenizing import TextCodec
@@ -80,11 +80,51 @@ def test_a_rate_lets_bursts_pass_and_says_how_long_to_wait() -> None:
 
 
 def test_of_too_many_names_the_oldest_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BUCKETS_MAX", 2)
+    monkeypatch.setattr(keys, "BUCKETS_MAX", 2)
     limiter = RateLimiter(1.0, 1, ManualClock())
     assert [limiter.wait_seconds(name) > 0 for name in "aabbc"] == [False, True, False, True, False]
     assert len(limiter._buckets) == 2
     assert [limiter.wait_seconds(name) > 0 for name in "ba"] == [True, False], "b is remembered, a is not"
+
+
+def test_a_request_of_many_choices_takes_as_many_of_the_rate() -> None:
+    clock = ManualClock()
+    limiter = RateLimiter(60.0, 10, clock)
+    assert limiter.wait_seconds("a") == 0.0
+    limiter.charge("a", 63)  # the other choices of one request
+    assert limiter.wait_seconds("a") == pytest.approx(55.0)
+    clock.advance(55.0)
+    assert [limiter.wait_seconds("a") > 0 for _ in range(2)] == [False, True]
+    assert limiter.lacking_seconds("b") == limiter.lacking_seconds("b") == 0.0 and "b" not in limiter._buckets
+
+
+def asked(known: Keys, key: str, address: str = "1.1.1.1") -> int:
+    """The status that a request for the models with that key gets."""
+    try:
+        known.name_of({"authorization": f"Bearer {key}"} if key else {}, "/v1/models", "GET", address)
+    except ApiError as error:
+        return error.status
+    return 200
+
+
+def test_wrong_keys_are_limited_and_right_ones_go_on() -> None:
+    clock = ManualClock()
+    known = Keys(["right-key", "other-key"], [], None, clock)
+    assert asked(known, "right-key") == 200
+    assert [asked(known, f"guess-{i}") for i in range(25)] == [401] * 20 + [429] * 5
+    assert asked(known, "other-key") == 429, "what may be a guess is not looked at"
+    assert asked(known, "right-key") == 200, "it was right there before"
+    assert asked(known, "") == 401, "none is no guess"
+    assert asked(known, "other-key", "2.2.2.2") == 200, "addresses do not share"
+    clock.advance(2.0)
+    assert [asked(known, "other-key"), asked(known, "guess"), asked(known, "guess")] == [200, 401, 429]
+
+
+def test_of_too_many_addresses_with_right_keys_the_oldest_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "BUCKETS_MAX", 2)
+    known = Keys(["right-key"], [], None, ManualClock())
+    assert [asked(known, "right-key", f"1.1.1.{i}") for i in range(5)] == [200] * 5
+    assert len(known._right) == 2
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -175,6 +175,7 @@ class Gateway:
         self.check_choices(len(prompts) * choices)
         if stops and self.codec is None:
             raise wrong("stop: this gateway has no tokenizer, send stop_token_ids", "stop", "no_tokenizer")
+        context.charge(len(prompts) * choices - 1)
         namespace: Hashable = None if salt is None else ("salt", salt)
         request_id = f"{context.request_id}#{secrets.token_hex(6)}"
         template = ChoiceJob(0, request_id, prompts[0], sampling, stops, namespace, skip_special_tokens)

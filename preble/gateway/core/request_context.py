@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -21,6 +22,7 @@ class RequestContext:
     stream: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)
     first_token_seconds: float | None = None
+    charge: Callable[[int], None] = lambda count: None  # takes so many more of the key's rate
 
 
 def context_of(request: Request) -> RequestContext:
