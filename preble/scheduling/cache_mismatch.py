@@ -37,8 +37,8 @@ CAUSES = {
     "first_block": ALIKE + "what stands there is rendered otherwise (chat template, system prompt, date, white space)",
     "tokens": ALIKE + "what stands there is rendered otherwise (chat template, date, tool calls, white space)",
     "block_size": "the engine's blocks have {found} tokens, WorkerSpec.block_size says {expected}: set it to {found}",
-    "namespace": "the engine stored the same first {position} tokens in namespace {stored!r}, but requests are "
-    "scheduled in {scheduled!r}: schedule with the same LoRA, cache salt or namespace, or map it with namespace_of",
+    "namespace": "the engine stored the same first {position} tokens in namespace {stored}, but requests are "
+    "scheduled in {scheduled}: schedule with the same LoRA, cache salt or namespace, or map it with namespace_of",
     "unknown": "no prompt was reported as stored to its end; prompts or blocks have been forgotten meanwhile, so what "
     "differs cannot be said",
     "reports": "it reports cached_tokens 0 where prefixes were known to be there: reports may be switched off (SGLang: "
@@ -146,7 +146,7 @@ def apart(name: str, pairs: Sequence[tuple[int, Beyond, Beyond]], block_size: in
     for _, (space, end, sent), (other, _, stored) in pairs:
         alike = common_tokens(sent, stored)
         if space != other and alike >= min(end - end % block_size, len(sent), len(stored)):
-            return [_mismatch(name, "namespace", position=alike, stored=other, scheduled=space)]
+            return [_mismatch(name, "namespace", position=alike, stored=_space(other), scheduled=_space(space))]
     if runs < UNLIKE_RUNS_MIN:
         return []
     at, (_, _, sent), (_, _, stored) = (here or pairs)[0]
@@ -209,6 +209,17 @@ def _how(sent: int, stored: int) -> str:
 
 def _mismatch(name: str, cause: str, **state: Any) -> Mismatch:
     return Mismatch(name, cause, f"worker {name!r}: {CAUSES[cause].format(**state)}.")
+
+
+def _space(namespace: Any) -> str:
+    """A namespace for logs: what kind it is of, and a LoRA's name; nothing that keeps tenants apart."""
+    if namespace is None:
+        return "None"
+    if isinstance(namespace, tuple) and len(namespace) == 2 and namespace[0] in ("lora", "salt"):
+        return repr(namespace) if namespace[0] == "lora" else "('salt', ...)"
+    if isinstance(namespace, tuple) and all(isinstance(part, tuple) for part in namespace):
+        return f"({', '.join(map(_space, namespace))})"
+    return f"<{type(namespace).__name__}>"
 
 
 def _name(token: int | None) -> str:

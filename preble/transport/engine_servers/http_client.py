@@ -106,11 +106,14 @@ class EngineServer:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             client = _aiohttp()
-            headers = {"Authorization": f"Bearer {self.options.api_key}"} if self.options.api_key else {}
+            # Compressed, a body's size would say nothing of what becomes of it; it is not asked for, and not undone.
+            headers = {"Accept-Encoding": "identity"}
+            if self.options.api_key:
+                headers["Authorization"] = f"Bearer {self.options.api_key}"
             # Requests are bounded by their owner, and a health question must never wait behind streams.
             timeout = client.ClientTimeout(total=None, sock_connect=self.options.answer_seconds)
             self._session = client.ClientSession(
-                connector=client.TCPConnector(limit=0), headers=headers, timeout=timeout
+                connector=client.TCPConnector(limit=0), headers=headers, timeout=timeout, auto_decompress=False
             )
         return self._session
 
@@ -230,6 +233,7 @@ class EngineServer:
 
     async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The data lines of a stream of server-sent events, without `data:`; the one that says done ends them."""
+        self._check_plain(response)
         waiting = bytearray()
         async for received in response.content.iter_any():
             waiting += received
@@ -285,6 +289,7 @@ class EngineServer:
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         """A body of bounded size."""
+        self._check_plain(response)
         body = bytearray()
         with contextlib.suppress(asyncio.IncompleteReadError):
             async for part in response.content.iter_any():
@@ -292,6 +297,11 @@ class EngineServer:
                 if len(body) > self.options.max_body_bytes:
                     raise ProtocolError(f"{self.url} sent a body of more than {self.options.max_body_bytes} bytes")
         return bytes(body)
+
+    def _check_plain(self, response: aiohttp.ClientResponse) -> None:
+        """Raise `ProtocolError` for a body that is compressed: nobody asked for that."""
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ProtocolError(f"{self.url} sent a compressed body, which it was not asked for")
 
 
 class Unreachable(TransportError):

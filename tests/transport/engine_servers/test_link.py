@@ -8,13 +8,23 @@ import asyncio
 import contextlib
 import json
 import random
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from preble import Router, SamplingParams
-from preble.errors import EngineError, HandshakeRefused, InvalidConfig, InvalidInput, QueueFull, WorkerLost
+from preble.errors import (
+    EngineError,
+    HandshakeRefused,
+    InvalidConfig,
+    InvalidInput,
+    ProtocolError,
+    QueueFull,
+    WorkerLost,
+)
 from preble.transport.engine_servers.http_client import EngineServer
 from preble.transport.engine_servers.kv_event_subscriber import FeedConfig
 from preble.transport.engine_servers.server_info import EventSource, ServerOptions
@@ -429,6 +439,31 @@ async def test_facts_that_are_none_are_typed_errors(path: str, status: int, body
     with pytest.raises(Exception, match=r"127\.0\.0\.1|JSON") as caught:
         await router.start()
     assert type(caught.value).__module__ == "preble.errors"
+    await server.kill()
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/generate"])
+@asynchronous
+async def test_a_compressed_body_is_refused_and_not_undone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes of it may become any number."""
+    server = FakeServer("sglang")
+    meet = server._meet
+
+    @web.middleware
+    async def compressing(request: web.Request, handler: Any) -> web.StreamResponse:
+        assert request.headers["Accept-Encoding"] == "identity"
+        if request.path == path:
+            bomb = zlib.compress(b" " * (64 << 20), 9)
+            return web.Response(body=bomb, headers={"Content-Encoding": "deflate"})
+        return await meet(request, handler)
+
+    monkeypatch.setattr(server, "_meet", compressing)
+    await server.start()
+    async with EngineServer(server.url, ServerOptions(max_body_bytes=1 << 30, max_line_bytes=1 << 30)) as asked:
+        with pytest.raises(ProtocolError, match="sent a compressed body"):
+            await asked.info()
+            async for _ in asked.generate([1, 2, 3], SHORT, request_id="r"):
+                pass
     await server.kill()
 
 
