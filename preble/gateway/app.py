@@ -20,7 +20,7 @@ from .api.openapi import document
 from .api.sglang import Sglang
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
-from .core.sibling_processes import from_other_process, merged
+from .core.sibling_processes import SharedWork, from_other_process, merged
 from .middleware import Middleware
 
 
@@ -28,15 +28,26 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
     """The application for one gateway."""
     openai, sglang, admin, page = OpenAI(gateway), Sglang(gateway), Admin(gateway), Page(gateway)
 
-    async def metrics(request: Request) -> Response:
-        """GET /metrics. Counters are read on the loop, the text is made beside it."""
+    processes = gateway.processes
+
+    async def own_metrics() -> bytes:
+        """Counters are read on the loop, the text is made beside it."""
         stats = gateway.router.stats()
-        text = await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, stats, gateway.stats())
-        processes = gateway.processes
-        if processes is not None and not from_other_process(processes, request.scope):
-            answers = await processes.ask("GET", "/metrics")
-            texts = {answer.index: answer.body if answer.status == 200 else None for answer in answers}
-            text = merged(dict(sorted({processes.slot.index: text, **texts}.items())))
+        return await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, stats, gateway.stats())
+
+    async def all_metrics() -> bytes:
+        text = await own.result()
+        if processes is None:
+            return text
+        answers = await processes.ask("GET", "/metrics")
+        texts = {answer.index: answer.body if answer.status == 200 else None for answer in answers}
+        return merged(dict(sorted({processes.slot.index: text, **texts}.items())))
+
+    own, everybodys = SharedWork(own_metrics), SharedWork(all_metrics)
+
+    async def metrics(request: Request) -> Response:
+        """GET /metrics."""
+        text = await (own if from_other_process(processes, request.scope) else everybodys).result()
         return Response(text, media_type=gateway.metrics.content_type)
 
     described = json_response(document())

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from preble.gateway.core.sibling_processes import ProcessAnswer, merged, statuses
+from preble.gateway.core.sibling_processes import (
+    GatewayProcesses,
+    ProcessAnswer,
+    ProcessSlot,
+    SharedWork,
+    merged,
+    statuses,
+)
 from tests.support.gateway import Client, GatewayProcess
-from tests.support.transport import HANG_SECONDS, WorkerProcess
+from tests.support.transport import HANG_SECONDS, WorkerProcess, asynchronous
 
 CONNECTIONS_MAX = 200  # the kernel chooses the process of each; so many are never all with one
 
@@ -124,6 +133,65 @@ def test_metrics_of_any_process_reports_all(gateway: GatewayProcess) -> None:
         'preble_worker_up{process="1",worker="a"} 1.0',
     ):
         assert sample in text, sample
+
+
+def test_metrics_asked_for_by_many_at_once_show_every_live_process(gateway: GatewayProcess) -> None:
+    """Processes that ask each other do not wait for each other's threads."""
+
+    def ask(_: int) -> str:
+        client = Client(gateway.address)
+        try:
+            return str(client.call("GET", "/metrics")[2])
+        finally:
+            client.close()
+
+    with ThreadPoolExecutor(60) as pool:
+        texts = list(pool.map(ask, range(60)))
+    for text in texts:
+        assert 'preble_process_up{process="0"} 1.0' in text and 'preble_process_up{process="1"} 1.0' in text
+
+
+@asynchronous
+async def test_work_that_is_under_way_is_shared_and_begun_anew_later() -> None:
+    begun = 0
+    gate = asyncio.Event()
+
+    async def work() -> int:
+        nonlocal begun
+        begun += 1
+        await gate.wait()
+        return begun
+
+    shared = SharedWork(work)
+    first, second, third = [asyncio.ensure_future(shared.result()) for _ in range(3)]
+    await asyncio.sleep(0)
+    first.cancel()
+    gate.set()
+    assert await asyncio.gather(second, third) == [1, 1] and first.cancelled()
+    assert await shared.result() == 2
+
+
+@asynchronous
+async def test_a_process_that_hangs_up_or_answers_nonsense_is_left_out(tmp_path: Path) -> None:
+    answers = [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", b"nonsense\r\n\r\n"]
+    answers.append(b"HTTP/1.1 207 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\ngood\r\n0\r\n\r\n")
+    processes = GatewayProcesses(ProcessSlot(4, 6, 1, str(tmp_path)))
+
+    async def serve(index: int) -> asyncio.AbstractServer:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answers[index])
+            writer.close()
+
+        return await asyncio.start_unix_server(answer, processes.slot.socket_path(index))
+
+    servers = [await serve(index) for index in range(4)]  # nobody is at 5
+    found = await processes.ask("GET", "/metrics")
+    assert [(one.index, one.status, one.body) for one in found] == [
+        *((0, None, b""), (1, None, b""), (2, None, b""), (3, 207, b"good"), (5, None, b""))
+    ]
+    for server in servers:
+        server.close()
 
 
 def test_a_change_of_workers_is_made_in_all_processes_and_outlives_a_crash(gateway: GatewayProcess) -> None:

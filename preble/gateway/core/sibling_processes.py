@@ -11,20 +11,29 @@ Prompts never go that way. A process that does not answer within `ANSWER_SECONDS
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from ...errors import MissingExtra
+from ...transport.tasks import within
+
+try:
+    import httptools
+except ImportError as error:
+    raise MissingExtra("the gateway needs httptools: pip install 'preble[gateway]'") from error
+
+T = TypeVar("T")
 logger = logging.getLogger("preble.gateway")
 
 ANSWER_SECONDS = 5.0
 ANSWER_BYTES_MAX = 64 << 20
+READ_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +98,33 @@ class GatewayProcesses:
     async def ask(self, method: str, path: str, body: bytes = b"") -> list[ProcessAnswer]:
         """Ask all of them at once; one answer for each, in the order of their indices."""
         others = [index for index in range(self.slot.count) if index != self.slot.index]
-        return list(await asyncio.gather(*(asyncio.to_thread(self._ask, i, method, path, body) for i in others)))
+        return list(await asyncio.gather(*(self._ask(i, method, path, body) for i in others)))
 
     async def ask_one(self, index: int, path: str) -> ProcessAnswer:
         """What process `index` says to a GET."""
-        return await asyncio.to_thread(self._ask, index, "GET", path, b"")
+        return await self._ask(index, "GET", path, b"")
 
-    def _ask(self, index: int, method: str, path: str, body: bytes) -> ProcessAnswer:
-        connection = _UnixConnection(self.slot.socket_path(index))
+    async def _ask(self, index: int, method: str, path: str, body: bytes) -> ProcessAnswer:
+        """On the loop, not in a thread: processes that ask each other must not wait for threads that wait for them."""
         try:
-            connection.request(method, path, body or None)
-            response = connection.getresponse()
-            return ProcessAnswer(index, response.status, response.read(ANSWER_BYTES_MAX))
-        except (OSError, http.client.HTTPException) as error:
+            return await within(ANSWER_SECONDS, self._answer(index, method, path, body))
+        except (OSError, asyncio.TimeoutError, httptools.HttpParserError) as error:
             logger.debug("process %d does not answer: %s", index, type(error).__name__)
             return ProcessAnswer(index, None)
+
+    async def _answer(self, index: int, method: str, path: str, body: bytes) -> ProcessAnswer:
+        reader, writer = await asyncio.open_unix_connection(self.slot.socket_path(index))
+        try:
+            fields = f"host: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(f"{method} {path} HTTP/1.1\r\n{fields}".encode("ascii") + body)
+            answer = _Response()
+            while not answer.is_whole and (part := await reader.read(READ_BYTES)):
+                answer.feed(part)
+            if not answer.is_whole:
+                raise ConnectionError("it hung up")
+            return ProcessAnswer(index, answer.status, bytes(answer.body))
         finally:
-            connection.close()
+            writer.close()
 
     async def workers(self) -> list[dict[str, Any]] | None:
         """The workers that the first process to answer has; None if none answers."""
@@ -116,18 +135,46 @@ class GatewayProcesses:
         return None
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
+class _Response:
+    """One answer, as it comes. Raises `httptools.HttpParserError`, and `ConnectionError` if it is too long."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=ANSWER_SECONDS)
-        self._path = path
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.body = bytearray()
+        self.is_whole = False
+        self._parser = httptools.HttpResponseParser(self)
 
-    def connect(self) -> None:
-        """What the base class calls."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(ANSWER_SECONDS)
-        self.sock.connect(self._path)
+    def feed(self, data: bytes) -> None:
+        """More of it."""
+        self._parser.feed_data(data)
+        if len(self.body) > ANSWER_BYTES_MAX:
+            raise ConnectionError("the answer is too long")
+
+    def on_headers_complete(self) -> None:
+        """What the parser calls."""
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        """What the parser calls."""
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        """What the parser calls."""
+        self.is_whole = True
+
+
+class SharedWork(Generic[T]):
+    """Work that is under way once at most: whoever asks meanwhile gets the same result. Belongs to one loop."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+
+    async def result(self) -> T:
+        """What it comes to; it goes on when who asks is cancelled, for others wait for it, too."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._work())
+        return await asyncio.shield(self._task)
 
 
 def from_other_process(processes: GatewayProcesses | None, scope: MutableMapping[str, Any]) -> bool:
