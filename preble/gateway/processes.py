@@ -5,9 +5,10 @@
                        (SO_REUSEPORT), the workers' events show all of them what is cached where
 
 A process that ends unasked is started again, after half a second at first and 30 s at last, for as long as it takes;
-what it was streaming breaks off. One that cannot start while none has served yet ends everything: the configuration is
-wrong, or the workers are not there. SIGTERM and SIGINT drain all, twice ends them now, SIGHUP goes to all. When the
-parent dies, of whatever, the others drain too. READY is printed once, when all of them answer.
+what it was streaming breaks off. One that answers nothing for `HUNG_SECONDS` is killed, for the kernel would go on
+giving it its share of the connections. One that cannot start while none has served yet ends everything: the
+configuration is wrong, or the workers are not there. SIGTERM and SIGINT drain all, twice ends them now, SIGHUP goes to
+all. When the parent dies, of whatever, the others drain too. READY is printed once, when all of them answer.
 
 Run as `python -m preble.gateway.processes JSON` it is one of the processes: the parent starts them so.
 """
@@ -23,6 +24,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -44,6 +46,8 @@ TURN_SECONDS = 0.1
 START_MARGIN_SECONDS = 300.0  # what a process may take to start beyond waiting for workers
 END_MARGIN_SECONDS = 10.0  # and to end beyond its drain time
 RESTARTS_MAX = 2**31
+HUNG_SECONDS = 10.0
+PULSE_SECONDS = 1.0  # between two questions whether a process answers
 
 
 def serve_processes(args: argparse.Namespace, config: GatewayConfig) -> int:
@@ -65,6 +69,7 @@ class _Fleet:
             self._slot(0).keep_token(self._admin_token)
         self._ready: set[int] = set()  # processes that have served once
         self._failed = False
+        self._hung: deque[tuple[int, ChildProcess]] = deque()  # from the threads that ask
         limits = SupervisorConfig(
             max_restarts=RESTARTS_MAX,
             start_seconds=config.connect_seconds + START_MARGIN_SECONDS,
@@ -83,6 +88,8 @@ class _Fleet:
                     self._take(happening)
                 while signals:
                     self._take_signal(signals.popleft())
+                while self._hung:
+                    self._end_hung(*self._hung.popleft())
                 time.sleep(TURN_SECONDS)
         finally:
             self._supervisor.kill()
@@ -94,7 +101,25 @@ class _Fleet:
         else:
             self._supervisor.drain()
 
+    def _end_hung(self, number: int, child: ChildProcess) -> None:
+        """Kill it; the supervisor starts another one. Not while it drains, which ends by itself."""
+        slot = self._supervisor.slots[number]
+        if slot.child is child and slot.state == "ready":
+            fields = {"process": number}
+            logger.error("process hangs: no answer in %g s", HUNG_SECONDS, extra={"fields": fields})
+            child.kill()
+
+    def _attend(self, number: int, child: ChildProcess) -> None:
+        """In a thread, while it lives: ask it again and again."""
+        while child.poll() is None:
+            if self._slot(number).hangs(HUNG_SECONDS):
+                self._hung.append((number, child))
+            time.sleep(PULSE_SECONDS)
+
     def _take_ready(self, number: int) -> None:
+        child = self._supervisor.slots[number].child
+        if isinstance(child, ChildProcess):  # it may have ended since
+            threading.Thread(target=self._attend, args=(number, child), daemon=True).start()
         first = len(self._ready) < self._count
         self._ready.add(number)
         if first and len(self._ready) == self._count:

@@ -56,6 +56,14 @@ def test_lists_in_variables_are_separated_by_commas() -> None:
         ("a: [", "c.yaml"),
         ("api_keys: [short]", "api_keys: Expected `str` of length >= 8"),
         ("host: 0.0.0.0", "anyone could use the workers"),
+        ("workers: [tcp://a:1, localhost:5001]", r"workers: an address is tcp://HOST:PORT, .* got 'localhost:5001'"),
+        ("workers: [tcp//a:1]", "workers: an address is"),
+        ("workers: [tcp://a]", "workers: an address is"),
+        ("workers: [tcp://a:70000]", "workers: an address is"),
+        ("workers: [tcp://a:1/]", "workers: an address is"),
+        ("workers: [htp://a:1]", "workers: an address is"),
+        ("workers: ['http://a b:1']", "workers: an address is"),
+        ("traces_endpoint: collector:4318", "traces_endpoint must be like http://"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
@@ -113,3 +121,9 @@ def test_what_needs_a_restart_is_distinguished() -> None:
     old = GatewayConfig()
     new = load(None, {"PREBLE_PORT": "1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_JOIN_SHARE": "0.5"}, {}).config
     assert changes(old, new) == ({"policy"}, {"port", "scheduler.join_share"})
+
+
+def test_addresses_of_all_kinds_are_taken() -> None:
+    addresses = ["tcp://10.0.0.5:5001", "tcp://[::1]:5001", "tcp://worker-0.fleet:65535", "ipc:///run/preble/a"]
+    addresses += ["http://host-a:30000", "https://engines.example.com", "http://[fd00::1]:8000/engine/1"]
+    assert load(None, {"PREBLE_WORKERS": ",".join(addresses)}, {}).config.workers == addresses

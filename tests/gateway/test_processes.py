@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -219,6 +221,36 @@ def test_a_change_of_workers_is_made_in_all_processes_and_outlives_a_crash(gatew
         assert any(line["message"].startswith("process exited") for line in gateway.log_lines())
     finally:
         more.stop()
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(gateway: GatewayProcess) -> None:
+    connections(gateway)
+    hung = pid_of(gateway, 1)
+    os.kill(hung, signal.SIGSTOP)
+    until(lambda: pid_of(gateway, 1) not in (0, hung), "another one was started in its place")
+    assert not Path(f"/proc/{hung}/cwd").exists()
+    until(lambda: any("process hangs" in line["message"] for line in gateway.log_lines()), "it is in the log")
+
+
+def test_a_process_hangs_where_it_is_there_and_says_nothing(tmp_path: Path) -> None:
+    slot = ProcessSlot(0, 1, 1, str(tmp_path))
+    assert not slot.hangs(0.05), "nobody is there"
+    with slot.listen() as listener:
+        listener.listen(8)
+        assert slot.hangs(0.05), "somebody is, and says nothing"
+
+        def answer() -> None:
+            for _ in range(2):  # the one that was given up, and the next
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(BrokenPipeError):
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 503 ")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert not slot.hangs(HANG_SECONDS)
+        thread.join()
+    assert not slot.hangs(0.05), "it has ended"
 
 
 def test_sigterm_lets_the_answers_of_all_processes_end(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ A worker's id may hold slashes and colons; its address does as well as its id.
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +23,7 @@ from starlette.responses import Response
 
 from ...errors import UnknownWorker
 from ...router.fleet import FleetWorker
+from ..core.addresses import ADDRESS_FORMS, is_address
 from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, unavailable, wrong
 from ..core.sibling_processes import from_other_process, statuses
@@ -31,10 +31,6 @@ from .http import attended, body_of, json_response, off_loop
 from .schemas import ExplainRequest, WorkerRequest, decode, ids_of, is_given, plain_messages
 
 logger = logging.getLogger("preble.gateway")
-
-_ADDRESS = re.compile(
-    r"(tcp|https?)://([\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})|ipc:///?[\w./@-]{1,100}", re.ASCII
-)
 
 
 class Admin:
@@ -64,7 +60,7 @@ class Admin:
         async with body_of(request, self._gateway) as data:
             body = await off_loop(len(data), decode, data, WorkerRequest)
         if not is_address(body.address):
-            raise wrong("address must be like tcp://HOST:PORT or ipc://PATH", "address")
+            raise wrong(f"address must be like {ADDRESS_FORMS}", "address")
         if body.address in self._fleet:
             raise ApiError(409, f"the worker at {body.address} is there already", param="address", code="duplicate")
         await self._gateway.router.add_worker(body.address)
@@ -152,9 +148,3 @@ class Admin:
             names = ("live_requests", "waiting_requests", "load_seconds", "cached_tokens", "cache_accuracy")
             card |= {name: load[name] for name in names}
         return card | {"load": None if worker.pong is None else msgspec.structs.asdict(worker.pong)}
-
-
-def is_address(text: str) -> bool:
-    """Whether it can be a worker's endpoint."""
-    found = _ADDRESS.fullmatch(text)
-    return found is not None and int(found["port"] or 1) in range(1, 65_536)

@@ -24,6 +24,7 @@ from ...config import SchedulerConfig
 from ...errors import InvalidConfig, MissingExtra
 from ...policies.base import resolve
 from ...transport.security import is_loopback
+from .addresses import ADDRESS_FORMS, is_address, is_url
 
 T = TypeVar("T")
 PREFIX = "PREBLE_"
@@ -210,12 +211,23 @@ def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> Gat
         origin = f" ({origins[name]})" if name in origins else ""
         raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
     resolve(config.policy)
+    _check_addresses(config, origins)
     if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):
         raise InvalidConfig(
             f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "
             "Set api_keys, or insecure: true where something else keeps strangers out"
         )
     return config
+
+
+def _check_addresses(config: GatewayConfig, origins: Mapping[str, str]) -> None:
+    """Raise `InvalidConfig` for an address that can be none."""
+    for address in config.workers:
+        if not is_address(address):
+            origin = f" ({origins['workers']})" if "workers" in origins else ""
+            raise InvalidConfig(f"workers: an address is {ADDRESS_FORMS}, got {address!r}{origin}")
+    if config.traces_endpoint is not None and not is_url(config.traces_endpoint):
+        raise InvalidConfig(f"traces_endpoint must be like http://HOST:PORT/PATH, got {config.traces_endpoint!r}")
 
 
 def is_keyless(config: GatewayConfig) -> bool:

@@ -61,6 +61,21 @@ class ProcessSlot:
         """The admin token that the parent left; None if there is none."""
         return self._token_path.read_text() if self._token_path.exists() else None
 
+    def hangs(self, seconds: float) -> bool:
+        """Whether the process takes a question and says nothing for so long. One that is not there, or ends, does not
+        hang."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(seconds)
+                connection.connect(self.socket_path(self.index))
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                connection.recv(64)
+        except socket.timeout:  # noqa: UP041 - Python 3.10 has no other name for it
+            return True
+        except OSError:
+            return False
+        return False
+
     def listen(self) -> socket.socket:
         """The socket of this process. What an earlier life has left there is replaced."""
         path = Path(self.socket_path(self.index))
