@@ -226,8 +226,12 @@ class AllowList:
 
 def _listing(clients: Path) -> Iterator[tuple[str, int, int, int]]:
     for file in clients.glob("*.key"):
-        status = file.stat()
-        yield file.name, status.st_ino, status.st_size, status.st_mtime_ns
+        try:
+            status = file.stat()
+        except OSError:  # a link to nothing, or just gone: it is no key, and disturbs no other
+            yield file.name, 0, 0, 0
+        else:
+            yield file.name, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _public_key(file: Path) -> bytes:

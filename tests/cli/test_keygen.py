@@ -121,6 +121,16 @@ def test_a_broken_key_shuts_out_itself_alone(tmp_path: Path, caplog: pytest.LogC
     assert "broken.key" in caplog.text
 
 
+def test_a_link_to_nothing_among_the_client_keys_disturbs_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    create_keys(tmp_path)
+    allowed = AllowList(load_server_keys(tmp_path))
+    (tmp_path / "clients/gone.key").symlink_to(tmp_path / "nowhere")
+    assert allowed.callback("", load_client_keys(tmp_path).public)
+    assert "gone.key" in caplog.text
+
+
 def test_without_its_directory_nobody_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_keys(tmp_path)
     keys, client = load_server_keys(tmp_path), load_client_keys(tmp_path).public

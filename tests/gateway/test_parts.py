@@ -5,7 +5,10 @@ bounded labels. Workers are scripted.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from preble.gateway.text.tokenizing import TextCodec
 from preble.gateway.text.unread import UnreadBudget, UnreadPieces
 from preble.router import Router
 from tests.support.gateway import make_tokenizer, swap_letters
+from tests.support.paths import ROOT
 from tests.support.transport import FAST, ScriptedWorker, asynchronous, until
 
 
@@ -252,6 +256,24 @@ async def test_who_stops_reading_gives_everything_back() -> None:
     await anext(stream)
     await stream.aclose()
     assert sorted(closed) == [0, 1] and budget.bytes_used == 0
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def test_warnings_and_failures_of_threads_are_lines_of_json_too() -> None:
+    program = (
+        "import threading, warnings\n"
+        "from preble.gateway.core.logs import log_as_json\n"
+        "log_as_json('info', {'process': 1})\n"
+        "warnings.warn('two\\nlines')\n"
+        "thread = threading.Thread(target=lambda: 1 / 0, name='worker')\n"
+        "thread.start(), thread.join()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    first, second = map(json.loads, ended.stderr.splitlines())
+    assert "two\nlines" in first["message"] and first["process"] == 1
+    assert second["message"].startswith("worker failed") and "ZeroDivisionError" in second["traceback"]
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

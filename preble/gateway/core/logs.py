@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,17 @@ import msgspec
 def log_as_json(level: str, always: Mapping[str, Any]) -> None:
     """Let this process log so; the fields `always` are in every line."""
     logging.basicConfig(level=level.upper(), stream=sys.stderr, force=True)
+    logging.captureWarnings(True)
+    threading.excepthook = _log_end_of_thread
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines(always))
+
+
+def _log_end_of_thread(failure: threading.ExceptHookArgs) -> None:
+    """What a thread failed of."""
+    thread = "a thread" if failure.thread is None else failure.thread.name
+    error = failure.exc_value or failure.exc_type()
+    logging.getLogger("preble.gateway").error("%s failed, which is a defect", thread, exc_info=error)
 
 
 class JsonLines(logging.Formatter):
