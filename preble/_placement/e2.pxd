@@ -63,11 +63,12 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double pressure              # kappa
     double output_tokens         # o
     double evicted_uses          # 2 h
+    double mean_queue            # W
     uint32_t home                # of a known prefix that nobody holds: whose cache it was in last; NONE: it has none
     uint32_t alike               # the last worker weighed had this cost model and held so much:
     uint32_t usable
     double prefill               # P of such a worker
-    double context_seconds       # o b of such a worker
+    double context_seconds       # 0.3 o b of such a worker
 
 cdef struct Outstanding:         # of some workers together
     uint32_t workers

@@ -7,9 +7,9 @@ books what is chosen here.
     queue      Q - D + min(Q', 0.3 s) + 4 ms B what is ahead; a little of it counts twice: decoding goes on in between
     prefill    P                               its own missed tokens
     others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
-    decode     o b C                           its own output in that batch
+    decode     0.3 o b C                       its own output in that batch
     eviction   2 h e P (1 + kappa) + 50 ms     what must be computed again, if it is used as often as the rest; 50 ms
-               or 3 P (1 + kappa) more         for a copy's room, where others hold the prompt and this one does not;
+               or min(3 P (1 + kappa), W) more for a copy's room, where others hold the prompt and this one does not;
                                                or, where nobody does, on every worker but its home
     balance    L / 50 min(2 rho, 1)            so that equals take turns over the window
     credit     what a copy costs here, if saved up  so that copies are made that no request alone would make
@@ -22,6 +22,7 @@ books what is chosen here.
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
        iteration (cost model)                           e  what must be evicted, as a share of what is missed
     kappa  seconds that the fleet's others wait for a second of work (`LoadTracker.pressure`)
+    W      mean Q of all workers: where nobody waits, nothing is gained by what is not moved
     home   who held last what is known of a prompt, and is no holder any more, if nobody still holds more: its siblings
            meet there again, instead of each idle worker computing it once
     rho    L over the time observed: on a fleet with little to do a cache of some hundred tokens outweighs the turns
@@ -68,7 +69,7 @@ cdef double HOLDER_SHARE_MIN = 0.9  # of the longest cached prefix: who holds as
 cdef double BEHIND_SECONDS = 0.3  # of what is ahead, that counts twice
 cdef double REQUEST_SECONDS = 0.004  # by which a live request lengthens the wait for a first token
 cdef double INTERRUPTED_SHARE = 0.1  # of a prefill, that each request which decodes there waits for it
-cdef double SLOWED_SHARE = 0.3   # of what a prompt adds to an iteration, that each request which decodes there pays
+cdef double TOGETHER_SHARE = 0.3  # of its output, that a request decodes with those that are there now
 cdef double EVICTED_USES = 2.0   # of what is evicted, for each use of what is cached
 cdef double MOVED_USES = 3.0     # of what is moved away from its home
 cdef double COPY_SECONDS = 0.05  # for the room that a copy takes of what others hold
@@ -171,7 +172,7 @@ cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held,
     if least_held != NONE:
         seconds = COPY_SECONDS if terms.whole < least_held else 0.0
     elif prices.home != NONE and prices.home != worker:
-        seconds = MOVED_USES * terms.prefill * (1.0 + prices.pressure)
+        seconds = min(MOVED_USES * terms.prefill * (1.0 + prices.pressure), prices.mean_queue)
     terms.eviction += seconds
     terms.total += seconds
 
@@ -265,6 +266,7 @@ cdef class E2:
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
         prices.alike = prices.usable = prices.home = NONE
         prices.prefill = prices.context_seconds = 0.0
+        prices.mean_queue = load_signed(&self.loads.fleet_waiting_ns) * 1e-9 / max(load32(&self.loads.used), 1)
         return prices
 
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil:
@@ -275,7 +277,8 @@ cdef class E2:
         prices.alike = load32(&row.alike)
         prices.usable = usable
         prices.prefill = prefill_seconds(cost, count - usable, count) if cost != NULL else 0.0
-        prices.context_seconds = prices.output_tokens * cost.context_slope if cost != NULL else 0.0
+        prices.context_seconds = (TOGETHER_SHARE * prices.output_tokens * cost.context_slope
+                                  if cost != NULL else 0.0)
 
     cdef double evicted_share(self, uint32_t worker, int64_t missed, const Prices* prices) noexcept nogil:
         """e: what must be evicted for the missed tokens and the expected output, as a share of the missed, 1 at
@@ -316,7 +319,7 @@ cdef class E2:
         terms.prefill = prices.prefill
         terms.queue = self.ahead_seconds(worker, prices.now) + REQUEST_SECONDS * live
         terms.others = (prices.prefill * (prices.pressure + INTERRUPTED_SHARE * live)
-                        + SLOWED_SHARE * prices.context_seconds * request.count * live)
+                        + prices.context_seconds * request.count * live)
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
         terms.eviction = (self.evicted_share(worker, request.count - terms.usable, prices)
                           * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure))
@@ -350,7 +353,7 @@ cdef class E2:
         cdef double ahead = of.ahead / of.workers, live = of.live_requests / of.workers
         return (ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * live
                 + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * live)
-                + prices.context_seconds * (SLOWED_SHARE * request.count * live + of.prompt_tokens / of.workers))
+                + prices.context_seconds * (request.count * live + of.prompt_tokens / of.workers))
 
     cdef void set_credit(self, Terms* terms, uint32_t worker, const Placement* request, const Terms* home,
                          double credit, const Prices* prices) noexcept nogil:

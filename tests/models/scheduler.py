@@ -25,7 +25,7 @@ Path = tuple[Hashable, Tokens]  # (namespace, every token from the prompt's star
 SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
-SLOWED_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
+TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
 WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0
 UNSEEN_SECONDS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
@@ -561,7 +561,8 @@ class NaiveScheduler:
 
     def moved(self, row: Row, prices: Prices) -> Row:
         """What is known has its home elsewhere."""
-        return replace(row, eviction=row.eviction + MOVED_USES * row.prefill * (1.0 + prices.pressure))
+        wait = sum(self.waiting(one) for one in self.accounts.values()) / len(self.accounts)
+        return replace(row, eviction=row.eviction + min(MOVED_USES * row.prefill * (1.0 + prices.pressure), wait))
 
     def mean_price(
         self, home: Row, length: int, prices: Prices, accounts: Collection[Account], ahead_seconds: float
@@ -569,11 +570,11 @@ class NaiveScheduler:
         """What a worker with the mean of these is worth to a request, if it caches what the best holder does."""
         live = [booking for account in accounts for booking in account.live]
         ahead, requests = ahead_seconds / len(accounts), len(live) / len(accounts)
-        context = prices.output * self.accounts[home.worker].cost.context[3]
+        context = TOGETHER_SHARE * prices.output * self.accounts[home.worker].cost.context[3]
         return (
             ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * requests
             + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * requests)
-            + context * (SLOWED_SHARE * length * requests + sum(b.prompt_tokens for b in live) / len(accounts))
+            + context * (length * requests + sum(b.prompt_tokens for b in live) / len(accounts))
         )  # fmt: skip
 
     def waiting(self, account: Account) -> float:
@@ -628,14 +629,14 @@ class NaiveScheduler:
         prefill = account.cost.prefill(length - usable, length)
         live, known = len(account.live), self.tree.confirmed(path, name)
         behind = max(0.0, self.waiting(account) - account.cost.prefill(usable - known, usable))
-        context = prices.output * account.cost.context[3]
+        context = TOGETHER_SHARE * prices.output * account.cost.context[3]
         promised = sum(booking.expected_output for booking in account.live)
         room = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
         evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
         return Row(
             *(name, whole, usable, load, prefill),
             queue=self.ahead(account, now) + min(behind, BEHIND_SECONDS) + REQUEST_SECONDS * live,
-            others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + SLOWED_SHARE * context * length * live,
+            others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure),
             balance=LOAD_SHARE * load * min(1.0, load / (0.5 * self.longest_observed(now))),
