@@ -37,6 +37,7 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CLIENT_GONE = 499  # never sent; what the log and the metrics call it
+PROBED_PATHS = frozenset({"/health", "/ready"})  # by whatever name; they know nothing
 UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
 OTHER = "other"
 # What clients of several routers call the conversation that a request is of; the first that is there counts.
@@ -120,7 +121,7 @@ class Middleware:
         if from_other_process(self._gateway.processes, scope):
             await self._app(scope, receive, send)
             return
-        if self._origins is not None:
+        if self._origins is not None and path not in PROBED_PATHS:
             self._origins.check(headers)
         address = (scope.get("client") or ("unknown",))[0]
         context.key_name = self._keys.name_of(headers, path, scope["method"], address)

@@ -359,6 +359,7 @@ def test_without_keys_pages_of_other_sites_are_refused(
     ):
         status, _, reply = client.call(method, path, body, headers)
         assert (status, reply["error"]["type"]) == (403, "permission_error"), path
+    assert client.call("GET", "/health", None, headers)[0] == client.call("GET", "/ready", None, headers)[0] == 200
     own = {"host": gateway.address, "origin": gateway.url, "sec-fetch-site": "same-origin"}
     assert client.call("POST", "/v1/completions", {"prompt": "ours", "max_tokens": 1}, own)[0] == 200
 

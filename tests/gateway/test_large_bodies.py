@@ -13,7 +13,15 @@ import pytest
 from preble import ManualClock
 from preble.errors import QueueFull
 from preble.gateway.api import schemas
-from preble.gateway.api.schemas import CompletionRequest, ExplainRequest, GenerateRequest, decode, ids_of, prompts_of
+from preble.gateway.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ExplainRequest,
+    GenerateRequest,
+    decode,
+    ids_of,
+    prompts_of,
+)
 from preble.gateway.app import make_app
 from preble.gateway.core.byte_budget import SMALL_BYTES, ByteBudget
 from preble.gateway.core.config import GatewayConfig
@@ -195,6 +203,12 @@ def test_what_cannot_be_answered_is_refused_before_it_is_taken_apart(
     with pytest.raises(ApiError, match=complaint):
         prompts_of(decode(body, CompletionRequest).prompt, "prompt", 1000)
     assert made <= 1024
+
+
+def test_a_chat_has_a_bounded_number_of_messages() -> None:
+    body = b'{"messages": [' + b'{"role":"user"},' * schemas.MESSAGES_MAX + b'{"role":"user"}]}'
+    with pytest.raises(ApiError, match="length <= 16384"):
+        decode(body, ChatRequest)
 
 
 def test_a_field_that_asks_for_something_is_refused_without_taking_it_apart() -> None:

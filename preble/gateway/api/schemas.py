@@ -50,6 +50,7 @@ RawPrompts = Annotated[msgspec.Raw, Meta(extra_json_schema=_PROMPTS_SCHEMA)]
 RawTexts = Annotated[msgspec.Raw, Meta(extra_json_schema=_TEXTS_SCHEMA)]
 NOTHING: Any = msgspec.field(default_factory=lambda: ABSENT)
 PROMPTS_MAX = 1024  # in one body
+MESSAGES_MAX = 16_384  # of one chat
 NEUTRAL_BYTES_MAX = 256  # of what asks for nothing
 
 
@@ -73,6 +74,9 @@ class Message(msgspec.Struct):
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: msgspec.Raw = NOTHING
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
 
 
 def neutral(*values: Any) -> Meta:
@@ -137,7 +141,7 @@ class CompletionRequest(Common):
 class ChatRequest(Common):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
 
 
@@ -172,7 +176,7 @@ class GenerateRequest(msgspec.Struct):
 class ExplainRequest(msgspec.Struct):
     """The body of /v1/preble/explain: a prompt in any of the forms that the other calls take."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     prompt: str | None = None
     token_ids: RawIds = NOTHING
     max_tokens: Count | None = None
