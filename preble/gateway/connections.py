@@ -146,9 +146,20 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._unset_keepalive_if_required()
-        if not self._is_receiving and self._waiting is None:
-            self._wait_for("slow_head", self._limits.head_seconds)
         self._parse(memoryview(data))
+        if not self._is_deaf:
+            self._wait_for_rest()
+
+    def _wait_for_rest(self) -> None:
+        """After what came: a message that is not whole has its time, from its first bytes on."""
+        if self._is_receiving and self._has_head:
+            if self._waiting is None or self._waiting_for != "slow_body":
+                self._wait_for("slow_body", self._limits.body_seconds)
+        elif self._is_receiving or not (self._is_answering or self.timeout_keep_alive_task):
+            if self._waiting is None or self._waiting_for != "slow_head":
+                self._wait_for("slow_head", self._limits.head_seconds)
+        else:
+            self._stop_waiting()
 
     def _parse(self, data: memoryview) -> None:
         try:
@@ -202,8 +213,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def _begin_message(self) -> None:
         self._is_receiving, self._has_head, self._offers_upgrade = True, False, False
         self._head_bytes = self._fields = 0
-        if self._waiting is None:
-            self._wait_for("slow_head", self._limits.head_seconds)
 
     def on_url(self, url: bytes) -> None:
         """A part of the request's target."""
@@ -230,7 +239,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_answering:
             raise RefusedConnection("pipelined")
         self._has_head = True
-        self._wait_for("slow_body", self._limits.body_seconds)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -244,7 +252,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._offers_upgrade:
             return
         self._is_receiving = False
-        self._stop_waiting()
         super().on_message_complete()
         if not self._is_answering:  # it was answered before it was whole
             self._wait_for_next()

@@ -7,7 +7,7 @@ the generation at the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from ...errors import PrebleError
 from ...transport.tasks import running, within
 from ..core.byte_budget import ByteShare
-from ..core.gateway import Gateway
+from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, api_error_of
 
 T = TypeVar("T")
@@ -102,6 +102,17 @@ async def attended(receive: Receive, work: Awaitable[T]) -> T:
         if task.done():
             return task.result()
         raise ClientDisconnect
+
+
+async def token_ids_of(
+    request: Request, gateway: Gateway, prompts: Sequence[str | TokenIds], param: str
+) -> list[TokenIds]:
+    """Token ids of a request's prompts; texts are given up when the client goes away. Raises as `attended` does,
+    `ApiError` or `QueueFull`."""
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if len(ids) == len(prompts):
+        return ids
+    return await attended(request.receive, gateway.tokens_of_all(prompts, param))
 
 
 async def _gone(receive: Receive) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from ..core.gateway import Gateway, TokenIds, decision_headers
 from ..core.request_context import RequestContext, context_of
 from ..text.choices import ChoiceJob, RequestProgress, TextPiece
-from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse
+from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse, token_ids_of
 from .schemas import (
     ABSENT,
     ChatRequest,
@@ -109,7 +109,7 @@ class OpenAI:
             body = await off_loop(len(data), decode, data, CompletionRequest)
             found = await off_loop(len(data), prompts_of, body.prompt, "prompt", self._gateway.max_model_tokens)
             self._gateway.check_choices(len(found.given) * (body.n or 1))
-            prompts = await attended(request.receive, self._gateway.tokens_of_all(found.given, "prompt"))
+            prompts = await token_ids_of(request, self._gateway, found.given, "prompt")
         del data, found  # the answer may take long
         body.prompt = ABSENT
         return await self._answer(request, body, prompts, body.max_tokens, chat=False)

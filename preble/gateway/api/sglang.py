@@ -19,7 +19,7 @@ from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import wrong
 from ..core.request_context import RequestContext, context_of
 from ..text.choices import Choice, ChoiceJob, TextPiece
-from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse
+from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse, token_ids_of
 from .openai import first_of
 from .schemas import (
     ABSENT,
@@ -58,7 +58,7 @@ class Sglang:
             found = await off_loop(len(data), _prompts, body, gateway.max_model_tokens)
             asked = body.sampling_params or SglangSampling()
             gateway.check_choices(len(found.given) * (asked.n or 1))
-            prompts = await attended(request.receive, gateway.tokens_of_all(found.given, "text"))
+            prompts = await token_ids_of(request, gateway, found.given, "text")
         several = found.several
         del data, found  # the answer may take long
         body.text = body.input_ids = ABSENT
