@@ -195,7 +195,7 @@ class TextCodec:
             raise InvalidInput("the prompt has no tokens")
         return np.frombuffer(ids, dtype=np.int32)
 
-    def _encode_chat_now(self, messages: Sequence[Mapping[str, Any]], limit: TokenLimit) -> TokenIds:
+    def _encode_chat_now(self, messages: Sequence[Mapping[str, Any]], limit: TokenLimit = UNLIMITED) -> TokenIds:
         if self.chat_template is None:
             raise InvalidInput("messages: this model has no chat template")
         return self.encode_now(self.chat_template.render(messages), special_tokens=False, limit=limit)
