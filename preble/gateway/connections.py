@@ -28,6 +28,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .core.addresses import counted_as
 from .core.http_errors import ApiError, unavailable
 
 logger = logging.getLogger("preble.gateway")
@@ -118,7 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Count it, or refuse it; then the head has to come."""
         super().connection_made(transport)
-        self._address = None if self.client is None else self.client[0]
+        self._address = None if self.client is None else counted_as(self.client[0])
         why = self._connections.enter(self._address)
         if why is not None:
             self._refuse(

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from ..clock import Clock
 from ..errors import PrebleError
 from .api.http import Receive, Send, error_response
+from .core.addresses import counted_as
 from .core.config import GatewayConfig, is_keyless
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
@@ -123,7 +124,7 @@ class Middleware:
             return
         if self._origins is not None and path not in PROBED_PATHS:
             self._origins.check(headers)
-        address = (scope.get("client") or ("unknown",))[0]
+        address = counted_as((scope.get("client") or ("unknown",))[0])
         context.key_name = self._keys.name_of(headers, path, scope["method"], address)
         if self._limiter is not None and not is_unlogged(path):
             name = context.key_name or address

@@ -9,6 +9,7 @@ import pytest
 
 from preble import cli
 from preble.errors import InvalidConfig
+from preble.gateway.core.addresses import counted_as
 from preble.gateway.core.config import FIELDS, SECRET, GatewayConfig, changes, flag_of, load, shown, variable_of
 
 
@@ -127,3 +128,17 @@ def test_addresses_of_all_kinds_are_taken() -> None:
     addresses = ["tcp://10.0.0.5:5001", "tcp://[::1]:5001", "tcp://worker-0.fleet:65535", "ipc:///run/preble/a"]
     addresses += ["http://host-a:30000", "https://engines.example.com", "http://[fd00::1]:8000/engine/1"]
     assert load(None, {"PREBLE_WORKERS": ",".join(addresses)}, {}).config.workers == addresses
+
+
+@pytest.mark.parametrize(
+    ("address", "counted"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_addresses_that_one_client_may_have_count_as_one(address: str, counted: str) -> None:
+    assert counted_as(address) == counted
