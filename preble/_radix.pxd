@@ -20,14 +20,15 @@ cdef struct Held:                # what each worker holds of a prompt
 
 cdef class RadixTree:
     cdef Tree t
-    cdef dict _roots             # namespace -> root index
-    cdef dict _names             # root index -> namespace
+    cdef dict _roots             # key of a namespace (`find_key`) -> root index
+    cdef dict _names             # root index -> the same key
     cdef object _root_queue      # roots in the order they are looked at for removal
     cdef object __weakref__
     cdef void enter(self) noexcept
     cdef void leave(self) noexcept
+    cdef object key_of(self, object namespace)
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE
-    cdef int forget_empty_roots(self) except -1
+    cdef list forget_empty_roots(self)
     cdef tuple path_to(self, uint32_t i, uint32_t end, uint32_t start=*)
     cdef int need_worker(self, uint32_t worker) except -1
     cdef int need_estimates(self) except -1

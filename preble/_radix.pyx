@@ -16,6 +16,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport load32, load64, store32, store64, store_signed
+from preble._core.dict_keys cimport dict_key, key_value
 from preble._core.tree.audit cimport check_tree, show_tree
 from preble._core.prefix_compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
 from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
@@ -142,18 +143,24 @@ cdef class RadixTree:
     def __exit__(self, *_):
         self.leave()
 
+    cdef object key_of(self, object namespace):
+        """The key of a namespace, known or not; `root_of` takes it in place of the namespace and then runs no code of
+        users. It holds until such code runs or the lock is let go. Raises TypeError for unhashable namespaces."""
+        return dict_key(self._roots, namespace)
+
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE:
         """The namespace's root, NONE if it has none and `create` is false. Raises TypeError for unhashable namespaces,
         TreeFull if a bounded search found no room for a root under max_bytes."""
         cdef TokenRun* run
         cdef uint32_t i
-        found = self._roots.get(namespace)
+        key = dict_key(self._roots, namespace)   # what users' code does is done by now
+        found = self._roots.get(key)
         if found is not None:
             return <uint32_t> found
         if not create:
             return NONE
         if not make_room_for_root(&self.t, 0):
-            self.forget_empty_roots()
+            _forgotten = self.forget_empty_roots()       # kept until the new one is in: letting go may run code
             if not make_room_for_root(&self.t, ROOT_SHED_STEPS):
                 raise TreeFull(f"no room for one more namespace within max_bytes ({self.t.budget.limit})")
         run = new_run(&self.t, 0, NULL, NULL, 0)
@@ -161,24 +168,28 @@ cdef class RadixTree:
             free_run(&self.t, run)
             raise MemoryError("namespace root")
         i = take_node(&self.t, run, NONE)
-        self._roots[namespace] = i               # the namespace has hashed above, and equals no other key
-        self._names[i] = namespace
+        self._roots[key] = i
+        self._names[i] = key
         self._root_queue.append(i)
         return i
 
-    cdef int forget_empty_roots(self) except -1:
-        """Drop namespaces without a prefix and without a pin, a bounded number of candidates at a time."""
+    cdef list forget_empty_roots(self):
+        """Drop namespaces without a prefix and without a pin, a bounded number of candidates at a time; returns their
+        keys."""
         cdef uint32_t i
         cdef Node* root
+        forgotten = []
         for _ in range(min(EMPTY_ROOT_CHECKS, len(self._root_queue))):
             i = self._root_queue.popleft()
             root = node_at(&self.t, i)
             if root.first_child == NONE and root.hits == 0:        # a root's `hits` counts the holds that end on it
-                del self._roots[self._names.pop(i)]
+                key = self._names.pop(i)
+                del self._roots[key]
+                forgotten.append(key)
                 free_node(&self.t, i)
             else:
                 self._root_queue.append(i)
-        return 0
+        return forgotten
 
     cdef tuple path_to(self, uint32_t i, uint32_t end, uint32_t start=0):
         """(namespace, token ids from position `start` to `end`) of the path to a live node. As the writer."""
@@ -191,7 +202,7 @@ cdef class RadixTree:
                 first = start - run.start if start > run.start else 0
                 parts.append([run.tokens[at] for at in range(first, min(run.length, end - run.start))])
             i = node_at(&self.t, i).parent
-        return self._names[i], [token for part in reversed(parts) for token in part]
+        return key_value(self._names[i]), [token for part in reversed(parts) for token in part]
 
     cdef int need_worker(self, uint32_t worker) except -1:
         if worker >= self.t.worker_end or self.t.workers[worker].capacity == 0:
@@ -399,6 +410,8 @@ cdef class RadixTree:
                 self.need_worker(index)
             if not self.walk_python(token_ids, namespace, &walk) or walk.matched == 0:
                 return 0.0
+            if worker is not None:
+                self.need_worker(index)          # what the namespace runs when it is looked up may have removed it
             if worker is None:
                 return hits_estimate(node_at(&self.t, walk.node).hits, at, self.t.window_seconds)
             entry = find_entry(node_at(&self.t, walk.node), self.t.workers[index].key)
@@ -438,10 +451,11 @@ cdef class RadixTree:
         try:
             check_tokens(&view, 0)
             with self:
+                key = self.key_of(namespace)
                 if worker is not None:
                     index = worker
                     self.need_worker(index)
-                return self.insert_view(&view, at, index, namespace, is_hit)
+                return self.insert_view(&view, at, index, key, is_hit)
         finally:
             release_tokens(&view)
 
@@ -470,6 +484,7 @@ cdef class RadixTree:
             self.need_worker(worker)
             if not self.walk_python(token_ids, namespace, &walk) or walk.matched <= kept_tokens:
                 return 0
+            self.need_worker(worker)             # what the namespace runs when it is looked up may have removed it
             while node_at(&self.t, walk.node).run.start > kept_tokens:
                 walk.node = node_at(&self.t, walk.node).parent
             return drop_below(&self.t, walk.node, self.t.workers[worker].key, kept_tokens)

@@ -276,6 +276,7 @@ class GlobalScheduler(RequestApi):
         with self._lock:
             worker, now = self._worker(worker_id), self.now()
             orphans = self.core.close_worker(worker.index)
+            worker.blocks.close()
             if self._rebalancer is not None:
                 self._rebalancer.worker_left(worker.index, now)
             del self._workers[worker_id]

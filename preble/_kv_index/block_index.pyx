@@ -16,18 +16,20 @@ from preble._kv_index.block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment,
 from preble._kv_index.block_table cimport clear_table, find_key, find_name, name_of
 from preble._kv_index.decode cimport STORED, Event, Key
 from preble._kv_index.event_batch cimport EventBatch, check_hashable, key_of
+from preble._core.dict_keys cimport HashedKey
 from preble._core.tree.layout cimport Node, Tree, generation, is_same_node, node_at, run_end
 from preble._core.memory cimport CHUNK, NONE, budget_alloc, budget_free, charged
 from preble._radix cimport RadixTree
 from preble._core.tree.operations cimport set_limit
 from preble._kv_index.cache_accuracy cimport CacheAccuracy, WorkerAccuracy
 
-from ..errors import InvalidConfig, InvalidInput, TreeFull
+from ..errors import InvalidConfig, InvalidInput, TreeFull, UnknownWorker
 from ..types import PrefixEvicted, check_int
 
 cdef enum:
     BLOCKS_MAX = 1 << 26         # of a slab
     EVENTS_AT_ONCE = 4096        # event objects decoded before they are applied
+    KEY_TRIES = 8                # times a namespace may vanish while those beside it are hashed and compared
 
 
 cdef uint32_t parting(Tree* t, const Place* one, const Place* other) noexcept nogil:
@@ -52,6 +54,8 @@ cdef bint is_there(Tree* t, const Place* place) noexcept nogil:
     return (place.node < t.nodes.chunk_count * <uint32_t> CHUNK
             and is_same_node(t, place.node, place.generation) and place.end <= run_end(node_at(t, place.node).run))
 
+NO_ROOM = object()               # in place of a namespace's key: the tree has no room for its root
+
 
 cdef class BlockIndex:
     """What one worker's engine says it caches, by block hash, and the marks that follow from it. Thread-safe.
@@ -70,6 +74,7 @@ cdef class BlockIndex:
         self.rows = {}
         self.names = []
         self.free_rows = []
+        self.let_go = []
         self.known_namespaces = {}
 
     def __dealloc__(self):
@@ -79,6 +84,10 @@ cdef class BlockIndex:
     def __len__(self) -> int:
         """Known blocks."""
         return self.b.table.count
+
+    def close(self) -> None:
+        """Its worker was removed: events that are on their way here find no worker."""
+        self.closed = True
 
     # --- what it is compared with ---
 
@@ -178,14 +187,18 @@ cdef class BlockIndex:
         cdef int64_t unplaced = self.b.orphans + self.b.conflicts + self.b.keyed
         with self.tree:
             self.tree.need_estimates()
+            keys = self.space_keys(batch, namespace)     # what users' code does is done by now
+            if self.closed:
+                raise UnknownWorker("the worker of these events was removed")
             self.tree.need_worker(self.b.index)
             self.b.worker = key = self.tree.t.workers[self.b.index].key
             try:
-                self.place_events(batch, namespace)
+                self.place_events(batch, keys)
                 with nogil:
                     outcome = apply_batch(&self.b, &self.tree.t, &batch.batch, now, &changed)
             finally:
                 self.release_room()
+                _given_up, self.let_go = self.let_go, []
             if self.accuracy is not None and self.b.worker != key:
                 self.accuracy.cleared(self.b.index)
             if self.accuracy is not None and self.b.stores != stores:
@@ -209,7 +222,27 @@ cdef class BlockIndex:
 
     # --- namespaces ---
 
-    cdef int place_events(self, EventBatch batch, object namespace) except -1:
+    cdef list space_keys(self, EventBatch batch, object namespace):
+        """The keys of a batch's namespaces in the tree, that of `namespace` last. Hash and equality of namespaces run
+        here, and may do anything. One that is not its own key has a root at once, so that the tree knows it by this
+        key; NO_ROOM where there is none for one, or it never stays."""
+        for _ in range(KEY_TRIES):
+            keys = []
+            for one in (*batch.namespaces, namespace):
+                check_hashable("namespace", one)
+                key = self.tree.key_of(one)
+                if type(key) is HashedKey:
+                    try:
+                        self.tree.root_of(key, True)
+                    except TreeFull:
+                        key = NO_ROOM
+                keys.append(key)
+            strange = [key for key in keys if type(key) is HashedKey and key not in self.tree._roots]
+            if not strange:
+                return keys
+        return [NO_ROOM if key in strange else key for key in keys]
+
+    cdef int place_events(self, EventBatch batch, list keys) except -1:
         """Give each event that starts prompts or names a namespace its row."""
         cdef uint32_t i, plain = NONE
         cdef Event* event
@@ -220,19 +253,19 @@ cdef class BlockIndex:
             if event.kind != STORED or (event.has_parent and event.namespace < 0):
                 continue
             if event.namespace >= 0:
-                event.space = self.row_of(batch.namespaces[event.namespace], event.lora, event.salted,
-                                          event.extra_first)
+                event.space = self.row_of(keys[event.namespace], event.lora, event.salted, event.extra_first)
                 continue
             if plain == NONE:
-                plain = self.row_of(namespace, 0, 0, 0)
+                plain = self.row_of(keys[len(keys) - 1], 0, 0, 0)
             event.space = plain
         return 0
 
-    cdef uint32_t row_of(self, object namespace, uint64_t lora, uint64_t salted, uint64_t extra) except? 0xFFFFFFFE:
+    cdef uint32_t row_of(self, object space, uint64_t lora, uint64_t salted, uint64_t extra) except? 0xFFFFFFFE:
         """The row of a namespace, with a root in the tree; NONE if there is no room for one."""
         cdef uint32_t row
-        check_hashable("namespace", namespace)
-        key = (namespace, lora, salted, extra)
+        if space is NO_ROOM:
+            return NONE
+        key = (space, lora, salted, extra)
         found = self.rows.get(key)
         row = self.free_row() if found is None else <uint32_t> found
         if row == NONE:
@@ -248,7 +281,7 @@ cdef class BlockIndex:
         self.b.spaces[row].call = self.calls
         if space_root(&self.b, &self.tree.t, row) == NONE:
             try:
-                self.b.spaces[row].root = self.tree.root_of(namespace, True)
+                self.b.spaces[row].root = self.tree.root_of(space, True)
             except TreeFull:
                 return NONE
             self.b.spaces[row].generation = generation(node_at(&self.tree.t, self.b.spaces[row].root))
@@ -262,6 +295,7 @@ cdef class BlockIndex:
             return self.free_rows.pop()
         for row in range(room):
             if self.b.spaces[row].blocks == 0 and self.b.spaces[row].call != self.calls and self.names[row]:
+                self.let_go.append(self.names[row])
                 del self.rows[self.names[row]]
                 self.names[row] = None
                 self.free_rows.append(row)
@@ -288,6 +322,7 @@ cdef class BlockIndex:
         budget_free(&self.b.table.budget, self.b.spaces, <int64_t> self.b.space_room * sizeof(Space))
         self.b.spaces = NULL
         self.b.space_room = 0
+        self.let_go += self.names
         self.rows.clear()
         self.names.clear()
         self.free_rows.clear()

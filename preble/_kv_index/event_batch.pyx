@@ -16,6 +16,7 @@ from preble._kv_index.decode cimport (BATCH, CLEARED, HASH_BYTES_MAX, HASH_TOO_L
                                       NO_FIT, OUT_OF_MEMORY, REMOVED, STORED, TIME, WRONG_TYPE, Batch, Event, Fault,
                                       Key, Slice, close_batch, decode, empty_batch, keep_event, key_item, need_keys,
                                       need_tokens, take_prints)
+from preble._core.dict_keys cimport find_key
 from preble._core.msgpack_reader cimport (BAD_TOKEN, BYTES_ITEM, CUT_SHORT, FINE, INT_ITEM, RESERVED_BYTE, TOO_LONG,
                                           Item, Reader, read_item)
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
@@ -132,13 +133,16 @@ cdef class EventBatch:
             event = &self.batch.events[i]
             if event.kind != STORED or event.has_parent or not names_more(event):
                 continue
-            key = (event.lora, event.salted, event.extra_first, namespace)
-            if key not in known:
+            key = find_key(known, (event.lora, event.salted, event.extra_first, namespace))
+            if key in known:
+                answer = known[key]
+            else:
+                answer = self.namespace_for(event, namespace, namespace_of, True)
                 if len(known) >= KNOWN_MAX:
                     known.clear()
-                known[key] = self.namespace_for(event, namespace, namespace_of, True)
+                known[key] = answer
             event.namespace = len(self.namespaces)
-            self.namespaces.append(known[key])
+            self.namespaces.append(answer)
         return 0
 
     cdef object namespace_for(self, Event* event, object namespace, object namespace_of, bint or_bytes):

@@ -31,7 +31,7 @@ cdef class DecisionCore(E2):
     cdef readonly Redirects redirects
     cdef readonly list names     # worker id by index, None where free
     cdef tuple names_now         # the same, never changed
-    cdef readonly dict leases    # request id -> lease key, or PENDING
+    cdef readonly dict leases    # request key (`find_key`) -> lease key, or PENDING
     cdef readonly uint32_t live_max
     cdef readonly TimingSamples timings  # what the workers' speed is known by; None: nobody wants to know
     cdef readonly uint32_t eligible_workers
@@ -39,12 +39,12 @@ cdef class DecisionCore(E2):
     cdef readonly dict left_out  # workers left out of the decision being made, by index: which requests they take else
     cdef public int64_t late_calls               # about requests that were not live
     cdef int serve(self, uint32_t index, uint32_t eligible) except -1
-    cdef int begin(self, Placement* request, TokenView* view, object namespace, int64_t max_new_tokens,
+    cdef int begin(self, Placement* request, TokenView* view, object space, int64_t max_new_tokens,
                    double now) except -1
     cdef int bind_root(self, Placement* request, object namespace, bint create) except -1
     cdef uint32_t choose_with(self, object policy, object asked, Placement* request) except? 0xFFFFFFFE
-    cdef Decision booked(self, Placement* request, Choice* choice, object request_id, object namespace, str reason,
-                         object costs)
+    cdef Decision booked(self, Placement* request, Choice* choice, object request_id, object key, object space,
+                         str reason, object costs)
     cdef void size_up_one(self, const Placement* request, uint32_t worker) noexcept nogil
     cdef bint redirect(self, const Placement* request, Choice* choice) noexcept nogil
     cdef str choose(self, Placement* request, object policy, object asked, Choice* choice)
@@ -55,6 +55,7 @@ cdef class DecisionCore(E2):
     cdef str chosen_name(self, const Choice* choice)
     cdef int raise_outcome(self, int outcome) except -1
     cdef Lease* live_lease(self, int64_t key) noexcept nogil
+    cdef int64_t lease_key(self, object key) except? -1
     cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil
     cdef int prefilled(self, int64_t key, int64_t cached_tokens, double now) noexcept nogil
     cdef int ended(self, int64_t key, int64_t output_tokens, int64_t cached_tokens, double now) noexcept nogil

@@ -15,6 +15,7 @@ from libc.string cimport memset
 
 from preble._placement.decision cimport Decision, new_decision
 from preble._core.atomic cimport load64, store32
+from preble._core.dict_keys cimport dict_key
 from preble._cost cimport Cost, CostModel, Lease, LoadTracker, Row, nanoseconds, prefill_seconds
 from preble._placement.prefix_groups cimport Groups
 from preble._placement.redirects cimport Redirect, Redirects, RedirectTable, find_redirect, load_redirects
@@ -43,6 +44,11 @@ cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
     ROOT_TRIES = 8               # times a namespace may vanish under a call before it goes unremembered
 REASON_NAMES = ("exploit", "explore", "escape", "rebalance", "replica", "rendezvous")
+
+
+cdef object exact(object name):
+    """A worker's id as a str itself, whose hash and equality run no code; what is none stays what it is."""
+    return str.__str__(name) if isinstance(name, str) and type(name) is not str else name
 
 
 cdef class DecisionCore(E2):
@@ -94,7 +100,7 @@ cdef class DecisionCore(E2):
         return index
 
     def close_worker(self, uint32_t index) -> list[object]:
-        """Forget a worker: marks, account, index. Its leases live on until they end; returns their requests' ids.
+        """Forget a worker: marks, account, index. Its leases live on until they end; returns their requests' keys.
 
         Python's lock is held from end to end, so a request that is booked here and whose caller does not know it yet
         finds out (`chosen_name`).
@@ -131,6 +137,7 @@ cdef class DecisionCore(E2):
         """Take workers out of the decision that is being made, until `take_back` is given what this returns. Under both
         locks. Raises UnknownWorker, and NoWorkers where there are none at all."""
         cdef uint32_t index
+        names = [exact(name) for name in names]
         indices = dict.fromkeys([self.index_of(name) for name in names])
         self.need_workers()
         left_out = [index for index in indices if index not in self.left_out]
@@ -149,21 +156,23 @@ cdef class DecisionCore(E2):
 
     def index_of(self, name) -> int:
         """A worker's index. Raises UnknownWorker."""
-        if not isinstance(name, str) or name not in self.names:
+        name = exact(name)
+        if type(name) is not str or name not in self.names:
             there = ", ".join([one for one in self.names if one is not None])
             raise UnknownWorker(f"no worker {name!r}; there are {there or 'none'}")
         return self.names.index(name)
 
-    cdef int begin(self, Placement* request, TokenView* view, object namespace, int64_t max_new_tokens,
+    cdef int begin(self, Placement* request, TokenView* view, object space, int64_t max_new_tokens,
                    double now) except -1:
-        """A placement request for these tokens, walked as far as the tree goes. For writers."""
+        """A placement request for these tokens, walked as far as the tree goes, in the namespace with the key `space`.
+        For writers. Runs no code of users."""
         request.tokens = view.data
         request.count = view.count
         request.max_new_tokens = max_new_tokens
         request.now = now
         request.everyone = True
         request.from_peer = False
-        self.bind_root(request, namespace, False)
+        self.bind_root(request, space, False)
         if request.root != NONE:
             request.walk = tree_walk(&self.tree.t, request.walk, view.data, view.count)
         check_tokens(view, request.walk.matched)
@@ -357,42 +366,44 @@ cdef class DecisionCore(E2):
             raise MemoryError("GlobalScheduler.schedule")
         return 0
 
-    def schedule(self, token_ids, object request_id, object namespace, int64_t max_new_tokens, double now,
+    def schedule(self, token_ids, object request_id, object key, object namespace, int64_t max_new_tokens, double now,
                  object policy, object asked, bint with_costs) -> Decision:
-        """Decide and book with every worker weighed, under both locks. `policy` None is E2; else a `Policy`, given
-        `asked` (its RequestView). Errors change nothing."""
+        """Decide and book, under the key that is claimed, with every worker weighed; under both locks. `policy` None is
+        E2; else a `Policy`, given `asked` (its RequestView). Errors change nothing."""
         cdef TokenView view
         cdef Placement request
         cdef Choice choice
-        self.need_room(request_id)
-        self.need_eligible()
         view_tokens(token_ids, &view)
         try:
-            self.begin(&request, &view, namespace, max_new_tokens, now)
+            space = self.tree.key_of(namespace)
+            self.need_eligible()
+            self.begin(&request, &view, space, max_new_tokens, now)
             self.loads.advance(now)
             reason = self.choose(&request, policy, asked, &choice)
             if policy is not None:
-                self.need_room(request_id)     # a policy that called this scheduler may have changed anything
+                space = self.tree.key_of(namespace)    # a policy that called this scheduler may have changed anything
                 if choice.worker >= self.tree.t.worker_end or not self.loads.rows[choice.worker].eligible:
                     raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
-                self.begin(&request, &view, namespace, max_new_tokens, now)
+                self.begin(&request, &view, space, max_new_tokens, now)
                 self.size_up_one(&request, choice.worker)
             choice.usable = self.scratch.terms[choice.worker].usable
             costs = self.costs() if with_costs else None
-            return self.booked(&request, &choice, request_id, namespace, reason, costs)
+            return self.booked(&request, &choice, request_id, key, space, reason, costs)
         finally:
             release_tokens(&view)
 
-    def book_on(self, uint32_t worker, token_ids, object request_id, object namespace, int64_t max_new_tokens,
-                double now) -> Decision:
-        """Book a request that was placed on a worker elsewhere. Errors change nothing."""
+    def book_on(self, uint32_t worker, token_ids, object request_id, object key, object namespace,
+                int64_t max_new_tokens, double now) -> Decision:
+        """Book a request that was placed on a worker elsewhere, under the key that is claimed. Errors change nothing.
+        Raises UnknownWorker if the worker was removed by what the arguments run."""
         cdef TokenView view
         cdef Placement request
         cdef Choice choice
-        self.need_room(request_id)
         view_tokens(token_ids, &view)
         try:
-            self.begin(&request, &view, namespace, max_new_tokens, now)
+            space = self.tree.key_of(namespace)
+            self.tree.need_worker(worker)
+            self.begin(&request, &view, space, max_new_tokens, now)
             request.from_peer = True
             self.loads.advance(now)
             self.size_up_one(&request, worker)
@@ -400,17 +411,17 @@ cdef class DecisionCore(E2):
             choice.credited = NONE
             choice.usable = self.scratch.terms[worker].usable
             choice.reason = EXPLOIT if choice.usable > request.count * self.exploit_ratio else EXPLORE
-            return self.booked(&request, &choice, request_id, namespace, "peer", None)
+            return self.booked(&request, &choice, request_id, key, space, "peer", None)
         finally:
             release_tokens(&view)
 
-    cdef Decision booked(self, Placement* request, Choice* choice, object request_id, object namespace, str reason,
-                         object costs):
+    cdef Decision booked(self, Placement* request, Choice* choice, object request_id, object key, object space,
+                         str reason, object costs):
         """Book what was chosen, in a namespace that may be new."""
         if request.root == NONE:
-            self.bind_root(request, namespace, True)
+            self.bind_root(request, space, True)
         self.raise_outcome(self.commit(request, choice))
-        self.leases[request_id] = choice.lease
+        self.leases[key] = choice.lease
         return new_decision(request_id, self.names[choice.worker], choice.usable, request.count, reason, costs)
 
     cdef void size_up_one(self, const Placement* request, uint32_t worker) noexcept nogil:
@@ -464,10 +475,10 @@ cdef class DecisionCore(E2):
         clear_scratch(&self.scratch)
         return REASON_NAMES[choice.reason]
 
-    def need_room(self, object request_id) -> None:
-        """Raise DuplicateRequest if the id is live, QueueFull if as many requests are live as may be."""
-        if request_id in self.leases:
-            raise DuplicateRequest(f"request_id {request_id!r} is live")
+    def need_room(self, object key) -> None:
+        """Raise DuplicateRequest if the key is that of a live request, QueueFull if as many are live as may be."""
+        if key in self.leases:
+            raise DuplicateRequest(f"request_id {key!r} is live")
         if len(self.leases) >= self.live_max:
             raise QueueFull(f"{self.live_max} requests are live, the most allowed (SchedulerConfig.live_requests_max)")
 
@@ -635,12 +646,24 @@ cdef class DecisionCore(E2):
         self.loads.void_lease(lease, now)
         return DONE
 
+    # --- live requests, by key: a user's id is made one by `live_key` ---
+
+    def live_key(self, object request_id) -> object:
+        """A live request's key, None if it is not live. Raises what hash and equality of the id do."""
+        key = dict_key(self.leases, request_id)
+        return key if key in self.leases else None
+
+    cdef int64_t lease_key(self, object key) except? -1:
+        found = self.leases.get(key)
+        return PENDING if found is None else <int64_t> found
+
     def renew(self, object request_id, double now) -> bool:
         """Note a sign of life of a live request. False if it is not live, or just being placed."""
         cdef Lease* lease
         cdef double seconds
+        key = dict_key(self.leases, request_id)
         with self.tree:
-            lease = self.live_lease(<int64_t> self.leases.get(request_id, PENDING))
+            lease = self.live_lease(self.lease_key(key))
             if lease == NULL:
                 return False
             seconds = now - lease.booked_at
@@ -653,44 +676,45 @@ cdef class DecisionCore(E2):
     def seen_at(self, object request_id) -> float:
         """When a live request was booked or last renewed; infinity if it is not live, or just being placed."""
         cdef Lease* lease
+        key = dict_key(self.leases, request_id)
         with self.tree:
-            lease = self.live_lease(<int64_t> self.leases.get(request_id, PENDING))
+            lease = self.live_lease(self.lease_key(key))
             return INFINITY if lease == NULL else lease.booked_at + lease.renewed_seconds
 
     def unseen_since(self, double then) -> list[object]:
-        """Ids of live requests booked before a time and not renewed since. They are known in booking order, so it is
+        """Keys of live requests booked before a time and not renewed since. They are known in booking order, so it is
         O(those booked before)."""
-        cdef PyObject* request_id
+        cdef PyObject* request
         cdef PyObject* key
         cdef Py_ssize_t place = 0
         cdef Lease* lease
         found = []
         with self.tree:
-            while PyDict_Next(self.leases, &place, &request_id, &key):       # no other code runs in this loop
+            while PyDict_Next(self.leases, &place, &request, &key):          # no other code runs in this loop
                 lease = self.live_lease(<int64_t> <object> key)
                 if lease != NULL and lease.booked_at >= then:
                     break
                 if lease != NULL and lease.booked_at + lease.renewed_seconds < then:
-                    found.append(<object> request_id)
+                    found.append(<object> request)
         return found
 
     def live_on(self, uint32_t worker) -> list[object]:
-        """Ids of a worker's live requests. O(live requests)."""
-        cdef PyObject* request_id
+        """Keys of a worker's live requests. O(live requests)."""
+        cdef PyObject* request
         cdef PyObject* key
         cdef Py_ssize_t place = 0
         cdef Lease* lease
         found = []
         with self.tree:
-            while PyDict_Next(self.leases, &place, &request_id, &key):
+            while PyDict_Next(self.leases, &place, &request, &key):
                 lease = self.live_lease(<int64_t> <object> key)
                 if lease != NULL and lease.worker == worker and self.loads.is_current(lease):
-                    found.append(<object> request_id)
+                    found.append(<object> request)
         return found
 
     def lease(self, object request_id) -> dict[str, object]:
-        """A live request's booking."""
-        cdef Lease* lease = self.live_lease(<int64_t> self.leases[request_id])
+        """A live request's booking. Raises KeyError for one that is not live."""
+        cdef Lease* lease = self.live_lease(<int64_t> self.leases[dict_key(self.leases, request_id)])
         if lease == NULL:                        # being placed, or just ended
             return {"worker": None, "prefilled": False, "booked_at": INFINITY}
         current = self.loads.is_current(lease)

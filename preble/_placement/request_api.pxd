@@ -27,15 +27,17 @@ cdef class RequestApi:
     cdef double time(self) except? -1.0
     cdef bint is_observed(self, bint* explain) except -1
     cdef object claim(self, object request_id)
+    cdef int give_up(self, object key) except -1
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
                                 object exclude, bint explain)
     cdef int count_reason(self, str reason) except -1
     cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now)
     cdef object key_of(self, object request_id)
+    cdef int64_t lease_of(self, object key) except? -1
     cdef bint end(self, object request_id, object output_tokens, object cached_tokens) except -1
-    cdef bint give_back(self, object request_id, double now) except -1
-    cdef bint answer(self, int ending, Call call, object request_id, double now, int64_t cached_tokens,
+    cdef bint give_back(self, object key, double now) except -1
+    cdef bint answer(self, int ending, Call call, object key, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1
-    cdef int report_ending(self, Call call, object request_id, double now, int64_t cached_tokens,
+    cdef int report_ending(self, Call call, object key, double now, int64_t cached_tokens,
                            int64_t output_tokens) except -1

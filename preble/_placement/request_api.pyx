@@ -9,8 +9,11 @@ observers. What the calls do to the core is in `bookings.pyx`; workers, events a
     with Python's lock        the answer                                                            here
 
 That is how a long prompt is placed. One of up to SHORT_TOKENS, and any end of a request, keeps Python's lock
-throughout if the writers' lock is free: it is done sooner than Python's lock changes hands and comes back. The
-request id is claimed before Python's lock is let go, so two calls with one id cannot both be placed.
+throughout if the writers' lock is free: it is done sooner than Python's lock changes hands and comes back.
+
+The request id is claimed before Python's lock is let go and before any policy is asked, so two calls with one id cannot
+both be placed. Its hash and equality may be Python code, which may call anything here; that runs before the claim
+(`_core/dict_keys.pyx`). From then on the request is known by its key.
 """
 
 from cpython.dict cimport PyDict_Size
@@ -22,6 +25,7 @@ from libc.string cimport memcpy
 
 from preble._placement.decision cimport Decision, Match, new_decision
 from preble._core.atomic cimport load64
+from preble._core.dict_keys cimport dict_key
 from preble._placement.bookings cimport LATE, PENDING, TOO_MANY_CACHED, DecisionCore
 from preble._core.manual_clock cimport ManualClock
 from preble._placement.e2 cimport Choice, Placement, Scratch, Terms, free_scratch, new_scratch, rows_of
@@ -130,18 +134,19 @@ def output_limit(max_new_tokens) -> int:
 
 class RequestObserver:
     """Base of those who follow requests: whoever looks on overrides what concerns it. Every call comes under the
-    writers' lock, with the clock's time in seconds. A call that fails, or is late, is not reported."""
+    writers' lock, with the clock's time in seconds. A call that fails, or is late, is not reported. `key`: what the
+    request is distinguished by while it is live; its hash and equality run no code of users."""
 
-    def on_decision(self, decision, before, double now) -> None:
+    def on_decision(self, key, decision, before, double now) -> None:
         """A request was placed. `before`: what this observer was given, or has noted itself, before the decision."""
 
-    def on_first_token(self, request_id, double now, cached_tokens) -> None:
+    def on_first_token(self, key, double now, cached_tokens) -> None:
         """A live request has its first token; `cached_tokens` is None where the engine did not say."""
 
-    def on_finish(self, request_id, double now, cached_tokens, output_tokens) -> None:
+    def on_finish(self, key, double now, cached_tokens, output_tokens) -> None:
         """A live request is done, its id not free yet; what nobody said is None."""
 
-    def on_cancel(self, request_id, double now) -> None:
+    def on_cancel(self, key, double now) -> None:
         """A live request's booking was given back, its id not free yet."""
 
     # What only the observer of a `RequestApi` is asked, not its policy's state.
@@ -189,7 +194,7 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
     try:
         if policy is not None:
             with core.tree:
-                core.begin(&placement, &view, namespace, max_new_tokens, now)
+                core.begin(&placement, &view, core.tree.key_of(namespace), max_new_tokens, now)
                 core.loads.advance(now)
                 reason = core.choose(&placement, policy, request, &choice)
                 return choice.worker, reason, view.count, rows_of(&core.scratch), core.names_now
@@ -321,8 +326,6 @@ cdef class RequestApi:
             limit = whole("max_new_tokens", max_new_tokens, 1)
         if namespace is not None:
             hashable("namespace", namespace)
-        if request_id is not None:
-            hashable("request_id", request_id)
         observed = self._observer is not None and self.is_observed(&explain)
         if explain or observed or exclude is not _NOTHING or self._policy is not None:
             return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain)
@@ -353,22 +356,28 @@ cdef class RequestApi:
         return self.time()
 
     cdef object claim(self, object request_id):
-        """Mark a request id as being placed, made up if it is None; returns it."""
+        """Mark a request id as being placed, made up if it is None; returns its key. No code of users runs between the
+        look at what is live and the mark."""
         cdef dict leases = self.core.leases
         cdef int64_t number = self.sequence
-        cdef Py_ssize_t known = PyDict_Size(leases)
-        if known >= self.core.live_max:
-            self.core.need_room(request_id)
-        if request_id is not None:
-            if PyDict_SetDefault(leases, request_id, _PENDING) != <PyObject*> _PENDING or PyDict_Size(leases) == known:
-                raise DuplicateRequest(f"request_id {request_id!r} is live")
-            return request_id
+        cdef Py_ssize_t known
         while True:
-            request_id = numbered(number)
-            PyDict_SetDefault(leases, request_id, _PENDING)
+            key = self.key_of(numbered(number) if request_id is None else request_id)
+            known = PyDict_Size(leases)
+            if known >= self.core.live_max:
+                self.core.need_room(None if request_id is None else key)
+            PyDict_SetDefault(leases, key, _PENDING)
             if PyDict_Size(leases) > known:
-                return request_id
+                return key
+            if request_id is not None:
+                raise DuplicateRequest(f"request_id {request_id!r} is live")
             number += 1
+
+    cdef int give_up(self, object key) except -1:
+        """Take the mark of a request that was not placed away."""
+        if self.core.leases.get(key) == PENDING:
+            del self.core.leases[key]
+        return 0
 
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit):
         """The quick way: E2 decides and books without a look at who is no candidate."""
@@ -380,7 +389,7 @@ cdef class RequestApi:
         request.now = self.time()
         request.max_new_tokens = limit
         core.need_workers()
-        request_id = self.claim(request_id)
+        key = self.claim(request_id)
         try:
             view_tokens(token_ids, &view)
             try:
@@ -388,13 +397,13 @@ cdef class RequestApi:
             finally:
                 release_tokens(&view)
         except BaseException:
-            core.leases.pop(request_id, None)
+            self.give_up(key)
             raise
-        core.leases[request_id] = choice.lease
+        core.leases[key] = choice.lease
         self.sequence += 1
         self.scheduled += 1
         self.reasons[<int> choice.reason] += 1
-        return new_decision(request_id, name, choice.usable, request.count,
+        return new_decision(key if request_id is None else request_id, name, choice.usable, request.count,
                             REASON_NAMES[<int> choice.reason], None)
 
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
@@ -402,35 +411,36 @@ cdef class RequestApi:
         """The way where every worker is weighed, some are left out, or somebody looks on: under both locks."""
         cdef DecisionCore core = self.core
         cdef Decision decision
-        cdef int64_t number = self.sequence
         cdef double now
         before = None
         with core.tree:
             now = self.time()
-            while request_id is None:
-                text = numbered(number)
-                request_id = None if text in core.leases else text
-                number += 1
-            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
-            left_out = core.leave_out(list(iterable("exclude", exclude)))
+            key = self.claim(request_id)
+            if request_id is None:
+                request_id = key
             try:
-                if self._observer is not None:
-                    core.need_room(request_id)   # what is wrong with the request is found before anybody looks at it
-                    core.need_eligible()
-                    estimated_match(core, token_ids, namespace)
-                    core.advance(now)
-                    before = self._observer.before_decision(core, self._policy, request, now, explain)
-                decision = core.schedule(token_ids, request_id, namespace, output_limit(max_new_tokens), now,
-                                         self._policy, request, explain)
-            finally:
-                core.take_back(left_out)
+                request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
+                left_out = core.leave_out(list(iterable("exclude", exclude)))
+                try:
+                    if self._observer is not None:
+                        core.need_eligible()     # what is wrong with the request is found before anybody looks at it
+                        estimated_match(core, token_ids, namespace)
+                        core.advance(now)
+                        before = self._observer.before_decision(core, self._policy, request, now, explain)
+                    decision = core.schedule(token_ids, request_id, key, namespace, output_limit(max_new_tokens), now,
+                                             self._policy, request, explain)
+                finally:
+                    core.take_back(left_out)
+            except BaseException:
+                self.give_up(key)
+                raise
             self.sequence += 1
             self.scheduled += 1
             self.count_reason(decision.reason)
             if self._policy_state is not None:
-                self._policy_state.on_decision(decision, request, now)
+                self._policy_state.on_decision(key, decision, request, now)
             if self._observer is not None:
-                self._observer.on_decision(decision, before, now)
+                self._observer.on_decision(key, decision, before, now)
             return decision
 
     cdef int count_reason(self, str reason) except -1:
@@ -452,15 +462,18 @@ cdef class RequestApi:
         Raises InvalidInput, InvalidTokens. Under the writers' lock."""
         hashable("namespace of an event", namespace)
         limit = output_limit(max_new_tokens)
-        if request_id in self.core.leases:
-            return False
-        request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
         try:
-            decision = self.core.book_on(worker, token_ids, request_id, namespace, limit, now)
-        except QueueFull:
+            key = self.claim(request_id)
+        except (DuplicateRequest, QueueFull):
             return False
+        try:
+            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
+            decision = self.core.book_on(worker, token_ids, request_id, key, namespace, limit, now)
+        except BaseException:
+            self.give_up(key)
+            raise
         if self._policy_state is not None:
-            self._policy_state.on_decision(decision, request, now)
+            self._policy_state.on_decision(key, decision, request, now)
         return True
 
     # --- questions ---
@@ -486,35 +499,42 @@ cdef class RequestApi:
     # --- the rest of a request's life ---
 
     cdef object key_of(self, object request_id):
-        """What a request is leased by, None if it is not live. Raises InvalidInput for an id that cannot be one."""
-        cdef PyObject* found
+        """What a request is, or is to be, distinguished by among the live ones. Raises InvalidInput for what is no
+        id."""
+        if type(request_id) is Decision:
+            raise InvalidInput("request_id is a Decision, not an id: pass decision.request_id")
         try:
-            found = PyDict_GetItemWithError(self.core.leases, request_id)
+            return dict_key(self.core.leases, request_id)
         except TypeError:
             hashable("request_id", request_id)
             raise
-        return None if found == NULL else <object> found
+
+    cdef int64_t lease_of(self, object key) except? -1:
+        """The lease of a live request, PENDING if it has none."""
+        cdef PyObject* found = PyDict_GetItemWithError(self.core.leases, key)
+        return PENDING if found == NULL else <int64_t> <object> found
 
     def first_token(self, request_id, *, cached_tokens=None) -> bool:
         """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and estimates.
 
         Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
         """
-        cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0), key
+        cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
         cdef DecisionCore core = self.core
         cdef double now
+        cdef int64_t lease
         cdef int ending
-        found = self.key_of(request_id)
+        key = self.key_of(request_id)
         now = self.time()
-        key = PENDING if found is None else found
+        lease = self.lease_of(key)
         core.tree.enter()
-        ending = core.prefilled(key, cached, now)
+        ending = core.prefilled(lease, cached, now)
         core.tree.leave()
-        return self.answer(ending, FIRST_TOKEN, request_id, now, cached, -1)
+        return self.answer(ending, FIRST_TOKEN, key, now, cached, -1)
 
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
         """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
-        live."""
+        live. Raises InvalidInput, also for a Decision in place of its id."""
         if not self.end(request_id, output_tokens, cached_tokens):
             return False
         self.finished += 1
@@ -526,23 +546,24 @@ cdef class RequestApi:
 
     cdef bint end(self, object request_id, object output_tokens, object cached_tokens) except -1:
         """Whether the request was live, and has ended."""
-        cdef int64_t output = -1 if output_tokens is None else whole("output_tokens", output_tokens, 0), key
+        cdef int64_t output = -1 if output_tokens is None else whole("output_tokens", output_tokens, 0)
         cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
         cdef DecisionCore core = self.core
         cdef double now
+        cdef int64_t lease
         cdef int ending
-        found = self.key_of(request_id)
+        key = self.key_of(request_id)
         now = self.time()
-        key = PENDING if found is None else found
+        lease = self.lease_of(key)
         core.tree.enter()
-        ending = core.ended(key, output, cached, now)
+        ending = core.ended(lease, output, cached, now)
         core.tree.leave()
-        return self.answer(ending, FINISHED, request_id, now, cached, output)
+        return self.answer(ending, FINISHED, key, now, cached, output)
 
     def cancel(self, request_id) -> bool:
-        """The request will not be served here: give its booking back. False if it is not live."""
-        hashable("request_id", request_id)
-        if not self.give_back(request_id, self.time()):
+        """The request will not be served here: give its booking back. False if it is not live. Raises InvalidInput."""
+        key = self.key_of(request_id)
+        if not self.give_back(key, self.time()):
             self.core.late_calls += 1
             return False
         self.cancelled += 1
@@ -550,28 +571,27 @@ cdef class RequestApi:
 
     def _give_back(self, request_id, double now) -> bool:
         """Cancel without counting it. False if it is not live."""
-        return self.give_back(request_id, now)
+        return self.give_back(self.key_of(request_id), now)
 
-    cdef bint give_back(self, object request_id, double now) except -1:
+    cdef bint give_back(self, object key, double now) except -1:
         cdef DecisionCore core = self.core
-        found = self.key_of(request_id)
-        cdef int64_t key = PENDING if found is None else found
+        cdef int64_t lease = self.lease_of(key)
         cdef int ending
         core.tree.enter()
-        ending = core.cancelled(key, now)
+        ending = core.cancelled(lease, now)
         core.tree.leave()
-        return ending != LATE and self.answer(ending, CANCELLED, request_id, now, -1, -1)
+        return ending != LATE and self.answer(ending, CANCELLED, key, now, -1, -1)
 
     def renew(self, request_id) -> bool:
         """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. False, and
-        counted, if it is not live. Nothing else renews it but `reconcile`."""
-        hashable("request_id", request_id)
-        if not self.core.renew(request_id, self.time()):
+        counted, if it is not live. Nothing else renews it but `reconcile`. Raises InvalidInput."""
+        key = self.key_of(request_id)
+        if not self.core.renew(key, self.time()):
             self.core.late_calls += 1
             return False
         return True
 
-    cdef bint answer(self, int ending, Call call, object request_id, double now, int64_t cached_tokens,
+    cdef bint answer(self, int ending, Call call, object key, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1:
         """Whether the request was live; reports it to who looks on, and forgets the id of one that is over."""
         if ending == LATE:
@@ -579,14 +599,16 @@ cdef class RequestApi:
             return False
         if ending == TOO_MANY_CACHED:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
-        if self._policy_state is not None or self._observer is not None:
-            # Before the id is free for another.
-            self.report_ending(call, request_id, now, cached_tokens, output_tokens)
-        if call != FIRST_TOKEN:                  # only whoever ended the lease comes here
-            del self.core.leases[request_id]
+        try:
+            if self._policy_state is not None or self._observer is not None:
+                # Before the id is free for another.
+                self.report_ending(call, key, now, cached_tokens, output_tokens)
+        finally:
+            if call != FIRST_TOKEN:              # only whoever ended the lease comes here
+                del self.core.leases[key]
         return True
 
-    cdef int report_ending(self, Call call, object request_id, double now, int64_t cached_tokens,
+    cdef int report_ending(self, Call call, object key, double now, int64_t cached_tokens,
                            int64_t output_tokens) except -1:
         """Report to the policy's state and to the observer what has become of a request."""
         cached = None if cached_tokens < 0 else cached_tokens
@@ -596,11 +618,11 @@ cdef class RequestApi:
                 if one is None:
                     continue
                 if call == FIRST_TOKEN:
-                    one.on_first_token(request_id, now, cached)
+                    one.on_first_token(key, now, cached)
                 elif call == FINISHED:
-                    one.on_finish(request_id, now, cached, output)
+                    one.on_finish(key, now, cached, output)
                 else:
-                    one.on_cancel(request_id, now)
+                    one.on_cancel(key, now)
         return 0
 
     # --- counts ---

@@ -13,6 +13,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
+from preble._core.dict_keys cimport key_value
 from preble._core.tree.layout cimport (AWAITED, CONFIRMED, EPOCH_MAX, INDEX_BITS, LIVE, NOBODY, ChildTable, Entry,
                                        EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
                                        generation, index_of, mark_at, node_at, run_end, worker_of)
@@ -99,7 +100,7 @@ cdef int write_tree(Writer w, RadixTree tree) except -1:
     w.number(len(tree._root_queue))
     for root in tree._root_queue:
         w.number(root)
-        w.value(tree._names[root], "a namespace")
+        w.value(key_value(tree._names[root]), "a namespace")
     return 0
 
 

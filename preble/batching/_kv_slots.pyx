@@ -13,6 +13,7 @@ from cpython.array cimport clone
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcpy
 
+from preble._core.dict_keys cimport key_value
 from preble._core.atomic cimport store64
 from preble._core.tree.layout cimport Node, TokenRun, Walk, mark_at, node_at, run_end, store_run
 from preble._core.tree.parts cimport (add_tokens, find_entry, free_run, new_run, recency_push_after, recency_remove,
@@ -282,7 +283,7 @@ cdef class SlotTree(RadixTree):
             root = node.parent
             node = node_at(&self.t, root)
         forget_leaf(&self.t, i)                      # before anything that may run other Python code
-        reports.append((path, kept, self._names[root]))
+        reports.append((path, kept, key_value(self._names[root])))
         return slots
 
     @property

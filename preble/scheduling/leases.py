@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .._core.dict_keys import key_value
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
 from .._placement.request_api import RequestApi, finite_time, hashable, iterable
@@ -89,7 +90,7 @@ class Lease:
     @property
     def live(self) -> bool:
         """Whether the booking has not ended: finished, cancelled, expired, or given back by `reconcile`."""
-        return self._key is not None and self._core.leases.get(self.request_id) == self._key
+        return self._key is not None and self._core.leases.get(self._core.live_key(self.request_id)) == self._key
 
     def first_token(self, *, cached_tokens: int | None = None) -> bool:
         """As `GlobalScheduler.first_token`."""
@@ -135,7 +136,7 @@ class Lease:
     def _book(self, exclude: Iterable[str]) -> Decision:
         decision = self._calls.schedule(self._token_ids, exclude=exclude, **self._asked)
         self._decision = decision
-        self._key = self._core.leases.get(decision.request_id)
+        self._key = self._core.leases.get(self._core.live_key(decision.request_id))
         return decision
 
     def _report(self, call: Callable[..., bool], **reported: int | None) -> bool:
@@ -159,16 +160,16 @@ class Lease:
 Cancel = Callable[[Hashable, float], bool]  # a live request, at a time; uncounted
 
 
-def give_back(core: DecisionCore, cancel: Cancel, request_ids: Iterable[Hashable], before: float, now: float) -> int:
-    """Cancel those of the requests that were neither booked nor renewed since `before`; returns how many."""
-    return sum(_give_back_unseen(core, cancel, request_id, before, now) for request_id in request_ids)
+def give_back(core: DecisionCore, cancel: Cancel, keys: Iterable[Hashable], before: float, now: float) -> int:
+    """Cancel those of the requests, by key, that were neither booked nor renewed since `before`; returns how many."""
+    return sum(_give_back_unseen(core, cancel, key, before, now) for key in keys)
 
 
-def _give_back_unseen(core: DecisionCore, cancel: Cancel, request_id: Hashable, before: float, now: float) -> bool:
+def _give_back_unseen(core: DecisionCore, cancel: Cancel, key: Hashable, before: float, now: float) -> bool:
     """Cancel a request, unless it has ended, was renewed, or its id was booked anew since it was listed. The lock is
     held for this one only, so that no decision waits for a long list."""
     with core.tree:
-        return core.seen_at(request_id) < before and cancel(request_id, now)
+        return core.seen_at(key) < before and cancel(key, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,23 +192,25 @@ def reconcile(
 ) -> Reconciliation:
     """Bring the bookings of a worker in line with what its engine has: those it has are renewed, the others cancelled
     unless they were seen since `before`. O(live requests + ids), the lock held for one cancellation at a time."""
-    reported = dict.fromkeys(live_request_ids)
     with core.tree:
+        keys = {one: core.live_key(one) for one in live_request_ids}  # hash and equality of ids run here, and only here
         if worker_id not in core.names:
             raise UnknownWorker(f"worker {worker_id!r} was removed")
-        missing = [one for one in core.live_on(core.names.index(worker_id)) if one not in reported]
-        unknown = tuple(one for one in reported if _is_unknown(core, worker_id, one))
-        for one in reported.keys() - unknown:
-            core.renew(one, now)
-    given_back = tuple(one for one in missing if _give_back_unseen(core, cancel, one, before, now))
+        reported = {key for key in keys.values() if key is not None}
+        missing = [key for key in core.live_on(core.names.index(worker_id)) if key not in reported]
+        strange = {key for key in reported if _is_unknown(core, worker_id, key)}
+        for key in reported - strange:
+            core.renew(key, now)
+    unknown = tuple(one for one, key in keys.items() if key is None or key in strange)
+    given_back = tuple(key_value(key) for key in missing if _give_back_unseen(core, cancel, key, before, now))
     return Reconciliation(given_back, unknown)
 
 
-def _is_unknown(core: DecisionCore, worker_id: str, request_id: Hashable) -> bool:
+def _is_unknown(core: DecisionCore, worker_id: str, key: Hashable) -> bool:
     """Whether a request an engine has is not live, or booked on another worker. One that is just being placed, or whose
     worker was removed, may well be this engine's."""
     try:
-        return core.lease(request_id)["worker"] not in (None, worker_id)
+        return core.lease(key)["worker"] not in (None, worker_id)
     except KeyError:
         return True
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from .._core.dict_keys import key_value
 from .._placement.bookings import DecisionCore
 from ..errors import InvalidInput
 from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
@@ -70,7 +71,7 @@ class PeerBookings:
         if isinstance(event, RequestPlaced):
             news = self._place(request_id, index, event, now)
         else:
-            news = request_id in self.core.leases and self._go_on(request_id, event, now)
+            news = self.core.live_key(request_id) is not None and self._go_on(request_id, event, now)
         self.count("events" if news else "peer_events_ignored", 1)
         return news
 
@@ -96,18 +97,19 @@ class PeerBookings:
         return self.end(request_id, event.output_tokens)
 
 
-def forget(cancel: Cancel, request_ids: Iterable[Hashable], now: float) -> list[Hashable]:
-    """Give the peer bookings among these live ones back; returns the others, in order. Under the writers' lock."""
+def forget(cancel: Cancel, keys: Iterable[Hashable], now: float) -> list[Hashable]:
+    """Give the peer bookings among these live ones, known by their keys, back; returns the ids of the others, in order.
+    Under the writers' lock."""
     kept = []
-    for request_id in request_ids:
-        if is_peer(request_id):
-            cancel(request_id, now)
+    for key in keys:
+        if is_peer(key):
+            cancel(key, now)
         else:
-            kept.append(request_id)
+            kept.append(key_value(key))
     return kept
 
 
 def _name(what: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidInput(f"{what} of an event must be a str, got {value!r}")
-    return value
+    return str.__str__(value)  # that of a subclass could not be distinguished from an id of this scheduler

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from .._core.dict_keys import find_key
 from .._cost import CostModel
 from .._placement.decision import Decision
 from .._placement.request_api import RequestObserver
@@ -65,13 +66,13 @@ class PolicyTracker:
     def known(self, question: Question) -> Any:
         """What the policy shall know of every worker. Changes no answer to come."""
 
-    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
+    def booked(self, key: Hashable, decision: Decision, asked: RequestView, now: float) -> None:
         """A request has been placed."""
 
-    def prefilled(self, request_id: Hashable) -> None:
+    def prefilled(self, key: Hashable) -> None:
         """A live request's first token is there; reported again, nothing changes."""
 
-    def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
+    def ended(self, key: Hashable, output_tokens: int | None) -> None:
         """A live request is over, with or without a first token."""
 
     def check(self, live: Collection[Hashable]) -> None:
@@ -97,7 +98,7 @@ class PlacedRequests(PolicyTracker):
     def known(self, question: Question) -> Mapping[str, int]:
         return dict(self._placed)
 
-    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
+    def booked(self, key: Hashable, decision: Decision, asked: RequestView, now: float) -> None:
         self._placed[decision.worker] += 1
 
 
@@ -109,30 +110,30 @@ class _Active:
     the blocks that it adds, or takes along when it goes, are found without a look at the others.
     """
 
-    prompts: dict[Hashable, list[bytes]] = field(default_factory=dict)  # by namespace; none is empty
+    prompts: dict[Hashable, list[bytes]] = field(default_factory=dict)  # by key of the namespace; none is empty
     blocks: int = 0
     prefill_tokens: int = 0
 
     def new_blocks(self, namespace: Hashable, prompt: bytes) -> int:
         """How many of a prompt's blocks no live request has. O(blocks + log requests)."""
-        order = self.prompts.get(namespace, [])
+        order = self.prompts.get(find_key(self.prompts, namespace), [])
         place, shared = bisect_left(order, prompt), 0
         for neighbour in order[max(place - 1, 0) : place + 1]:
             shared = common_blocks(prompt, neighbour, shared)
         return len(prompt) // BLOCK_BYTES - shared
 
-    def add(self, namespace: Hashable, prompt: bytes, new_blocks: int) -> None:
-        """A request is live, whose prompt has so many new blocks."""
-        insort(self.prompts.setdefault(namespace, []), prompt)
-        self.blocks += new_blocks
+    def add(self, space: Hashable, prompt: bytes) -> None:
+        """A request in the namespace of this key is live."""
+        self.blocks += self.new_blocks(space, prompt)
+        insort(self.prompts.setdefault(space, []), prompt)
 
-    def remove(self, namespace: Hashable, prompt: bytes) -> None:
-        """A request is over."""
-        order = self.prompts[namespace]
+    def remove(self, space: Hashable, prompt: bytes) -> None:
+        """A request in the namespace of this key is over."""
+        order = self.prompts[space]
         del order[bisect_left(order, prompt)]
         if not order:
-            del self.prompts[namespace]
-        self.blocks -= self.new_blocks(namespace, prompt)
+            del self.prompts[space]
+        self.blocks -= self.new_blocks(space, prompt)
 
 
 def common_blocks(one: bytes, other: bytes, least: int) -> int:
@@ -154,8 +155,9 @@ class ActiveBlockTracker(PolicyTracker):
 
     def __init__(self) -> None:
         self._workers: dict[str, _Active] = {}
-        # Of each live request: on whom, its namespace, its whole blocks, its tokens that are yet to prefill.
-        self._live: dict[Hashable, tuple[_Active, Hashable, bytes, int]] = {}
+        # Of each live request: on whom, its namespace's key there, its whole blocks (None: not counted yet), its tokens
+        # that are yet to prefill.
+        self._live: dict[Hashable, tuple[_Active, Hashable, bytes | None, int]] = {}
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
         self._workers[worker] = _Active()
@@ -174,29 +176,33 @@ class ActiveBlockTracker(PolicyTracker):
             new_blocks={name: active.new_blocks(question.namespace, prompt) for name, active in workers},
         )
 
-    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
+    def booked(self, key: Hashable, decision: Decision, asked: RequestView, now: float) -> None:
         blocks: ActiveBlocks = asked.known["active_blocks"]
         active, missed = self._workers[decision.worker], decision.prompt_tokens - decision.matched_tokens
-        active.add(asked.namespace, blocks.prompt, blocks.new_blocks[decision.worker])
-        active.prefill_tokens += missed
-        self._live[decision.request_id] = active, asked.namespace, blocks.prompt, missed
+        self._live[key] = active, None, None, 0
+        space = find_key(active.prompts, asked.namespace)  # what users' code does is done by now, perhaps this request
+        if key in self._live:
+            active.add(space, blocks.prompt)
+            active.prefill_tokens += missed
+            self._live[key] = active, space, blocks.prompt, missed
 
-    def prefilled(self, request_id: Hashable) -> None:
-        if request_id in self._live:
-            active, namespace, prompt, missed = self._live[request_id]
+    def prefilled(self, key: Hashable) -> None:
+        if key in self._live:
+            active, namespace, prompt, missed = self._live[key]
             active.prefill_tokens -= missed
-            self._live[request_id] = active, namespace, prompt, 0
+            self._live[key] = active, namespace, prompt, 0
 
-    def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
-        if request_id in self._live:
-            active, namespace, prompt, missed = self._live.pop(request_id)
+    def ended(self, key: Hashable, output_tokens: int | None) -> None:
+        if key in self._live:
+            active, space, prompt, missed = self._live.pop(key)
             active.prefill_tokens -= missed
-            active.remove(namespace, prompt)
+            if prompt is not None:
+                active.remove(space, prompt)
 
     def check(self, live: Collection[Hashable]) -> None:
         assert self._live.keys() <= set(live), "blocks of requests that are over"
         for name, active in self._workers.items():
-            own = [one[1:] for one in self._live.values() if one[0] is active]
+            own = [(one[1], one[2] or b"", one[3]) for one in self._live.values() if one[0] is active]
             ends = {(space, prompt[:end]) for space, prompt, _ in own for end in range(64, len(prompt) + 1, 64)}
             assert active.blocks == len(ends), f"worker {name!r}: {active.blocks} blocks booked, {len(ends)} there"
             assert active.prefill_tokens == sum(missed for _, _, missed in own), f"worker {name!r}: tokens to prefill"
@@ -229,8 +235,8 @@ class WindowCostTracker(PolicyTracker):
         self._cost: dict[str, CostModel] = {}
         self._nanoseconds: dict[str, int] = {}
         self._requests: dict[str, int] = {}
-        self._prompts: dict[tuple[Hashable, bytes], _Prompt] = {}
-        self._window: deque[tuple[float, tuple[Hashable, bytes]]] = deque()
+        self._prompts: dict[Hashable, _Prompt] = {}  # by key of (namespace, prompt)
+        self._window: deque[tuple[float, Hashable]] = deque()
         self.dropped = 0
 
     def opened(self, worker: str, index: int, cost: CostModel) -> None:
@@ -249,17 +255,17 @@ class WindowCostTracker(PolicyTracker):
         seconds = {name: nanoseconds * 1e-9 for name, nanoseconds in self._nanoseconds.items()}
         return WindowCosts(question.match()[0], seconds, dict(self._requests))
 
-    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
-        key = (asked.namespace, token_bytes(asked.token_ids))
-        prompt = self._prompts.get(key)
+    def booked(self, key: Hashable, decision: Decision, asked: RequestView, now: float) -> None:
+        one = find_key(self._prompts, (asked.namespace, token_bytes(asked.token_ids)))
+        prompt = self._prompts.get(one)
         if prompt is None:
-            prompt = self._prompts[key] = self._priced(decision, asked)
+            prompt = self._prompts[one] = self._priced(decision, asked)
         self._charge(prompt, +1)
         if decision.worker not in prompt.workers:
             prompt.workers.add(decision.worker)
             self._nanoseconds[decision.worker] += self.decode_nanoseconds + prompt.count * prompt.nanoseconds
             self._requests[decision.worker] += prompt.count
-        self._window.append((now, key))
+        self._window.append((now, one))
         if len(self._window) > self.requests_max:
             self._drop_oldest()
             self.dropped += 1
@@ -374,13 +380,13 @@ class PaperHistoryTracker(PolicyTracker):
 
         return eviction_seconds
 
-    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
+    def booked(self, key: Hashable, decision: Decision, asked: RequestView, now: float) -> None:
         one = self._workers[decision.worker]
         missed = decision.prompt_tokens - decision.matched_tokens
         routed = _Routed(round(one.cost.prefill_time(missed, decision.prompt_tokens) * 1e9), one)
         one.routed.append(routed)
         one.prefill_nanoseconds += routed.prefill_nanoseconds
-        self._live[decision.request_id] = routed
+        self._live[key] = routed
         if len(one.routed) > self.requests_max:
             oldest = one.routed.popleft()
             oldest.in_history = False
@@ -389,8 +395,8 @@ class PaperHistoryTracker(PolicyTracker):
                 one.finished -= 1
                 one.output_tokens -= oldest.output_tokens
 
-    def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
-        routed = self._live.pop(request_id, None)
+    def ended(self, key: Hashable, output_tokens: int | None) -> None:
+        routed = self._live.pop(key, None)
         if routed is not None and routed.in_history and output_tokens is not None:
             routed.output_tokens = output_tokens
             routed.whose.finished += 1
@@ -454,11 +460,11 @@ class SessionTracker(PolicyTracker):
                 return common
         return end
 
-    def booked(self, decision: Decision, asked: RequestView, now: float) -> None:
-        key = asked.known["session"].key
+    def booked(self, key: Hashable, decision: Decision, asked: RequestView, now: float) -> None:
+        session = asked.known["session"].key
         self._times.append(now)
-        self._homes[key] = decision.worker
-        self._homes.move_to_end(key)
+        self._homes[session] = decision.worker
+        self._homes.move_to_end(session)
         if len(self._homes) > self.sessions_max:
             self._homes.popitem(last=False)
 
@@ -514,21 +520,21 @@ class PolicyState(RequestObserver):
         question = Question(token_ids, namespace, now, self._tree, self._window_seconds)
         return {need: tracker.known(question) for need, tracker in self._trackers.items()}
 
-    def on_decision(self, decision: Decision, before: RequestView, now: float) -> None:
+    def on_decision(self, key: Hashable, decision: Decision, before: RequestView, now: float) -> None:
         for tracker in self._trackers.values():
-            tracker.booked(decision, before, now)
+            tracker.booked(key, decision, before, now)
 
-    def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
+    def on_first_token(self, key: Hashable, now: float, cached_tokens: int | None) -> None:
         for tracker in self._trackers.values():
-            tracker.prefilled(request_id)
+            tracker.prefilled(key)
 
-    def on_finish(self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
+    def on_finish(self, key: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
         for tracker in self._trackers.values():
-            tracker.ended(request_id, output_tokens)
+            tracker.ended(key, output_tokens)
 
-    def on_cancel(self, request_id: Hashable, now: float) -> None:
+    def on_cancel(self, key: Hashable, now: float) -> None:
         for tracker in self._trackers.values():
-            tracker.ended(request_id, None)
+            tracker.ended(key, None)
 
     def check(self, live: Collection[Hashable]) -> None:
         """Assert the invariants of all; `live` has the ids of all live requests."""

@@ -69,7 +69,7 @@ class Recorder(RequestObserver):
             records.failed()
             return None
 
-    def on_decision(self, decision: Decision, before: _Before | None, now: float) -> None:
+    def on_decision(self, key: Hashable, decision: Decision, before: _Before | None, now: float) -> None:
         if before is None:  # made before anybody looked on
             return
         if self._shadow is not None:
@@ -80,19 +80,19 @@ class Recorder(RequestObserver):
             if record is None:
                 self._records.failed()
             else:
-                self._records.add(record)
+                self._records.add(key, record)
 
-    def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
+    def on_first_token(self, key: Hashable, now: float, cached_tokens: int | None) -> None:
         if self._records is not None:
-            self._records.first_token(request_id, now, cached_tokens)
+            self._records.first_token(key, now, cached_tokens)
 
-    def on_finish(self, request_id: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
+    def on_finish(self, key: Hashable, now: float, cached_tokens: int | None, output_tokens: int | None) -> None:
         if self._records is not None:
-            self._records.ended(request_id, now, "finished", cached_tokens, output_tokens)
+            self._records.ended(key, now, "finished", cached_tokens, output_tokens)
 
-    def on_cancel(self, request_id: Hashable, now: float) -> None:
+    def on_cancel(self, key: Hashable, now: float) -> None:
         if self._records is not None:
-            self._records.ended(request_id, now, "cancelled", None, None)
+            self._records.ended(key, now, "cancelled", None, None)
 
     def records(self) -> tuple[DecisionRecord, ...]:
         """Those kept, oldest first."""

@@ -215,7 +215,8 @@ class Records:
             raise InvalidConfig(f"record must be a preble.scheduling.records.Recording, got {recording!r}")
         self._recording, self._seed = recording, seed
         self._ring: dict[int, DecisionRecord] = {}  # by number, oldest first
-        self._live: dict[Hashable, _OpenRecord] = {}
+        self._live: dict[Hashable, _OpenRecord] = {}  # by key
+        self._keys: dict[int, Hashable] = {}  # of those, by number
         self._sink = None if recording.sink is None else Sink(recording.sink, to_json, recording.sink_queue)
         self._second_began, self._this_second = -math.inf, 0
         self._counts = dict.fromkeys(("made", "joined", "pushed_out", "pushed_out_live", "errors"), 0)
@@ -233,21 +234,22 @@ class Records:
         self._this_second += 1
         return self._this_second <= self._recording.per_second
 
-    def add(self, record: DecisionRecord) -> None:
+    def add(self, key: Hashable, record: DecisionRecord) -> None:
         """Keep the record of a decision; at the bound the oldest is pushed out."""
         number = self._counts["made"]
         self._counts["made"] += 1
         self._ring[number] = record
-        self._live[record.request_id] = _OpenRecord(number)
+        self._live[key] = _OpenRecord(number)
+        self._keys[number] = key
         if len(self._ring) > self._recording.keep:
             self._push_out(next(iter(self._ring)))
 
     def _push_out(self, number: int) -> None:
         record = self._ring.pop(number)
         self._counts["pushed_out"] += 1
-        live = self._live.get(record.request_id)
-        if live is not None and live.number == number:
-            del self._live[record.request_id]
+        key = self._keys.pop(number, None)
+        if key is not None:
+            del self._live[key]
             self._counts["pushed_out_live"] += 1
             self._send(record)
 
@@ -255,21 +257,20 @@ class Records:
         """A decision that was to be recorded could not be: its policy failed, or changed the fleet, when asked why."""
         self._counts["errors"] += 1
 
-    def first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:
+    def first_token(self, key: Hashable, now: float, cached_tokens: int | None) -> None:
         """A live request has its first token; nothing to do where it was not recorded."""
-        live = self._live.get(request_id)
+        live = self._live.get(key)
         if live is not None:
             if live.first_token_seconds is None:
                 live.first_token_seconds = now - self._ring[live.number].decided_at
             live.cached_tokens = live.cached_tokens if cached_tokens is None else cached_tokens
 
-    def ended(
-        self, request_id: Hashable, now: float, how: str, cached_tokens: int | None, output_tokens: int | None
-    ) -> None:
+    def ended(self, key: Hashable, now: float, how: str, cached_tokens: int | None, output_tokens: int | None) -> None:
         """A live request is over: its record is joined, and goes to the sink."""
-        live = self._live.pop(request_id, None)
+        live = self._live.pop(key, None)
         if live is None:
             return
+        del self._keys[live.number]
         record = self._ring[live.number]
         cached = live.cached_tokens if cached_tokens is None else cached_tokens
         outcome = Outcome(how, now - record.decided_at, live.first_token_seconds, cached, output_tokens)

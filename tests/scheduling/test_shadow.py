@@ -183,7 +183,7 @@ class Notes(RequestObserver):
     def before_decision(self, core: Any, policy: Any, request: RequestView, now: float, explain: bool) -> object:
         return request.sequence, now
 
-    def on_decision(self, decision: Decision, before: Any, now: float) -> None:
+    def on_decision(self, key: Hashable, decision: Decision, before: Any, now: float) -> None:
         self.told.append(("decision", decision.request_id, before, now))
 
     def on_first_token(self, request_id: Hashable, now: float, cached_tokens: int | None) -> None:

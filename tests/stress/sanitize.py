@@ -23,7 +23,8 @@ LEFT_OUT = ("*.so", "*.pyd", "__pycache__")  # names of what builds and runs lea
 CORE_TESTS = (
     *("core/test_radix*", "core/test_token_ids*", "core/test_epochs*", "costs/test_cost*", "kv_index/test_blocks*"),
     *("batching/test_kv_slots*", "test_scheduler*", "test_local*", "policies/test_policy*", "transport/test_wire*"),
-    *("scheduling/test_policy_state*", "scheduling/test_peer_bookings*"),
+    *("scheduling/test_policy_state*", "scheduling/test_peer_bookings*", "scheduling/test_request_ids*"),
+    *("snapshot/test_snapshot*",),
     *("stress/test_threads*", "stress/test_allocation*", "stress/test_leaks*"),
 )
 THREAD_OPERATIONS = 8000  # of each thread

@@ -37,6 +37,12 @@ def test_threads_on_one_scheduler_leave_the_bookings_right(policy: str) -> None:
     assert stats["events"] > 0 and stats["late_calls"] > 0
 
 
+@pytest.mark.parametrize("policy", ["e2", "kv_cost"])
+def test_threads_whose_ids_and_namespaces_are_objects_leave_the_bookings_right(policy: str) -> None:
+    stats = stress_scheduler(OPERATIONS // 3, seed=6, policy=policy, objects=True)
+    assert stats["scheduled"] >= OPERATIONS // 3 and stats["tree"]["namespaces"] <= 3
+
+
 def test_threads_on_one_tree_see_nothing_that_was_never_stored() -> None:
     stats = stress_tree(OPERATIONS, seed=4)
     assert stats["nodes"] > 50 and stats["namespaces"] == 3

@@ -1,0 +1,19 @@
+# Keys of dictionaries, from what users hand in: contents of `dict_keys.pyx`.
+
+from cpython.long cimport PyLong_CheckExact
+from cpython.unicode cimport PyUnicode_CheckExact
+
+cdef Py_ssize_t hashed_keys      # alive, in all dictionaries together
+
+cdef class HashedKey:            # stands for an object whose hash or equality is Python code; equals itself alone
+    cdef readonly object value
+    cdef Py_hash_t value_hash
+
+cpdef object find_key(dict table, object value)
+cpdef object key_value(object key)
+
+cdef inline object dict_key(dict table, object value):
+    # The key under which `value` is in `table`, or is to be entered. See `find_key`.
+    if not hashed_keys and (PyUnicode_CheckExact(value) or value is None or PyLong_CheckExact(value)):
+        return value
+    return find_key(table, value)
