@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -45,7 +44,8 @@ from ...errors import (
 )
 from ...types import SamplingParams
 from .kv_event_codec import LoadReport
-from .server_info import ServerInfo, ServerOptions, sglang_info, vllm_info
+from .metrics_text import samples
+from .server_info import RANKS_MAX, ServerInfo, ServerOptions, digits, sglang_info, vllm_info
 
 if TYPE_CHECKING:
     import aiohttp
@@ -56,9 +56,9 @@ TokenIds = Sequence[int] | npt.NDArray[np.int32]
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 
 _INT31 = 2**31 - 1
-_LOAD = re.compile(
-    r'^vllm:(num_requests_running|num_requests_waiting)\{[^}]*engine="(\d+)"[^}]*\} (\S+)$', re.MULTILINE
-)
+_METRICS_PATH = "/metrics"
+_JSON_BYTES_MAX = 1 << 20  # of an answer that is no text of metrics
+_RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _LOADS: tuple[str, ...] = (  # in the order of LoadReport's fields
     *("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "dp_rank"),
     "num_waiting_uncached_tokens",
@@ -136,13 +136,13 @@ class EngineServer:
         version = await self._get_json("/version")
         if not isinstance(models, Mapping) or not isinstance(version, Mapping) or "version" not in version:
             raise HandshakeRefused(f"{self.url} is neither SGLang (/server_info) nor vLLM (/v1/models and /version)")
-        status, metrics = await self._get("/metrics")
-        text = metrics.decode("utf-8", "replace") if status == 200 else ""
+        status, metrics = await self._get(_METRICS_PATH)
         sources = await self._get_json("/kv_event_sources")
-        self._known = vllm_info(
+        self._known = await asyncio.to_thread(  # there may be megabytes of metrics
+            vllm_info,
             self.url,
             models,
-            text,
+            metrics.decode("utf-8", "replace") if status == 200 else "",
             sources if isinstance(sources, Mapping) else {},
             str(version["version"]),
             self.options,
@@ -172,8 +172,8 @@ class EngineServer:
             return _sglang_loads(_json(body))
         status, _ = await self._get("/health")
         self._check_well(status)
-        status, body = await self._get("/metrics")
-        return _vllm_loads(body.decode("utf-8", "replace"), info) if status == 200 else ()
+        status, body = await self._get(_METRICS_PATH)
+        return await asyncio.to_thread(_vllm_loads, body, info.kv_capacity_tokens) if status == 200 else ()
 
     def _check_well(self, status: int) -> None:
         if status != 200:
@@ -210,7 +210,8 @@ class EngineServer:
                 self.url + path, json=body, headers={**TRACE_HEADERS.get(), **headers}, allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    raise self._refusal(response.status, await self._read(response))
+                    most = min(self.options.max_body_bytes, _JSON_BYTES_MAX)
+                    raise self._refusal(response.status, await self._read(response, most))
                 async for line in self._lines(response):
                     piece = stream.take(line)
                     if piece is not None:
@@ -276,7 +277,9 @@ class EngineServer:
                 async with self._http().request(
                     method, self.url + path, json=body, timeout=limit, allow_redirects=False
                 ) as response:
-                    return response.status, await self._read(response)
+                    most = self.options.max_body_bytes
+                    most = most if path == _METRICS_PATH else min(most, _JSON_BYTES_MAX)
+                    return response.status, await self._read(response, most)
             except asyncio.TimeoutError as error:
                 raise TransportError(f"no answer from {self.url} in {self.options.answer_seconds} s") from error
             except client.ClientConnectionError as error:
@@ -287,15 +290,15 @@ class EngineServer:
                 raise ProtocolError(f"{self.url} does not speak HTTP: {type(error).__name__}") from error
         raise AssertionError("the second attempt returns or raises")
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
         """A body of bounded size."""
         self._check_plain(response)
         body = bytearray()
         with contextlib.suppress(asyncio.IncompleteReadError):
             async for part in response.content.iter_any():
                 body += part
-                if len(body) > self.options.max_body_bytes:
-                    raise ProtocolError(f"{self.url} sent a body of more than {self.options.max_body_bytes} bytes")
+                if len(body) > bytes_max:
+                    raise ProtocolError(f"{self.url} sent a body of more than {bytes_max} bytes")
         return bytes(body)
 
     def _check_plain(self, response: aiohttp.ClientResponse) -> None:
@@ -496,21 +499,22 @@ def _complaint(body: bytes) -> str:
 
 def _sglang_loads(answer: Any) -> tuple[LoadReport, ...]:
     loads = answer.get("loads") if isinstance(answer, Mapping) else None
-    if not isinstance(loads, list) or not all(isinstance(load, Mapping) for load in loads):
-        raise ProtocolError("/v1/loads: loads must be a list of objects")
+    if not isinstance(loads, list) or len(loads) > RANKS_MAX or not all(isinstance(load, Mapping) for load in loads):
+        raise ProtocolError(f"/v1/loads: loads must be a list of at most {RANKS_MAX} objects")
     return tuple(LoadReport(*(_count(load.get(name)) or 0 for name in _LOADS)) for load in loads)
 
 
-def _vllm_loads(metrics: str, info: ServerInfo) -> tuple[LoadReport, ...]:
+def _vllm_loads(body: bytes, kv_capacity_tokens: int) -> tuple[LoadReport, ...]:
+    """The loads in the text of /metrics, by rank; a number that is none is left out."""
     seen: dict[tuple[str, int], int] = {}
-    for name, rank, value in _LOAD.findall(metrics):
-        with contextlib.suppress(ValueError, OverflowError):
-            seen[name, int(rank)] = int(float(value))
-    ranks = sorted({rank for _, rank in seen})
-    running, waiting = "num_requests_running", "num_requests_waiting"
-    capacity = info.kv_capacity_tokens
+    for name, labels, value in samples(body.decode("utf-8", "replace"), (_RUNNING, _WAITING), 2 * RANKS_MAX):
+        rank = digits(labels.get("engine", ""))
+        if rank is not None:
+            with contextlib.suppress(ValueError, OverflowError):
+                seen[name, rank] = min(max(int(float(value)), 0), _INT31)
     return tuple(
-        LoadReport(max(seen.get((running, r), 0), 0), max(seen.get((waiting, r), 0), 0), 0, capacity, r) for r in ranks
+        LoadReport(seen.get((_RUNNING, rank), 0), seen.get((_WAITING, rank), 0), 0, kv_capacity_tokens, rank)
+        for rank in sorted({rank for _, rank in seen})
     )
 
 

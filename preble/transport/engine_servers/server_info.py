@@ -23,8 +23,9 @@ from urllib.parse import urlsplit
 
 from ...errors import HandshakeRefused, InvalidConfig, ProtocolError
 from ...types import check_fields, check_int
+from .metrics_text import samples
 
-RANKS_MAX = 1024
+RANKS_MAX = 256  # each is a worker, some half a megabyte of its scheduler's
 _INT31 = 2**31 - 1
 _REPLAY = '"replay_endpoint" in --kv-events-config lets lost events be asked for again'
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]", "")
@@ -168,9 +169,9 @@ _VLLM_EVENTS = (
     """"replay_endpoint": "tcp://*:5657"}' turns cache events on; """
     "a server older than 0.32 may not report them, give ServerOptions.events_endpoint"
 )
-_METRIC = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_CREATED = re.compile(r"^(?:process_start_time_seconds|vllm:request_success_created\{[^}]*\}) (\S+)$", re.MULTILINE)
+_CACHE = "vllm:cache_config_info"
+_CREATED = ("process_start_time_seconds", "vllm:request_success_created")
+_CREATED_MAX = 16 * RANKS_MAX  # samples: one for each rank and way in which a request may end
 
 
 def vllm_info(
@@ -179,11 +180,15 @@ def vllm_info(
     """What is read from /v1/models, the text of /metrics ("" if it has none), /kv_event_sources ({} if it has none) and
     /version. Raises `ProtocolError` naming what is not as it should be, `HandshakeRefused` naming the option that says
     what the server does not."""
-    cards = [card for card in models.get("data") or () if isinstance(card, Mapping)]
+    data = models.get("data")
+    if not isinstance(data, list) or not all(isinstance(card, Mapping) for card in data):
+        raise ProtocolError(f"{url}/v1/models: data must be a list of objects")
+    cards: list[Mapping[str, Any]] = data
     card = next((card for card in cards if options.model in ("", card.get("id"))), None)
     if card is None or not card.get("id"):
         raise HandshakeRefused(f"{url}/v1/models has no model {options.model or 'at all'}")
-    engines = [dict(_LABEL.findall(labels)) for labels in _METRIC.findall(metrics)]
+    engines = [sample.labels for sample in samples(metrics, (_CACHE,), RANKS_MAX)]
+    created = sorted(sample.value for sample in samples(metrics, _CREATED, _CREATED_MAX))
     cache = engines[0] if engines else {}
     block_size = options.block_size or _label(cache, "block_size")
     capacity = options.kv_capacity_tokens or _label(cache, "kv_cache_size_tokens")
@@ -204,7 +209,7 @@ def vllm_info(
         _int(card, "max_model_len", f"{url}/v1/models", 1, _INT31, _INT31),
         None,
         ranks,
-        _digest(sorted(_CREATED.findall(metrics))),
+        _digest(created),
         events,
         False,
         advice,
@@ -213,8 +218,12 @@ def vllm_info(
 
 def _label(labels: Mapping[str, str], name: str) -> int:
     """A positive number among a metric's labels, 0 if there is none."""
-    value = labels.get(name, "")
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else 0
+    return digits(labels.get(name, "")) or 0
+
+
+def digits(text: str) -> int | None:
+    """A number written in digits, None for anything else and from 12 digits on."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else None
 
 
 def _vllm_sources(url: str, sources: Mapping[str, Any], ranks: int) -> tuple[EventSource, ...]:
