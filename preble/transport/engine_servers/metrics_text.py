@@ -19,7 +19,7 @@ LABELS_MAX = 64  # of a sample
 _LABEL = re.compile(r'[ \t]*([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t]*,?[ \t]*')
 
 
-class Sample(NamedTuple):
+class MetricsSample(NamedTuple):
     """A line of /metrics. `value`: as it was written."""
 
     name: str
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     value: str
 
 
-def samples(text: str, names: Collection[str], samples_max: int) -> Iterator[Sample]:
+def samples(text: str, names: Collection[str], samples_max: int) -> Iterator[MetricsSample]:
     """The samples of these names, in order. Raises `ProtocolError` at one more than `samples_max`."""
     starts, found, at = tuple(names), 0, 0
     while at < len(text):
@@ -42,7 +42,7 @@ def samples(text: str, names: Collection[str], samples_max: int) -> Iterator[Sam
         at = end + 1
 
 
-def _sample(text: str, at: int, end: int, names: Collection[str]) -> Sample | None:
+def _sample(text: str, at: int, end: int, names: Collection[str]) -> MetricsSample | None:
     """The sample of one line, None if it is none of these names."""
     opened = text.find("{", at, end)
     close = opened if opened >= 0 else text.find(" ", at, end)
@@ -55,7 +55,7 @@ def _sample(text: str, at: int, end: int, names: Collection[str]) -> Sample | No
         if close < 0:
             return None
     value = text[close + 1 : end].split(maxsplit=1)
-    return Sample(name, labels, value[0]) if value else None
+    return MetricsSample(name, labels, value[0]) if value else None
 
 
 def _read_labels(text: str, at: int, end: int, labels: dict[str, str]) -> int:
