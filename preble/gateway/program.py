@@ -312,6 +312,8 @@ class Reloading:
                 await self._reload(self._load().config)
             except PrebleError as error:
                 logger.error("the configuration was not reloaded: %s", error)
+            except Exception:
+                logger.exception("the configuration was not reloaded")
 
     async def _reload(self, new: GatewayConfig) -> None:
         gateway = self._gateway

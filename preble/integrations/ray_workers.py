@@ -141,8 +141,17 @@ class Placed:
     state: str = "placing"
     address: str = ""
     restarts: int = 0
+    looks_failed: int = 0  # by an error that nobody expects
     why: str = ""
     task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the looks at one worker have come to: dead ones in a row, and since when it answers."""
+
+    dead_looks: int = 0
+    since: float | None = None
 
 
 class RayFleet:
@@ -273,19 +282,26 @@ class RayFleet:
 
     async def _follow(self, worker: Placed) -> None:
         """Look at a worker again and again, and give its address to the router."""
-        dead_looks, since = 0, None
+        seen = _Seen()
         while worker.state != "failed":
             try:
-                status = await self._status(worker)
-            except ActorLost as error:
-                dead_looks = dead_looks + 1 if error.dead else 0
-                since = None
-                await self._lost(worker, str(error), gone=dead_looks >= _LOST_LOOKS)
-            else:
-                dead_looks = 0
-                since = self._clock() if since is None else since
-                await self._found(worker, status, since)
+                await self._look(worker, seen)
+            except Exception:
+                worker.looks_failed += 1
+                logger.exception("a look at %s failed", worker.name)
             await asyncio.sleep(self.plan.look_seconds)
+
+    async def _look(self, worker: Placed, seen: _Seen) -> None:
+        try:
+            status = await self._status(worker)
+        except ActorLost as error:
+            seen.dead_looks = seen.dead_looks + 1 if error.dead else 0
+            seen.since = None
+            await self._lost(worker, str(error), gone=seen.dead_looks >= _LOST_LOOKS)
+        else:
+            seen.dead_looks = 0
+            seen.since = self._clock() if seen.since is None else seen.since
+            await self._found(worker, status, seen.since)
 
     async def _status(self, worker: Placed) -> Mapping[str, Any]:
         """What the actor says; logs, once, that one is long in coming to be."""

@@ -20,6 +20,8 @@ from .replica_scheduler import ReplicaMetadata
 
 logger = logging.getLogger("preble.integrations")
 
+RETRY_MIN_SECONDS, RETRY_MAX_SECONDS = 0.5, 30.0  # between attempts to follow a feed that has failed
+
 
 class ReplicaListener(FeedListener):
     """Takes one replica's events to the scheduler. What is wrong in them is counted, and stops nothing. Ray Serve
@@ -89,8 +91,15 @@ class ReplicaEvents:
             self._context = zmq.asyncio.Context()
         source = EventSource(metadata.events_endpoint, metadata.replay_endpoint, metadata.events_topic)
         listener = ReplicaListener(name, self._scheduler, self._counters)
-        try:
-            await EventFeed(source, listener, context=self._context).run()
-        except TransportError as error:
+        pause = RETRY_MIN_SECONDS
+        while True:
+            try:
+                await EventFeed(source, listener, context=self._context).run()
+            except TransportError as error:
+                logger.warning("cache events of replica %s are not followed: %s", name, error)
+            except Exception:
+                logger.exception("the cache events of replica %s are not followed", name)
             self._counters["event_feeds_failed"] += 1
-            logger.warning("cache events of replica %s are not followed: %s", name, error)
+            listener.on_resync()  # what comes until it is followed again is lost
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_MAX_SECONDS)

@@ -79,9 +79,10 @@ class FleetConfig:
 
 @dataclass(slots=True)
 class AddressCounters:
-    """What happened to one address."""
+    """What happened to one address. `errors`: sessions that ended by an error nobody expects; they are tried again."""
 
     connections: int = 0
+    errors: int = 0
     handshakes_refused: int = 0
     losses: int = 0
     restarts: int = 0
@@ -290,33 +291,50 @@ class Fleet:
     # --- one address --------------------------------------------------------------------------------------------------
 
     async def _supervise(self, worker: FleetWorker) -> None:
-        """Connect, serve, and connect again, until cancelled."""
+        """Connect, serve, and connect again, until cancelled. Nothing else ends it: an error that nobody expects (no
+        descriptor is left, a policy of somebody's own fails) is logged, counted, and tried again after a pause."""
         pause = self._config.reconnect_min_seconds
         lost_at = self._clock()
         while True:
-            link = self._new_link(worker)
             try:
-                served = await self._serve(worker, link)
-            except HandshakeRefused as error:
-                served = False
-                self._refuse(worker, str(error))
-            except TransportError as error:
-                served = False
-                worker.why = str(error)
-                logger.debug("worker at %s: %s", worker.address, error)
-            except PrebleError as error:
-                served = False
-                logger.exception("worker at %s cannot be used", worker.address)
-                self._refuse(worker, str(error))
-            finally:
-                link.close()
-                worker.settled.set()
-            if served:
-                lost_at, pause = self._clock(), self._config.reconnect_min_seconds
-            if worker.worker_id and self._clock() - lost_at >= self._config.forget_after_seconds:
-                self._forget(worker)
+                if await self._attempt(worker):
+                    lost_at, pause = self._clock(), self._config.reconnect_min_seconds
+                if worker.worker_id and self._clock() - lost_at >= self._config.forget_after_seconds:
+                    self._forget(worker)
+            except Exception as error:  # noqa: BLE001  who is not supervised never comes back
+                self._fail(worker, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._config.reconnect_max_seconds)
+
+    async def _attempt(self, worker: FleetWorker) -> bool:
+        """One session; whether it was served."""
+        link = None
+        try:
+            link = self._new_link(worker)
+            return await self._serve(worker, link)
+        except HandshakeRefused as error:
+            self._refuse(worker, str(error))
+        except TransportError as error:
+            worker.why = str(error)
+            logger.debug("worker at %s: %s", worker.address, error)
+        except PrebleError as error:
+            logger.exception("worker at %s cannot be used", worker.address)
+            self._refuse(worker, str(error))
+        finally:
+            if link is not None:
+                link.close()
+            worker.settled.set()
+        return False
+
+    def _fail(self, worker: FleetWorker, error: Exception) -> None:
+        """A session ended by an error that nobody expects: its requests go elsewhere, and it is tried again."""
+        worker.counters.errors += 1
+        why = f"{type(error).__name__}: {error}"
+        logger.error("the session with worker at %s failed; it is tried again", worker.address, exc_info=error)
+        if worker.state in ("ready", "suspect", "draining"):
+            worker.turn("lost", why)
+            self.owner.on_unavailable(worker, why)
+        worker.why = why
 
     def _new_link(self, worker: FleetWorker) -> WorkerLink | ServerLink:
         self._sessions += 1

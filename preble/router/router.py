@@ -265,7 +265,7 @@ class Router:
                 await asyncio.to_thread(self.scheduler.tick)
                 self.counters.ticks += 1
                 self._warm_ups.send(self.fleet)
-            except PrebleError:
+            except Exception:
                 self.counters.ticks_failed += 1
                 logger.exception("the scheduler's tick failed")
 

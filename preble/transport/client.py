@@ -77,6 +77,7 @@ class LinkCounters:
     malformed_frames: int = 0
     stale_frames: int = 0
     unsent: int = 0
+    requests_failed: int = 0  # by an error that nobody expects
     frame_gaps: int = 0
     frame_duplicates: int = 0
     event_batches: int = 0

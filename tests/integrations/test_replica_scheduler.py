@@ -20,8 +20,8 @@ import zmq
 
 import preble
 from preble.config import SchedulerConfig
-from preble.errors import InvalidConfig, InvalidInput, NoWorkers, QueueFull
-from preble.integrations import prompt_extractors
+from preble.errors import InvalidConfig, InvalidInput, NoWorkers, QueueFull, TransportError
+from preble.integrations import prompt_extractors, replica_events
 from preble.integrations.prompt_extractors import Prompt, PromptReader, ReaderConfig, Tokens
 from preble.integrations.replica_events import ReplicaEvents, ReplicaListener
 from preble.integrations.replica_scheduler import (
@@ -31,6 +31,7 @@ from preble.integrations.replica_scheduler import (
     metadata_of,
     scheduler_config,
 )
+from preble.transport.engine_servers.kv_event_subscriber import EventFeed
 from tests.support.gateway import make_tokenizer
 
 REPLICAS = {name: ReplicaMetadata() for name in ("a", "b", "c")}
@@ -293,6 +294,31 @@ def test_feeds_come_and_go_with_replicas(books: ReplicaScheduler) -> None:
         return [*seen, events.followed]
 
     assert asyncio.run(follow()) == [{"a"}, {"a", "b"}, {"b"}, set()]
+
+
+def test_a_feed_that_fails_is_followed_again(books: ReplicaScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is left, then the endpoint is none: each time nothing counts as cached, and it is tried again."""
+    failures = iter([OSError(24, "Too many open files"), TransportError("no endpoint")])
+
+    async def run(_: EventFeed) -> None:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        followed.set()
+        await asyncio.Event().wait()
+
+    async def follow() -> None:
+        events = ReplicaEvents(books.scheduler, books.counters)
+        events.update({"b": ReplicaMetadata(events_endpoint="ipc:///nowhere-to-be-found")})
+        await asyncio.wait_for(followed.wait(), 60.0)
+        events.close()
+
+    followed = asyncio.Event()
+    monkeypatch.setattr(EventFeed, "run", run)
+    monkeypatch.setattr(replica_events, "RETRY_MIN_SECONDS", 0.0)
+    books.update({"b": ReplicaMetadata(block_size=16)})
+    asyncio.run(follow())
+    assert (books.counters["event_feeds_failed"], books.counters["event_resyncs"]) == (2, 2)
 
 
 def test_published_events_become_what_the_scheduler_believes(books: ReplicaScheduler, tmp_path: Path) -> None:

@@ -1146,3 +1146,60 @@ async def test_a_router_has_sockets_for_more_workers_than_zeromq_allows_by_defau
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         await router.close()
     assert len(sockets) == 1100
+
+
+@asynchronous
+async def test_a_supervisor_survives_what_nobody_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is left when a link is opened, twice: it is counted each time, and the worker is back soon."""
+    failures = iter([OSError(24, "Too many open files"), OSError(24, "Too many open files")])
+    new_link = fleet_module.Fleet._new_link
+
+    def scarce(self: Any, worker: Any) -> Any:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        return new_link(self, worker)
+
+    async with fleet(good) as (router, (worker,)):
+        monkeypatch.setattr(fleet_module.Fleet, "_new_link", scarce)
+        await worker.send(wire.Closed("shutdown", ""))
+        found = router.fleet.workers[worker.endpoint]
+        await until(lambda: found.counters.errors == 2, "both failures are counted")
+        await until(lambda: found.state == "ready", "it is found again")
+        tokens, _ = await collect(router.generate(PROMPT, SHORT))
+        assert tokens == expected_tokens(PROMPT, 12)
+
+
+@asynchronous
+async def test_a_session_that_fails_after_its_handshake_is_lost_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was ready when something failed: its requests go elsewhere, and it does not stay ready without a session."""
+    async with fleet(good) as (router, (worker,)):
+        found, before = router.fleet.workers[worker.endpoint], router.on_available
+        calls = iter([RuntimeError("somebody's own")])
+
+        def failing(one: Any) -> None:
+            error = next(calls, None)
+            if error is not None:
+                assert one.state == "ready"
+                raise error
+            before(one)
+
+        monkeypatch.setattr(router, "on_available", failing)
+        await worker.send(wire.Closed("shutdown", ""))
+        await until(lambda: found.counters.errors == 1 and found.state == "ready", "it is back")
+        router.fleet.check()
+
+
+@asynchronous
+async def test_ticks_go_on_after_an_error_that_is_not_preble_s() -> None:
+    class Moody(GlobalScheduler):
+        def tick(self, now: float | None = None) -> None:
+            if ticks.__next__() % 2:
+                raise ZeroDivisionError("a policy of somebody's own")
+            super().tick(now)
+
+    ticks = iter(range(10**9))
+    async with fleet(good, router_options={"scheduler": Moody([])}) as (router, _):
+        await until(lambda: router.stats()["ticks"] >= 2 and router.stats()["ticks_failed"] >= 2, "it ticks")

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ...clock import Clock
-from ...errors import PrebleError
 from ...scheduling.hot_prefixes import HotPrefixes
 from .events import DashboardEvents
 from .history import UNKNOWN, Ratio, Series, percentile
@@ -119,8 +118,8 @@ class Live:
         while True:
             try:
                 await self.tick()
-            except PrebleError as error:  # the router is being closed, or a policy of somebody's own fails
-                logger.warning("the live page misses a tick: %s", error)
+            except Exception as error:  # noqa: BLE001  the router is being closed, or a policy of somebody's own fails
+                logger.warning("the live page misses a tick: %s: %s", type(error).__name__, error)
             await asyncio.sleep(TICK_SECONDS)
 
     async def tick(self) -> None:

@@ -260,6 +260,10 @@ class ServerLink:
                 index += len(piece.token_ids)
         except PrebleError as error:
             return self._refusal(submit.request_id, error)
+        except Exception as error:
+            self.counters.requests_failed += 1
+            logger.exception("a request at %s failed", self.address)
+            return wire.Rejected(submit.request_id, _ELSEWHERE, f"{type(error).__name__}: {error}")
         return None
 
     def _refusal(self, request_id: str, error: PrebleError) -> wire.Rejected:

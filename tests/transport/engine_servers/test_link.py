@@ -325,6 +325,24 @@ async def test_an_answer_that_is_none_costs_the_attempt_and_not_the_request(kind
         assert router.stats()["workers"][first.url]["malformed_frames"] == told
 
 
+@asynchronous
+async def test_an_error_that_nobody_expects_costs_the_attempt_and_not_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers = FakeServer("sglang"), FakeServer("sglang")
+    async with attached(*servers) as router:
+        first, _ = by_name(*servers)
+
+        async def failing(*_: Any, **__: Any) -> Any:
+            raise OSError(24, "Too many open files")
+            yield
+
+        monkeypatch.setattr(worker_at(router, first).link._server, "generate", failing)
+        tokens, _ = await collect(router.generate(PROMPT, SHORT))
+        assert tokens == expected_tokens(PROMPT, 12)
+        assert router.stats()["workers"][first.url]["requests_failed"] == 1
+
+
 @both_servers
 @asynchronous
 async def test_more_cached_tokens_than_the_prompt_has_are_not_accepted_and_counted(kind: str) -> None:
