@@ -6,7 +6,7 @@ PrebleError
 │   └── DuplicateWorker, DuplicateRequest
 ├── UnknownWorker (KeyError)
 ├── NoWorkers
-├── CapacityExceeded: QueueFull, TreeFull
+├── CapacityExceeded: QueueFull, Overloaded, TreeFull
 ├── TransportError: ProtocolError, HandshakeRefused, WorkerLost, InsecureBind
 ├── EngineError
 └── MissingExtra (ImportError)
@@ -65,6 +65,14 @@ class CapacityExceeded(PrebleError):
 
 class QueueFull(CapacityExceeded):
     """A bounded queue has no room for one more request."""
+
+
+class Overloaded(CapacityExceeded):
+    """A request would wait, or has waited, longer than it may; it makes sense to try again in `retry_after_seconds`."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class TreeFull(CapacityExceeded):

@@ -21,6 +21,7 @@ from ._kv_index.event_batch import EventBatch
 from ._placement.bookings import DecisionCore
 from ._placement.request_api import RequestApi, finite_time, iterable, policy_name
 from ._radix import RadixTree
+from ._snapshot.accounts import cost_at
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
 from .errors import CacheMismatchWarning, DuplicateWorker, InvalidConfig, InvalidInput, InvalidTime, UnknownWorker
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
+BUSY_BATCH = 16  # requests, among which an iteration's decoding is divided where a booking is said in seconds
 COUNTED = (
     *("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests"),
     *peer_bookings.COUNTED,
@@ -174,6 +176,18 @@ class GlobalScheduler(RequestApi):
             return worker.drift.update(engine_requests, booked, self.now())
 
     # --- questions ----------------------------------------------------------------------------------------------------
+
+    def booked_seconds(self, request_id: Hashable) -> float:
+        """Seconds of its worker that a live request is booked for: the prefill of what is not estimated cached, and
+        its expected output's part of a busy batch. 0.0 where it is not booked. Changes nothing. O(1)."""
+        with self._lock:
+            booked: Mapping[str, Any] = self.core.lease(request_id) if request_id in self.core.leases else {}
+            if booked.get("worker") is None:
+                return 0.0
+            cost = cost_at(self.core, self._worker(booked["worker"]).index)
+        prompt, output = booked["prompt_tokens"], booked["expected_output_tokens"]
+        decode_seconds = cost.decode_time(output, prompt, BUSY_BATCH) / BUSY_BATCH
+        return float(cost.prefill_time(prompt - booked["matched_tokens"], prompt) + decode_seconds)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, sizes now, and per worker its bookings and cache. A plain dict, safe to keep."""

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -228,6 +228,11 @@ class Fleet:
         self.eos_token_ids: tuple[int, ...] = ()
 
     # --- asked by the router ------------------------------------------------------------------------------------------
+
+    @property
+    def worker_ids(self) -> Collection[str]:
+        """Workers that the scheduler knows, usable or not; do not keep it."""
+        return self._by_id.keys()
 
     def worker(self, worker_id: str) -> FleetWorker:
         """The worker of that id. Raises `UnknownWorker`."""

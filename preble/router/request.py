@@ -10,6 +10,7 @@ A consumer that does not read costs memory for its own tokens only, at most `max
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -78,9 +79,18 @@ class RoutedRequest:
     """A request from `generate` until its end. Belongs to one asyncio loop."""
 
     def __init__(
-        self, request_id: Hashable, token_ids: TokenIds, sampling: SamplingParams, namespace: Hashable
+        self,
+        request_id: Hashable,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        namespace: Hashable,
+        *,
+        client: Hashable = None,
+        first_token_seconds: float = math.inf,
     ) -> None:
         self.request_id = request_id
+        self.client = client
+        self.first_token_seconds = first_token_seconds  # in which the first token is of use
         self.prompt = token_ids
         self.sampling = sampling
         self.namespace = namespace

@@ -11,6 +11,7 @@ Life of a request
   3. If the worker is lost, hangs, or skips a token, the booking is given back and the request goes on elsewhere: prompt
      plus the output so far. Positions on every chunk keep each token delivered exactly once (`request`).
      A worker at its queue bound is passed over for this request; when all are, `QueueFull`.
+     A new request that would wait longer than `refuse_wait_seconds` is refused at once: `Overloaded`.
   4. The last chunk finishes the booking. A consumer that goes away cancels it, and aborts the request at the worker.
 
 Workers come and go in `fleet`. The scheduler never blocks, so it is called on the loop; only its background
@@ -23,6 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
@@ -32,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core.token_ids import prompt_words
+from .._placement.request_api import finite_time, hashable
 from ..clock import Clock
 from ..errors import (
     DuplicateRequest,
@@ -40,6 +43,7 @@ from ..errors import (
     InvalidInput,
     InvalidTokens,
     NoWorkers,
+    Overloaded,
     PrebleError,
     ProtocolError,
     QueueFull,
@@ -55,6 +59,7 @@ from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
 from ..types import SamplingParams, check_fields
 from .fleet import Fleet, FleetConfig, FleetWorker
+from .predicted_wait import ADMITTED, PredictedWait, Verdict
 from .request import Attempt, RoutedRequest, Setback, StreamChunk, TokenIds
 from .warm_ups import WarmUps
 
@@ -73,11 +78,13 @@ class RouterConfig:
 
     `max_live_requests` bounds `generate` calls at a time (then `QueueFull`), `max_attempts` the workers that may fail
     under one request (then `WorkerLost`). A request that has lost its worker waits up to `resume_seconds` for another
-    one.
+    one. A new request that would wait longer than `refuse_wait_seconds` for its first token at every worker, by what
+    waits there and how fast that goes (`predicted_wait`), is refused at once with `Overloaded`; None: none is.
     """
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
     max_live_requests: int = 65_536
+    refuse_wait_seconds: float | None = 3.0
     max_attempts: int = 4
     resume_seconds: float = 30.0
     retry_full_seconds: float = 0.1
@@ -85,7 +92,8 @@ class RouterConfig:
     tick_seconds: float = 0.5
 
     def __post_init__(self) -> None:
-        check_fields(self, "be positive", *(name for name in self.__slots__ if name != "fleet"))
+        unset = {"fleet"} if self.refuse_wait_seconds is not None else {"fleet", "refuse_wait_seconds"}
+        check_fields(self, "be positive", *(name for name in self.__slots__ if name not in unset))
 
 
 @dataclass(slots=True)
@@ -98,6 +106,8 @@ class RouterCounters:
     cancelled: int = 0
     resumed: int = 0
     queue_full: int = 0
+    refused: int = 0
+    shed: int = 0
     output_tokens: int = 0
     duplicate_tokens: int = 0
     excess_tokens: int = 0
@@ -151,6 +161,7 @@ class Router:
         self._wire_ids = 0
         self._numbers = itertools.count(1)  # of requests without a name
         self._warm_ups = WarmUps(scheduler)
+        self._predicted_wait = PredictedWait()
         self.on_decision: Callable[[float], object] | None = None  # called with the seconds each one took
         self._available = asyncio.Event()
         self._fleet: Fleet | None = None
@@ -265,6 +276,7 @@ class Router:
                 await asyncio.to_thread(self.scheduler.tick)
                 self.counters.ticks += 1
                 self._warm_ups.send(self.fleet)
+                self._predicted_wait.forget(self.scheduler.workers.keys())
             except Exception:
                 self.counters.ticks_failed += 1
                 logger.exception("the scheduler's tick failed")
@@ -278,21 +290,34 @@ class Router:
         *,
         namespace: Hashable = None,
         request_id: Hashable = None,
+        client: Hashable = None,
+        first_token_seconds: float | None = None,
     ) -> AsyncIterator[StreamChunk]:
         """Stream the output tokens for a prompt: text (with a tokenizer) or token ids.
 
+        `client`: whose request it is; where requests are refused, clients that wait for less than an equal part are
+        refused last. `first_token_seconds`: without a token by then the request is of no use; it is refused if it
+        would wait longer, and given up, also at its worker, when it has.
+
         Raises at once `InvalidInput`, `InvalidTokens` or `DuplicateRequest`; while iterated `QueueFull` (this router,
-        or every worker, is at its bound), `NoWorkers`, `WorkerLost` (it could not be resumed) or `EngineError`. Closing
-        the iterator or cancelling its task aborts the request.
+        or every worker, is at its bound), `Overloaded` (it would wait, or has waited, too long), `NoWorkers`,
+        `WorkerLost` (it could not be resumed) or `EngineError`. Closing the iterator or cancelling its task aborts the
+        request.
         """
         token_ids = self._token_ids(prompt)
         check_namespace(namespace)
-        live = RoutedRequest(self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
-        return self._generate(live)
+        hashable("client", client)
+        limit = math.inf if first_token_seconds is None else finite_time("first_token_seconds", first_token_seconds)
+        if limit <= 0.0:
+            raise InvalidInput(f"first_token_seconds must be positive, got {first_token_seconds!r}")
+        asked = (self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
+        return self._generate(RoutedRequest(*asked, client=client, first_token_seconds=limit))
 
     async def _generate(self, live: RoutedRequest) -> AsyncIterator[StreamChunk]:
         self._admit(live)
         finished = False
+        limit = live.first_token_seconds
+        timer = None if limit == math.inf else asyncio.get_running_loop().call_later(limit, self._shed, live)
         try:
             while live.finish_reason is None:
                 await self._place(live)
@@ -306,7 +331,22 @@ class Router:
             live.fail(error)
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             self._dismiss(live)
+
+    def _shed(self, live: RoutedRequest) -> None:
+        """The time in which the first token was of use is over: give the request up, unless it has come."""
+        if live.output_tokens or live.finish_reason is not None or live.error is not None:
+            return
+        self.counters.shed += 1
+        self._end_attempt(live, abort=True)
+        live.fail(
+            Overloaded(
+                f"no token after {live.first_token_seconds:.3g} s, the time in which it was of use",
+                retry_after_seconds=live.first_token_seconds,
+            )
+        )
 
     @contextlib.asynccontextmanager
     async def route(
@@ -391,6 +431,9 @@ class Router:
             raise live.error
         unusable = {*self.fleet.unusable, *live.full_workers}
         left = live.sampling.max_new_tokens - live.output_tokens
+        verdict = self._verdict(live, unusable)
+        if verdict.avoid:
+            unusable |= verdict.over
         while True:
             exclude = unusable | live.failed_workers
             try:
@@ -400,11 +443,31 @@ class Router:
                     return False
                 live.failed_workers.clear()  # better a worker that failed it once than none
                 continue
+            if decision.worker in verdict.over:
+                self.scheduler.cancel(live.request_id)
+                raise self._overloaded(self._predicted_wait.wait_seconds(decision.worker, self._clock()))
             if self._send(live, decision.worker):
                 live.decision = live.decision or decision
                 return True
             self.scheduler.cancel(live.request_id)
             unusable.add(decision.worker)
+
+    def _verdict(self, live: RoutedRequest, unusable: Collection[str]) -> Verdict:
+        """Where a request may wait. Raises `Overloaded` for one that would wait too long everywhere; one that has run
+        is never refused."""
+        bound = min(self.config.refuse_wait_seconds or math.inf, live.first_token_seconds)
+        if bound == math.inf or live.failures:
+            return ADMITTED
+        workers = (name for name in self.fleet.worker_ids if name not in unusable)
+        verdict = self._predicted_wait.verdict(workers, live.client, bound, self._clock())
+        if verdict.refuse_seconds is not None:
+            raise self._overloaded(verdict.refuse_seconds)
+        return verdict
+
+    def _overloaded(self, wait_seconds: float) -> Overloaded:
+        self.counters.refused += 1
+        text = f"the first token would take {wait_seconds:.1f} s, longer than requests may wait here"
+        return Overloaded(text, retry_after_seconds=wait_seconds)
 
     def _schedule(
         self,
@@ -446,6 +509,8 @@ class Router:
             raise
         live.attempt = attempt
         self._running[attempt.wire_id] = live
+        booked = self.scheduler.booked_seconds(live.request_id)
+        self._predicted_wait.placed(attempt.wire_id, worker_id, live.client, booked, self._clock())
         return True
 
     def _no_room(self, live: RoutedRequest, setback: Setback | None) -> PrebleError:
@@ -471,6 +536,7 @@ class Router:
         if attempt is None:
             return
         del self._running[attempt.wire_id]
+        self._predicted_wait.left(attempt.wire_id, self._clock())
         if finished:
             output_tokens = live.output_tokens - attempt.offset
             self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=attempt.cached_tokens)
@@ -554,6 +620,7 @@ class Router:
         self._take_cached(live, attempt, chunk)
         if not attempt.first_seen:
             attempt.first_seen = True
+            self._predicted_wait.started(attempt.wire_id, self._clock())
             self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
         if chunk.finish_reason == "error":
             self._end_attempt(live, abort=False)
@@ -587,5 +654,6 @@ class Router:
             assert live.attempt is not None and live.attempt.wire_id == wire_id, "a running request has its attempt"
             assert self._live.get(live.request_id) is live, "a running request is live"
             assert live.finish_reason is None and live.error is None, "a running request has not ended"
+        self._predicted_wait.check()
         if self._fleet is not None:
             self._fleet.check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +30,7 @@ from preble.errors import (
     InvalidInput,
     InvalidTokens,
     NoWorkers,
+    Overloaded,
     PrebleError,
     ProtocolError,
     QueueFull,
@@ -38,6 +40,7 @@ from preble.errors import (
 )
 from preble.router import Router, RouterConfig
 from preble.router import fleet as fleet_module
+from preble.router.predicted_wait import Verdict
 from preble.router.request import RoutedRequest
 from preble.transport import wire
 from preble.types import AllBlocksCleared, BlockRemoved, PrefixEvicted
@@ -610,6 +613,128 @@ async def test_a_worker_silent_for_very_long_is_given_up() -> None:
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def line(*others: Any, **config: Any) -> AsyncIterator[Any]:
+    """(router, workers): the first worker answers one request after another, each a second after the one before by the
+    router's clock, which nothing else moves; there have been 12 requests, and two of them have been answered."""
+    clock, turns, lock, held = ManualClock(), itertools.count(), asyncio.Lock(), asyncio.Event()
+
+    async def slow(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        async with lock:
+            if next(turns) >= 2:
+                await held.wait()
+            clock.advance(1.0)
+            await good(worker, submit)
+
+    options = {"config": fast(**config), "clock": clock}
+    async with fleet(slow, *others, router_options=options) as (router, workers):
+        tasks = [ask(router, 1 + number, client="greedy") for number in range(12)]
+        await until(lambda: router.stats()["finished"] == 2, "two answers")
+        yield router, workers
+        held.set()
+        await asyncio.gather(*tasks)
+        assert (await collect(router.generate(PROMPT, SHORT)))[0], "the line is short again"
+        router.check()
+
+
+def ask(router: Router, number: int = 0, **options: Any) -> asyncio.Task[Any]:
+    """A request on its way, unlike those of other numbers."""
+    prompt = [1000 * number + token for token in PROMPT]
+    return asyncio.ensure_future(collect(router.generate(prompt, SHORT, **options)))
+
+
+@asynchronous
+async def test_a_request_that_would_wait_too_long_is_refused_at_once_and_sent_nowhere() -> None:
+    async with line(refuse_wait_seconds=8.0) as (router, (worker,)):
+        with pytest.raises(Overloaded, match=r"would take 9\.\d s, longer than requests may wait") as refused:
+            await collect(router.generate(PROMPT, SHORT, client="greedy"))
+        assert refused.value.retry_after_seconds == pytest.approx(9.3, rel=0.05)
+        assert len(worker.got(wire.GenerationRequest)) == 12 and router.stats()["refused"] == 1
+
+
+@asynchronous
+async def test_nobody_is_refused_where_the_bound_is_off() -> None:
+    async with line(refuse_wait_seconds=None) as (router, (worker,)):
+        last = ask(router)
+        await until(lambda: len(worker.got(wire.GenerationRequest)) == 13, "it is sent")
+        last.cancel()
+        assert router.stats()["refused"] == 0
+
+
+@asynchronous
+async def test_a_full_worker_is_passed_over_for_one_with_room_before_anybody_is_refused() -> None:
+    async with line(good, refuse_wait_seconds=8.0) as (router, (_, second)):
+        assert not second.got(wire.GenerationRequest)  # the policy takes the first by name
+        await collect(router.generate(PROMPT, SHORT))
+        assert len(second.got(wire.GenerationRequest)) == 1 and router.stats()["refused"] == 0
+
+
+@asynchronous
+async def test_a_client_that_waits_for_less_than_its_part_is_let_in_where_one_with_more_is_refused() -> None:
+    async with line(refuse_wait_seconds=8.0) as (router, (worker,)):
+        with pytest.raises(Overloaded):
+            await collect(router.generate(PROMPT, SHORT, client="greedy"))
+        modest = ask(router, client="modest")
+        await until(lambda: len(worker.got(wire.GenerationRequest)) == 13, "it is sent")
+        modest.cancel()
+        assert router.stats()["refused"] == 1
+
+
+@asynchronous
+async def test_a_request_whose_worker_was_lost_is_not_refused() -> None:
+    async with fleet(stops_halfway, good) as (router, (first, _)):
+        moved = ask(router)
+        await until(lambda: router.stats()["output_tokens"] == 6, "half of the tokens")
+        refusing = Verdict(refuse_seconds=9.0)
+        router._predicted_wait.verdict = lambda *_: refusing  # whoever is asked is refused
+        await first.close()
+        assert (await moved)[0] == expected_tokens(PROMPT, 12) and router.stats()["refused"] == 0
+
+
+@asynchronous
+async def test_a_request_that_waited_past_its_time_is_given_up_and_aborted_at_its_worker() -> None:
+    async with fleet(mute) as (router, (worker,)):
+        with pytest.raises(Overloaded, match="no token after 0.05 s"):
+            await collect(router.generate(PROMPT, SHORT, first_token_seconds=0.05))
+        (submit,) = worker.got(wire.GenerationRequest)
+        await until(lambda: worker.got(wire.Abort), "the abort")
+        assert worker.got(wire.Abort)[0].request_id == submit.request_id
+        assert (router.stats()["shed"], router.stats()["live_requests"]) == (1, 0)
+
+
+@asynchronous
+async def test_a_request_that_has_begun_in_time_may_take_as_long_as_it_likes() -> None:
+    async def dawdling(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await stops_halfway(worker, submit)
+        await asyncio.sleep(0.2)
+        await good(worker, submit)
+
+    async with fleet(dawdling) as (router, _):
+        tokens, _ = await collect(router.generate(PROMPT, SHORT, first_token_seconds=0.1))
+        assert tokens == expected_tokens(PROMPT, 12) and router.stats()["shed"] == 0
+
+
+@asynchronous
+async def test_a_request_is_refused_where_it_would_wait_longer_than_it_is_of_use() -> None:
+    async with line(refuse_wait_seconds=None) as (router, _):
+        with pytest.raises(Overloaded):
+            await collect(router.generate(PROMPT, SHORT, client="greedy", first_token_seconds=8.0))
+        assert (router.stats()["refused"], router.stats()["shed"]) == (1, 0)
+
+
+@asynchronous
+async def test_what_is_said_of_clients_and_times_is_checked_at_once() -> None:
+    async with fleet(good) as (router, _):
+        with pytest.raises(InvalidInput, match="first_token_seconds must be positive, got 0"):
+            router.generate(PROMPT, SHORT, first_token_seconds=0)
+        with pytest.raises(InvalidInput, match="first_token_seconds"):
+            router.generate(PROMPT, SHORT, first_token_seconds=float("nan"))
+        with pytest.raises(InvalidInput, match="client must be hashable"):
+            router.generate(PROMPT, SHORT, client=[])
+    with pytest.raises(InvalidConfig, match="refuse_wait_seconds"):
+        RouterConfig(refuse_wait_seconds=0.0)
 
 
 @pytest.mark.parametrize("code", ["queue_full", "draining"])

@@ -1,0 +1,185 @@
+"""How long a request would wait for its first token, and whether it is refused at once instead. No socket, no clock of
+its own.
+
+The wait at a worker is the work of the requests that wait there over its pace: the work of those whose first token has
+come, in a second of backlog (Little's law). Both are in the seconds that the scheduler books, so that errors of the
+cost model cancel out; and both are of this router's requests alone, so that the quotient also holds where other
+routers send to the same worker.
+
+    pace of a worker     measured while `BACKLOG_MIN` requests or more wait there, fading over `FADE_SECONDS`
+    nothing measured     the wait is at least as long as nobody's first token has come, and no more is known
+    refused              a request that would wait longer than it may at every worker, if `WAITING_MIN` wait in all:
+                         an idle fleet, or one that has just been started, refuses nobody
+
+A client (an API key, say) that waits for less than its equal part of what may wait is let in beyond the bound, up to
+`FAIR_EXCESS` times the bound: so one that asks for too much is refused, not the others. Belongs to one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+
+FADE_SECONDS = 10.0
+IDLE_WEIGHT_SECONDS = 1.0  # of backlog, that a pace weighs at least, however long ago it was measured
+BACKLOG_MIN = 2
+WAITING_MIN = 4
+FAIR_EXCESS = 1.5
+SPILL_SHARE = 0.5  # of the bound: who waits less than this elsewhere leaves a full worker
+
+
+@dataclass(slots=True)
+class WorkerPace:
+    """One worker: what waits there, and the work that starts there in a second of backlog. Times only grow."""
+
+    requests: int = 0
+    waiting_seconds: float = 0.0  # booked, of those requests
+    started_seconds: float = 0.0  # booked, of requests whose first token came in a backlog; faded
+    backlog_seconds: float = 0.0  # in which they did; faded
+    at: float = field(default=-math.inf)
+
+    def advance(self, now: float) -> None:
+        """Bring the sums to `now`. In a backlog time counts; without one what was measured only fades."""
+        passed = max(now - self.at, 0.0) if self.at > -math.inf else 0.0
+        self.at = max(now, self.at)
+        kept = math.exp(-passed / FADE_SECONDS)
+        if self.requests >= BACKLOG_MIN:
+            self.started_seconds *= kept
+            self.backlog_seconds = self.backlog_seconds * kept + FADE_SECONDS * (1.0 - kept)
+        elif self.backlog_seconds > IDLE_WEIGHT_SECONDS:
+            kept = max(kept, IDLE_WEIGHT_SECONDS / self.backlog_seconds)
+            self.started_seconds *= kept
+            self.backlog_seconds *= kept
+
+    def wait_seconds(self) -> float:
+        """How long one more request would wait, as things were at the last `advance`."""
+        if self.requests < BACKLOG_MIN:
+            return 0.0
+        if self.started_seconds <= 0.0:
+            return self.backlog_seconds
+        return self.waiting_seconds * self.backlog_seconds / self.started_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    worker_id: str
+    client: Hashable
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one request. `refuse_seconds`: it is refused, and may hope for room after so long. `over`: workers that it
+    must not go to; `avoid`: and it shall be placed elsewhere, rather than refused, where those are chosen."""
+
+    refuse_seconds: float | None = None
+    over: frozenset[str] = frozenset()
+    avoid: bool = False
+
+
+ADMITTED = Verdict()
+
+
+class PredictedWait:
+    """All workers of a router, and who waits for them. Every request that waits is named; names are never used twice.
+
+    Bounded by the router's live requests and its workers.
+    """
+
+    def __init__(self) -> None:
+        self._paces: dict[str, WorkerPace] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._clients: dict[Hashable, list[float]] = {}  # those that wait: requests, their seconds
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def placed(self, name: str, worker_id: str, client: Hashable, booked_seconds: float, now: float) -> None:
+        """A request waits at a worker from now on."""
+        pace = self._paces.setdefault(worker_id, WorkerPace())
+        pace.advance(now)
+        pace.requests += 1
+        pace.waiting_seconds += booked_seconds
+        self._waiting[name] = _Waiting(worker_id, client, booked_seconds)
+        mine = self._clients.setdefault(client, [0, 0.0])
+        mine[0] += 1
+        mine[1] += booked_seconds
+
+    def started(self, name: str, now: float) -> None:
+        """Its first token has come."""
+        pace, request = self._leave(name, now)
+        if request is not None and pace is not None and pace.requests + 1 >= BACKLOG_MIN:
+            pace.started_seconds += request.seconds
+
+    def left(self, name: str, now: float) -> None:
+        """It waits no more, started or not; again does nothing."""
+        self._leave(name, now)
+
+    def forget(self, worker_ids: Collection[str]) -> None:
+        """Drop the paces of all workers but these, where nobody waits."""
+        for worker_id in [one for one, pace in self._paces.items() if one not in worker_ids and not pace.requests]:
+            del self._paces[worker_id]
+
+    def _leave(self, name: str, now: float) -> tuple[WorkerPace | None, _Waiting | None]:
+        request = self._waiting.pop(name, None)
+        if request is None:
+            return None, None
+        pace = self._paces[request.worker_id]
+        pace.advance(now)
+        pace.requests -= 1
+        pace.waiting_seconds = pace.waiting_seconds - request.seconds if pace.requests else 0.0
+        mine = self._clients[request.client]
+        mine[0] -= 1
+        mine[1] -= request.seconds
+        if mine[0] == 0:
+            del self._clients[request.client]
+        return pace, request
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a first token."""
+        return len(self._waiting)
+
+    def wait_seconds(self, worker_id: str, now: float) -> float:
+        """How long one more request would wait at a worker."""
+        pace = self._paces.get(worker_id)
+        if pace is None:
+            return 0.0
+        pace.advance(now)
+        return pace.wait_seconds()
+
+    def verdict(self, workers: Iterable[str], client: Hashable, bound_seconds: float, now: float) -> Verdict:
+        """Whether a new request may wait at one of the workers that take requests. O(workers) where `WAITING_MIN`
+        requests wait, else O(1)."""
+        if self.waiting < WAITING_MIN:
+            return ADMITTED
+        waits = {worker_id: self.wait_seconds(worker_id, now) for worker_id in workers}
+        over = frozenset(worker_id for worker_id, seconds in waits.items() if seconds > bound_seconds)
+        if not over:
+            return ADMITTED
+        shortest = min(waits.values())
+        if shortest > bound_seconds:
+            if shortest <= FAIR_EXCESS * bound_seconds and self._is_below_its_part(client, shortest / bound_seconds):
+                return ADMITTED
+            return Verdict(refuse_seconds=shortest)
+        return Verdict(over=over, avoid=shortest <= SPILL_SHARE * bound_seconds or self._is_below_its_part(client, 1.0))
+
+    def _is_below_its_part(self, client: Hashable, fill: float) -> bool:
+        """Whether a client's requests wait for less than an equal part of what may wait; `fill` times as much does."""
+        others = len(self._clients) - (client in self._clients)
+        total = sum(seconds for _, seconds in self._clients.values())
+        mine = self._clients[client][1] if client in self._clients else 0.0
+        return others > 0 and mine < total / fill / (others + 1)
+
+    def check(self) -> None:
+        """Assert that the sums are those of the requests that wait."""
+        for worker_id, pace in self._paces.items():
+            there = [one.seconds for one in self._waiting.values() if one.worker_id == worker_id]
+            assert pace.requests == len(there), f"{len(there)} requests wait at {worker_id}, not {pace.requests}"
+            assert math.isclose(pace.waiting_seconds, sum(there), abs_tol=1e-6), f"seconds at {worker_id} are off"
+        for client, (requests, seconds) in self._clients.items():
+            mine = [one.seconds for one in self._waiting.values() if one.client == client]
+            assert requests == len(mine) and math.isclose(seconds, sum(mine), abs_tol=1e-6), "a client's sums are off"
+        assert {one.client for one in self._waiting.values()} == self._clients.keys(), "clients are those that wait"
