@@ -73,7 +73,7 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
                 "timeseries", "How generations end", "reqps", 8,
                 [
                     (name, rate(f"preble_generations_{name}_total"))
-                    for name in ("finished", "failed", "cancelled", "resumed", "queue_full")
+                    for name in ("finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed")
                 ],
             ),
             (

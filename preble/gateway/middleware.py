@@ -43,7 +43,20 @@ UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and
 OTHER = "other"
 # What clients of several routers call the conversation that a request is of; the first that is there counts.
 SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-smg-routing-key")
+# In how many seconds a client gives up that gets nothing; OpenAI's own clients send the second.
+TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
+TIMEOUT_SECONDS_MAX = 1e6
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+def _timeout_of(headers: Any) -> float | None:
+    """The time that the headers name, None if none or one that is no time."""
+    given = next((value for name in TIMEOUT_HEADERS if (value := headers.get(name))), "")
+    try:
+        seconds = float(given)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds <= TIMEOUT_SECONDS_MAX else None
 
 
 def _session_of(headers: Any) -> str:
@@ -85,6 +98,7 @@ class Middleware:
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
         context.session = _session_of(headers)
+        context.timeout_seconds = _timeout_of(headers)
         tracing = None if is_unlogged(scope["path"]) else self._gateway.tracing
         span = None if tracing is None else tracing.begin(headers)
         if tracing is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import resource
@@ -236,7 +237,7 @@ def _router(
     return Router(
         config.workers if found is None else found,
         scheduler=scheduler,
-        config=RouterConfig(connect_seconds=config.connect_seconds),
+        config=RouterConfig(connect_seconds=config.connect_seconds, refuse_wait_seconds=config.refuse_wait_seconds),
         keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
         tokenizer_fingerprint=codec.fingerprint if codec is not None and strict else "",
     )
@@ -326,6 +327,8 @@ class Reloading:
         kept = {name: getattr(gateway.config, name) for name in {name.partition(".")[0] for name in left}}
         old, gateway.config = gateway.config, msgspec.structs.replace(new, **kept)
         self._app.configure(gateway.config)
+        router = gateway.router
+        router.config = dataclasses.replace(router.config, refuse_wait_seconds=gateway.config.refuse_wait_seconds)
         await self._change_workers(old.workers, new.workers)
         if left:
             logger.warning("these need a restart: %s", ", ".join(sorted(left)))

@@ -254,6 +254,18 @@ def test_it_is_an_engine():
     assert not engine.has_work()
 
 
+def test_a_request_aborted_while_it_waits_is_never_computed():
+    engine = make_engine(max_running=1, token_budget=8)
+    engine.submit(make_request("running", [1, 2, 3], max_new=20))
+    engine.step()
+    engine.submit(make_request("gone", list(range(10, 40))))
+    engine.step()
+    assert engine.load().waiting == 1 and engine.abort("gone") and engine.load().waiting == 0
+    tokens, _ = run(engine)
+    stats = engine.scheduler.stats()
+    assert (stats["admitted"], stats["computed_tokens"]) == (1, 3 + 19) and not tokens["gone"]
+
+
 def test_abort_gives_one_last_chunk_in_every_state():
     engine = make_engine(max_running=1, token_budget=8)
     engine.submit(make_request("waiting", [1, 2, 3]))

@@ -519,6 +519,109 @@ def test_at_its_bound_the_gateway_says_when_to_come_back(
         assert process.stop() == 0
 
 
+# --- too much at once -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_place(model: Path, tmp_path: Path, **config: Any) -> Iterator[GatewayProcess]:
+    """A gateway before a worker that runs one request at a time, and runs one without an end."""
+    file = tmp_path / "gateway.yaml"
+    worker = WorkerProcess("--max-running", "1", time_scale=0.05)
+    write_config(file, workers=[worker.endpoint], tokenizer=str(model), **config)
+    process = GatewayProcess("--config", str(file), log=tmp_path / "log")
+    try:
+        with openai.OpenAI(base_url=f"{process.url}/v1", api_key="x", max_retries=0) as api:
+            stream = api.completions.create(model="simulated", prompt="long", max_tokens=190_000, stream=True)
+            next(iter(stream))
+            yield process
+            stream.close()
+    finally:
+        assert process.stop() == 0
+        worker.stop()
+
+
+def write_config(file: Path, **content: Any) -> None:
+    """A gateway's configuration."""
+    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in content.items()))
+
+
+def leave(process: GatewayProcess, count: int, prompt: str = "one that waits") -> list[socket.socket]:
+    """Ask so many times, on connections of their own, and read nothing."""
+    host, port = process.address.rsplit(":", 1)
+    body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    sockets = []
+    for _ in range(count):
+        sockets.append(socket.create_connection((host, int(port)), HANG_SECONDS))
+        sockets[-1].sendall(head % (host.encode(), len(body)) + body)
+    return sockets
+
+
+def sample(process: GatewayProcess, name: str) -> float:
+    """A metric without labels."""
+    text = Client(process.address).call("GET", "/metrics")[2]
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+    assert found is not None, f"{name} is exported"
+    return float(found[1])
+
+
+def test_a_request_that_would_wait_too_long_is_answered_429_at_once_and_a_reload_changes_the_bound(
+    model: Path, tmp_path: Path
+) -> None:
+    with one_place(model, tmp_path, refuse_wait_seconds=0.001) as process:
+        waiting = leave(process, 4)
+        wait_until(lambda: sample(process, "preble_leases_active") == 5, "four wait")
+        client = Client(process.address)
+        status, headers, reply = client.call("POST", "/v1/completions", {"prompt": "one more"})
+        assert (status, reply["error"]["type"], reply["error"]["code"]) == (429, "overloaded_error", "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        assert sample(process, "preble_generations_refused_total") == 1
+        file = tmp_path / "gateway.yaml"
+        write_config(file, **{**json_config(file), "refuse_wait_seconds": None})
+        process.signal(signal.SIGHUP)
+        wait_until(lambda: "reloaded: refuse_wait_seconds" in process.log.read_text(), "the bound is off")
+        waiting += leave(process, 1)
+        wait_until(lambda: sample(process, "preble_leases_active") == 6, "five wait")
+        for one in waiting:
+            one.close()
+
+
+def json_config(file: Path) -> dict[str, Any]:
+    """What `write_config` wrote."""
+    return {key: json.loads(value) for key, value in (line.split(": ", 1) for line in file.read_text().splitlines())}
+
+
+@pytest.mark.parametrize("header", ["x-request-timeout", "x-stainless-read-timeout"])
+def test_a_request_that_waited_as_long_as_its_client_would_is_given_up(
+    model: Path, tmp_path: Path, header: str
+) -> None:
+    with one_place(model, tmp_path) as process:
+        client = Client(process.address)
+        status, _, reply = client.call("POST", "/v1/completions", {"prompt": "late"}, headers={header: "0.2"})
+        assert (status, reply["error"]["code"]) == (429, "overloaded")
+        assert sample(process, "preble_generations_shed_total") == 1
+        wait_until(lambda: sample(process, "preble_leases_active") == 1, "it is booked no more")
+
+
+def test_what_clients_that_left_had_asked_is_dropped_before_anything_of_it_is_computed(
+    model: Path, tmp_path: Path
+) -> None:
+    with one_place(model, tmp_path) as process:
+        gone = leave(process, 3)
+        wait_until(lambda: load_of_worker(process)["waiting"] == 3, "three wait at the worker")
+        for one in gone:
+            one.close()
+        wait_until(lambda: load_of_worker(process)["waiting"] == 0, "none waits")
+        wait_until(lambda: sample(process, "preble_generations_cancelled_total") == 3, "they are counted")
+        assert sample(process, "preble_leases_active") == load_of_worker(process)["running"] == 1
+
+
+def load_of_worker(process: GatewayProcess) -> dict[str, int]:
+    """What the worker reported last."""
+    card = Client(process.address).call("GET", "/workers")[2]["workers"][0]
+    return dict(card["load"] or {"waiting": 0, "running": 0})
+
+
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(model: Path, tmp_path: Path) -> None:
     worker = WorkerProcess(time_scale=0.3)
     process = GatewayProcess("--workers", worker.endpoint, "--tokenizer", str(model), log=tmp_path / "log")

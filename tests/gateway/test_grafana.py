@@ -39,7 +39,7 @@ def exported() -> dict[str, set[str]]:
     metrics.choices_ended.labels("stop").inc()
     scheduler = GlobalScheduler(["a"])
     scheduler.finish(scheduler.schedule([1, 2, 3]).request_id)
-    names = ("finished", "failed", "cancelled", "resumed", "queue_full", "live_requests")
+    names = ("finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed", "live_requests")
     worker = {"worker_id": "a", "state": "ready", "epoch": 1, "events": {"BlockStored": 2}}
     stats = scheduler.stats()
     stats["plans"]["made"] = {"replica": 1}

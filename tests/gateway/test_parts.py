@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from preble import GlobalScheduler, ManualClock, SamplingParams
-from preble.errors import EngineError, HandshakeRefused, NoWorkers, QueueFull, TransportError, WorkerLost
+from preble.errors import EngineError, HandshakeRefused, NoWorkers, Overloaded, QueueFull, TransportError, WorkerLost
 from preble.gateway import keys, program
 from preble.gateway.core import metrics
 from preble.gateway.core.config import GatewayConfig
@@ -137,6 +137,7 @@ def test_of_too_many_addresses_with_right_keys_the_oldest_starts_afresh(monkeypa
 @pytest.mark.parametrize(
     ("error", "status", "code", "retry"),
     [
+        (Overloaded("busy", retry_after_seconds=2.1), 429, "overloaded", "3"),
         (QueueFull("full"), 503, "queue_full", "1"),
         (NoWorkers("none"), 503, "no_workers", "1"),
         (TransportError("closed"), 503, "unavailable", "1"),
@@ -286,7 +287,7 @@ def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "WORKER_LABELS_MAX", 2)
     scheduler = GlobalScheduler([f"w{i}" for i in range(5)])
     workers = {f"tcp://{i}": {"worker_id": f"w{i}", "state": "ready", "epoch": 1, "losses": i} for i in range(5)}
-    names = ("finished", "failed", "cancelled", "resumed", "queue_full", "live_requests")
+    names = ("finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed", "live_requests")
     router = {**dict.fromkeys(names, 0), "workers": workers}
     text = metrics.Metrics(ManualClock()).render(scheduler, router, GATEWAY).decode()
     losses = [line for line in text.splitlines() if line.startswith("preble_worker_losses_total")]

@@ -47,6 +47,7 @@ RELOADABLE = frozenset(
         "host_names",
         "rate_limit_per_minute",
         "rate_limit_burst",
+        "refuse_wait_seconds",
         "model_names",
     }
     | {"default_max_tokens", "choices_max", "max_live_requests", "max_body_bytes", "drain_seconds"}
@@ -81,6 +82,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     choices_max: Annotated[int, Meta(ge=1, le=1024)] = 64
     rate_limit_per_minute: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     rate_limit_burst: Count = 60
+    refuse_wait_seconds: Annotated[float, Meta(gt=0, le=1e9)] | None = 3.0
     min_workers: Annotated[int, Meta(ge=0, le=65535)] = 1
     connect_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
     drain_seconds: Seconds = 30.0

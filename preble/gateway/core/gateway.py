@@ -178,8 +178,24 @@ class Gateway:
         context.charge(len(prompts) * choices - 1)
         namespace: Hashable = None if salt is None else ("salt", salt)
         request_id = f"{context.request_id}#{secrets.token_hex(6)}"
-        template = ChoiceJob(0, request_id, prompts[0], sampling, stops, namespace, skip_special_tokens)
+        template = ChoiceJob(
+            0,
+            request_id,
+            prompts[0],
+            sampling,
+            stops,
+            namespace,
+            skip_special_tokens,
+            client=context.key_name,
+            first_token_seconds=self._left_seconds(context),
+        )
         return jobs_for(prompts, template, choices)
+
+    def _left_seconds(self, context: RequestContext) -> float | None:
+        """What is left of the client's time; of a time that is over, as little as can be said."""
+        if context.timeout_seconds is None:
+            return None
+        return max(context.timeout_seconds - (self._clock() - context.started), 1e-3)
 
     async def run(self, jobs: Sequence[ChoiceJob], context: RequestContext) -> AsyncGenerator[TextPiece, None]:
         """The pieces of all jobs. Raises `ApiError` when draining or at the bound of live choices."""

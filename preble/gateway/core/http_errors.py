@@ -1,7 +1,7 @@
 """What goes wrong, as HTTP: status, OpenAI's error object, Retry-After. Owns the mapping from Preble's errors to it.
 
     400 the request is wrong            401, 403 key missing or not enough    404 no such model, worker or path
-    413, 415 body too large, not JSON   429 the key's rate is used up         499 (log only) the client went away
+    413, 415 body too large, not JSON   429 rate used up, or overloaded       499 (log only) the client went away
     500 the engine failed               502 no worker could finish it         503 overloaded, draining, no worker
 
 No message quotes a prompt: what comes from a request is named by its place in the body.
@@ -18,6 +18,7 @@ from ...errors import (
     EngineError,
     InvalidInput,
     NoWorkers,
+    Overloaded,
     PrebleError,
     TransportError,
     UnknownWorker,
@@ -29,6 +30,7 @@ RETRY_SECONDS = 1.0  # after which a client may hope that an overloaded fleet ha
 _ANSWERS: tuple[tuple[Any, ...], ...] = (
     (InvalidInput, 400, "invalid_request_error", None),
     (UnknownWorker, 404, "invalid_request_error", "unknown_worker"),
+    (Overloaded, 429, "overloaded_error", "overloaded"),
     (CapacityExceeded, 503, "overloaded_error", "queue_full"),
     (NoWorkers, 503, "overloaded_error", "no_workers"),
     (WorkerLost, 502, "server_error", "worker_lost"),
@@ -79,5 +81,5 @@ def api_error_of(error: PrebleError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     status, kind, code = next(answer for cls, *answer in _ANSWERS if isinstance(error, cls))
-    retry_after_seconds = RETRY_SECONDS if status in (502, 503) else None
+    retry_after_seconds = RETRY_SECONDS if status in (502, 503) else getattr(error, "retry_after_seconds", None)
     return ApiError(status, str(error), kind=kind, code=code, retry_after_seconds=retry_after_seconds)

@@ -309,6 +309,8 @@ _ROUTER_COUNTERS = {
     "cancelled": "Generations whose client, or a stop string, ended them",
     "resumed": "Generations that went on elsewhere after a loss",
     "queue_full": "Generations refused because every worker was at its bound",
+    "refused": "Generations refused because their first token would have taken too long",
+    "shed": "Generations given up because it had not come in their client's time",
 }
 
 

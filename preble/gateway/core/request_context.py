@@ -19,6 +19,7 @@ class RequestContext:
     key_name: str = ""
     model: str = ""
     session: str = ""
+    timeout_seconds: float | None = None  # after which the client gives up without a token
     stream: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)
     first_token_seconds: float | None = None

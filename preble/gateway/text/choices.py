@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceJob:
-    """What one choice is to be. `stops` are strings; `skip_special_tokens` leaves special tokens out of the text."""
+    """What one choice is to be. `stops` are strings; `skip_special_tokens` leaves special tokens out of the text.
+
+    `client` and `first_token_seconds` are `Router.generate`'s.
+    """
 
     index: int
     request_id: str
@@ -26,6 +29,8 @@ class ChoiceJob:
     stops: tuple[str, ...] = ()
     namespace: Hashable = None
     skip_special_tokens: bool = True
+    client: Hashable = None
+    first_token_seconds: float | None = None
 
 
 @dataclass(slots=True)

@@ -92,7 +92,14 @@ async def pieces(
 async def _choice_pieces(router: Router, codec: TextCodec | None, choice: Choice) -> AsyncGenerator[TextPiece, None]:
     job = choice.job
     writer = _ChoiceWriter(choice, codec, router.fleet.eos_token_ids)
-    stream: Any = router.generate(job.token_ids, job.sampling, namespace=job.namespace, request_id=job.request_id)
+    stream: Any = router.generate(
+        job.token_ids,
+        job.sampling,
+        namespace=job.namespace,
+        request_id=job.request_id,
+        client=job.client,
+        first_token_seconds=job.first_token_seconds,
+    )
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             piece = writer.take(chunk)
