@@ -62,7 +62,7 @@ class WorkerPace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PlacedRequest:
     worker_id: str
     client: Hashable
     seconds: float
@@ -89,7 +89,7 @@ class PredictedWait:
 
     def __init__(self) -> None:
         self._paces: dict[str, WorkerPace] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _PlacedRequest] = {}
         self._clients: dict[Hashable, list[float]] = {}  # those that wait: requests, their seconds
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class PredictedWait:
         pace.advance(now)
         pace.requests += 1
         pace.waiting_seconds += booked_seconds
-        self._waiting[name] = _Waiting(worker_id, client, booked_seconds)
+        self._waiting[name] = _PlacedRequest(worker_id, client, booked_seconds)
         mine = self._clients.setdefault(client, [0, 0.0])
         mine[0] += 1
         mine[1] += booked_seconds
@@ -120,7 +120,7 @@ class PredictedWait:
         for worker_id in [one for one, pace in self._paces.items() if one not in worker_ids and not pace.requests]:
             del self._paces[worker_id]
 
-    def _leave(self, name: str, now: float) -> tuple[WorkerPace | None, _Waiting | None]:
+    def _leave(self, name: str, now: float) -> tuple[WorkerPace | None, _PlacedRequest | None]:
         request = self._waiting.pop(name, None)
         if request is None:
             return None, None
