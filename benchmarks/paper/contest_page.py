@@ -219,7 +219,7 @@ METHOD = """\
   of the requests' own floors, shortest remaining work first, and the mean-busy-time bound; p99 and goodput: Moore and
   Hodgson's rule. Requests of the warm-up own tokens and are not jobs. Loose where misses come from full caches or
   decoding holds up prefill, and in closed loops, where only floors remain.
-- Requests without an answer: {unfinished}."""
+- Requests without an answer: {unfinished:.0f}."""
 
 
 def title(workload: str) -> str:
