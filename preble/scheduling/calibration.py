@@ -9,7 +9,8 @@ docs/calibration.md explains to an operator what is behind it. Knows nothing of 
      are those that make the sums fit best: least squares of logarithms, in which newer samples weigh more and outliers
      next to nothing. Where samples cannot distinguish terms, these keep the proportion they have in the prior.
   2. Workers with the same prior are a group, and the factors of its middle worker are taken for all of them, newcomers
-     too, as long as a worker's own are not clearly others.
+     too, as long as a worker's own are not clearly others. Where few are measured, nobody else is taken for slower than
+     they are: who looks slow without a sample gets no request, and without one no sample.
   3. A prior is kept until it is clearly wrong for what the worker usually does, and a model is published only where
      it differs enough from the one that is: workers that are alike stay exactly alike.
 """
@@ -112,6 +113,7 @@ class Calibrator:
         self._window_seconds = window_seconds
         self._workers: dict[str, _Measured] = {}
         self._groups: dict[Hashable, Logs] = {}  # what is taken for a group's workers
+        self._unmeasured: dict[Hashable, Logs] = {}  # and for those of them without samples
 
     def opened(self, name: str, index: int, prior: CostModel, published: CostModel) -> None:
         """A worker joined, whose decisions reckon with `published`: its prior, unless it was restored."""
@@ -160,13 +162,14 @@ class Calibrator:
             for worker in group:
                 by = 0.5 * OTHER_THAN_GROUP if worker.own else OTHER_THAN_GROUP
                 worker.own = worker.found is not None and worker.found.differs(self._groups[key], by)
+            self._unmeasured[key] = _of_unmeasured(self._groups[key], group)
 
     def _publish(self, name: str) -> None:
         with self._core.tree:
             worker = self._workers.get(name)
             if worker is None:
                 return
-            wanted = self._groups.get(worker.key, PRIOR)
+            wanted = (self._unmeasured if worker.found is None else self._groups).get(worker.key, PRIOR)
             if worker.own and worker.found is not None:
                 wanted = _rounded(worker.found.logs)
                 if not worker.found.differs(worker.published, WORTH_PUBLISHING):
@@ -215,6 +218,19 @@ def _of_group(taken: Logs, group: list[_Measured]) -> Logs:
     kept = taken == PRIOR and group[0].prior.name != NEUTRAL.name
     by = PRIOR_WRONG if kept else WORTH_PUBLISHING
     return _rounded(found.logs) if found.differs(taken, by) else taken
+
+
+def _of_unmeasured(taken: Logs, group: list[_Measured]) -> Logs:
+    """What decisions reckon with for the middle one of those that are measured, where that is faster than what is taken
+    for the group: a worker that nobody has tried must not look slower than those that were."""
+    known = [(sum(worker.found.factors(worker.published)), worker) for worker in group if worker.found is not None]
+    if not known:
+        return taken
+    known.sort(key=lambda pair: pair[0])
+    gain, worker = known[(len(known) - 1) // 2]
+    found = worker.found
+    assert found is not None
+    return worker.published if gain < sum(found.factors(taken)) else taken
 
 
 def _rounded(logs: Logs) -> Logs:

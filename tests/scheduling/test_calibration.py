@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -382,6 +383,44 @@ def test_a_fleet_whose_prior_is_wrong_changes_together_and_newcomers_with_it() -
     assert models[0] == models[1] == models[2] == models[3]
     truth = CostModel.preset("mistral-7b/a6000")
     assert cost_at(scheduler.core, 3).prefill_time(1500) == pytest.approx(2.0 * truth.prefill_time(1500), rel=0.15)
+
+
+def test_a_worker_that_nobody_tried_is_not_taken_for_slower_than_those_that_were() -> None:
+    """Two idle workers six times faster than their prior: the first that was measured got all requests, until its cache
+    was full."""
+    clock, faster = ManualClock(1.0), 1 / 6
+    scheduler = GlobalScheduler([WorkerSpec(name, kv_capacity_tokens=4096) for name in "ab"], clock=clock, config=ON)
+    model, rng, tool = CostModel.preset("mistral-7b/a6000"), np.random.default_rng(0), [7] * 224
+    asked = [[*tool, *(int(token) for token in rng.integers(0, 1 << 20, 476))] for _ in range(40)]
+    placed = []
+    for prompt in asked * 2:
+        decision = scheduler.schedule(prompt)
+        placed.append(decision.worker)
+        clock.advance(faster * model.prefill_time(len(prompt) - decision.matched_tokens, len(prompt)))
+        scheduler.first_token(decision.request_id)
+        clock.advance(faster * model.decode_time(5, len(prompt)))
+        scheduler.finish(decision.request_id, output_tokens=6)
+        scheduler.tick()
+    assert max(len(list(run)) for _, run in itertools.groupby(placed)) <= 10
+    costs = [worker["cost"] for worker in scheduler.stats()["workers"].values()]
+    assert all(cost["measured_prefill_factor"] == pytest.approx(faster, rel=0.2) for cost in costs)
+
+
+def test_one_measured_worker_that_is_slower_speaks_for_nobody_else() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(["a", "b", "c"], clock=clock, config=ON)
+    model = CostModel.preset("mistral-7b/a6000")
+    for number in range(20):
+        prompt = list(range(5000 * number, 5000 * number + 600 + 90 * number))
+        decision = scheduler.schedule(prompt, exclude=["b", "c"])
+        clock.advance(4 * model.prefill_time(len(prompt)))
+        scheduler.first_token(decision.request_id, cached_tokens=0)
+        clock.advance(4 * model.decode_time(20, len(prompt)))
+        scheduler.finish(decision.request_id, output_tokens=21)
+        scheduler.tick()
+    costs = {name: worker["cost"] for name, worker in scheduler.stats()["workers"].items()}
+    assert costs["a"]["cost_changes"] > 0
+    assert costs["b"]["cost_changes"] == costs["c"]["cost_changes"] == 0
 
 
 def test_a_worker_that_recovers_gets_its_group_s_model_back() -> None:
