@@ -43,7 +43,8 @@ class TorchEngine(ScheduledEngine[_TorchRequest]):
     there with finish_reason "length".
 
     In float32 greedy output equals transformers' own without a cache, whatever was cached, chunked, evicted or
-    preempted.
+    preempted, and whoever else is in the batch. In bfloat16 it does not: the batch decides how sums are rounded, and
+    near-equal tokens change places (docs/engines.md, "Limits").
 
     Raises `EngineError` naming the path for a model directory that it cannot run, `InvalidConfig` for a
     wrong option.
