@@ -22,7 +22,6 @@ class SchedulerConfig:
     lease_seconds: a request that for so long was neither finished, cancelled nor renewed (`renew`, `reconcile`) is
     cancelled by `tick`, and counted.
     handover_prefixes_max: a draining worker gives at most so many of its hot prefixes away; 0: none.
-    join_share: a worker that joins a busy fleet is given prefixes that make up this share of the mean load; 0: none.
     tick_seconds: how often the background thread of `start` ticks.
     calibrate: learn from requests' times what workers really cost (docs/calibration.md). "auto": where the scheduler
     was given no cost model; it then says True or False in the scheduler's `config`.
@@ -42,7 +41,6 @@ class SchedulerConfig:
     live_requests_max: int = 1 << 20
     lease_seconds: float = 3600.0
     handover_prefixes_max: int = 64
-    join_share: float = 0.75
     tick_seconds: float = 1.0
     calibrate: bool | Literal["auto"] = "auto"
     rebalance_ratio: float = 1.5
@@ -55,7 +53,7 @@ class SchedulerConfig:
         for name in ("history_seconds", "join_seconds", "lease_seconds", "tick_seconds"):
             if not (_is_number(getattr(self, name)) and 1e-3 <= getattr(self, name) <= 1e9):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0.001, 1e9], got {getattr(self, name)!r}")
-        for name in ("exploit_ratio", "join_share", "imbalance_share"):
+        for name in ("exploit_ratio", "imbalance_share"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1.0):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1], got {getattr(self, name)!r}")
         for name in ("rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds"):

@@ -262,8 +262,6 @@ class GlobalScheduler(RequestApi):
         worker.blocks.watch(self.core.accuracy, spec.block_size)
         self._workers[spec.id] = worker
         self.core.set_eligible(index, not draining)
-        if not draining:
-            self._membership.joined(spec.id, index)
         if self._calibrator is not None:
             prior = _cost_model(spec.cost_model, "cost_model") or self._cost_model
             self._calibrator.opened(spec.id, index, prior, cost)

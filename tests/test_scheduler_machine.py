@@ -49,7 +49,6 @@ configs = st.builds(
     rebalance_ratio=st.just(0.0),  # load that shifts has its own machine, scheduling/test_rebalancer_machine.py
     replicas_max=st.just(1),
     handover_prefixes_max=st.just(0),  # prefixes that change hands: `scheduling/test_fleet_machine.py`
-    join_share=st.just(0.0),
     calibrate=st.just(False),  # costs that change: `scheduling/test_calibration.py`
 )
 

@@ -86,13 +86,12 @@ def long_answers(seed: int) -> Scenario:
 
 
 def measured(made: Scenario, rule: str) -> list[float]:
-    """Mean and p99 seconds to the first token, and of latency. Newcomers are given nothing, so that plans are what
-    moves load."""
+    """Mean and p99 seconds to the first token, and of latency."""
     requests, workers, joins = made
     config = sim.SimConfig(
         workers=workers,
         policy="e2-paper" if rule in STAGES else rule,
-        scheduler=SchedulerConfig(join_share=0.0, **STAGES.get(rule, {})),
+        scheduler=SchedulerConfig(**STAGES.get(rule, {})),
         local=LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6),
         faults=joins,
     )

@@ -68,14 +68,14 @@ cdef bint is_held_elsewhere(DecisionCore core, Node* node, uint32_t worker) noex
     return False
 
 
-cdef uint32_t top_of(DecisionCore core, uint32_t i, uint32_t worker, bint exclusive) noexcept:
+cdef uint32_t top_of(DecisionCore core, uint32_t i, uint32_t worker) noexcept:
     """The node with which the prefix begins that node `i` is part of: the key portion (the nearest node that is longer
     than all before it), or below that the first that nobody else holds; NONE if somebody else holds `i` itself."""
     cdef Tree* t = &core.tree.t
     cdef Node* node = node_at(t, i)
     cdef uint32_t top = NONE
     while node.parent != NONE:
-        if exclusive and is_held_elsewhere(core, node, worker):
+        if is_held_elsewhere(core, node, worker):
             return top
         top = i
         if node.run.length > node.run.start:
@@ -107,7 +107,6 @@ cdef class Search:
     cdef DecisionCore core
     cdef uint32_t worker
     cdef double now
-    cdef bint exclusive
     cdef uint32_t looked         # marks
     cdef uint32_t hot            # of these, asked for more than once
     cdef uint32_t next           # mark to go on from, and its node, by which it is known again
@@ -147,7 +146,7 @@ cdef class Search:
         cdef Entry entry = find_entry(node, t.workers[self.worker].key)
         cdef HotPrefix prefix
         cdef double seconds
-        cdef uint32_t top = top_of(self.core, mark.node, self.worker, self.exclusive)
+        cdef uint32_t top = top_of(self.core, mark.node, self.worker)
         self.hot += 1
         self.seen.add(mark.node)
         if top == NONE:
@@ -162,15 +161,14 @@ cdef class Search:
         return 0
 
 
-def hot_prefixes(DecisionCore core not None, uint32_t worker, double now, *, bint exclusive) -> list[HotPrefix]:
-    """The prefixes a worker has had more than one request for within the window, in no order; `exclusive`: only what no
-    other worker that takes requests holds. Looks at the 16,384 most recently used marks, and no further than the 512th
-    that was used again. UnknownWorker."""
+def hot_prefixes(DecisionCore core not None, uint32_t worker, double now) -> list[HotPrefix]:
+    """The prefixes a worker has had more than one request for within the window and that no other worker holds that
+    takes requests, in no order. Looks at the 16,384 most recently used marks, and no further than the 512th that was
+    used again. UnknownWorker."""
     cdef Search search = Search.__new__(Search)
     search.core = core
     search.worker = worker
     search.now = now
-    search.exclusive = exclusive
     search.found = {}
     search.seen = set()
     more = True
@@ -179,18 +177,18 @@ def hot_prefixes(DecisionCore core not None, uint32_t worker, double now, *, bin
             core.tree.need_worker(worker)
             more = search.go_on()
     with core.tree:
-        take_out_longer(core, search.found, worker, exclusive)
+        take_out_longer(core, search.found, worker)
     return [prefix for prefix in search.found.values() if prefix.hits > HOT_HITS]
 
 
-cdef void take_out_longer(DecisionCore core, dict found, uint32_t worker, bint exclusive) noexcept:
+cdef void take_out_longer(DecisionCore core, dict found, uint32_t worker) noexcept:
     """Whoever asked for a longer prefix goes with that one, and not with a shorter one it begins with."""
     cdef HotPrefix prefix, shorter
     cdef uint32_t top
     for prefix, hits in [(prefix, prefix.hits) for prefix in found.values()]:
         if not is_same_node(&core.tree.t, prefix.top, prefix.top_generation):
             continue
-        top = top_of(core, node_at(&core.tree.t, prefix.top).parent, worker, exclusive)
+        top = top_of(core, node_at(&core.tree.t, prefix.top).parent, worker)
         shorter = found.get(top)
         if shorter is not None:
             shorter.hits -= <double> hits
@@ -246,8 +244,3 @@ def takes_any(DecisionCore core not None, uint32_t index, str name) -> bool:
 def joined_at(DecisionCore core not None, uint32_t index) -> float:
     """When a worker joined."""
     return core.loads.rows[index].joined_at
-
-
-def oldest_joined(DecisionCore core not None) -> float:
-    """When the oldest worker joined; infinity without workers."""
-    return core.loads.oldest_joined

@@ -353,7 +353,7 @@ class LoadSampler:
         if name not in names:  # it left, or drains; or there is nobody
             return
         try:
-            lost = sum(prefix.loss_seconds for prefix in hot_prefixes(self._core, index, now, exclusive=True))
+            lost = sum(prefix.loss_seconds for prefix in hot_prefixes(self._core, index, now))
         except UnknownWorker:  # it left just now
             return
         with self._core.tree:

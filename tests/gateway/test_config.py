@@ -95,12 +95,12 @@ def test_beyond_loopback_something_must_keep_strangers_out() -> None:
 
 
 def test_what_is_shown_can_be_loaded_and_holds_no_secret(tmp_path: Path) -> None:
-    given = {"PREBLE_API_KEYS": "very-secret-1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_JOIN_SHARE": "0.5"}
+    given = {"PREBLE_API_KEYS": "very-secret-1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_EXPLOIT_RATIO": "0.4"}
     text = shown(load(None, given, {}))
     assert "very-secret" not in text and "1 keys, not shown" in text
     assert 'policy: "random"  # PREBLE_POLICY' in text
     again = load(written(tmp_path / "c.yaml", text), {}, {}).config
-    assert (again.policy, again.scheduler.join_share, again.api_keys) == ("random", 0.5, [])
+    assert (again.policy, again.scheduler.exploit_ratio, again.api_keys) == ("random", 0.4, [])
 
 
 def test_every_field_has_a_flag_and_a_variable_of_its_own() -> None:
@@ -120,8 +120,10 @@ def test_the_config_command_prints_what_serve_would_use(capsys: Any, monkeypatch
 
 def test_what_needs_a_restart_is_distinguished() -> None:
     old = GatewayConfig()
-    new = load(None, {"PREBLE_PORT": "1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_JOIN_SHARE": "0.5"}, {}).config
-    assert changes(old, new) == ({"policy"}, {"port", "scheduler.join_share"})
+    new = load(
+        None, {"PREBLE_PORT": "1", "PREBLE_POLICY": "random", "PREBLE_SCHEDULER_EXPLOIT_RATIO": "0.4"}, {}
+    ).config
+    assert changes(old, new) == ({"policy"}, {"port", "scheduler.exploit_ratio"})
 
 
 def test_addresses_of_all_kinds_are_taken() -> None:

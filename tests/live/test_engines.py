@@ -16,7 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from preble import GlobalScheduler, Router, SamplingParams, SchedulerConfig
+from preble import Router, SamplingParams
 from preble._radix import RadixTree
 from preble.gateway.text.tokenizing import TextCodec
 from tests.live.live_fleet import (
@@ -54,9 +54,7 @@ class Fleet:
         async def told() -> None:
             config = fast(suspect_after_seconds=4.0, give_up_seconds=600.0, resume_seconds=120.0)
             endpoints = [worker.endpoint for worker in self.workers]
-            # A worker that comes back is given nothing, so that what is estimated of it is what it said.
-            scheduler = GlobalScheduler([], config=SchedulerConfig(join_share=0.0))
-            async with Router(endpoints, scheduler=scheduler, config=config) as router:
+            async with Router(endpoints, config=config) as router:
                 await until(lambda: not router.fleet.unusable and len(router.scheduler.workers) == 2, "both are ready")
                 await story(router)
                 await until(lambda: router.stats()["live_requests"] == 0, "all requests have ended")

@@ -121,8 +121,8 @@ def test_five_hundred_workers_join_and_leave_while_requests_run() -> None:
             resident.append(process_bytes())
     assert min(storm.seen[what] for what in ("ended", "orphans", "left", "joined")) > 300, storm.seen
     moved = sched.stats()["membership"]
-    assert moved["given_by_leavers"] > 10 and moved["given_to_newcomers"] > 50, moved
-    assert len(moved["moves"]) == 64 and set(moved["leaving"]) | set(moved["newcomers"]) <= set(storm.there)
+    assert moved["given_by_leavers"] > 64, moved
+    assert len(moved["moves"]) == 64 and set(moved["leaving"]) <= set(storm.there)
     half = len(sizes) // 2
     assert max(sizes[half:]) <= 1.2 * max(sizes[:half]), f"it grows: {sizes}"
     assert sizes[-1] - sizes[half] < (sizes[half] - sizes[0]) / 2, f"it does not level off: {sizes}"
@@ -136,5 +136,5 @@ def test_five_hundred_workers_join_and_leave_while_requests_run() -> None:
         sched.tick()
     told = sched.stats()
     assert (told["live_requests"], told["workers"], told["tree"]["marks"], told["tree"]["nodes"]) == (0, {}, 0, 0)
-    assert told["membership"]["leaving"] == told["membership"]["newcomers"] == {}
+    assert told["membership"]["leaving"] == {}
     sched.check()

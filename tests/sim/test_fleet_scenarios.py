@@ -67,13 +67,6 @@ def test_a_fleet_of_twenty_doubles_and_no_newcomer_is_flooded_or_starved(
     assert len(new) == 20 and min(new) >= 0.3 and max(new) <= 2.0, sorted(new)
 
 
-def test_newcomers_get_their_share_by_the_rule_alone_too() -> None:
-    """Everything that is asked for is cached elsewhere; but there it costs waiting, and here a prefill."""
-    result, _ = run(tools(110.0, 40.0, groups=400), 20, *joins(20, 70.0), join_share=0.0)
-    new = [share for name, share in shares(result, 70.0, 110.0).items() if name.startswith("n")]
-    assert 0.5 < np.mean(new) < 2.0
-
-
 def test_one_more_worker_gets_its_share_and_no_more() -> None:
     result, _ = run(tools(220.0, 20.0), 8, *joins(1, 100.0))
     assert 0.3 <= shares(result, 100.0, 160.0)["n0"] <= 2.0
@@ -124,7 +117,7 @@ def test_a_restarted_worker_gets_no_request_on_the_strength_of_its_old_cache() -
     counts on more of it than the system prompt that all have in common."""
     requests = tools(160.0, 16.0, groups=400)
     faults = (WorkerDeath(100.0, "w1", 1.0), WorkerJoin(102.0, WorkerSpec("w1", kv_capacity_tokens=A6000_KV_TOKENS)))
-    result, _ = run(requests, 4, *faults, join_share=0.0)
+    result, _ = run(requests, 4, *faults)
     groups = [request.group for request in requests.requests]
     before = {groups[row] for row in np.flatnonzero(result.worker == 1)}
     mine, met = np.flatnonzero(result.worker == 4), set[str]()

@@ -4,7 +4,6 @@ scenario runs with plans and without, on the same requests."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,9 +47,8 @@ def requests_for(
 def run(
     requests: Sequence[PromptRequest], config: SchedulerConfig, workers: int = 6, **more: Any
 ) -> tuple[Result, Simulation]:
-    """Simulate, and check all bookings at the end. The rule stays where prompts are cached and newcomers are given
-    nothing, so that plans are what spreads the load."""
-    config = replace(config, join_share=0.0)
+    """Simulate, and check all bookings at the end. The rule stays where prompts are cached, so that plans are what
+    spreads the load."""
     made = Workload("shifts", sorted(requests, key=lambda request: request.arrival_seconds))
     local = LocalConfig(198_516, max_running=256, max_waiting=10**6)
     simulation = Simulation(
