@@ -7,6 +7,7 @@ from preble._core.memory cimport Slab, Budget
 cdef enum:
     KNOTS_MAX = 16
     BUCKETS = 36                 # the window is this many ring buckets
+    LEASES_MAX = 1 << 26         # at once; a key is serial * LEASES_MAX + index
 
 cdef struct Cost:                # coefficients of one engine, in seconds and tokens
     uint32_t knots               # points of the monotone piecewise-linear part over tokens in the batch

@@ -26,7 +26,6 @@ cdef enum:
     BATCH_MAX = 64
     PRESSURE_MAX = 2             # seconds others wait for a second of work, at most
     ROW_TOKENS_MAX = 0xFFFFFFFF  # a row counts so many; more changes no decision
-    LEASES_MAX = 1 << 26         # at once; a key is serial * LEASES_MAX + index
     ROWS_MAX = 65536             # workers; untouched rows take no memory
     OUTPUT_UNKNOWN = 128         # output tokens expected while nothing was observed
 

@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memset
 from preble._core.atomic cimport store32
 from preble._placement.bookings cimport PENDING, DecisionCore
 from preble._placement.copy_credits cimport CREDITS, Credit
-from preble._cost cimport BUCKETS, Bucket, Cost, CostModel, Lease, LoadTracker, WorkerLoad
+from preble._cost cimport BUCKETS, LEASES_MAX, Bucket, Cost, CostModel, Lease, LoadTracker, WorkerLoad
 from preble._placement.request_api cimport RequestApi
 from preble._core.tree.layout cimport Mark, Node, is_same_node
 from preble._placement.prefix_groups cimport SHARES
@@ -28,9 +28,15 @@ cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # of a lease whose prompt is not remembered
     LEASE_TOKENS_MAX = 2147483647
     COUNTERS = 6                 # of RequestApi
+    SLICE_REQUESTS_MAX = 1 << 26
 
 cdef double OUTPUT_SECONDS_MAX = 1e6
+cdef double TIME_MAX = 1e15
 cdef int64_t AMOUNT_MAX = <int64_t> 1 << 57      # of a slice's sums, so that those of the window cannot overflow
+cdef int64_t FLEET_MAX = <int64_t> 1 << 61       # of all workers' together
+cdef int64_t COUNT_MAX = <int64_t> 1 << 62       # of what only ever grows by one
+cdef int64_t SERIALS_MAX = (<int64_t> 1 << 36) - 1       # half of those that a lease's key has room for
+cdef uint32_t GENERATIONS_MAX = 0xFFFF0000
 
 cdef struct BookHead:
     int64_t serials
@@ -88,8 +94,8 @@ def read_core(Reader r not None, RequestApi calls not None, list specs, list cos
     read_leases(r, core, now)
     sequence = <int64_t> r.number()
     r.copy(&counters[0], sizeof(counters))
-    if sequence < 0 or min([counters[i] for i in range(COUNTERS)]) < 0:
-        refuse(b"a counter is negative")
+    if not 0 <= sequence <= COUNT_MAX or not all([0 <= counters[i] <= COUNT_MAX for i in range(COUNTERS)]):
+        refuse(b"a counter is out of its range")
     calls.sequence = sequence
     calls.scheduled, calls.finished = counters[0], counters[1]
     calls.cancelled, core.late_calls = counters[2], counters[3]
@@ -148,8 +154,11 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
     cdef uint32_t i
     cdef list seconds = []
     r.copy(&head, sizeof(head))
-    if head.end != core.tree.t.worker_end or head.end != len(specs) or head.serials < 0 or head.now_bucket < -1:
+    if head.end != core.tree.t.worker_end or head.end != len(specs):
         refuse(b"accounts and workers differ")
+    if (not 0 <= head.serials <= SERIALS_MAX or head.generations > GENERATIONS_MAX
+            or not -1 <= head.now_bucket <= COUNT_MAX):
+        refuse(b"a counter is out of its range")
     if not 0.0 <= head.others <= 1.0:
         refuse(b"a share is none")
     loads.others = head.others
@@ -170,6 +179,7 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
     loads.serials = head.serials
     core.names_now = tuple(core.names)
     read_lease_slab(r, core, &head)
+    check_slices(loads)
     loads.find_oldest()
     for i in range(head.end):
         if loads.workers[i].used:
@@ -185,7 +195,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     cdef uint32_t slot, at
     cdef int64_t* amounts
     cdef Cost* own
-    if (not isfinite(row.joined_at) or not isfinite(row.working_since) or row.generation == 0
+    if (not is_time(row.joined_at) or not is_time(row.working_since) or row.generation == 0
             or not 0 <= row.output_token_seconds <= OUTPUT_SECONDS_MAX):
         refuse(b"an account is out of its range")
     if core.timings is not None:
@@ -204,18 +214,60 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
     for slot in range(BUCKETS):
         account.ring[slot] = row.ring[slot]
         amounts = <int64_t*> &account.ring[slot]
+        if not is_possible(&row.ring[slot]):
+            refuse(b"an account is out of its range")
         for at in range(<uint32_t> (sizeof(Bucket) // 8)):
-            if not -AMOUNT_MAX <= amounts[at] <= AMOUNT_MAX:
-                refuse(b"an account is out of its range")
             (<int64_t*> &account.window)[at] += amounts[at]
             (<int64_t*> &loads.fleet)[at] += amounts[at]
-    for at in range(<uint32_t> (sizeof(Bucket) // 8)):
-        if (<int64_t*> &account.window)[at] < 0:
-            refuse(b"an account is out of its range")
+            if (<int64_t*> &loads.fleet)[at] > FLEET_MAX:
+                refuse(b"an account is out of its range")
     core.names[i] = spec.id
     store32(&loads.rows[i].block_size, spec.block_size)
     store32(&loads.rows[i].name, crc32(spec.id.encode()))
     return 0
+
+
+cdef bint is_time(double at) noexcept nogil:
+    return -TIME_MAX <= at <= TIME_MAX
+
+
+cdef bint is_possible(const Bucket* slice) noexcept nogil:
+    """Whether some requests can add up to a slice of the window."""
+    cdef int64_t most = slice.requests * <int64_t> LEASE_TOKENS_MAX
+    return (0 <= slice.finished <= slice.requests <= SLICE_REQUESTS_MAX
+            and 0 <= slice.matched_tokens <= slice.prompt_tokens <= most and 0 <= slice.output_tokens <= most
+            and 0 <= slice.finished_tokens <= slice.finished * <int64_t> LEASE_TOKENS_MAX
+            and 0 <= slice.prefill_ns <= AMOUNT_MAX)
+
+
+cdef int check_slices(LoadTracker loads) except -1:
+    """Each slice holds what its live requests will take out again when they end, and what others have left there."""
+    cdef uint32_t i, slot
+    cdef bint right = True
+    count_leases(loads, -1)
+    for i in range(loads.end):
+        for slot in range(BUCKETS):
+            right = right and (not loads.workers[i].used or is_possible(&loads.workers[i].ring[slot]))
+    count_leases(loads, 1)
+    if not right:
+        refuse(b"live requests have booked more than their slice holds")
+    return 0
+
+
+cdef void count_leases(LoadTracker loads, int64_t sign) noexcept:
+    """Add to the slices what live requests have booked there, or take it out."""
+    cdef uint32_t i
+    cdef Lease* lease
+    cdef Bucket* slice
+    for i in range(loads.leases.chunk_count * <uint32_t> CHUNK):
+        lease = loads.lease_at(i)
+        if lease.serial and loads.is_current(lease) and loads.now_bucket - lease.bucket < BUCKETS:
+            slice = &loads.workers[lease.worker].ring[lease.bucket % BUCKETS]
+            slice.prefill_ns += sign * lease.prefill_ns
+            slice.requests += sign
+            slice.prompt_tokens += sign * lease.prompt_tokens
+            slice.matched_tokens += sign * lease.matched_tokens
+            slice.output_tokens += sign * lease.expected_output
 
 
 # --- credits for copies -----------------------------------------------------------------------------------------------
@@ -240,7 +292,7 @@ cdef int read_credits(Reader r, DecisionCore core) except -1:
         refuse(b"more is saved up than there are rows")
     for _ in range(count):
         r.copy(&row, sizeof(Credit))
-        if not isfinite(row.seconds) or row.seconds < 0.0 or not isfinite(row.at) or not row.generation:
+        if not 0.0 <= row.seconds <= TIME_MAX or not is_time(row.at) or not row.generation:
             refuse(b"what is saved up for copies is out of its range")
         core.credits[row.node & (CREDITS - 1)] = row
     return 0
@@ -278,10 +330,11 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
     lease.prefilled = lease.prefilled != 0
     lease.share = lease.share if lease.share <= <uint32_t> SHARES else 0
     lease.first_at = NAN                         # what was measured of its worker since then is not kept
-    if (lease.index != index or not 0 < lease.serial <= loads.serials or not isfinite(lease.booked_at)
+    if (lease.index != index or not 0 < lease.serial <= loads.serials or not is_time(lease.booked_at)
             or not isfinite(lease.renewed_seconds) or lease.renewed_seconds < 0
             or not 0 <= lease.bucket <= loads.now_bucket or not 0 <= lease.prefill_ns <= AMOUNT_MAX
             or lease.worker_generation == 0 or not 0 < lease.prompt_tokens <= <uint32_t> LEASE_TOKENS_MAX
+            or lease.matched_tokens > lease.prompt_tokens or lease.confirmed_tokens > lease.prompt_tokens
             or lease.expected_output > <uint32_t> LEASE_TOKENS_MAX):
         refuse(b"a lease is out of its range")
     if lease.leaf >= core.tree.t.nodes.chunk_count * CHUNK or not is_same_node(&core.tree.t, lease.leaf,
@@ -309,13 +362,12 @@ cdef int read_leases(Reader r, DecisionCore core, double now) except -1:
         key = <int64_t> r.number()
         request_id = r.value()
         i = loads.index_of(key)
-        if (i >= loads.leases.chunk_count * <uint32_t> CHUNK or key < 0 or loads.lease_of(key) == NULL or i in taken
-                or request_id in core.leases):
+        if (i >= loads.leases.chunk_count * <uint32_t> CHUNK or key < LEASES_MAX or loads.lease_of(key) == NULL
+                or i in taken or request_id in core.leases):
             refuse(b"a request has no lease")
         taken.add(i)
         core.leases[request_id] = key
     for i in range(loads.leases.chunk_count * <uint32_t> CHUNK):
         if loads.lease_at(i).serial and i not in taken:
-            # A key is serial * (the most leases) + index, and all of a key's low bits are its index.
-            core.cancelled(loads.lease_at(i).serial * (<int64_t> loads.index_of(-1) + 1) + i, now)
+            core.cancelled(loads.lease_at(i).serial * LEASES_MAX + i, now)
     return 0

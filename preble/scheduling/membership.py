@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,10 @@ class PrefixMove:
     hits: float
     loss_seconds: float
     moved_at: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields. The namespace is the user's own object and is not copied, as `dataclasses.asdict` would."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class Membership:
         return {
             **self._counts,
             "leaving": {name: len(leaving.prefixes) for name, leaving in self._leaving.items()},
-            "moves": [asdict(move) for move in self._moves],
+            "moves": [move.as_dict() for move in self._moves],
         }
 
     # --- leaving ------------------------------------------------------------------------------------------------------

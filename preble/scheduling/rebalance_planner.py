@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REBALANCE, REPLICA = "rebalance", "replica"
 SATISFIED_RATIO = 1.2  # a rebalancing ends when the heavier has no more than this times the lighter's load
@@ -93,6 +93,10 @@ class Plan:
     state: str = "active"
     ended_at: float | None = None
     why: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields. The namespace is the user's own object and is not copied, as `dataclasses.asdict` would."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 # --- rebalancing ------------------------------------------------------------------------------------------------------

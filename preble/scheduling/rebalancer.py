@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .._placement.bookings import DecisionCore
@@ -476,8 +476,8 @@ class Rebalancer:
     def stats(self) -> dict[str, Any]:
         """Plans, as plain dicts: those that are active, and the latest that have ended."""
         return {
-            "active": [asdict(work.plan) for work in self._works.values()],
-            "ended": [asdict(plan) for plan in self._ended],
+            "active": [work.plan.as_dict() for work in self._works.values()],
+            "ended": [plan.as_dict() for plan in self._ended],
             "made": dict(self._made),
             "why_ended": dict(self._why_ended),
             "left_out": self._left_out,

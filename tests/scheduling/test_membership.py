@@ -6,6 +6,7 @@ Whole fleets under load are in `sim/test_fleet_scenarios.py`, random histories i
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from preble import AllBlocksCleared, GlobalScheduler, ManualClock, SchedulerConf
 from preble._placement.prefix_handoff import hand_over, hot_prefixes
 from preble.errors import InvalidConfig, InvalidInput, UnknownWorker
 from preble.scheduling.membership import MOVES_KEPT, Handover
+from preble.scheduling.rebalance_planner import Plan
 
 SYSTEM = list(range(40))
 
@@ -227,6 +229,27 @@ def test_a_taker_that_has_gone_is_replaced_and_with_nobody_left_nothing_is_lost_
     told = sched.stats()["membership"]
     assert (told["given_by_leavers"], told["left_out"]) == (2, 2)
     sched.check()
+
+
+class Uncopied:
+    """A namespace that fails where it is copied."""
+
+    def __deepcopy__(self, known: object) -> Uncopied:
+        raise TypeError("it was copied")
+
+
+def test_a_namespace_in_stats_is_the_users_own_object() -> None:
+    """Regression: `stats` copied it, which ran code of users and failed for what cannot be copied."""
+    sched, _ = fleet("a", "b")
+    space = Uncopied()
+    for _ in range(2):
+        decision = sched.schedule(tool(0), exclude={"b"}, namespace=space)
+        sched.finish(decision.request_id, output_tokens=1)
+    assert len(sched.drain_worker("a").moves) == 1
+    (move,) = sched.stats()["membership"]["moves"]
+    assert move["namespace"] is space and (move["giver"], move["taker"]) == ("a", "b")
+    plan = Plan(1, "replica", space, 9, "a", "b", "load", 0.5, 1.0, None)
+    assert plan.as_dict()["namespace"] is space and set(plan.as_dict()) == {field.name for field in fields(Plan)}
 
 
 def test_a_leaver_that_is_removed_in_the_middle_has_its_rest_counted() -> None:
