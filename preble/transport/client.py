@@ -42,7 +42,7 @@ from ..types import check_fields
 from . import wire
 from .event_stream import Batch, EventCursor
 from .security import ClientKeys, apply_client_keys
-from .socket_reader import FrameReader, set_usual_options
+from .socket_reader import RECEIVE_QUEUE_MESSAGES, FrameReader, set_usual_options
 from .tasks import first_of
 
 logger = logging.getLogger("preble.transport")
@@ -169,6 +169,7 @@ class WorkerLink:
         socket = self._context.socket(kind)
         set_usual_options(socket, self.address)
         socket.maxmsgsize = 4 * self._config.max_frame_bytes
+        socket.rcvhwm = RECEIVE_QUEUE_MESSAGES
         if self._keys is not None:
             apply_client_keys(socket, self._keys)
         return socket
@@ -371,9 +372,9 @@ class WorkerLink:
             return f"frames lost: expected {self._expected_seq}, got {envelope.seq}"
         self._expected_seq += 1
         self._silent_seconds = 0.0
-        return self._dispatch(message)
+        return self._dispatch(message, len(parts[0]))
 
-    def _dispatch(self, message: wire.Message) -> str:
+    def _dispatch(self, message: wire.Message, size_bytes: int) -> str:
         if isinstance(message, wire.OutputChunk):
             self._apply_events(message.next_event_seq)
             self._listener.on_message(message)
@@ -387,7 +388,7 @@ class WorkerLink:
         elif isinstance(message, wire.Pong):
             self._take_pong(message)
         elif isinstance(message, wire.Events):
-            self._offer(message)
+            self._offer(message, size_bytes)
             self._apply_events(message.number + 1)
         elif isinstance(message, wire.ReplayEnd):
             self._end_replay(message)
@@ -436,10 +437,10 @@ class WorkerLink:
             self.counters.stale_frames += 1
             return ""
         assert isinstance(envelope.message, wire.Events)
-        self._offer(envelope.message)
+        self._offer(envelope.message, len(parts[0]))
         return ""
 
-    def _offer(self, message: wire.Events) -> None:
+    def _offer(self, message: wire.Events, size_bytes: int) -> None:
         if message.complete_for not in ("", self._hello.router_id):
             # The worker takes another router for the only one. What is left out is asked for.
             self.counters.events_partial += 1
@@ -447,7 +448,7 @@ class WorkerLink:
             self._close_gap()
             return
         self.counters.event_duplicates += self._cursor.has_had(message.number)
-        self._early.extend(self._cursor.offer(message.number, message.events))
+        self._early.extend(self._cursor.offer(message.number, message.events, size_bytes))
         self._apply_events(0)
         self.counters.events_early += bool(self._early)
         self._close_gap()

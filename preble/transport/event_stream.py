@@ -60,14 +60,17 @@ class ReplayBuffer:
 class EventCursor(Generic[T]):
     """The router's place in one worker's event stream, of batches in whatever form. Not thread-safe.
 
-    `offer` takes batches in any order and returns those whose turn has come. At most `max_held` early batches wait; one
-    more drops them all, which loses nothing: they are inside the hole that will be asked for again.
+    `offer` takes batches in any order and returns those whose turn has come. At most `max_held` early batches wait, of
+    `max_held_bytes` together; one more drops them all, which loses nothing: they are inside the hole that will be asked
+    for again.
     """
 
-    def __init__(self, next_seq: int, max_held: int = 1024) -> None:
+    def __init__(self, next_seq: int, max_held: int = 1024, max_held_bytes: int = 32 << 20) -> None:
         self.next_seq = next_seq
         self.max_held = max_held
-        self._held: dict[int, T] = {}
+        self.max_held_bytes = max_held_bytes
+        self._held: dict[int, tuple[T, int]] = {}
+        self._held_bytes = 0
         self._known_end = next_seq
 
     @property
@@ -83,22 +86,32 @@ class EventCursor(Generic[T]):
         """Whether batch number `seq` has come before, or was given up."""
         return seq < self.next_seq or seq in self._held
 
-    def offer(self, seq: int, batch: T) -> list[T]:
-        """Take batch number `seq`; return the batches that may be applied now, in order."""
+    def offer(self, seq: int, batch: T, size_bytes: int = 0) -> list[T]:
+        """Take batch number `seq`, which takes `size_bytes`; return the batches that may be applied now, in order."""
         self.expect(seq + 1)
         if self.has_had(seq):
             return []
-        if seq > self.next_seq and len(self._held) >= self.max_held:
-            self._held.clear()
-        self._held[seq] = batch
+        if seq > self.next_seq and (
+            len(self._held) >= self.max_held or self._held_bytes + size_bytes > self.max_held_bytes
+        ):
+            self._hold({})
+        if seq == self.next_seq or size_bytes <= self.max_held_bytes:
+            self._held[seq] = (batch, size_bytes)
+            self._held_bytes += size_bytes
         return self._next_held()
 
     def _next_held(self) -> list[T]:
         ready = []
         while self.next_seq in self._held:
-            ready.append(self._held.pop(self.next_seq))
+            batch, size_bytes = self._held.pop(self.next_seq)
+            self._held_bytes -= size_bytes
+            ready.append(batch)
             self.next_seq += 1
         return ready
+
+    def _hold(self, held: dict[int, tuple[T, int]]) -> None:
+        self._held = held
+        self._held_bytes = sum(size_bytes for _, size_bytes in held.values())
 
     def skip_to(self, seq: int) -> None:
         """Give up on everything before `seq`; the caller forgets what it estimated.
@@ -106,7 +119,7 @@ class EventCursor(Generic[T]):
         Held batches go too: they would be half a story.
         """
         self.next_seq = self._known_end = seq
-        self._held.clear()
+        self._hold({})
 
     def skip_gap(self, to: int | None = None) -> list[T]:
         """Give up on what is missing before number `to` (None: before the first batch held back) and return those that
@@ -114,6 +127,6 @@ class EventCursor(Generic[T]):
         if to is None:
             to = min(self._held, default=max(self._known_end, self.next_seq))
         self.next_seq = to
-        self._held = {seq: batch for seq, batch in self._held.items() if seq >= to}
+        self._hold({seq: held for seq, held in self._held.items() if seq >= to})
         self.expect(to)
         return self._next_held()

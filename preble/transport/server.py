@@ -35,17 +35,19 @@ from .event_stream import Batch, ReplayBuffer
 from .messages import EVENTS_MAX
 from .outbox import Outbox
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
-from .socket_reader import EVENTS, POLLIN, set_usual_options
+from .socket_reader import EVENTS, POLLIN, RECEIVE_QUEUE_MESSAGES, set_usual_options
 
 logger = logging.getLogger("preble.transport")
 
 _FRAMES_PER_POLL_MAX = 256  # then the engine's output gets its turn
 _BACKLOG_POLL_SECONDS = 0.005  # ZeroMQ does not say when one router's queue has room again, so it is tried
 _REPLAY_PAGE_BATCHES = 64
-_EVENT_FRAME_BYTES = 1 << 20  # larger lots of events are cut into several batches
+_EVENT_FRAME_BYTES = 1 << 16  # larger lots of events are cut into several batches
+_SUBSCRIBER_BATCHES_MIN = 64  # that may wait for a router that is slow, whatever their size
 _EVENT_BYTES = 64  # of an event without its tokens and hashes
 _EMPTY_FRAME_BYTES = 512  # of a batch without its events, at most
 _REPORTS_MAX = 1024  # events about requests that wait for a number, while there is no other router
+_REPORT_BYTES_MAX = 1 << 20  # of them together
 
 _RequestEvent = RequestPlaced | RequestPrefilled | RequestEnded
 _REQUEST_EVENTS = (RequestPlaced, RequestPrefilled, RequestEnded)
@@ -204,12 +206,16 @@ class Server:
         router.router_mandatory = True
         # A frame over the limit gets an answer; only one far over it gets its sender cut off by ZeroMQ itself.
         router.maxmsgsize = 4 * self.config.max_frame_bytes
+        router.rcvhwm = RECEIVE_QUEUE_MESSAGES
         router.sndhwm = self.config.send_queue_messages
         router.bind(self.config.bind)
         self._router = router
         self.endpoint: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
         publisher = self._socket(zmq.PUB, keys)
-        publisher.sndhwm = self.config.replay_batches
+        # What a router that does not read may leave waiting; it asks again for what it misses. (To lower this of a
+        # connection that is there would stop it for good.)
+        most = max(self.config.replay_bytes // _EVENT_FRAME_BYTES, _SUBSCRIBER_BATCHES_MIN)
+        publisher.sndhwm = min(most, self.config.replay_batches)
         publisher.bind(self.config.events_bind or _events_bind(self.endpoint))
         self._publisher = publisher
         self.events_endpoint: str = publisher.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -453,7 +459,7 @@ class Server:
         self._reports.append(event)
         self._report_bytes += size
         self._reports_due = self._reports_due or event.router != self._router_alone()
-        if len(self._reports) >= _REPORTS_MAX or self._report_bytes >= _EVENT_FRAME_BYTES:
+        if len(self._reports) >= _REPORTS_MAX or self._report_bytes >= _REPORT_BYTES_MAX:
             self.publish(())
 
     def publish_reports(self) -> None:

@@ -17,6 +17,7 @@ import zmq
 
 # As plain ints: pyzmq's are enumerations, whose arithmetic costs more than the call.
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+RECEIVE_QUEUE_MESSAGES = 128  # of one peer that ZeroMQ keeps for us; what is beyond waits at the peer
 _FRAMES_PER_TURN = 128  # messages taken before other tasks of the loop get a turn
 
 

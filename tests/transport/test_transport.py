@@ -24,7 +24,7 @@ from preble.transport.event_stream import EventCursor, ReplayBuffer
 from preble.transport.outbox import Outbox
 from preble.transport.security import check_bind, create_keys, is_loopback, load_client_keys, load_server_keys
 from preble.transport.server import Server, ServerConfig, SessionEnded, bytes_of
-from preble.types import AllBlocksCleared, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
+from preble.types import AllBlocksCleared, BlockStored, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
 from tests.support.transport import Peer
 
 # --- the event stream -------------------------------------------------------------------------------------------------
@@ -71,6 +71,19 @@ def test_early_batches_over_the_bound_are_dropped_counted_and_still_missing() ->
         cursor.offer(number, batch(number))
     assert cursor.has_gap and cursor.next_seq == 0 and not cursor.has_had(1)
     assert sum(len(cursor.offer(number, batch(number))) for number in range(6)) == 6
+
+
+def test_early_batches_are_bounded_in_bytes_too() -> None:
+    """Regression: 1,024 batches might be 16 MiB each."""
+    cursor: EventCursor[tuple[PrefixEvicted, ...]] = EventCursor(0, max_held=100, max_held_bytes=1000)
+    for number in range(1, 60):
+        assert cursor.offer(number, batch(number), 300) == []
+        assert sum(size for _, size in cursor._held.values()) == cursor._held_bytes <= 1000
+    assert cursor.offer(60, batch(60), 1001) == [] and not cursor.has_had(60), "larger than all that may wait"
+    assert cursor.has_gap and cursor.next_seq == 0
+    assert sum(len(cursor.offer(number, batch(number), 300)) for number in range(61)) == 61, "asked for again"
+    assert cursor.offer(61, batch(61), 5000) == [batch(61)], "its turn: it does not wait"
+    assert cursor._held_bytes == 0
 
 
 def test_starting_afresh_forgets_what_was_held_back() -> None:
@@ -466,9 +479,10 @@ def test_what_a_lone_router_does_waits_for_a_number_within_bounds(serve: Serve, 
     server.publish_reports()
     assert server.replay.next_seq == 0, "nobody waits for it"
     server.report(RequestEnded("one", "1023"))
-    assert [len(lot) for _, lot in server.replay.page(0, 10)] == [1024], "but no more than so many wait"
+    numbered = server.replay.next_seq
+    assert sum(len(lot) for _, lot in server.replay.page(0, 10)) == 1024, "but no more than so many wait"
     server.report(RequestPlaced("one", "long", array("i", range(1 << 18))))
-    assert [len(lot) for _, lot in server.replay.page(1, 10)] == [1], "nor so many bytes"
+    assert [len(lot) for _, lot in server.replay.page(numbered, 10)] == [1], "nor so many bytes"
     assert server.counters.events_too_large == 0
 
 
@@ -533,6 +547,32 @@ def test_events_reach_every_subscriber_numbered_and_under_the_epoch(serve: Serve
     assert isinstance(envelope.message, wire.Events)
     (event,) = envelope.message.events
     assert isinstance(event, PrefixEvicted) and np.array_equal(event.token_ids, [envelope.message.number])
+
+
+def test_what_waits_for_a_router_that_reads_nothing_is_bounded(serve: Serve) -> None:
+    """Regression: 10,000 batches of 64 KiB waited for it, 0.65 GB. What it misses shows as a gap in the numbers."""
+    server = serve(replay_bytes=1 << 20)  # 64 batches
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.rcvhwm = 1
+    subscriber.subscribe(b"")
+    subscriber.connect(server.events_endpoint)
+    lot = tuple(BlockStored([number], None, list(range(4000)), 4000) for number in range(3))
+    try:
+        while not subscriber.poll(20):
+            server.publish(batch(0))
+        for _ in range(2000):  # 90 MiB
+            server.publish(lot)
+        numbers = []
+        while subscriber.poll(300):
+            envelope = wire.decode(subscriber.recv(), wire.WORKER_MESSAGES)
+            assert isinstance(envelope.message, wire.Events)
+            numbers.append(envelope.message.number)
+    finally:
+        subscriber.close()
+        context.term()
+    assert 64 <= len(numbers) < 1000, "what the kernel holds of both ends is there, too"
+    assert numbers == sorted(set(numbers))
 
 
 def test_an_endpoint_in_use_is_named(serve: Serve) -> None:

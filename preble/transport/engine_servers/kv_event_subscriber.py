@@ -205,7 +205,7 @@ class EventFeed:
 
     def _offer(self, seq: int, payload: bytes) -> None:
         self.counters.duplicates += self._cursor.has_had(seq)
-        self._apply(self._cursor.offer(seq, payload))
+        self._apply(self._cursor.offer(seq, payload, len(payload)))
 
     def _apply(self, payloads: list[bytes]) -> None:
         for payload in payloads:
