@@ -28,6 +28,7 @@ cdef class RadixTree:
     cdef void leave(self) noexcept
     cdef object key_of(self, object namespace)
     cdef uint32_t root_of(self, object namespace, bint create) except? 0xFFFFFFFE
+    cdef int name_root(self, uint32_t i, object key) except -1
     cdef list forget_empty_roots(self)
     cdef tuple path_to(self, uint32_t i, uint32_t end, uint32_t start=*)
     cdef int need_worker(self, uint32_t worker) except -1

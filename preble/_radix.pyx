@@ -16,21 +16,21 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport load32, load64, store32, store64, store_signed
-from preble._core.dict_keys cimport dict_key, key_value
+from preble._core.dict_keys cimport dict_key, key_bytes, key_value
 from preble._core.tree.audit cimport check_tree, show_tree
 from preble._core.prefix_compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
 from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
 from preble._core.writer_lock cimport await_python, lock_close, lock_enter, lock_init, lock_leave, lock_try
-from preble._core.tree.layout cimport (LIVE, Entry, Mark, Node, TokenRun, Tree, Walk, WorkerMarks, generation,
-                                       mark_at, node_at, run_end, store_workers)
+from preble._core.tree.layout cimport (LIVE, NAMESPACE_BYTES, Entry, Mark, Node, TokenRun, Tree, Walk, WorkerMarks,
+                                       generation, mark_at, node_at, run_end, store_workers)
 from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
 from preble._core.memory cimport NONE, budget_alloc, slab_close, slab_init, slab_reserve
 from preble._core.tree.nodes cimport at_root, free_node, held_on_path, take_node, tree_walk
 from preble._core.tree.reclaim cimport reclaim, reclaim_soon, retire_memory
 from preble._core.tree.child_table cimport TABLE_START, new_table
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
-from preble._core.tree.operations cimport (clear_marks, drop_below, forget_dead, has_dead, make_room_for_root,
-                                           set_limit, sweep_ghosts, tree_insert)
+from preble._core.tree.operations cimport (clear_marks, drop_below, fixed_bytes, forget_dead, has_dead,
+                                           make_room_for_root, set_limit, sweep_ghosts, tree_insert)
 
 from .errors import InvalidConfig, InvalidInput, InvalidTime, TreeFull, UnknownWorker
 
@@ -153,25 +153,35 @@ cdef class RadixTree:
         TreeFull if a bounded search found no room for a root under max_bytes."""
         cdef TokenRun* run
         cdef uint32_t i
+        cdef int64_t name_bytes
         key = dict_key(self._roots, namespace)   # what users' code does is done by now
         found = self._roots.get(key)
         if found is not None:
             return <uint32_t> found
         if not create:
             return NONE
-        if not make_room_for_root(&self.t, 0):
+        name_bytes = NAMESPACE_BYTES + key_bytes(key)
+        if fixed_bytes(&self.t) + name_bytes > self.t.budget.limit:      # costs nobody else's place
+            raise TreeFull(f"a namespace of {name_bytes} bytes does not fit within max_bytes ({self.t.budget.limit})")
+        if not make_room_for_root(&self.t, name_bytes, 0):
             _forgotten = self.forget_empty_roots()       # kept until the new one is in: letting go may run code
-            if not make_room_for_root(&self.t, ROOT_SHED_STEPS):
+            if not make_room_for_root(&self.t, name_bytes, ROOT_SHED_STEPS):
                 raise TreeFull(f"no room for one more namespace within max_bytes ({self.t.budget.limit})")
         run = new_run(&self.t, 0, NULL, NULL, 0)
         if run == NULL or slab_reserve(&self.t.nodes, &self.t.budget, 1):
             free_run(&self.t, run)
             raise MemoryError("namespace root")
         i = take_node(&self.t, run, NONE)
+        self.name_root(i, key)
+        return i
+
+    cdef int name_root(self, uint32_t i, object key) except -1:
+        """Enter a new root under the key of its namespace."""
         self._roots[key] = i
         self._names[i] = key
         self._root_queue.append(i)
-        return i
+        self.t.budget.used += NAMESPACE_BYTES + key_bytes(key)
+        return 0
 
     cdef list forget_empty_roots(self):
         """Drop namespaces without a prefix and without a pin, a bounded number of candidates at a time; returns their
@@ -185,6 +195,7 @@ cdef class RadixTree:
             if root.first_child == NONE and root.hits == 0:        # a root's `hits` counts the holds that end on it
                 key = self._names.pop(i)
                 del self._roots[key]
+                self.t.budget.used -= NAMESPACE_BYTES + key_bytes(key)
                 forgotten.append(key)
                 free_node(&self.t, i)
             else:

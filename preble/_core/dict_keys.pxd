@@ -1,5 +1,7 @@
 # Keys of dictionaries, from what users hand in: contents of `dict_keys.pyx`.
 
+from libc.stdint cimport int64_t
+
 from cpython.long cimport PyLong_CheckExact
 from cpython.unicode cimport PyUnicode_CheckExact
 
@@ -11,6 +13,7 @@ cdef class HashedKey:            # stands for an object whose hash or equality i
 
 cpdef object find_key(dict table, object value)
 cpdef object key_value(object key)
+cpdef int64_t key_bytes(object key)
 
 cdef inline object dict_key(dict table, object value):
     # The key under which `value` is in `table`, or is to be entered. See `find_key`.

@@ -12,6 +12,12 @@ equals itself alone; found again is the one that is in the table. Nothing else m
 """
 
 cimport cython
+from cpython.object cimport PyTypeObject
+from libc.stdint cimport int64_t
+
+cdef extern from "Python.h":
+    Py_ssize_t PyUnicode_GET_LENGTH(object text)
+    int PyUnicode_KIND(object text)
 
 from ..errors import InvalidInput
 
@@ -127,3 +133,20 @@ cdef object compared_key(dict table, object value, object key, Py_hash_t value_h
 cpdef object key_value(object key):
     """What a key stands for."""
     return (<HashedKey> key).value if type(key) is HashedKey else key
+
+
+cpdef int64_t key_bytes(object key):
+    """About what a key takes in memory; the same whenever it is asked, and without code of users. Of a user's object it
+    counts what its type says, not what it refers to."""
+    cdef type kind = type(key)
+    if kind is str:
+        return 56 + <int64_t> PyUnicode_GET_LENGTH(key) * PyUnicode_KIND(key)
+    if kind is bytes:
+        return 40 + len(<bytes> key)
+    if kind is int:
+        return 32 + (key.bit_length() >> 3)
+    if kind is tuple:
+        return 64 + sum([8 + key_bytes(one) for one in <tuple> key])
+    if kind is HashedKey:
+        return 48 + key_bytes((<HashedKey> key).value)
+    return 16 + (<PyTypeObject*> kind).tp_basicsize

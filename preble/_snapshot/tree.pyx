@@ -483,9 +483,7 @@ cdef int read_roots(Reader r, RadixTree tree, Load* x) except -1:
         if (root >= x.nodes or not node_at(x.t, <uint32_t> root).state & LIVE
                 or node_at(x.t, <uint32_t> root).parent != NONE or root in tree._names or name in tree._roots):
             refuse(b"roots and namespaces differ")
-        tree._roots[name] = <uint32_t> root
-        tree._names[<uint32_t> root] = name
-        tree._root_queue.append(<uint32_t> root)
+        tree.name_root(<uint32_t> root, name)
     return 0
 
 

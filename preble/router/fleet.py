@@ -37,7 +37,7 @@ from ..errors import (
 from ..transport import wire
 from ..transport.client import LinkConfig, LinkCounters, WorkerLink
 from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCounters
-from ..transport.engine_servers.link import ServerLink, is_server
+from ..transport.engine_servers.link import ServerLink, check_worker_address, is_server
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.event_stream import Batch
 from ..transport.namespaces import namespace_of
@@ -155,7 +155,7 @@ class FleetWorker:
 
     def on_resync(self) -> None:
         """Events are lost for good: nothing counts as cached."""
-        logger.warning("events of worker %s are lost, forgetting what is estimated of it", self.worker_id)
+        logger.warning("events of worker %r are lost, forgetting what is estimated of it", self.worker_id)
         self.peers.begin()
         self._fleet.forget_reports(self)
 
@@ -249,7 +249,8 @@ class Fleet:
         worker.link.send(message)
 
     def add(self, address: str, options: ServerOptions | None = None) -> FleetWorker:
-        """Start to connect to an address. Raises `InvalidInput` if it is there already."""
+        """Start to connect to an address. Raises `InvalidInput` if it is there already, or is no address."""
+        check_worker_address(address)
         if address in self.workers:
             raise InvalidInput(f"worker address {address!r} is there already")
         if options is not None and not is_server(address):
@@ -453,7 +454,7 @@ class Fleet:
         try:
             self.scheduler.remove_worker(worker_id)
         except UnknownWorker:
-            logger.debug("worker %s was not in the scheduler", worker_id)
+            logger.debug("worker %r was not in the scheduler", worker_id)
 
     def apply(self, worker: FleetWorker, batch: Batch) -> None:
         """Give events to the scheduler; if it refuses them, it is asked to forget what it was given before."""
@@ -471,7 +472,7 @@ class Fleet:
             change()
         except PrebleError as error:
             worker.counters.events_refused += 1
-            logger.warning("scheduler refused events of worker %s: %s", worker.worker_id, error)
+            logger.warning("scheduler refused events of worker %r: %s", worker.worker_id, error)
             self.forget_reports(worker)
 
     def forget_reports(self, worker: FleetWorker) -> None:
@@ -488,7 +489,7 @@ class Fleet:
         try:
             self.scheduler.reconcile_counts(worker.worker_id, running=pong.running, waiting=pong.waiting)
         except PrebleError as error:
-            logger.debug("the load of worker %s was not compared: %s", worker.worker_id, error)
+            logger.debug("the load of worker %r was not compared: %s", worker.worker_id, error)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By address. Changes nothing."""

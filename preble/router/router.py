@@ -52,6 +52,7 @@ from ..errors import (
     WorkerLost,
 )
 from ..transport import wire
+from ..transport.engine_servers.link import check_worker_address
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.messages import PROMPT_TOKENS_MAX
 from ..transport.namespaces import check_namespace
@@ -152,6 +153,8 @@ class Router:
         self.counters = RouterCounters()
         self.router_id = f"router-{secrets.token_hex(8)}"  # no other router has it, also after a restart
         self._addresses = [(one, None) if isinstance(one, str) else one for one in workers]
+        for address, _ in self._addresses:
+            check_worker_address(address)
         self._tokenizer = tokenizer
         self._keys = keys
         self._hello = wire.Hello(self.router_id, "", model, tokenizer_fingerprint)
@@ -246,7 +249,7 @@ class Router:
 
     async def add_worker(self, address: str, options: ServerOptions | None = None) -> None:
         """Connect one more worker or server; returns when its first handshake has been tried. Raises
-        `HandshakeRefused`."""
+        `HandshakeRefused`, and `InvalidInput` for what is no address."""
         worker = self.fleet.add(address, options)
         await worker.settled.wait()
         if worker.state == "refused":

@@ -36,6 +36,7 @@ logger = logging.getLogger("preble.transport")
 
 DOMAIN = "preble"  # ZAP domain: only sockets of this domain are authenticated by our allow-list
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_KEY_FILE_BYTES_MAX = 1 << 16
 _BANNER = "# Preble CURVE {kind} key. {advice}\n"
 
 
@@ -266,14 +267,16 @@ def _write(file: Path, public: bytes, secret: bytes | None) -> None:
 
 def _load(file: Path, *, secret: bool) -> tuple[bytes, bytes]:
     try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _KEY_FILE_BYTES_MAX:  # a FIFO would never be read
+            raise InvalidConfig(f"{file} is no CURVE key: it must be a file of at most {_KEY_FILE_BYTES_MAX} bytes")
         public_key, secret_key = zmq.auth.load_certificate(file)
-        mode = file.stat().st_mode
     except (OSError, ValueError, IndexError) as error:  # IndexError: a line that names a key and gives none
         raise InvalidConfig(f"cannot read the CURVE key {file}: {error}") from error
     if secret and secret_key is None:
         raise InvalidConfig(f"{file} holds no secret key")
-    if secret and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        logger.warning("secret key %s can be read by others (mode %o)", file, stat.S_IMODE(mode))
+    if secret and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        logger.warning("secret key %s can be read by others (mode %o)", file, stat.S_IMODE(status.st_mode))
     if len(public_key) != 40 or (secret_key is not None and len(secret_key) != 40):
         raise InvalidConfig(f"{file} does not hold 40-character Z85 keys")
     return public_key, secret_key or b""

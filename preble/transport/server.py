@@ -319,7 +319,7 @@ class Server:
             self._replay(session, message.from_seq)
         elif isinstance(message, wire.Fault):
             self.counters.faults_received += 1
-            logger.warning("router %s could not read a frame: %s", session.router_id, message.text)
+            logger.warning("router %r could not read a frame: %r", session.router_id, message.text)
         elif isinstance(message, wire.Bye):
             self._forget(session, "bye")
 
@@ -350,7 +350,7 @@ class Server:
         refusal = self._refusal(identity, hello)
         if refusal:
             self.counters.sessions_refused += 1
-            logger.warning("handshake refused: %s", refusal)
+            logger.warning("handshake refused: %r", refusal)
             self._send_bare(identity, wire.Refused(refusal), envelope.session)
             return
         old = self._sessions.get(identity)
@@ -393,7 +393,7 @@ class Server:
     def end(self, session: Session, code: str, text: str) -> None:
         """Close a session. The router is sent that if it has room for it, else as the answer to its next frame."""
         if session.open:
-            logger.info("session of router %s closed: %s, %s", session.router_id, code, text)
+            logger.info("session of router %r closed: %s, %s", session.router_id, code, text)
             self._send_bare(session.identity, wire.Closed(code, text), session.number)
             self._forget(session, code)
 
@@ -412,7 +412,7 @@ class Server:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self.counters.sessions_unreachable += 1
-            logger.info("router %s is gone", session.router_id)
+            logger.info("router %r is gone", session.router_id)
             self._forget(session, "unreachable")
             return False
         session.send_seq += 1

@@ -132,7 +132,7 @@ def disagreement(hello: Hello, welcome: Welcome) -> str:
     for name in ("worker_id", "model", "tokenizer_fingerprint", "block_size"):
         theirs, expected = getattr(welcome, name), getattr(hello, name)
         if expected and theirs and expected != theirs:
-            return f"worker {welcome.worker_id} has {name} {theirs!r}, router {hello.router_id} expects {expected!r}"
+            return f"worker {welcome.worker_id} has {name} {theirs!r}, router {hello.router_id!r} expects {expected!r}"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import count
 
 import pytest
@@ -471,3 +471,31 @@ def test_a_hundred_thousand_operations_leave_a_sound_tree() -> None:
         pass
     assert fixed_bytes(tree) <= 2 * MIB
     tree.check()
+
+
+def test_the_names_of_namespaces_are_within_the_bound() -> None:
+    """Regression: unique salts took three to four times `max_bytes`."""
+    tree = RadixTree(max_bytes=4 * MIB)
+    for number in range(10_000):
+        tree.insert([1, 2, 3], number * 1e-3, namespace=("salt", f"{number:01000d}"))
+    stats = tree.stats()
+    assert 0 < stats["namespaces"] * 1000 < stats["bytes_used"] <= 4 * MIB
+    tree.check()
+    tree.insert([1], 11.0, namespace="x" * 5_000_000)
+    after = tree.stats()
+    assert after["refused_tokens"] == stats["refused_tokens"] + 1
+    assert after["namespaces"] == stats["namespaces"], "which costs nobody else's place"
+
+
+@pytest.mark.parametrize("name", ["a", "é" * 9, "€" * 99, b"b" * 99, 1 << 999, None, ("lora", ("a", b"c")), 1.5])
+def test_a_namespace_that_has_gone_gives_all_its_bytes_back(name: Hashable) -> None:
+    tree = RadixTree(window_seconds=1.0)
+    tree.insert([1], 0.0)
+    before = tree.bytes_used
+    tree.insert([1, 2], 0.0, namespace=(name, "unlike the others"))
+    assert tree.bytes_used > before + 256
+    for now in range(1, 9):
+        tree.insert([1], float(now))
+        tree.expire(float(now))
+    tree.check()
+    assert tree.stats()["namespaces"] == 1 and tree.bytes_used == before

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -301,6 +302,28 @@ async def test_other_bad_arguments_are_refused_at_once() -> None:
             router.generate(PROMPT, request_id="same")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+MISTYPED = (
+    "|tcp://|tpc://127.0.0.1:9000|127.0.0.1:9000|tcp://127.0.0.1|tcp://127.0.0.1:99999|tcp://:9000"
+    "|tcp://127.0.0.1:9000 |tcp://127.0.0.1:0|tcp://127.0.0.1:*|ipc://|http:/host|http://|http://host:x|http://a b"
+)
+
+
+@pytest.mark.parametrize("address", MISTYPED.split("|"))
+@asynchronous
+async def test_a_mistyped_address_of_a_worker_is_refused_at_once(address: str) -> None:
+    """Regression: it was tried again for ever, with a traceback each time."""
+    with pytest.raises(InvalidInput, match=re.escape(f"got {address!r}")):
+        Router([address])
+    router = Router([])
+    await router.start(min_workers=0)
+    try:
+        with pytest.raises(InvalidInput, match=re.escape(f"got {address!r}")):
+            await router.add_worker(address)
+        assert not router.fleet.workers
+    finally:
+        await router.close()
 
 
 @asynchronous

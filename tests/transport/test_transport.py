@@ -6,6 +6,7 @@ A `Peer` is a router reduced to its socket: what it sends and gets is exactly wh
 from __future__ import annotations
 
 import logging
+import os
 import stat
 from array import array
 from collections.abc import Callable, Iterator
@@ -22,7 +23,14 @@ from preble.errors import InsecureBind, InvalidConfig, QueueFull, TransportError
 from preble.transport import wire
 from preble.transport.event_stream import EventCursor, ReplayBuffer
 from preble.transport.outbox import Outbox
-from preble.transport.security import check_bind, create_keys, is_loopback, load_client_keys, load_server_keys
+from preble.transport.security import (
+    AllowList,
+    check_bind,
+    create_keys,
+    is_loopback,
+    load_client_keys,
+    load_server_keys,
+)
 from preble.transport.server import Server, ServerConfig, SessionEnded, bytes_of
 from preble.types import AllBlocksCleared, BlockStored, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
 from tests.support.transport import Peer
@@ -212,6 +220,19 @@ def test_existing_keys_are_not_overwritten_by_accident(tmp_path: Path) -> None:
     assert load_server_keys(tmp_path) == before
     create_keys(tmp_path, overwrite=True)
     assert load_server_keys(tmp_path) != before
+
+
+def test_a_pipe_among_the_keys_is_left_out_and_never_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a worker that started, or the thread that lets routers in, waited for its writer for ever."""
+    create_keys(tmp_path)
+    keys, router = load_server_keys(tmp_path), load_client_keys(tmp_path)
+    os.mkfifo(tmp_path / "clients" / "pipe.key")
+    assert AllowList(keys).callback("", router.public)
+    assert "pipe.key is no CURVE key: it must be a file" in caplog.text
+    with pytest.raises(InvalidConfig, match=r"pipe.key is no CURVE key"):
+        load_server_keys(tmp_path)
 
 
 def test_missing_and_broken_key_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,9 @@ changes nothing."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._core.tree.layout cimport (LIVE, ChildTable, Entry, List, Node, Tree, WorkerMarks,
+from preble._core.tree.layout cimport (LIVE, NAMESPACE_BYTES, ChildTable, Entry, List, Node, Tree, WorkerMarks,
                                        end_of, generation, index_of, mark_at, node_at, run_end, worker_of)
+from preble._core.dict_keys cimport key_bytes
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport (block_bytes, entry_count, find_entry, marks_of, run_bytes, run_slots, word_count,
                                       words_of)
@@ -24,7 +25,7 @@ cdef int check_tree(Tree* t, dict roots, dict names, root_queue) except -1:
     check_workers(t, nodes)
     check_aging(t, nodes)
     check_table(t, nodes)
-    check_bytes(t, nodes)
+    check_bytes(t, nodes, names)
 
 
 cdef check_node(Tree* t, uint32_t i):
@@ -179,7 +180,7 @@ cdef set listed(Tree* t, List* ages):
     return seen
 
 
-cdef check_bytes(Tree* t, list nodes):
+cdef check_bytes(Tree* t, list nodes, dict names):
     """B1."""
     cdef Node* node
     cdef uint32_t at
@@ -190,6 +191,8 @@ cdef check_bytes(Tree* t, list nodes):
         total += charged(what >> 2) if what & 3 == MEMORY else 0
     total += t.nodes.chunk_count * (CHUNK * t.nodes.item_bytes + 64)
     total += t.marks.chunk_count * (CHUNK * t.marks.item_bytes + 64)
+    for key in names.values():
+        total += NAMESPACE_BYTES + key_bytes(key)
     for i in nodes:
         node = node_at(t, i)
         total += charged(run_bytes(t, node.run.length))

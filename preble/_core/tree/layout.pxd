@@ -32,8 +32,8 @@
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
 #   E1  ghosts (see EntryBlock) are in one list of their own, which keeps leaves before their parents
-#   B1  budget.used is the sum of all live allocations, retired ones included; directories of slabs, reader slots and
-#       the queue of retired things are not counted: their size is fixed
+#   B1  budget.used is the sum of all live allocations, retired ones included, and of what the keys of namespaces take;
+#       directories of slabs, reader slots and the queue of retired things are not counted: their size is fixed
 #
 # Memory: nodes and marks live in slabs of fixed chunks that never move, addressed by 32-bit index; token runs are
 # separate blocks that are never changed after they are linked (a split makes two new ones), so a reader sees a whole
@@ -81,6 +81,9 @@ cdef struct Node:                # 64 bytes, one cache line
     uint32_t older               # aging list (marked or unmarked)
     uint32_t newer
     uint32_t state               # (r) generation << STATE_BITS | TOUCHED | LIVE
+
+cdef enum:
+    NAMESPACE_BYTES = 256        # of a namespace beside its key and its root: two dictionaries, a queue, three numbers
 
 cdef enum:
     INDEX_BITS = 16              # of a worker's key

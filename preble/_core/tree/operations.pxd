@@ -15,6 +15,7 @@ cdef int64_t drop_beside(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_
 cdef int64_t take_back(Tree* t, uint32_t leaf, uint32_t worker, uint32_t kept_tokens, double now) noexcept nogil
 cdef void await_blocks(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil
 cdef void confirm_path(Tree* t, uint32_t leaf, uint32_t worker) noexcept nogil
-cdef bint make_room_for_root(Tree* t, uint32_t steps_max) noexcept nogil
+cdef int64_t fixed_bytes(Tree* t) noexcept nogil
+cdef bint make_room_for_root(Tree* t, int64_t name_bytes, uint32_t steps_max) noexcept nogil
 cdef uint32_t forget_dead(Tree* t, double now, uint32_t nodes_max) noexcept nogil
 cdef bint has_dead(Tree* t, double now) noexcept nogil

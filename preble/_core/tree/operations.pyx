@@ -405,10 +405,11 @@ cdef bint make_room(Tree* t, Walk walk, uint32_t count, uint32_t worker) noexcep
     return shed_until(t, insert_needs(t, walk, count, worker), walk.node, SHED_STEPS)
 
 
-cdef bint make_room_for_root(Tree* t, uint32_t steps_max) noexcept nogil:
-    """Forget old leaves until one more root fits, looking at no more than `steps_max` nodes; False if it does not."""
+cdef bint make_room_for_root(Tree* t, int64_t name_bytes, uint32_t steps_max) noexcept nogil:
+    """Forget old leaves until one more root and its name fit, looking at no more than `steps_max` nodes; False if they
+    do not."""
     cdef Needs needs
-    needs.bytes = charged(run_bytes(t, 0))
+    needs.bytes = charged(run_bytes(t, 0)) + name_bytes
     needs.nodes = 1
     needs.marks = 0
     return shed_until(t, needs, NONE, steps_max)
