@@ -129,7 +129,7 @@ def test_large_bodies_of_many_clients_fit_into_little_memory(gateway: GatewayPro
 
     with ThreadPoolExecutor(24) as clients:
         statuses = set(clients.map(send, range(24)))
-    assert statuses == {400}, "each is refused for its length, none for want of memory"
+    assert statuses <= {400, 503}, "too long, or too many bytes of bodies at once; none failed for want of memory"
     until(lambda: serves(gateway), "it serves again")
 
 
