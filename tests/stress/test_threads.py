@@ -43,6 +43,11 @@ def test_threads_whose_ids_and_namespaces_are_objects_leave_the_bookings_right(p
     assert stats["scheduled"] >= OPERATIONS // 3 and stats["tree"]["namespaces"] <= 3
 
 
+def test_threads_on_a_restored_scheduler_leave_the_bookings_right() -> None:
+    stats = stress_scheduler(OPERATIONS // 2, seed=7, restored=True)
+    assert stats["scheduled"] >= OPERATIONS and stats["late_calls"] > 0
+
+
 def test_threads_on_one_tree_see_nothing_that_was_never_stored() -> None:
     stats = stress_tree(OPERATIONS, seed=4)
     assert stats["nodes"] > 50 and stats["namespaces"] == 3
