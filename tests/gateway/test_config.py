@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,15 @@ def test_addresses_of_all_kinds_are_taken() -> None:
 )
 def test_addresses_that_one_client_may_have_count_as_one(address: str, counted: str) -> None:
     assert counted_as(address) == counted
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("c.yaml", f"port: {'9' * 5000}"), ("c.yaml", "port: 2026-13-01"), ("c.toml", f"port = {'9' * 5000}")],
+    ids=["yaml-digits", "yaml-month", "toml-digits"],
+)
+def test_a_value_that_cannot_be_made_is_refused_with_its_file(tmp_path: Path, name: str, content: str) -> None:
+    """Regression, by fuzzing: a ValueError."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidConfig, match=re.escape(str(tmp_path / name))):
+        load(tmp_path / name, {}, {})

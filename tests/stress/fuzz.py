@@ -29,8 +29,10 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 
 from preble import CostModel, GlobalScheduler, ManualClock, SamplingParams, SchedulerConfig, WorkerSpec, workloads
@@ -45,9 +47,12 @@ from preble.errors import (
     SnapshotRefused,
     TransportError,
 )
+from preble.gateway.api import schemas
+from preble.gateway.core import config
+from preble.gateway.core.http_errors import ApiError
 from preble.scheduling.records import Recording, from_json, to_json
 from preble.transport import wire
-from preble.transport.engine_servers import kv_event_codec
+from preble.transport.engine_servers import kv_event_codec, server_info
 from preble.transport.engine_servers.http_client import _SglangStream, _VllmStream
 from preble.transport.security import create_keys, load_client_keys
 from preble.types import (
@@ -121,6 +126,18 @@ def targets(directory: Path) -> list[Target]:
             "cost_model", [_cost_model(directory)], OneFile(directory / "cost.json", CostModel.load), (InvalidConfig,)
         ),
         Target("curve_keys", *_keys(directory), (InvalidConfig,)),
+        Target("sglang_facts", [_json(SGLANG_FACTS)], _feed_sglang_facts, FACT_ERRORS),
+        Target(
+            "vllm_facts",
+            [b"\0".join([_json(VLLM_MODELS), VLLM_METRICS, _json(VLLM_SOURCES)])],
+            _feed_vllm_facts,
+            FACT_ERRORS,
+        ),
+        Target("chat_body", CHAT_BODIES, _feed_chat, (ApiError,)),
+        Target("completion_body", COMPLETION_BODIES, _feed_completion, (ApiError,)),
+        Target("generate_body", GENERATE_BODIES, _feed_generate, (ApiError,)),
+        Target("config_yaml", [CONFIG_YAML], OneFile(directory / "c.yaml", _load_config), (InvalidConfig,)),
+        Target("config_toml", [CONFIG_TOML], OneFile(directory / "c.toml", _load_config), (InvalidConfig,)),
     ]
     return made + [_trace_target(directory, name) for name in TRACES]
 
@@ -147,6 +164,97 @@ TRACES = {
     "alfworld.jsonl": "alfworld",
     "apps.jsonl": "apps",
 }
+
+
+FACT_ERRORS = (ProtocolError, HandshakeRefused, InvalidConfig)
+EVENTS_CONFIG = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:5557"}
+SGLANG_FACTS = {
+    **{"version": "0.5.23", "served_model_name": "tiny", "page_size": 4, "context_length": 4096, "dp_size": 2},
+    **{"max_total_num_tokens": 50_000, "max_running_requests": 8, "startup_time": {"scheduler": 5.0}},
+    "kv_events": {
+        **{"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "kv"},
+        **{"block_size": 4, "dp_size": 2, "replay_endpoint_port_base": 5657},
+    },
+}
+VLLM_MODELS = {"object": "list", "data": [{"id": "tiny", "max_model_len": 4096}]}
+VLLM_SOURCES = {"0": EVENTS_CONFIG}
+VLLM_METRICS = b"""# HELP vllm:cache_config_info facts
+vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",note="a\\"b\\n",num_gpu_blocks="12500"} 1.0
+vllm:num_requests_running{engine="0",model_name="tiny"} 3.0
+process_start_time_seconds 1.7e9
+"""
+CHAT_BODIES = [
+    b'{"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "stream": true, "n": 2}',
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": []}], "stop": ["x"]}',
+]
+COMPLETION_BODIES = [
+    b'{"model": "m", "prompt": "hello", "temperature": 0.5, "top_p": 1, "seed": 7, "stop": null, "logprobs": null}',
+    b'{"prompt": [1, 2, 3], "max_tokens": 5, "stream_options": {"include_usage": true}, "user": "u"}',
+    b'{"prompt": [[1, 2], "text", [3]], "cache_salt": "s", "ignore_eos": true}',
+]
+GENERATE_BODIES = [
+    b'{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 3, "temperature": 0}, "stream": true, "rid": "r"}',
+    b'{"text": ["a", "b"], "sampling_params": {"stop": "x"}}',
+]
+CONFIG_YAML = b"""workers: [tcp://127.0.0.1:5601, http://host:30000]
+port: 8000
+scheduler:
+  history_seconds: 60
+rate_limit_per_minute: 600  # a comment
+model_names: ["a", 'b']
+"""
+CONFIG_TOML = b"""workers = ["tcp://127.0.0.1:5601"]
+port = 8000
+drain_seconds = 1.5
+[scheduler]
+history_seconds = 60
+"""
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """What an engine's body is decoded to; other things than an object end before."""
+    try:
+        content = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _feed_sglang_facts(data: bytes) -> None:
+    server_info.sglang_info("http://host:30000", _object(data), server_info.ServerOptions())
+
+
+def _feed_vllm_facts(data: bytes) -> None:
+    models, metrics, sources = (data.split(b"\0") + [b""] * 3)[:3]
+    text, options = metrics.decode("utf-8", "replace"), server_info.ServerOptions()
+    server_info.vllm_info("http://host:8000", _object(models), text, _object(sources), "1", options)
+
+
+def _feed_chat(data: bytes) -> None:
+    body = schemas.decode(data, schemas.ChatRequest)
+    schemas.plain_messages(body.messages)
+    schemas.sampling_of(body, 5, 0)
+
+
+def _feed_completion(data: bytes) -> None:
+    body = schemas.decode(data, schemas.CompletionRequest)
+    schemas.prompts_of(body.prompt, "prompt", 1000)
+    schemas.sampling_of(body, 5, 0)
+
+
+def _feed_generate(data: bytes) -> None:
+    body = schemas.decode(data, schemas.GenerateRequest)
+    for place in ("input_ids", "text"):
+        if schemas.is_given(raw := getattr(body, place)):
+            schemas.prompts_of(raw, place, 1000)
+
+
+def _load_config(file: Path) -> None:
+    config.load(file, {}, {})
 
 
 def _frames() -> list[bytes]:

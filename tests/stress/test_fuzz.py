@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 
 from preble import workloads
 from preble.errors import InvalidConfig, InvalidInput
+from preble.gateway.api import schemas
+from preble.gateway.core.http_errors import ApiError
 from preble.transport.security import create_keys, load_client_keys
 from tests.stress.fuzz import Target, damaged, targets
 
 INPUTS = 1500
 SLOW_INPUTS = 150  # decoders that make a scheduler or read a file for each input
-SLOW = {"snapshot", "cost_model", "curve_keys"}
+SLOW = {"snapshot", "cost_model", "curve_keys", "config_yaml", "config_toml"}
 NAMES = ["wire", "engine_events", "event_objects", "engine_load", "sglang_stream", "vllm_stream"]
-NAMES += ["snapshot", "records", "cost_model", "curve_keys", "trace_segments", "trace_mooncake"]
+NAMES += ["snapshot", "records", "cost_model", "curve_keys", "sglang_facts", "vllm_facts", "chat_body"]
+NAMES += ["completion_body", "generate_body", "config_yaml", "config_toml", "trace_segments", "trace_mooncake"]
 NAMES += ["trace_azure", "trace_toolbench", "trace_loogle", "trace_nextqa", "trace_alfworld", "trace_apps"]
 
 
@@ -98,3 +101,8 @@ def test_a_python_literal_that_cannot_be_made_is_refused_with_its_field(tmp_path
     (tmp_path / "odd.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(InvalidInput, match=r"odd\.jsonl, line 1: 'qa_pairs' is neither"):
         workloads.read(tmp_path / "odd.jsonl", format="loogle")
+
+
+def test_a_number_out_of_range_in_a_field_that_changes_nothing_is_refused() -> None:
+    with pytest.raises(ApiError, match="logprobs is not supported"):
+        schemas.decode(b'{"prompt": "x", "logprobs": 1e999}', schemas.CompletionRequest)

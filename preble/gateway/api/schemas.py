@@ -239,7 +239,10 @@ def _refuse_unsupported(request: object) -> None:
 
 def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
     """Whether a small value is one of these; large ones ask for something."""
-    return memoryview(raw).nbytes <= NEUTRAL_BYTES_MAX and msgspec.json.decode(raw) in values
+    try:
+        return memoryview(raw).nbytes <= NEUTRAL_BYTES_MAX and msgspec.json.decode(raw) in values
+    except msgspec.DecodeError:  # a number out of range: JSON was only looked over so far
+        return False
 
 
 # --- parts of requests ------------------------------------------------------------------------------------------------

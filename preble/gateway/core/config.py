@@ -170,7 +170,7 @@ def _parse(file: Path) -> dict[Any, Any]:
             raise InvalidConfig(f"{file}: the name must end in .yaml, .yml or .toml")
     except ImportError as error:
         raise MissingExtra(f"{file.suffix} files need the extra: pip install 'preble[gateway]'") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # a number of 5,000 digits, a month 13
         raise InvalidConfig(f"{file}: {error}") from error
     if content is None:
         return {}
