@@ -6,7 +6,8 @@
 Owns the table of decoders (`targets`), the seeds, and how an input is damaged; `test_fuzz.py` runs a few of the
 same inputs. Each decoder runs in a process of its own, which prints one line of JSON: inputs per second, resident
 memory after a tenth of the inputs and at the end. An input may take `SLOW_SECONDS`; then the process is ended by a
-signal. Exit code 1 when a decoder raised what it may not, hung, or grew by more than GROWTH_BYTES_MAX.
+signal. Exit code 1 when a decoder raised what it may not, hung, wanted more than INPUT_BYTES_HELD_MAX for one input, or
+grew by more than GROWTH_BYTES_MAX.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import logging
 import lzma
 import os
 import random
+import resource
 import shutil
 import signal
 import struct
@@ -69,6 +71,7 @@ from tests.support.paths import DATA
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
 INPUT_BYTES_MAX = 4096
 SLOW_SECONDS = 10
+INPUT_BYTES_HELD_MAX = 256 << 20  # then MemoryError, which no decoder may raise; with atheris, 2 GiB of all memory
 GROWTH_BYTES_MAX = 48 << 20  # atheris keeps inputs that reached something new
 SNAPSHOT_HEADER_BYTES = 24
 WORDS = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFF, 0x10000]
@@ -421,6 +424,14 @@ def resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
+def bound_memory() -> None:
+    """Let this process have INPUT_BYTES_HELD_MAX more than it has now, where the system can."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        held = int(status.read_text().partition("VmData:")[2].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (held + INPUT_BYTES_HELD_MAX,) * 2)
+
+
 class Meter:
     """Feeds a decoder and measures."""
 
@@ -461,6 +472,7 @@ def fuzz_plain(target: Target, inputs: int, seed: int) -> int:
     meter = Meter(target, inputs)
     for data in target.seeds:
         assert target(data), f"{target.name}: a seed is refused"
+    bound_memory()
     done = False
     while not done:
         data = damaged(rng, target.seeds)
