@@ -58,8 +58,9 @@ class Row:
         """An integer of at least `low`, below 2**31; CSV gives it as digits."""
         value = self.values.get(name)
         # Longer ones are out of range, and Python refuses to convert very long ones.
-        if isinstance(value, str) and value.strip().isdecimal() and len(value.strip()) <= INTEGER_DIGITS_MAX:
-            value = int(value)
+        # What `strip` takes off is more than `int` lets pass.
+        if isinstance(value, str) and (text := value.strip()).isdecimal() and len(text) <= INTEGER_DIGITS_MAX:
+            value = int(text)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
             raise self.wrong(f"{name!r} must be an integer from {low} to 2**31 - 1, got {value!r:.80}")
         return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preble import workloads
-from preble.errors import InvalidConfig, InvalidInput
+from preble.errors import InvalidConfig, InvalidInput, ProtocolError
 from preble.gateway.api import schemas
 from preble.gateway.core.http_errors import ApiError
+from preble.transport.engine_servers.link import ServerLink
+from preble.transport.engine_servers.server_info import ServerOptions, sglang_info
 from preble.transport.security import create_keys, load_client_keys
+from tests.stress import fuzz
 from tests.stress.fuzz import Target, damaged, targets
 
 INPUTS = 1500
@@ -94,6 +98,23 @@ def test_a_number_of_thousands_of_digits_is_refused_with_its_field(tmp_path: Pat
     (tmp_path / "long.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + row)
     with pytest.raises(InvalidInput, match=r"long\.csv, line 2: 'ContextTokens' must be an integer"):
         workloads.read(tmp_path / "long.csv", format="azure")
+
+
+def test_a_number_with_a_separator_that_is_no_space_to_int_is_read(tmp_path: Path) -> None:
+    row = "2023-11-16 18:17:03.9799600,4\x1f,3\n"
+    (tmp_path / "odd.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + row)
+    assert len(workloads.read(tmp_path / "odd.csv", format="azure")) == 1
+
+
+@pytest.mark.parametrize("port", ["²", "9" * 5000])
+def test_a_port_whose_digits_are_no_number_is_none(port: str) -> None:
+    """Found beside it: `isdigit` holds for more than `int` reads."""
+    config = {**fuzz.EVENTS_CONFIG, "endpoint": f"tcp://*:{port}"}
+    facts = {**fuzz.SGLANG_FACTS, "kv_events": None, "kv_events_config": json.dumps(config)}
+    with suppress(ProtocolError):
+        sglang_info("http://host:1", facts, ServerOptions())
+    with pytest.raises(InvalidInput, match="rank=1"):
+        ServerLink(f"http://host:1#rank={port}", *[None] * 3, session=1, context=None, background=set())  # type: ignore
 
 
 def test_a_python_literal_that_cannot_be_made_is_refused_with_its_field(tmp_path: Path) -> None:

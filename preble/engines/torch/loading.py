@@ -97,7 +97,7 @@ def choose_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = device.partition(":")
-    if kind not in DEVICES or (index and not index.isdigit()):
+    if kind not in DEVICES or (index and not (index.isascii() and index.isdecimal())):
         raise InvalidConfig(f'device must be "auto", "cpu" or "cuda", got {device!r}')
     if kind == "cuda" and not torch.cuda.is_available():
         raise EngineError(f"device {device!r} was asked for, but torch finds no CUDA device")

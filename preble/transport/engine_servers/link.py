@@ -44,7 +44,7 @@ from ..tasks import first_of, within
 from .http_client import EngineServer, Unreachable
 from .kv_event_codec import LoadReport
 from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters
-from .server_info import ServerInfo, ServerOptions
+from .server_info import ServerInfo, ServerOptions, digits
 
 logger = logging.getLogger("preble.transport")
 
@@ -113,7 +113,7 @@ class ServerLink:
         clock: Clock = time.monotonic,
     ) -> None:
         url, rank = urldefrag(address)
-        if rank and not (rank.startswith(_RANK) and rank[len(_RANK) :].isdigit()):
+        if rank and not (rank.startswith(_RANK) and digits(rank[len(_RANK) :]) is not None):
             raise InvalidInput(f"a server's address is http://host:port or http://host:port#rank=1, got {address!r}")
         self.address = address
         self.rank = int(rank[len(_RANK) :]) if rank else 0

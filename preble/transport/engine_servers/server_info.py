@@ -273,7 +273,8 @@ def _of_rank(endpoint: str, rank: int) -> str:
     if not endpoint or rank == 0:
         return endpoint
     head, colon, port = endpoint.rpartition(":")
-    return f"{head}{colon}{int(port) + rank}" if port.isdigit() else f"{endpoint}_dp{rank}"
+    base = digits(port)
+    return f"{endpoint}_dp{rank}" if base is None else f"{head}{colon}{base + rank}"
 
 
 def _dialled(url: str, endpoint: str) -> str:
@@ -281,7 +282,7 @@ def _dialled(url: str, endpoint: str) -> str:
     if not endpoint.startswith("tcp://"):
         return endpoint
     host, _, port = endpoint[len("tcp://") :].rpartition(":")
-    return f"tcp://{_reachable(url, host)}:{port}" if port.isdigit() else ""
+    return "" if digits(port) is None else f"tcp://{_reachable(url, host)}:{port}"
 
 
 def _reachable(url: str, host: str) -> str:
