@@ -103,7 +103,12 @@ def questions(row: Row) -> Iterator[tuple[str, str]]:
 def answer_text(pair: Row) -> str:
     """The answer of a question; a cloze's is an object, read as JSON."""
     answer = pair.values.get("A")
-    return json.dumps(answer, ensure_ascii=False) if isinstance(answer, dict) else pair.text("A")
+    if not isinstance(answer, dict):
+        return pair.text("A")
+    try:
+        return json.dumps(answer, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # a Python literal may hold what JSON has not
+        raise pair.wrong(f"'A' cannot be written as JSON: {answer!r:.80}") from None
 
 
 def literal(row: Row, name: str, text: str) -> Any:

@@ -13,6 +13,7 @@ grew by more than GROWTH_BYTES_MAX.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import logging
@@ -419,9 +420,12 @@ def damaged(rng: random.Random, seeds: list[bytes]) -> bytes:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Memory of this process without what malloc keeps free; 0 where the system does not say."""
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+    if not statm.exists():
+        return 0
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def bound_memory() -> None:

@@ -106,6 +106,13 @@ def test_a_number_with_a_separator_that_is_no_space_to_int_is_read(tmp_path: Pat
     assert len(workloads.read(tmp_path / "odd.csv", format="azure")) == 1
 
 
+def test_an_answer_that_json_has_not_is_refused_with_its_field(tmp_path: Path) -> None:
+    row = {"input": "a text", "title": "t", "qa_pairs": "[{'Q': 'q', 'A': {'a': b'x'}}]", "output": "none"}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InvalidInput, match=r"odd\.jsonl, line 1: 'A' cannot be written as JSON"):
+        workloads.read(tmp_path / "odd.jsonl", format="loogle")
+
+
 @pytest.mark.parametrize("port", ["²", "9" * 5000])
 def test_a_port_whose_digits_are_no_number_is_none(port: str) -> None:
     """Found beside it: `isdigit` holds for more than `int` reads."""
