@@ -642,18 +642,24 @@ async def test_a_worker_silent_for_very_long_is_given_up() -> None:
 async def line(*others: Any, **config: Any) -> AsyncIterator[Any]:
     """(router, workers): the first worker answers one request after another, each a second after the one before by the
     router's clock, which nothing else moves; there have been 12 requests, and two of them have been answered."""
-    clock, turns, lock, held = ManualClock(), itertools.count(), asyncio.Lock(), asyncio.Event()
+    clock, turns, lock = ManualClock(), itertools.count(), asyncio.Lock()
+    held, queued = asyncio.Event(), asyncio.Event()
 
     async def slow(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
+        await queued.wait()  # all twelve wait at the time of the first
         async with lock:
-            if next(turns) >= 2:
+            turn = next(turns)
+            if turn >= 2:
                 await held.wait()
             clock.advance(1.0)
             await good(worker, submit)
+            await until(lambda: router.stats()["finished"] >= min(turn + 1, 2), "it has come before time goes on")
 
     options = {"config": fast(**config), "clock": clock}
     async with fleet(slow, *others, router_options=options) as (router, workers):
         tasks = [ask(router, 1 + number, client="greedy") for number in range(12)]
+        await until(lambda: len(workers[0].got(wire.GenerationRequest)) == 12, "all are sent")
+        queued.set()
         await until(lambda: router.stats()["finished"] == 2, "two answers")
         yield router, workers
         held.set()
