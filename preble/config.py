@@ -13,7 +13,7 @@ from .types import check_int
 class SchedulerConfig:
     """Knobs of a scheduler. Raises InvalidConfig naming the field.
 
-    history_seconds: the paper's window H, 3 minutes in its conference text.
+    history_seconds: requests of the last so many seconds count as a worker's load: the paper's window H.
     exploit_ratio: a prompt of which one worker caches more than this share is exploited, escapes or goes where it is
     redirected; any other is explored (paper: more cached than missed). Whoever drains takes what is exploited there.
     join_seconds: a newcomer's history is scaled up to H from at least this much observation.
@@ -26,7 +26,7 @@ class SchedulerConfig:
     calibrate: learn from requests' times what workers really cost (docs/calibration.md). "auto": where the scheduler
     was given no cost model; it then says True or False in the scheduler's `config`.
     rebalance_ratio: when the heaviest worker's load is more than this times the lightest's, prefixes move (0: never).
-    rebalance_floor_seconds: and more than so many seconds more.
+    rebalance_floor_seconds: prefixes move only when the heaviest worker's load is so many seconds more, too.
     replicas_max: workers that one hot prefix is spread over on purpose (1: it is not).
     imbalance_share: "e2-paper" sends what it explores to a worker that decodes more than this share of its time: the
     paper's IMBALR (0: as the worker's cost model says; 1: never).

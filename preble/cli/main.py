@@ -66,12 +66,14 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         prog="preble",
         description="Schedules LLM requests over a fleet of inference engines so that prompts reuse cached prefixes.",
         epilog="`preble COMMAND --help` lists a command's options.",
+        allow_abbrev=False,  # a new option must not change what a command line means
     )
     parser.add_argument("--version", action="version", version=f"preble {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     named = next((word for word in arguments if not word.startswith("-")), None)
     for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        described = summary[0].upper() + summary[1:] + "."
+        command = commands.add_parser(name, help=summary, description=described, allow_abbrev=False)
         if name == named:
             import_module(module).add_arguments(command)
     return parser

@@ -199,7 +199,7 @@ def _worker_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def _parse_worker(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="preble up ... -- (options of preble worker)")
+    parser = argparse.ArgumentParser(prog="preble up ... -- (options of preble worker)", allow_abbrev=False)
     worker_command.add_arguments(parser)
     return parser.parse_args(arguments)
 

@@ -12,31 +12,38 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.config import Loaded
+    from .core.config import FieldPath
+    from .core.config_sources import Loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `preble serve`: one for each field of the configuration that is no secret."""
-    from .core.config import FIELDS, LISTS, SECRET, GatewayConfig, flag_of, value_of
+    from .core.config import SECRET, flag_of
+    from .core.config_text import sections
 
-    defaults = GatewayConfig()
-    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration, .yaml or .toml")
-    for path in FIELDS:
-        if path[-1] in SECRET:
-            continue
-        default = value_of(defaults, path)
-        several = path[-1] in LISTS
-        parser.add_argument(
-            flag_of(path),
-            dest="/".join(path),
-            nargs="+" if several else "?" if isinstance(default, bool) else None,
-            const="true" if isinstance(default, bool) else None,
-            metavar=path[-1].rpartition("_")[2].upper(),
-            help=f"default: {default}" if default not in (None, []) else None,
-        )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration, .yaml or .toml; flags go before it")
+    for heading, paths in sections().items():
+        group = parser.add_argument_group(heading)
+        for path in paths:
+            if path[-1] not in SECRET:
+                group.add_argument(flag_of(path), dest="/".join(path), **_form(path))
+
+
+def _form(path: FieldPath) -> dict[str, Any]:
+    """How the option of a field is written, and what is said of it."""
+    from .core.config import LISTS, GatewayConfig, value_of
+    from .core.config_text import default_text, descriptions, metavar
+
+    is_switch = isinstance(value_of(GatewayConfig(), path), bool)
+    return {
+        "nargs": "+" if path[-1] in LISTS else "?" if is_switch else None,
+        "const": "true" if is_switch else None,
+        "metavar": metavar(path),
+        "help": f"{descriptions()[path]} Default: {default_text(path)}.".replace("%", "%%"),
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,6 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
 def loaded_from(args: argparse.Namespace) -> Loaded:
     """The configuration that the command line, the environment and the file make together, read anew."""
-    from .core.config import load_for
+    from .core.config_sources import load_for
 
     return load_for(args, os.environ)

@@ -36,7 +36,8 @@ from typing import Any
 from ..errors import InvalidConfig, PrebleError
 from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
-from .core.config import GatewayConfig, is_keyless, load_for
+from .core.config import GatewayConfig, is_keyless
+from .core.config_sources import load_for
 from .core.logs import log_as_json
 from .core.sibling_processes import ProcessSlot, say_ready
 

@@ -33,7 +33,8 @@ from ..scheduler import GlobalScheduler
 from ..scheduling.records import Recording
 from ..transport.security import load_client_keys
 from ..transport.tasks import end_all
-from .core.config import GatewayConfig, Loaded, changes, is_keyless
+from .core.config import GatewayConfig, changes, is_keyless
+from .core.config_sources import Loaded
 from .core.logs import log_as_json
 from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
 

@@ -51,6 +51,40 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert f"usage: preble {name}" in capsys.readouterr().out
 
 
+BASE_INSTALL_LACKS = (
+    *("aiohttp", "httptools", "jinja2", "matplotlib", "opentelemetry", "prometheus_client", "ray", "rich"),
+    *("starlette", "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "yaml"),
+)
+
+
+def test_every_command_explains_itself_in_the_base_install(run_python: RunPython) -> None:
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({BASE_INSTALL_LACKS!r}))
+from preble import cli
+for name in cli.COMMANDS:
+    try:
+        print(name, cli.main([name, "--help"]))
+    except SystemExit as stop:
+        print("exit", name, stop.code)
+"""
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert re.findall(r"^exit (\S+) 0$", result.stdout, re.M) == list(cli.COMMANDS), result.stdout[-500:]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [["serve", "--worker", "tcp://a:1"], ["config", "--drain", "1"], ["up", "--engin", "simulated"], ["--vers"]]
+    + [["attach", "--wat", "http://a"], ["simulate", "--req", "3"]],
+)
+def test_an_option_is_written_out(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(line)
+    assert stop.value.code == 2
+    assert "preble" in capsys.readouterr().err
+
+
 def test_no_command_prints_help_and_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "demo" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from preble import cli
 from preble.errors import InvalidConfig
 from preble.gateway.core.addresses import counted_as
-from preble.gateway.core.config import FIELDS, SECRET, GatewayConfig, changes, flag_of, load, shown, variable_of
+from preble.gateway.core.config import FIELDS, SECRET, GatewayConfig, changes, flag_of, variable_of
+from preble.gateway.core.config_sources import load
+from preble.gateway.core.config_text import descriptions, schema, shown
 
 
 def written(path: Path, text: str) -> Path:
@@ -107,6 +110,23 @@ def test_what_is_shown_can_be_loaded_and_holds_no_secret(tmp_path: Path) -> None
 def test_every_field_has_a_flag_and_a_variable_of_its_own() -> None:
     assert len({flag_of(path) for path in FIELDS}) == len({variable_of(path) for path in FIELDS}) == len(FIELDS)
     assert {path[-1] for path in FIELDS} > SECRET
+
+
+def test_every_option_has_a_sentence_which_help_and_schema_show(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    helped = " ".join(capsys.readouterr().out.split())
+    assert cli.main(["config", "--schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == schema()
+    tables = printed["$defs"]
+    for path, sentence in descriptions().items():
+        assert re.match(r'["`A-Z].*[.)]$', sentence), path
+        table = tables["SchedulerConfig" if len(path) == 2 else "GatewayConfig"]
+        assert table["properties"][path[-1]]["description"] == sentence
+        if path[-1] not in SECRET | {"scheduler"}:
+            assert re.sub(r"\s|-", "", sentence) in re.sub(r"\s|-", "", helped), path
+    assert set(descriptions()) == {*FIELDS, ("scheduler",)}
 
 
 def test_the_config_command_prints_what_serve_would_use(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

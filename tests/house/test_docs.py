@@ -117,11 +117,12 @@ def test_every_scheduler_key_that_a_page_names_exists(page: Path) -> None:
     assert named <= known, sorted(named - known)
 
 
-def test_the_gateways_table_of_keys_has_every_key() -> None:
-    config = pytest.importorskip("preble.gateway.core.config", exc_type=ImportError)
-    table = text_of(DOCS / "gateway.md").partition("| key | default | what |")[2].partition("\n\n")[0]
-    named = {key for row in table.splitlines() for key in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
-    assert named == {path[0] for path in config.FIELDS}
+def test_the_page_of_options_is_what_they_say_of_themselves() -> None:
+    pytest.importorskip("preble.gateway.core.config", exc_type=ImportError)
+    from tests.gateway.options_page import PAGE, written
+
+    page = text_of(PAGE)
+    assert written(page) == page, "run: python -m tests.gateway.options_page"
 
 
 def rendered_metrics() -> str:
@@ -185,10 +186,10 @@ def test_what_the_table_offers_instead_are_keys_of_ours() -> None:
 
 @pytest.mark.parametrize("name", ["gateway", "migrating"])
 def test_a_pages_configuration_is_one_that_the_gateway_takes(name: str, tmp_path: Path) -> None:
-    config = pytest.importorskip("preble.gateway.core.config", exc_type=ImportError)
+    sources = pytest.importorskip("preble.gateway.core.config_sources", exc_type=ImportError)
     (block,) = blocks(DOCS / f"{name}.md", "yaml")
     (tmp_path / "gateway.yaml").write_text(block)
-    assert config.load(tmp_path / "gateway.yaml", {}, {}).config.workers
+    assert sources.load(tmp_path / "gateway.yaml", {}, {}).config.workers
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from preble.errors import (
     TransportError,
 )
 from preble.gateway.api import schemas
-from preble.gateway.core import config
+from preble.gateway.core import config_sources
 from preble.gateway.core.http_errors import ApiError
 from preble.scheduling.records import Recording, from_json, to_json
 from preble.transport import wire
@@ -258,7 +258,7 @@ def _feed_generate(data: bytes) -> None:
 
 
 def _load_config(file: Path) -> None:
-    config.load(file, {}, {})
+    config_sources.load(file, {}, {})
 
 
 def _frames() -> list[bytes]:

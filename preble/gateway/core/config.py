@@ -1,35 +1,21 @@
-"""The gateway's configuration: its fields, where their values come from, and how they are checked. Owns no behaviour.
+"""The gateway's configuration: its fields, what each is, and what a running gateway can take over. Owns no behaviour.
 
-A value comes from the first of these that has it: a flag (`--drain-seconds 5`), a variable
-(`PREBLE_DRAIN_SECONDS=5`), the file (`drain_seconds: 5`), the default. The scheduler's fields are under `scheduler`:
-`--scheduler-max-bytes`, `PREBLE_SCHEDULER_MAX_BYTES`. Lists are separated by commas in variables.
-
-A name that is none is refused, with the nearest one. Of variables, which other programs share, only those are refused
-that are nearly a name. Keys are secrets: they have no flags, and `preble config` does not show them.
+Values come from `config_sources`; how options are shown, to whom, is `config_text`'s. Keys are secrets: they have no
+flags, and nothing shows them.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ...config import SchedulerConfig
-from ...errors import InvalidConfig, MissingExtra
-from ...policies.base import resolve
-from ...transport.security import is_loopback
-from .addresses import ADDRESS_FORMS, is_address, is_url
 
-T = TypeVar("T")
 PREFIX = "PREBLE_"
-FILE_BYTES_MAX = 1 << 20
-NEAR = 0.75  # how alike two names are that were meant to be the same
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -55,41 +41,141 @@ RELOADABLE = frozenset(
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every knob of `preble serve`; docs/gateway.md says what each is."""
+    """Every option of `preble serve`. Each is described here and nowhere else: `--help`, docs/configuration.md and the
+    JSON schema show these sentences."""
 
-    workers: list[Name] = []
-    host: Name = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    policy: Name = "e2"
-    tokenizer: Name | None = None
-    tokenizer_mismatch: Literal["refuse", "warn"] = "refuse"
-    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    tokenizer_queue: Count = 1024
-    tokenizer_cache_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20
-    model_names: list[Name] = []
-    default_max_tokens: Count = 1024
-    api_keys: list[Key] = []
-    admin_keys: list[Key] = []
-    host_names: list[Name] = []
-    insecure: bool = False
-    curve_keys: Name | None = None
-    max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
-    max_bodies_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 << 20
-    max_live_requests: Count = 4096
-    max_connections: Count = 8192
-    max_connections_per_address: Count = 4096
-    choices_max: Annotated[int, Meta(ge=1, le=1024)] = 64
-    rate_limit_per_minute: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    rate_limit_burst: Count = 60
-    refuse_wait_seconds: Annotated[float, Meta(gt=0, le=1e9)] | None = 3.0
-    min_workers: Annotated[int, Meta(ge=0, le=65535)] = 1
-    connect_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
-    drain_seconds: Seconds = 30.0
-    record_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    traces_endpoint: Name | None = None
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    scheduler: SchedulerConfig = SchedulerConfig()
+    workers: Annotated[
+        list[Name],
+        Meta(
+            description="Workers to place requests on: tcp://HOST:PORT or ipc://PATH of `preble worker`, "
+            "http://HOST:PORT of an SGLang or vLLM server that runs."
+        ),
+    ] = []
+    min_workers: Annotated[
+        int, Meta(ge=0, le=65535, description="So many must be ready before requests are taken; 0 starts without any.")
+    ] = 1
+    connect_seconds: Annotated[
+        float, Meta(gt=0, le=1e6, description="The start fails when `min_workers` are not ready after so long.")
+    ] = 30.0
+    curve_keys: Annotated[
+        Name | None, Meta(description="Directory of the CURVE keys for workers, made by `preble keygen`.")
+    ] = None
+    host: Annotated[
+        Name, Meta(description="Address to listen on; one beyond loopback needs `api_keys` or `insecure`.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    processes: Annotated[
+        int, Meta(ge=1, le=64, description="Gateway processes that share the port; each uses one core.")
+    ] = 1
+    max_connections: Annotated[
+        Count, Meta(description="Connections of clients at a time; one more is answered with 503.")
+    ] = 8192
+    max_connections_per_address: Annotated[
+        Count, Meta(description="The same for each client address; IPv6 addresses of one /64 are one.")
+    ] = 4096
+    drain_seconds: Annotated[
+        Seconds, Meta(description="After SIGTERM, answers that go on may take so long to end; then they are cut off.")
+    ] = 30.0
+    api_keys: Annotated[
+        list[Key],
+        Meta(description="Keys of clients, of at least 8 characters; without any, everybody who can connect may ask."),
+    ] = []
+    admin_keys: Annotated[
+        list[Key], Meta(description="Keys that may change and look at the fleet, too, beside what `api_keys` may.")
+    ] = []
+    insecure: Annotated[bool, Meta(description="Allow a `host` beyond loopback without keys.")] = False
+    host_names: Annotated[
+        list[Name],
+        Meta(
+            description="Names by which the gateway is reached where there are no keys, beside addresses, "
+            "names without a dot and *.localhost."
+        ),
+    ] = []
+    rate_limit_per_minute: Annotated[
+        Annotated[float, Meta(gt=0, le=1e9)] | None,
+        Meta(
+            description="Choices a minute for each key, or for each client address where there are no keys; beyond "
+            "them 429. Each process counts its own."
+        ),
+    ] = None
+    rate_limit_burst: Annotated[Count, Meta(description="Choices that may come at once, where there is a rate.")] = 60
+    policy: Annotated[Name, Meta(description="Rule that chooses the worker; docs/policies.md lists them.")] = "e2"
+    model_names: Annotated[
+        list[Name], Meta(description="Names that requests may use for the model, in place of what workers call it.")
+    ] = []
+    default_max_tokens: Annotated[
+        Count, Meta(description="Output tokens where a request names no limit; `/generate` has 128, as in SGLang.")
+    ] = 1024
+    choices_max: Annotated[int, Meta(ge=1, le=1024, description="Prompts times `n` in one request.")] = 64
+    max_live_requests: Annotated[
+        Count, Meta(description="Choices that are generated at a time; one more is answered with 503.")
+    ] = 4096
+    refuse_wait_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=1e9)] | None,
+        Meta(description="A request whose first token would take longer is refused with 429; null refuses none."),
+    ] = 3.0
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=1 << 30, description="Bytes of one body; a larger one is answered with 413.")
+    ] = 8 << 20
+    max_bodies_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=1 << 40,
+            description="Bytes of all bodies until their prompts are token ids, beyond the first 64 KiB of each; then "
+            "503. One body alone is always read.",
+        ),
+    ] = 64 << 20
+    tokenizer: Annotated[
+        Name | None,
+        Meta(
+            description="Model directory with tokenizer.json, tokenizer_config.json and chat_template.jinja; without "
+            "one, only token ids are taken."
+        ),
+    ] = None
+    tokenizer_mismatch: Annotated[
+        Literal["refuse", "warn"],
+        Meta(description="A worker with another tokenizer.json: refuse it, or warn with the first token that differs."),
+    ] = "refuse"
+    tokenizer_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Threads that tokenise, beside the one for long texts.")
+    ] = 2
+    tokenizer_queue: Annotated[Count, Meta(description="Texts that may wait to be tokenised; then 503.")] = 1024
+    tokenizer_cache_bytes: Annotated[
+        int, Meta(ge=0, le=1 << 40, description="Cache of the parts of conversations that were tokenised before.")
+    ] = 64 << 20
+    record_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of decisions that are recorded for regret and the live page, beside the first 10 of "
+            "each second.",
+        ),
+    ] = 0.1
+    traces_endpoint: Annotated[
+        Name | None,
+        Meta(
+            description="OTLP/HTTP URL of a collector of traces, such as http://host:4318/v1/traces; needs "
+            "`preble[otel]`."
+        ),
+    ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="The least severe lines that are logged.")
+    ] = "info"
+    scheduler: Annotated[SchedulerConfig, Meta(description="The scheduler's own options.")] = SchedulerConfig()
+
+
+# The headings of `--help` and of the page of options, each before the field with which its part begins.
+SECTIONS: Mapping[str, str] = {
+    "workers": "Workers",
+    "host": "Listening and ending",
+    "api_keys": "Who may ask",
+    "policy": "Requests",
+    "tokenizer": "Text",
+    "record_share": "What it reports",
+    "scheduler": "The scheduler",
+}
 
 
 FieldPath = tuple[str, ...]
@@ -98,14 +184,6 @@ FIELDS: tuple[FieldPath, ...] = (
     *(("scheduler", one.name) for one in dataclasses.fields(SchedulerConfig)),
 )
 LISTS = frozenset({"workers", "model_names", "api_keys", "admin_keys", "host_names"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loaded:
-    """A configuration, and where each value came from, by dotted name."""
-
-    config: GatewayConfig
-    origins: Mapping[str, str]
 
 
 def flag_of(path: FieldPath) -> str:
@@ -118,139 +196,9 @@ def variable_of(path: FieldPath) -> str:
     return PREFIX + "_".join(path).upper()
 
 
-def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[FieldPath, Any]) -> Loaded:
-    """The configuration of all sources together. Raises `InvalidConfig` naming the source and the field."""
-    values: dict[FieldPath, Any] = {}
-    origins: dict[str, str] = {}
-    sources = [
-        ({} if file is None else _from_file(file), lambda path: str(file)),
-        (_from_environment(environment), variable_of),
-        (flags, flag_of),
-    ]
-    for found, origin in sources:
-        values.update(found)
-        origins.update({".".join(path): origin(path) for path in found})
-    return Loaded(_checked(values, origins), origins)
-
-
-def load_for(args: argparse.Namespace, environment: Mapping[str, str]) -> Loaded:
-    """The configuration for a command line, whose options are named as `add_arguments` names them. Raises as `load`."""
-    flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
-    return load(args.config, environment, flags)
-
-
-def _from_file(file: Path) -> dict[FieldPath, Any]:
-    content = _parse(file)
-    values: dict[FieldPath, Any] = {}
-    for name, value in content.items():
-        inner = value if name == "scheduler" else None
-        if name == "scheduler" and not isinstance(inner, dict):
-            raise InvalidConfig(f"{file}: scheduler must be a table")
-        for path, one in [((name,), value)] if inner is None else [((name, key), inner[key]) for key in inner]:
-            if path not in FIELDS:
-                raise InvalidConfig(f"{file}: no such key {'.'.join(map(str, path))}{_nearest(path)}")
-            values[path] = one
-    return values
-
-
-def _parse(file: Path) -> dict[Any, Any]:
-    """The file's content, by its suffix. Raises `InvalidConfig`."""
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise InvalidConfig(f"{file} cannot be read: {error.strerror}") from error
-    if len(data) > FILE_BYTES_MAX:
-        raise InvalidConfig(f"{file} has {len(data)} bytes, the limit is {FILE_BYTES_MAX}")
-    try:
-        if file.suffix == ".toml":
-            content = msgspec.toml.decode(data)
-        elif file.suffix in (".yaml", ".yml"):
-            content = msgspec.yaml.decode(data)
-        else:
-            raise InvalidConfig(f"{file}: the name must end in .yaml, .yml or .toml")
-    except ImportError as error:
-        raise MissingExtra(f"{file.suffix} files need the extra: pip install 'preble[gateway]'") from error
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # a number of 5,000 digits, a month 13
-        raise InvalidConfig(f"{file}: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise InvalidConfig(f"{file} must hold a table of keys and values")
-    return content
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[FieldPath, Any]:
-    names = {variable_of(path): path for path in FIELDS}
-    values: dict[FieldPath, Any] = {}
-    for name, text in environment.items():
-        if name in names:
-            path = names[name]
-            items = [item.strip() for item in text.split(",") if item.strip()]
-            values[path] = items if path[-1] in LISTS else text
-        elif name.startswith(PREFIX):
-            near = difflib.get_close_matches(name, names, 1, NEAR + 0.1)
-            if near:
-                raise InvalidConfig(f"no such variable {name}; did you mean {near[0]}?")
-    return values
-
-
-def _nearest(path: Sequence[Any]) -> str:
-    known = [".".join(one) for one in FIELDS]
-    near = difflib.get_close_matches(".".join(map(str, path)), known, 1, NEAR)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> GatewayConfig:
-    content: dict[str, Any] = {"scheduler": {}}
-    for path, value in values.items():
-        place = content["scheduler"] if len(path) == 2 else content
-        place[path[-1]] = value
-    try:
-        config = msgspec.convert(content, GatewayConfig, strict=False)
-    except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at `$.")
-        name = place.rstrip("`").partition("[")[0]
-        origin = f" ({origins[name]})" if name in origins else ""
-        raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
-    resolve(config.policy)
-    _check_addresses(config, origins)
-    if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):
-        raise InvalidConfig(
-            f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "
-            "Set api_keys, or insecure: true where something else keeps strangers out"
-        )
-    return config
-
-
-def _check_addresses(config: GatewayConfig, origins: Mapping[str, str]) -> None:
-    """Raise `InvalidConfig` for an address that can be none."""
-    for address in config.workers:
-        if not is_address(address):
-            origin = f" ({origins['workers']})" if "workers" in origins else ""
-            raise InvalidConfig(f"workers: an address is {ADDRESS_FORMS}, got {address!r}{origin}")
-    if config.traces_endpoint is not None and not is_url(config.traces_endpoint):
-        raise InvalidConfig(f"traces_endpoint must be like http://HOST:PORT/PATH, got {config.traces_endpoint!r}")
-
-
 def is_keyless(config: GatewayConfig) -> bool:
     """Whether requests need no key."""
     return not (config.api_keys or config.admin_keys)
-
-
-def shown(loaded: Loaded) -> str:
-    """The configuration as a YAML file that says where each value is from; secrets are only counted."""
-    lines = []
-    for path in FIELDS:
-        if path[0] == "scheduler" and "scheduler:" not in lines:
-            lines.append("scheduler:")
-        value = value_of(loaded.config, path)
-        text = msgspec.json.encode(value).decode()
-        if path[-1] in SECRET:
-            text = f"[]  # {len(value)} keys, not shown"
-        origin = loaded.origins.get(".".join(path))
-        indent = "  " * (len(path) - 1)
-        lines.append(f"{indent}{path[-1]}: {text}" + (f"  # {origin}" if origin else ""))
-    return "\n".join(lines) + "\n"
 
 
 def value_of(config: GatewayConfig, path: FieldPath) -> Any:

@@ -1,0 +1,152 @@
+"""Where the gateway's configuration comes from, and how it is checked. Owns files, variables and flags, and what is
+said of a wrong one.
+
+A value comes from the first of these that has it: a flag (`--drain-seconds 5`), a variable
+(`PREBLE_DRAIN_SECONDS=5`), the file (`drain_seconds: 5`), the default. The scheduler's fields are under `scheduler`:
+`--scheduler-max-bytes`, `PREBLE_SCHEDULER_MAX_BYTES`. Lists are separated by commas in variables.
+
+A name that is none is refused, with the nearest one. Of variables, which other programs share, only those are refused
+that are nearly a name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...errors import InvalidConfig, MissingExtra
+from ...policies.base import resolve
+from ...transport.security import is_loopback
+from .addresses import ADDRESS_FORMS, is_address, is_url
+from .config import FIELDS, LISTS, PREFIX, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
+
+FILE_BYTES_MAX = 1 << 20
+NEAR = 0.75  # how alike two names are that were meant to be the same
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where each value came from, by dotted name."""
+
+    config: GatewayConfig
+    origins: Mapping[str, str]
+
+
+def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[FieldPath, Any]) -> Loaded:
+    """The configuration of all sources together. Raises `InvalidConfig` naming the source and the field."""
+    values: dict[FieldPath, Any] = {}
+    origins: dict[str, str] = {}
+    sources = [
+        ({} if file is None else _from_file(file), lambda path: str(file)),
+        (_from_environment(environment), variable_of),
+        (flags, flag_of),
+    ]
+    for found, origin in sources:
+        values.update(found)
+        origins.update({".".join(path): origin(path) for path in found})
+    return Loaded(_checked(values, origins), origins)
+
+
+def load_for(args: argparse.Namespace, environment: Mapping[str, str]) -> Loaded:
+    """The configuration for a command line, whose options are named as `add_arguments` names them. Raises as `load`."""
+    flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
+    return load(args.config, environment, flags)
+
+
+def _from_file(file: Path) -> dict[FieldPath, Any]:
+    content = _parse(file)
+    values: dict[FieldPath, Any] = {}
+    for name, value in content.items():
+        inner = value if name == "scheduler" else None
+        if name == "scheduler" and not isinstance(inner, dict):
+            raise InvalidConfig(f"{file}: scheduler must be a table")
+        for path, one in [((name,), value)] if inner is None else [((name, key), inner[key]) for key in inner]:
+            if path not in FIELDS:
+                raise InvalidConfig(f"{file}: no such key {'.'.join(map(str, path))}{_nearest(path)}")
+            values[path] = one
+    return values
+
+
+def _parse(file: Path) -> dict[Any, Any]:
+    """The file's content, by its suffix. Raises `InvalidConfig`."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InvalidConfig(f"{file} cannot be read: {error.strerror}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidConfig(f"{file} has {len(data)} bytes, the limit is {FILE_BYTES_MAX}")
+    try:
+        if file.suffix == ".toml":
+            content = msgspec.toml.decode(data)
+        elif file.suffix in (".yaml", ".yml"):
+            content = msgspec.yaml.decode(data)
+        else:
+            raise InvalidConfig(f"{file}: the name must end in .yaml, .yml or .toml")
+    except ImportError as error:
+        raise MissingExtra(f"{file.suffix} files need the extra: pip install 'preble[gateway]'") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # a number of 5,000 digits, a month 13
+        raise InvalidConfig(f"{file}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"{file} must hold a table of keys and values")
+    return content
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[FieldPath, Any]:
+    names = {variable_of(path): path for path in FIELDS}
+    values: dict[FieldPath, Any] = {}
+    for name, text in environment.items():
+        if name in names:
+            path = names[name]
+            items = [item.strip() for item in text.split(",") if item.strip()]
+            values[path] = items if path[-1] in LISTS else text
+        elif name.startswith(PREFIX):
+            near = difflib.get_close_matches(name, names, 1, NEAR + 0.1)
+            if near:
+                raise InvalidConfig(f"no such variable {name}; did you mean {near[0]}?")
+    return values
+
+
+def _nearest(path: Sequence[Any]) -> str:
+    known = [".".join(one) for one in FIELDS]
+    near = difflib.get_close_matches(".".join(map(str, path)), known, 1, NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> GatewayConfig:
+    content: dict[str, Any] = {"scheduler": {}}
+    for path, value in values.items():
+        place = content["scheduler"] if len(path) == 2 else content
+        place[path[-1]] = value
+    try:
+        config = msgspec.convert(content, GatewayConfig, strict=False)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`").partition("[")[0]
+        origin = f" ({origins[name]})" if name in origins else ""
+        raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
+    resolve(config.policy)
+    _check_addresses(config, origins)
+    if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):
+        raise InvalidConfig(
+            f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "
+            "Set api_keys, or insecure: true where something else keeps strangers out"
+        )
+    return config
+
+
+def _check_addresses(config: GatewayConfig, origins: Mapping[str, str]) -> None:
+    """Raise `InvalidConfig` for an address that can be none."""
+    for address in config.workers:
+        if not is_address(address):
+            origin = f" ({origins['workers']})" if "workers" in origins else ""
+            raise InvalidConfig(f"workers: an address is {ADDRESS_FORMS}, got {address!r}{origin}")
+    if config.traces_endpoint is not None and not is_url(config.traces_endpoint):
+        raise InvalidConfig(f"traces_endpoint must be like http://HOST:PORT/PATH, got {config.traces_endpoint!r}")
