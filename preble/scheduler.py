@@ -31,7 +31,7 @@ from .scheduling.cache_mismatch import CacheMismatches, look, warn
 from .scheduling.calibration import NEUTRAL, Calibrator
 from .scheduling.leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .scheduling.membership import Handover, Membership
-from .types import AllBlocksCleared, BlockKeys, CacheEvent, WorkerSpec, check_int
+from .types import AllBlocksCleared, BlockKeys, CacheEvent, SessionHint, WorkerSpec, check_int
 
 if TYPE_CHECKING:
     from .scheduling.policy_state import PolicyState
@@ -174,6 +174,13 @@ class GlobalScheduler(RequestApi):
             worker = self._worker(worker_id)
             booked = int(self.core.loads.account(worker.index)["live_requests"])
             return worker.drift.update(engine_requests, booked, self.now())
+
+    def note_session(self, request_id: Hashable, session: SessionHint) -> None:
+        """What a live request belongs to by its client's word. It is kept in the request's decision record, where there
+        is one, and moves no request. Of a request that has ended nothing is kept. O(1)."""
+        if self._recorder is not None:
+            with self._lock:
+                self._recorder.on_session(request_id, session)
 
     # --- questions ----------------------------------------------------------------------------------------------------
 

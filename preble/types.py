@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from .errors import InvalidConfig, InvalidInput
 
 BlockHash = int | bytes
+NAME_CHARS_MAX = 128  # of a session's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,35 @@ class Explanation:
     prompt_tokens: int
     matched_tokens: int
     workers: Sequence[WorkerCost] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHint:
+    """What a client says its request belongs to; "" where it says nothing. Names are the client's own: two clients may
+    use the same one, and nothing may be trusted to them alone.
+
+    `session` is a conversation or an agent's run, `agent` the one within it whose request this is, `parent` the session
+    or agent that started it. Each is at most NAME_CHARS_MAX visible ASCII characters. Raises `InvalidInput` naming the
+    field.
+    """
+
+    session: str = ""
+    parent: str = ""
+    agent: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not isinstance(value, str) or not is_session_name(value or "-"):
+                raise InvalidInput(f"SessionHint.{name} must be visible ASCII, at most {NAME_CHARS_MAX} characters")
+
+    def __bool__(self) -> bool:
+        return bool(self.session or self.parent or self.agent)
+
+
+def is_session_name(text: str) -> bool:
+    """Whether it may name a session: 1 to NAME_CHARS_MAX visible ASCII characters."""
+    return 0 < len(text) <= NAME_CHARS_MAX and text.isascii() and text.isprintable() and " " not in text
 
 
 def check_int(name: str, value: Any, low: int, high: int, error: type[InvalidInput] = InvalidConfig) -> int:

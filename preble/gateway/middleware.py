@@ -27,6 +27,7 @@ from .core.config import GatewayConfig, is_keyless
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
 from .core.request_context import RequestContext
+from .core.sessions import hint_of_headers
 from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
 from .keys import Keys, RateLimiter, is_open
@@ -41,8 +42,6 @@ CLIENT_GONE = 499  # never sent; what the log and the metrics call it
 PROBED_PATHS = frozenset({"/health", "/ready"})  # by whatever name; they know nothing
 UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
 OTHER = "other"
-# What clients of several routers call the conversation that a request is of; the first that is there counts.
-SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-smg-routing-key")
 # In how many seconds a client gives up that gets nothing; OpenAI's own clients send the second.
 TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
 TIMEOUT_SECONDS_MAX = 1e6
@@ -57,12 +56,6 @@ def _timeout_of(headers: Any) -> float | None:
     except ValueError:
         return None
     return seconds if 0.0 < seconds <= TIMEOUT_SECONDS_MAX else None
-
-
-def _session_of(headers: Any) -> str:
-    """The session that the headers name, "" if none or one that is no name."""
-    given = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
-    return given if _REQUEST_ID.fullmatch(given) else ""
 
 
 def is_unlogged(path: str) -> bool:
@@ -97,7 +90,7 @@ class Middleware:
         headers = HTTPConnection(scope).headers
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
-        context.session = _session_of(headers)
+        context.session = hint_of_headers(scope["headers"])
         context.timeout_seconds = _timeout_of(headers)
         tracing = None if is_unlogged(scope["path"]) else self._gateway.tracing
         span = None if tracing is None else tracing.begin(headers)
@@ -158,6 +151,8 @@ class Middleware:
     def _note(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", OTHER)
         self._gateway.metrics.request(route, status, seconds)
+        if context.progress.choices:
+            self._gateway.metrics.session(context.session)
         if is_unlogged(route) or not logger.isEnabledFor(logging.INFO):
             return
         progress = context.progress
@@ -169,7 +164,9 @@ class Middleware:
             "status": status or CLIENT_GONE,
             "seconds": round(seconds, 6),
             "key": context.key_name,
-            "session": context.session,
+            "session": context.session.session,
+            "parent_session": context.session.parent,
+            "agent": context.session.agent,
             "stream": context.stream,
             "first_token_seconds": context.first_token_seconds,
             "choices": len(progress.choices),

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import OutputChunk
-from ..types import SamplingParams
+from ..types import SamplingParams, SessionHint
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -87,9 +87,11 @@ class RoutedRequest:
         *,
         client: Hashable = None,
         first_token_seconds: float = math.inf,
+        session: SessionHint | None = None,
     ) -> None:
         self.request_id = request_id
         self.client = client
+        self.session = session
         self.first_token_seconds = first_token_seconds  # in which the first token is of use
         self.prompt = token_ids
         self.sampling = sampling

@@ -58,7 +58,7 @@ from ..transport.messages import PROMPT_TOKENS_MAX
 from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
-from ..types import SamplingParams, check_fields
+from ..types import SamplingParams, SessionHint, check_fields
 from .fleet import Fleet, FleetConfig, FleetWorker
 from .predicted_wait import ADMITTED, PredictedWait, Verdict
 from .request import Attempt, RoutedRequest, Setback, StreamChunk, TokenIds
@@ -295,12 +295,14 @@ class Router:
         request_id: Hashable = None,
         client: Hashable = None,
         first_token_seconds: float | None = None,
+        session: SessionHint | None = None,
     ) -> AsyncIterator[StreamChunk]:
         """Stream the output tokens for a prompt: text (with a tokenizer) or token ids.
 
         `client`: whose request it is; where requests are refused, clients that wait for less than an equal part are
         refused last. `first_token_seconds`: without a token by then the request is of no use; it is refused if it
-        would wait longer, and given up, also at its worker, when it has.
+        would wait longer, and given up, also at its worker, when it has. `session`: what the client says it belongs to;
+        it is in the decision's record, and moves no request.
 
         Raises at once `InvalidInput`, `InvalidTokens` or `DuplicateRequest`; while iterated `QueueFull` (this router,
         or every worker, is at its bound), `Overloaded` (it would wait, or has waited, too long), `NoWorkers`,
@@ -310,11 +312,13 @@ class Router:
         token_ids = self._token_ids(prompt)
         check_namespace(namespace)
         hashable("client", client)
+        if session is not None and not isinstance(session, SessionHint):
+            raise InvalidInput(f"session must be a SessionHint, got {type(session).__name__}")
         limit = math.inf if first_token_seconds is None else finite_time("first_token_seconds", first_token_seconds)
         if limit <= 0.0:
             raise InvalidInput(f"first_token_seconds must be positive, got {first_token_seconds!r}")
         asked = (self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
-        return self._generate(RoutedRequest(*asked, client=client, first_token_seconds=limit))
+        return self._generate(RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session))
 
     async def _generate(self, live: RoutedRequest) -> AsyncIterator[StreamChunk]:
         self._admit(live)
@@ -451,6 +455,8 @@ class Router:
                 raise self._overloaded(self._predicted_wait.wait_seconds(decision.worker, self._clock()))
             if self._send(live, decision.worker):
                 live.decision = live.decision or decision
+                if live.session:
+                    self.scheduler.note_session(live.request_id, live.session)
                 return True
             self.scheduler.cancel(live.request_id)
             unusable.add(decision.worker)

@@ -14,7 +14,7 @@ from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
 from .._placement.request_api import RequestObserver, explanation, output_limit
 from ..policies.base import Policy, RequestView
-from ..types import Explanation
+from ..types import Explanation, SessionHint
 from .records import DecisionRecord, Recording, Records, record_of
 from .shadow import Shadow, ShadowAnswer
 
@@ -81,6 +81,11 @@ class Recorder(RequestObserver):
                 self._records.failed()
             else:
                 self._records.add(key, record)
+
+    def on_session(self, key: Hashable, session: SessionHint) -> None:
+        """What a live request belongs to."""
+        if self._records is not None:
+            self._records.session(key, session)
 
     def on_first_token(self, key: Hashable, now: float, cached_tokens: int | None) -> None:
         if self._records is not None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from .._placement.decision import Decision, unit_draw
 from ..errors import InvalidConfig, InvalidInput
-from ..types import Explanation, check_int
+from ..types import Explanation, SessionHint, check_int
 from .record_sink import Sink
 
 FORMAT = 2  # 1 had the terms of an older rule, which do not add up to its total; they are refused
@@ -103,7 +103,8 @@ class DecisionRecord:
     """One decision with every worker that could have taken the request, and its outcome once it has ended.
 
     `sequence` counts the scheduler's decisions, `decided_at` is its clock. `margin` is the runner-up's score less the
-    chosen worker's; with no other candidate it is 0 and `runner_up` None.
+    chosen worker's; with no other candidate it is 0 and `runner_up` None. `session` is what the client said its request
+    belongs to; no decision depends on it.
     """
 
     request_id: Hashable
@@ -118,6 +119,7 @@ class DecisionRecord:
     workers: tuple[WorkerTerms, ...]
     shadow: ShadowChoice | None = None
     outcome: Outcome | None = None
+    session: SessionHint | None = None
 
     @property
     def chosen(self) -> WorkerTerms:
@@ -253,6 +255,12 @@ class Records:
             self._counts["pushed_out_live"] += 1
             self._send(record)
 
+    def session(self, key: Hashable, session: SessionHint) -> None:
+        """A live request belongs to a session; nothing to do where it was not recorded."""
+        live = self._live.get(key)
+        if live is not None:
+            self._ring[live.number] = replace(self._ring[live.number], session=session)
+
     def failed(self) -> None:
         """A decision that was to be recorded could not be: its policy failed, or changed the fleet, when asked why."""
         self._counts["errors"] += 1
@@ -384,8 +392,11 @@ def _refuse(constant: str) -> None:
 
 
 def _read(kind: type[Any], data: Any, name: str) -> Any:
-    """An object of a dataclass; every field must be there, of its kind, and no other."""
+    """An object of a dataclass; every field must be there, of its kind, and no other. Lines that are older than
+    `session` lack it."""
     known = {field.name: str(field.type) for field in fields(kind)}
+    if kind is DecisionRecord and isinstance(data, dict):
+        data.setdefault("session", None)
     if not isinstance(data, dict) or data.keys() != known.keys():
         raise InvalidInput(f"{name} must be an object with {', '.join(known)}")
     return kind(**{key: _read_value(known[key], data[key], f"{name}.{key}") for key in known})
@@ -410,7 +421,7 @@ def _read_value(kind: str, value: Any, name: str) -> Any:
         raise InvalidInput(f"{name} is too large for a float") from None
 
 
-_NESTED: dict[str, type[Any]] = {"ShadowChoice": ShadowChoice, "Outcome": Outcome}
+_NESTED: dict[str, type[Any]] = {"ShadowChoice": ShadowChoice, "Outcome": Outcome, "SessionHint": SessionHint}
 _KINDS: dict[str, tuple[type, ...]] = {
     "Hashable": (str, int, bool),
     "str": (str,),

@@ -454,6 +454,25 @@ def test_prompts_and_answers_are_not_in_the_log(client: Client, gateway: Gateway
     assert any(line["output_tokens"] == 3 and line["worker"] in ("a", "b") for line in lines)
 
 
+def test_what_a_client_says_of_sessions_is_in_the_log_the_metrics_and_the_record(
+    client: Client, gateway: GatewayProcess
+) -> None:
+    headers = {"x-claude-code-session-id": "talk", "x-claude-code-agent-id": "agent-2", "x-request-id": "of-a-session"}
+    headers["x-parent-session-id"] = "root"
+    body = {"prompt": [1, 2, 3], "max_tokens": 2, "user": "somebody@example.org"}
+    assert client.call("POST", "/v1/completions", body, headers)[0] == 200
+    assert client.call("POST", "/v1/completions", body, {"x-request-id": "of-a-user"})[0] == 200
+    named = {line.get("request_id"): line for line in gateway.log_lines()}
+    line, of_user = named["of-a-session"], named["of-a-user"]
+    assert [line[part] for part in ("session", "parent_session", "agent")] == ["talk", "root", "agent-2"]
+    assert of_user["session"].startswith("user-") and "somebody" not in gateway.log.read_text()
+    state = client.call("GET", "/v1/preble/state")[2]
+    assert 'preble_session_requests_total{names="agent"}' in client.call("GET", "/metrics")[2]
+    (sequence,) = [one["sequence"] for one in state["decisions"] if one["request_id"].startswith("of-a-session")]
+    told = client.call("GET", f"/v1/preble/decisions/{sequence}")[2]
+    assert told["session"] == {"session": "talk", "parent": "root", "agent": "agent-2"}
+
+
 # --- keys, rates, bounds, ends ----------------------------------------------------------------------------------------
 
 

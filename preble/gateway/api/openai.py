@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from ..core.gateway import Gateway, TokenIds, decision_headers
 from ..core.request_context import RequestContext, context_of
+from ..core.sessions import with_body
 from ..text.choices import ChoiceJob, RequestProgress, TextPiece
 from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse, token_ids_of
 from .schemas import (
@@ -134,6 +135,7 @@ class OpenAI:
         gateway, context = self._gateway, context_of(request)
         context.model = gateway.check_model(body.model)
         context.stream = bool(body.stream)
+        context.session = with_body(context.session, prompt_cache_key=body.prompt_cache_key, user=body.user)
         limit = min(gateway.output_limit(len(prompt), asked, "max_tokens") for prompt in prompts)
         jobs = gateway.plan(
             context,

@@ -188,6 +188,7 @@ class Gateway:
             skip_special_tokens,
             client=context.key_name,
             first_token_seconds=self._left_seconds(context),
+            session=context.session,
         )
         return jobs_for(prompts, template, choices)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...clock import Clock
 from ...errors import MissingExtra
 from ...scheduling.records import DecisionRecord
+from ...types import SessionHint
 from ..text.choices import ChoiceJob, TextPiece
 
 try:
@@ -85,12 +86,21 @@ class Metrics:
         self._connections_refused = counter(
             "connections_refused", "Connections that were refused or cut off, by reason", ("why",)
         )
+        self._sessions = counter(
+            "session_requests", "Generations whose client named a session, a parent of it, an agent", ("names",)
+        )
         self._regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """An HTTP request has ended."""
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
+
+    def session(self, session: SessionHint) -> None:
+        """A request has ended that generated; what its client named of a session is counted."""
+        for name in ("session", "parent", "agent"):
+            if getattr(session, name):
+                self._sessions.labels(name).inc()
 
     def connection_refused(self, why: str) -> None:
         """A connection was refused, or cut off; `why` is one of `connections.Why`."""
@@ -112,6 +122,11 @@ class Metrics:
         self.phase("match", self.clock() - began)
         return Watch(self, best, started)
 
+    def own_text(self) -> bytes:
+        """What it counts itself, in Prometheus' text format."""
+        text: bytes = generate_latest(_WithoutCreated(self._registry))
+        return text
+
     def render(self, scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Mapping[str, Any]) -> bytes:
         """Everything in Prometheus' text format. `router` and `gateway` are their `stats`. Any thread may call it."""
         registry = CollectorRegistry()
@@ -120,7 +135,7 @@ class Metrics:
         registry.register(_Snapshot(_scaling_families(stats["scaling"])))
         registry.register(_Snapshot(_worker_families(stats["workers"], router["workers"])))
         registry.register(_Snapshot(_router_families(router, gateway)))
-        text: bytes = generate_latest(self._registry) + generate_latest(registry)
+        text: bytes = self.own_text() + generate_latest(registry)
         return text
 
 
@@ -176,6 +191,19 @@ def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob]) -> dict[
 
 
 # --- read when asked --------------------------------------------------------------------------------------------------
+
+
+class _WithoutCreated:
+    """A registry without the time at which each counter and histogram began: a line more for every one of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Family]:
+        """What Prometheus' library asks for."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 class _Snapshot:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from ...types import SessionHint
 from ..text.choices import RequestProgress
+from .sessions import NO_SESSION
 
 
 @dataclass(slots=True)
@@ -18,7 +20,7 @@ class RequestContext:
     started: float
     key_name: str = ""
     model: str = ""
-    session: str = ""
+    session: SessionHint = NO_SESSION
     timeout_seconds: float | None = None  # after which the client gives up without a token
     stream: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)

@@ -91,8 +91,9 @@ class Tracing:
 def attributes_of(context: RequestContext) -> dict[str, Any]:
     """What a span says of a request beside HTTP; names of OpenTelemetry's conventions where they have one."""
     attributes: dict[str, Any] = {"preble.request_id": context.request_id}
-    if context.session:
-        attributes["session.id"] = context.session
+    hint = context.session
+    named = {"session.id": hint.session, "preble.session.parent": hint.parent, "gen_ai.agent.id": hint.agent}
+    attributes.update((name, value) for name, value in named.items() if value)
     progress = context.progress
     if not progress.choices:
         return attributes

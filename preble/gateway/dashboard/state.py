@@ -292,7 +292,7 @@ class Live:
 
 
 _DECIDED = ("policy", "reason", "worker", "runner_up", "margin", "prompt_tokens")
-_BECAME = ("chosen", "outcome", "late_seconds", "regret_seconds", "lost_tokens")
+_BECAME = ("chosen", "session", "outcome", "late_seconds", "regret_seconds", "lost_tokens")
 _COUNTERS = ("requests", "finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed", "output_tokens")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...types import SamplingParams
+from ...types import SamplingParams, SessionHint
 
 if TYPE_CHECKING:
     from ..._placement.decision import Decision
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ChoiceJob:
     """What one choice is to be. `stops` are strings; `skip_special_tokens` leaves special tokens out of the text.
 
-    `client` and `first_token_seconds` are `Router.generate`'s.
+    `client`, `first_token_seconds` and `session` are `Router.generate`'s.
     """
 
     index: int
@@ -31,6 +31,7 @@ class ChoiceJob:
     skip_special_tokens: bool = True
     client: Hashable = None
     first_token_seconds: float | None = None
+    session: SessionHint | None = None
 
 
 @dataclass(slots=True)

@@ -99,6 +99,7 @@ async def _choice_pieces(router: Router, codec: TextCodec | None, choice: Choice
         request_id=job.request_id,
         client=job.client,
         first_token_seconds=job.first_token_seconds,
+        session=job.session,
     )
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
