@@ -1,0 +1,164 @@
+"""What a relayed request is routed on: token ids where they are the engine's own, else its text. Owns which of the two.
+
+An exact key is the prompt as the engine will see it: rendered by the model's chat template with tools and all that the
+template reads, and tokenised. Where there is no tokenizer, a template refuses, or an engine was seen to count other
+tokens (`Mismatches`), the key is the prompt's text, in a namespace of its own: it must never meet real token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import InvalidInput, QueueFull
+from ..text.tokenizing import PromptTooLong, TextCodec
+from .body import RelayedBody
+from .text_key import text_key
+
+TokenIds = npt.NDArray[np.int32]
+logger = logging.getLogger("preble.gateway")
+
+LOOP_BYTES = 64 << 10  # a key of so long a body is made on the loop; of a longer one, beside it
+TEXT = "text"
+KINDS_MAX = 1024  # of endpoints and models that mismatches are counted of
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingKey:
+    """int32 token ids, never empty, and the namespace they are compared in. `exact`: they are the engine's own."""
+
+    token_ids: TokenIds
+    namespace: Hashable
+    exact: bool
+
+
+@dataclass(slots=True)
+class Mismatches:
+    """Where engines count other prompt tokens than our exact keys have. After `limit` of an endpoint kind and model the
+    keys there are text. Belongs to one asyncio loop."""
+
+    limit: int = 3
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def text_only(self, kind: str, model: str) -> bool:
+        """Whether keys of that kind and model are text by now."""
+        return self.counts.get((kind, model), 0) >= self.limit
+
+    def compare(self, kind: str, model: str, key: RoutingKey, prompt_tokens: int | None) -> bool:
+        """Hold a key against what the engine reports; whether the two differ."""
+        if not key.exact or prompt_tokens is None or prompt_tokens == len(key.token_ids):
+            return False
+        place = (kind, model)
+        if place not in self.counts and len(self.counts) >= KINDS_MAX:
+            return True
+        self.counts[place] = count = self.counts.get(place, 0) + 1
+        if count == 1:
+            logger.warning(
+                "%s requests of model %r: the engine counts %d prompt tokens, this gateway %d; "
+                "after %d such requests they are routed by their text",
+                kind, model, prompt_tokens, len(key.token_ids), self.limit,
+            )  # fmt: skip
+        return True
+
+
+async def routing_key(
+    body: RelayedBody,
+    codec: TextCodec | None,
+    *,
+    model: str = "",
+    mismatches: Mismatches | None = None,
+    tokens_max: int = 2**31 - 1,
+) -> RoutingKey:
+    """The key of a request. `model` is the name it is served by; a prompt of more than `tokens_max` tokens is left to
+    the engine to refuse, and routed on by its text."""
+    base = namespace_of(body)
+    if codec is not None and not (mismatches is not None and mismatches.text_only(body.endpoint.kind, model)):
+        try:
+            ids = await _exact(body, codec, tokens_max)
+        except (PromptTooLong, QueueFull, InvalidInput):  # the engine says what is wrong with it, and waits for none
+            ids = None
+        if ids is not None and len(ids):
+            return RoutingKey(ids, base, True)
+    if len(body.data) > LOOP_BYTES:
+        words = await asyncio.to_thread(text_key, body)
+    else:
+        words = text_key(body)
+    if not len(words):
+        words = np.zeros(1, np.int32)
+    return RoutingKey(words, (TEXT,) if base is None else (TEXT, *_parts(base)), False)
+
+
+def namespace_of(body: RelayedBody) -> Hashable:
+    """What engines keep apart beside tokens: the adapter and the salt; None for neither."""
+    parts: tuple[str, ...] = ()
+    if body.lora is not None:
+        parts += ("lora", body.lora)
+    if body.salt is not None:
+        parts += ("salt", body.salt)
+    return parts or None
+
+
+def _parts(namespace: Hashable) -> tuple[Any, ...]:
+    return namespace if isinstance(namespace, tuple) else (namespace,)
+
+
+async def _exact(body: RelayedBody, codec: TextCodec, tokens_max: int) -> TokenIds | None:
+    """The prompt's tokens; None where they cannot be known. Raises as the codec does."""
+    if body.endpoint.kind == "chat":
+        return await _chat(body, codec, tokens_max)
+    if body.endpoint.kind == "completions":
+        return await _prompt(body.value("prompt"), codec, tokens_max)
+    if body.endpoint.kind == "generate" and not any(body.given(f"{kind}_data") for kind in ("image", "audio", "video")):
+        return await _prompt(body.value("text" if body.given("text") else "input_ids"), codec, tokens_max)
+    return None
+
+
+async def _chat(body: RelayedBody, codec: TextCodec, tokens_max: int) -> TokenIds | None:
+    messages = body.value("messages")
+    if not isinstance(messages, list) or body.given("chat_template") or body.given("tools"):
+        return None
+    plain = [_plain(message) for message in messages]
+    if any(message is None for message in plain):
+        return None
+    return await codec.encode_chat([one for one in plain if one is not None], tokens_max=tokens_max)
+
+
+def _plain(message: Any) -> dict[str, Any] | None:
+    """A message with its content as one text; None for what is more than text."""
+    if not isinstance(message, dict) or message.get("tool_calls"):
+        return None
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) and part.get("type") == "text" else {} for part in content]
+        if not all(isinstance(part.get("text"), str) for part in parts):
+            return None
+        content = "\n".join(part["text"] for part in parts)
+    return {**message, "content": content or ""} if content is None or isinstance(content, str) else None
+
+
+async def _prompt(given: Any, codec: TextCodec, tokens_max: int) -> TokenIds | None:
+    """A prompt, or several one after the other: the first is what is looked for, all of them are work."""
+    if isinstance(given, str):
+        return await codec.encode(given, tokens_max=tokens_max)
+    if not isinstance(given, list) or not given:
+        return None
+    if type(given[0]) is int:
+        return _ids(given)
+    found = [await _prompt(one, codec, tokens_max) for one in given]
+    known = [ids for ids in found if ids is not None]
+    return np.concatenate(known) if len(known) == len(found) else None
+
+
+def _ids(given: list[Any]) -> TokenIds | None:
+    try:
+        ids = np.frombuffer(array("i", given), dtype=np.int32)
+    except (TypeError, OverflowError):
+        return None
+    return ids if len(ids) and int(ids.min()) >= 0 else None

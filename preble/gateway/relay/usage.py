@@ -1,0 +1,232 @@
+"""What an answer says of itself, read in passing: usage, cached tokens, finish reasons, its id, whether output has
+begun. Owns where engines write it; changes no byte, but for the usage event that the gateway itself asked for.
+
+Only events that hold what is looked for are decoded: a JSON string cannot hold an unescaped quote, so that a name in
+quotes with a colon behind it is a field.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from .endpoints import Endpoint
+
+WHOLE_BYTES_MAX = 256 << 10  # of an answer that is no stream, kept to be read at its end; of a longer one, its tail
+EVENT_BYTES_MAX = 1 << 20  # of one event; a longer one passes unread
+TAIL_BYTES = 16 << 10
+
+_END = re.compile(rb"\r?\n\r?\n")
+_OF_INTEREST = re.compile(rb'"(?:usage|prompt_tokens)"\s*:\s*[{\d]|"(?:finish_reason|stop_reason)"\s*:\s*["{]')
+_OUTPUT = re.compile(rb"delta|content_block|output_item")
+_NUMBER = re.compile(rb'"([a-z_]+_tokens)"\s*:\s*(\d{1,10})')
+_ID = re.compile(rb'"(?:id|response_id)"\s*:\s*"((?:resp|gen|chatcmpl|cmpl|msg)[\w-]{1,120})"')
+_PROMPT = ("prompt_tokens", "input_tokens")
+_OUTPUTS = ("completion_tokens", "output_tokens")
+
+
+class UsageReader:
+    """Reads one answer as its bytes pass. `first_token`: output has begun. Counts are None while they are not known.
+
+    `remove_usage`: take the event with nothing but the usage out of the stream; events pass whole then, and what has
+    come of one that is not whole yet is held back, at most `EVENT_BYTES_MAX`.
+    """
+
+    def __init__(self, endpoint: Endpoint, stream: bool, *, remove_usage: bool = False) -> None:
+        self.first_token = False
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.finish_reasons: tuple[str, ...] = ()
+        self.answer_id: str | None = None
+        self._kind = endpoint.kind
+        self._stream = stream
+        self._remove = remove_usage and stream
+        self._held = b""
+        self._whole: list[bytes] = []
+        self._size = 0
+        self._by_index: dict[int, tuple[int, int | None, int]] = {}  # /generate with several choices
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take the next bytes of the answer; what of them, and of what was held back, is to be passed on."""
+        if not self._stream:
+            self._keep(chunk)
+            return chunk
+        if self.answer_id is None and self._kind == "responses":
+            self._find_id(chunk)
+        return self._feed_removing(chunk) if self._remove else self._feed_reading(chunk)
+
+    def end(self) -> bytes:
+        """The answer has ended; what was held back."""
+        if self._stream:
+            held, self._held = self._held, b""
+            if held:
+                self._read_event(held)
+            return held if self._remove else b""
+        self._read_whole(b"".join(self._whole))
+        self._whole.clear()
+        return b""
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    def _feed_reading(self, chunk: bytes) -> bytes:
+        data = self._held + chunk if self._held else chunk
+        last = _last_end(data)
+        if last:
+            self._read_events(data[:last] if last < len(data) else data)
+        rest = data[last:]
+        self._held = rest if len(rest) <= EVENT_BYTES_MAX else rest[-TAIL_BYTES:]
+        return chunk
+
+    def _feed_removing(self, chunk: bytes) -> bytes:
+        data = self._held + chunk if self._held else chunk
+        last = _last_end(data)
+        self._held = data[last:]
+        whole = data[:last]
+        if len(self._held) > EVENT_BYTES_MAX:
+            whole, self._held, self._remove = data, b"", False
+        if not whole:
+            return b""
+        self._read_events(whole)
+        return _without_usage(whole) if b'"usage"' in whole else whole
+
+    def _read_events(self, data: bytes) -> None:
+        if not self.first_token:
+            self.first_token = self._kind in ("chat", "completions", "generate") or _OUTPUT.search(data) is not None
+        if _OF_INTEREST.search(data) is None:
+            return
+        events = _END.split(data)
+        if self._kind == "generate" and len(events) > 2 and not self._by_index and b'"index"' not in data:
+            events = [event for event in events if event.startswith(b"data: {")][-1:]
+        for event in events:
+            if _OF_INTEREST.search(event) is not None:
+                self._read_event(event)
+
+    def _read_event(self, event: bytes) -> None:
+        self._take(_json_of(event))
+
+    def _find_id(self, chunk: bytes) -> None:
+        found = _ID.search(chunk)
+        if found is not None:
+            self.answer_id = found[1].decode()
+
+    # --- whole answers ------------------------------------------------------------------------------------------------
+
+    def _keep(self, chunk: bytes) -> None:
+        self._whole.append(chunk)
+        self._size += len(chunk)
+        if self._size > WHOLE_BYTES_MAX:
+            tail = b"".join(self._whole)[-TAIL_BYTES:]
+            self._whole[:] = [tail]
+
+    def _read_whole(self, data: bytes) -> None:
+        if self._size > WHOLE_BYTES_MAX:
+            self._numbers({name.decode(): int(count) for name, count in _NUMBER.findall(data)})
+            return
+        value = _decoded(data)
+        if isinstance(value, dict) and isinstance(value.get("id"), str):
+            self.answer_id = value["id"]
+        self._take(value)
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, value: Any) -> None:
+        """What an event or a whole answer says."""
+        if isinstance(value, list):
+            for number, one in enumerate(value):
+                if isinstance(one, dict):
+                    self._take({"index": number, **one})
+            return
+        if not isinstance(value, dict):
+            return
+        for holder in (value, value.get("response"), value.get("message"), value.get("delta")):
+            if isinstance(holder, dict):
+                self._usage(holder.get("usage"))
+                self._reasons(holder)
+        meta = value.get("meta_info")
+        if isinstance(meta, dict):
+            self._meta(meta, value.get("index"))
+
+    def _usage(self, usage: Any) -> None:
+        if not isinstance(usage, dict):
+            return
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        read = _count(usage.get("cache_read_input_tokens"))
+        self._numbers({**usage, "cached_tokens": read if cached is None else cached})
+        if self._kind == "messages" and "input_tokens" in usage and self.prompt_tokens is not None:
+            self.prompt_tokens += (read or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
+
+    def _numbers(self, given: dict[str, Any]) -> None:
+        prompt = next((count for name in _PROMPT if (count := _count(given.get(name))) is not None), None)
+        output = next((count for name in _OUTPUTS if (count := _count(given.get(name))) is not None), None)
+        cached = _count(given.get("cached_tokens"))
+        self.prompt_tokens = self.prompt_tokens if prompt is None else prompt
+        self.output_tokens = self.output_tokens if output is None else output
+        self.cached_tokens = self.cached_tokens if cached is None else cached
+
+    def _reasons(self, holder: dict[str, Any]) -> None:
+        choices = holder.get("choices")
+        found = [choice.get("finish_reason") for choice in choices if isinstance(choice, dict)] if choices else []
+        if self._kind == "messages":
+            found.append(holder.get("stop_reason"))
+        if self._kind == "responses" and holder.get("status") in ("completed", "incomplete", "failed", "cancelled"):
+            found.append(holder["status"])
+        self.finish_reasons += tuple(reason for reason in found if isinstance(reason, str))
+
+    def _meta(self, meta: dict[str, Any], index: Any) -> None:
+        """SGLang's own: a choice's counts so far. Of several choices they are added up."""
+        prompt, cached, output = (_count(meta.get(f"{name}_tokens")) for name in ("prompt", "cached", "completion"))
+        self._by_index[index if type(index) is int else 0] = (prompt or 0, cached, output or 0)
+        counts = self._by_index.values()
+        self.prompt_tokens = sum(count[0] for count in counts)
+        self.output_tokens = sum(count[2] for count in counts)
+        known = [count[1] for count in counts if count[1] is not None]
+        self.cached_tokens = sum(known) if known else None
+        reason = meta.get("finish_reason")
+        if isinstance(reason, dict) and isinstance(reason.get("type"), str):
+            self.finish_reasons += (reason["type"],)
+
+
+def usage_reader(endpoint: Endpoint, stream: bool, *, remove_usage: bool = False) -> UsageReader:
+    """A reader for one answer."""
+    return UsageReader(endpoint, stream, remove_usage=remove_usage)
+
+
+def _last_end(data: bytes) -> int:
+    """Where the last whole event ends; 0 if none does."""
+    plain, other = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
+    return max(plain + 2 if plain >= 0 else 0, other + 4 if other >= 0 else 0)
+
+
+def _without_usage(data: bytes) -> bytes:
+    """Whole events without those that hold nothing but the usage."""
+    kept, at = [], 0
+    for end in _END.finditer(data):
+        event = data[at : end.end()]
+        at = end.end()
+        if b'"usage"' not in event or not _is_usage(_json_of(event)):
+            kept.append(event)
+    return b"".join(kept) + data[at:]
+
+
+def _is_usage(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("choices") == [] and isinstance(value.get("usage"), dict)
+
+
+def _json_of(event: bytes) -> Any:
+    at = event.find(b"data:")
+    return _decoded(event[at + 5 :]) if at >= 0 else None
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**31 else None

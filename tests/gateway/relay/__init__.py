@@ -1,0 +1,1 @@
+"""Requests before servers that run already."""
