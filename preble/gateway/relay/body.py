@@ -61,6 +61,15 @@ class RelayedBody:
         """The body with other values of some fields, as JSON; see `edited`."""
         return _edited(self.data, changes, self.fields) if changes else self.data
 
+    def usage_changes(self) -> dict[str, bytes]:
+        """What must be edited in so that a stream says its usage; {} where it does so anyway, or cannot."""
+        if not self.stream or not self.endpoint.usage_option or self.include_usage:
+            return {}
+        options = self.small("stream_options")
+        if not isinstance(options, dict | None):
+            return {}
+        return {"stream_options": msgspec.json.encode({**(options or {}), "include_usage": True})}
+
     # --- what routing reads -------------------------------------------------------------------------------------------
 
     @cached_property

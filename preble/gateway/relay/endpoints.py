@@ -51,3 +51,5 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/detokenize", "detokenize", engines=("sglang",)),
     Endpoint("/detokenize", "detokenize"),
 )
+# Those that are called by a body: by their whole path.
+POSTS: dict[str, Endpoint] = {one.path: one for one in ENDPOINTS if one.method == "POST" and not one.by_id}

@@ -137,6 +137,26 @@ def test_what_routing_reads(endpoint: Endpoint, fields: dict[str, Any], expected
     assert {name: getattr(body, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"stream": True}, {"include_usage": True}),
+        ({"stream": True, "stream_options": None}, {"include_usage": True}),
+        ({"stream": True, "stream_options": {"include_usage": False, "x": [1]}}, {"include_usage": True, "x": [1]}),
+        ({"stream": True, "stream_options": {"include_usage": True}}, None),
+        ({"stream": True, "stream_options": "odd"}, None),
+        ({"stream": False}, None),
+    ],
+)
+def test_usage_is_asked_for_where_the_client_does_not(fields: dict[str, Any], options: Any) -> None:
+    for endpoint in (CHAT, COMPLETIONS):
+        changes = read_body(json.dumps(fields).encode(), endpoint).usage_changes()
+        assert {name: json.loads(value) for name, value in changes.items()} == (
+            {} if options is None else {"stream_options": options}
+        )
+    assert read_body(json.dumps(fields).encode(), GENERATE).usage_changes() == {}
+
+
 def test_a_field_out_of_range_is_the_servers_to_refuse() -> None:
     body = read_body(b'{"n": 1e999, "cache_salt": "\xff", "model": "' + b"m" * 9000 + b'"}', CHAT)
     assert (body.n, body.salt, body.model) == (1, None, None)
