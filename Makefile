@@ -7,7 +7,7 @@
 #   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make chaos   ten minutes of faults on workers, routers and their network, under load
-#   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute
+#   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute (ARGS=--servers)
 #   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
 #   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
 #   make test-ray   the router inside a real Ray cluster, in .venv-ray (600 MB; 3 minutes the first time)

@@ -13,8 +13,9 @@ IDLE = {"preble_leases_active": 0.0, "preble_choices_live": 0.0, "preble_generat
 IDLE |= {"preble_tasks": 7.0, "process_open_fds": 30.0, 'preble_worker_requests{worker="a"}': 0.0}
 
 
-def test_clients_that_hang_up_leave_nothing_behind(tmp_path: Path) -> None:
-    assert gateway_soak.soak(100, 120.0, 400, seed=1, directory=tmp_path) == []
+@pytest.mark.parametrize("servers", [False, True])
+def test_clients_that_hang_up_leave_nothing_behind(tmp_path: Path, servers: bool) -> None:
+    assert gateway_soak.soak(100, 120.0, 400, seed=1, directory=tmp_path, servers=servers) == []
 
 
 @pytest.mark.parametrize("name", list(IDLE))
