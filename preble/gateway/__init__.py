@@ -14,6 +14,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidConfig
+
 if TYPE_CHECKING:
     from .core.config import FieldPath
     from .core.config_sources import Loaded
@@ -49,6 +51,11 @@ def _form(path: FieldPath) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises typed errors for a wrong configuration."""
     config = loaded_from(args).config
+    if config.min_workers and not config.workers:
+        raise InvalidConfig(
+            "workers: none is named. Name those to place requests on (--workers tcp://HOST:PORT ...), or set "
+            "min_workers to 0 and add them over HTTP"
+        )
     if config.processes > 1:
         from .processes import serve_processes
 

@@ -37,11 +37,12 @@ from ..errors import (
 from ..transport import wire
 from ..transport.client import LinkConfig, LinkCounters, WorkerLink
 from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCounters
-from ..transport.engine_servers.link import ServerLink, check_worker_address, is_server
+from ..transport.engine_servers.link import ServerLink
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.event_stream import Batch
 from ..transport.namespaces import namespace_of
 from ..transport.security import ClientKeys
+from ..transport.worker_address import UnknownHost, check_worker_address, find_host, is_server, why_silent
 from ..types import AllBlocksCleared, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
 
@@ -112,6 +113,7 @@ class FleetWorker:
         self.options = options  # of a server that is attached
         self.state = "connecting"
         self.why = ""
+        self.is_unknown_host = False  # at the last attempt nobody had that name
         self.worker_id = ""
         self.epoch = 0
         self.welcome: wire.Welcome | None = None
@@ -315,14 +317,16 @@ class Fleet:
     async def _attempt(self, worker: FleetWorker) -> bool:
         """One session; whether it was served."""
         link = None
+        worker.is_unknown_host = False
         try:
+            await find_host(worker.address)
             link = self._new_link(worker)
             return await self._serve(worker, link)
         except HandshakeRefused as error:
             self._refuse(worker, str(error))
         except TransportError as error:
-            worker.why = str(error)
-            logger.debug("worker at %s: %s", worker.address, error)
+            worker.is_unknown_host = isinstance(error, UnknownHost)
+            self._note_silence(worker, await why_silent(worker.address) or str(error))
         except PrebleError as error:
             logger.exception("worker at %s cannot be used", worker.address)
             self._refuse(worker, str(error))
@@ -331,6 +335,16 @@ class Fleet:
                 link.close()
             worker.settled.set()
         return False
+
+    def _note_silence(self, worker: FleetWorker, why: str) -> None:
+        """Nobody answers at an address: a warning at first, and when the reason is another one."""
+        logger.log(
+            logging.DEBUG if why == worker.why else logging.WARNING,
+            "worker at %s does not answer, and is tried again: %s",
+            worker.address,
+            why,
+        )
+        worker.why = why
 
     def _fail(self, worker: FleetWorker, error: Exception) -> None:
         """A session ended by an error that nobody expects: its requests go elsewhere, and it is tried again."""

@@ -52,12 +52,12 @@ from ..errors import (
     WorkerLost,
 )
 from ..transport import wire
-from ..transport.engine_servers.link import check_worker_address
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.messages import PROMPT_TOKENS_MAX
 from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
+from ..transport.worker_address import check_worker_address, why_silent
 from ..types import SamplingParams, SessionHint, check_fields
 from .fleet import Fleet, FleetConfig, FleetWorker
 from .predicted_wait import ADMITTED, PredictedWait, Verdict
@@ -189,6 +189,8 @@ class Router:
         """
         if self._fleet is not None:
             raise InvalidInput("Router.start was called before")
+        if not self._addresses and min_workers > 0:
+            raise NoWorkers(f"no worker was named, and {min_workers} must be ready at the start")
         self._fleet = Fleet(
             self.scheduler, self, self.config.fleet, expect=self._hello, keys=self._keys, clock=self._clock
         )
@@ -202,6 +204,8 @@ class Router:
             raise
 
     async def _wait_for_workers(self, min_workers: int) -> None:
+        """Until all are ready, or those that may come are and the time is over. One at a host that nobody knows is not
+        waited for."""
         deadline = self._clock() + self.config.connect_seconds
         while True:
             workers = list(self.fleet.workers.values())  # a server's other ranks are found when it answers
@@ -209,16 +213,25 @@ class Router:
             if refused:
                 raise HandshakeRefused("; ".join(refused))
             ready = sum(worker.state == "ready" for worker in workers)
+            hopeful = sum(not worker.is_unknown_host for worker in workers)
             if ready == len(workers) and ready >= min_workers:
                 return
             left = deadline - self._clock()
-            if left <= 0:
-                missing = ", ".join(f"{w.address}: {w.why or w.state}" for w in workers if w.state != "ready")
-                if ready >= min_workers:
-                    logger.warning("going on without %s", missing)
-                    return
-                raise NoWorkers(f"{ready} of {len(workers)} workers are ready, {min_workers} are needed ({missing})")
+            if left <= 0 or hopeful < min_workers or ready == hopeful >= min_workers:
+                await self._go_on_without_missing(workers, min_workers)
+                return
             await asyncio.sleep(min(left, self.config.fleet.reconnect_min_seconds))
+
+    async def _go_on_without_missing(self, workers: list[FleetWorker], min_workers: int) -> None:
+        """Say who is missing and why. Raises `NoWorkers` where too few are ready."""
+        missing = [worker for worker in workers if worker.state != "ready"]
+        found = await asyncio.gather(*(why_silent(worker.address) for worker in missing))
+        reasons = [why or worker.why or worker.state for worker, why in zip(missing, found, strict=True)]
+        text = "; ".join(f"{worker.address}: {why}" for worker, why in zip(missing, reasons, strict=True))
+        ready = len(workers) - len(missing)
+        if ready < min_workers:
+            raise NoWorkers(f"{ready} of {len(workers)} workers are ready, {min_workers} are needed ({text})")
+        logger.warning("going on without %s", text)
 
     async def close(self) -> None:
         """Fail what is running, leave all workers, stop the background work. Idempotent; the scheduler stays usable."""

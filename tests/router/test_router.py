@@ -12,6 +12,7 @@ import itertools
 import logging
 import re
 import resource
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -44,9 +45,11 @@ from preble.router import fleet as fleet_module
 from preble.router.predicted_wait import Verdict
 from preble.router.request import RoutedRequest
 from preble.transport import wire
+from preble.transport.tasks import within
 from preble.types import AllBlocksCleared, BlockRemoved, PrefixEvicted
 from tests.support.transport import (
     FAST,
+    HANG_SECONDS,
     FirstByName,
     ScriptedWorker,
     assert_bookings_are_even,
@@ -314,12 +317,12 @@ MISTYPED = (
 @asynchronous
 async def test_a_mistyped_address_of_a_worker_is_refused_at_once(address: str) -> None:
     """Regression: it was tried again for ever, with a traceback each time."""
-    with pytest.raises(InvalidInput, match=re.escape(f"got {address!r}")):
+    with pytest.raises(InvalidInput, match=re.escape(repr(address))):
         Router([address])
     router = Router([])
     await router.start(min_workers=0)
     try:
-        with pytest.raises(InvalidInput, match=re.escape(f"got {address!r}")):
+        with pytest.raises(InvalidInput, match=re.escape(repr(address))):
             await router.add_worker(address)
         assert not router.fleet.workers
     finally:
@@ -331,8 +334,27 @@ async def test_a_closed_or_unstarted_router_says_so() -> None:
     router = Router([])
     with pytest.raises(TransportError, match="not started"):
         await collect(router.generate(PROMPT))
-    with pytest.raises(NoWorkers, match="0 of 0 workers"):
-        await Router([], config=fast(connect_seconds=0.05)).start()
+    with pytest.raises(NoWorkers, match="no worker was named"):
+        await Router([], config=fast(connect_seconds=HANG_SECONDS)).start()  # at once
+
+
+@asynchronous
+async def test_who_does_not_answer_is_named_with_the_reason_and_an_unknown_host_is_not_waited_for() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(NoWorkers, match="connection refused: nothing listens on port"):
+            await Router([nobody], config=fast(connect_seconds=0.05)).start()
+    patient = fast(connect_seconds=1000 * HANG_SECONDS)
+    for unknown in ("tcp://no-such-host.invalid:5601", "http://no-such-host.invalid"):
+        with pytest.raises(NoWorkers, match="unknown host no-such-host.invalid"):
+            await within(HANG_SECONDS, Router([unknown], config=patient).start())
+    worker = ScriptedWorker(good, worker_id="w0")
+    router = Router([worker.endpoint, "tcp://no-such-host.invalid:5601"], config=patient)
+    await within(HANG_SECONDS, router.start())
+    assert [one.state for one in router.fleet.workers.values()] == ["ready", "connecting"]
+    await router.close()
+    await worker.close()
 
 
 @pytest.mark.parametrize("name", ["max_live_requests", "max_attempts", "resume_seconds", "tick_seconds"])

@@ -21,9 +21,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import UnknownWorker
+from ...errors import InvalidInput, UnknownWorker
 from ...router.fleet import FleetWorker
-from ..core.addresses import ADDRESS_FORMS, is_address
+from ...transport.worker_address import check_worker_address
 from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, unavailable, wrong
 from ..core.sibling_processes import from_other_process, statuses
@@ -59,8 +59,10 @@ class Admin:
         """POST /workers."""
         async with body_of(request, self._gateway) as data:
             body = await off_loop(len(data), decode, data, WorkerRequest)
-        if not is_address(body.address):
-            raise wrong(f"address must be like {ADDRESS_FORMS}", "address")
+        try:
+            check_worker_address(body.address)
+        except InvalidInput as error:
+            raise wrong(str(error), "address") from error
         if body.address in self._fleet:
             raise ApiError(409, f"the worker at {body.address} is there already", param="address", code="duplicate")
         await self._gateway.router.add_worker(body.address)

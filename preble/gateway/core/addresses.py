@@ -1,5 +1,5 @@
-"""Addresses: those that people write, of workers and servers, and those of clients. Owns which of the former are none,
-so that a slip is refused, not waited for; and which of the latter count as one."""
+"""Addresses: URLs that people write, and what clients connect from. Owns which of the former are none, so that a slip
+is refused, not waited for; and which of the latter count as one. Those of workers are `transport.worker_address`'."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ import ipaddress
 import re
 from functools import lru_cache
 
-ADDRESS_FORMS = "tcp://HOST:PORT, ipc://PATH or http://HOST:PORT"
 _HOST = r"([\w.-]+|\[[0-9a-fA-F:.]+\])"
-_URL = rf"https?://{_HOST}(:(?P<http>\d{{1,5}}))?(/[!-~]*)?"
-_ADDRESS = re.compile(rf"tcp://{_HOST}:(?P<tcp>\d{{1,5}})|ipc:///?[\w./@-]{{1,100}}|{_URL}", re.ASCII)
-
-
-def is_address(text: str) -> bool:
-    """Whether it can be a worker's endpoint or a server's URL."""
-    found = _ADDRESS.fullmatch(text)
-    return found is not None and int(found["tcp"] or found["http"] or 1) in range(1, 65_536)
+_URL = re.compile(rf"https?://{_HOST}(:(?P<port>\d{{1,5}}))?(/[!-~]*)?", re.ASCII)
 
 
 def is_url(text: str) -> bool:
     """Whether it can be a URL over HTTP."""
-    return text.startswith("http") and is_address(text)
+    found = _URL.fullmatch(text)
+    return found is not None and int(found["port"] or 1) in range(1, 65_536)
 
 
 @lru_cache(4096)

@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 
-from ...errors import InvalidConfig, MissingExtra
+from ...errors import InvalidConfig, InvalidInput, MissingExtra
 from ...policies.base import resolve
 from ...transport.security import is_loopback
-from .addresses import ADDRESS_FORMS, is_address, is_url
+from ...transport.worker_address import check_worker_address
+from .addresses import is_url
 from .config import FIELDS, LISTS, PREFIX, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
 
 FILE_BYTES_MAX = 1 << 20
@@ -143,10 +144,12 @@ def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> Gat
 
 
 def _check_addresses(config: GatewayConfig, origins: Mapping[str, str]) -> None:
-    """Raise `InvalidConfig` for an address that can be none."""
+    """Raise `InvalidConfig` for an address that can be none, with what to write instead."""
     for address in config.workers:
-        if not is_address(address):
+        try:
+            check_worker_address(address)
+        except InvalidInput as error:
             origin = f" ({origins['workers']})" if "workers" in origins else ""
-            raise InvalidConfig(f"workers: an address is {ADDRESS_FORMS}, got {address!r}{origin}")
+            raise InvalidConfig(f"workers: {error}{origin}") from error
     if config.traces_endpoint is not None and not is_url(config.traces_endpoint):
         raise InvalidConfig(f"traces_endpoint must be like http://HOST:PORT/PATH, got {config.traces_endpoint!r}")

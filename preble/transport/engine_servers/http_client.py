@@ -23,12 +23,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ from ...errors import (
     TransportError,
 )
 from ...types import SamplingParams
+from ..worker_address import check_worker_address, is_server
 from .kv_event_codec import LoadReport
 from .metrics_text import samples
 from .server_info import RANKS_MAX, ServerInfo, ServerOptions, digits, sglang_info, vllm_info
@@ -81,9 +82,9 @@ class EngineServer:
     """The server at `url`. Open from the first call until `close`."""
 
     def __init__(self, url: str, options: ServerOptions | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidInput(f"url must be http://host:port, got {url!r}")
+        if not is_server(url):
+            raise InvalidInput(f"url must be http://HOST:PORT, got {url!r}")
+        check_worker_address(url)
         self.url = url.rstrip("/")
         self.options = options or ServerOptions()
         self._known: ServerInfo | None = None
@@ -285,7 +286,7 @@ class EngineServer:
             except client.ClientConnectionError as error:
                 # A kept connection that the server has just closed says nothing about the server.
                 if attempt == 2 or isinstance(error, client.ClientConnectorError):
-                    raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__}") from error
+                    raise Unreachable(f"{self.url} cannot be reached: {_reason(error)}") from error
             except client.ClientError as error:
                 raise ProtocolError(f"{self.url} does not speak HTTP: {type(error).__name__}") from error
         raise AssertionError("the second attempt returns or raises")
@@ -305,6 +306,16 @@ class EngineServer:
         """Raise `ProtocolError` for a body that is compressed: nobody asked for that."""
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ProtocolError(f"{self.url} sent a compressed body, which it was not asked for")
+
+
+def _reason(error: Exception) -> str:
+    """Why there is no connection, as far as the system says."""
+    cause = getattr(error, "os_error", None)
+    if isinstance(cause, ConnectionRefusedError):
+        return "connection refused, nothing listens there"
+    if isinstance(cause, socket.gaierror):
+        return f"unknown host ({cause.strerror})"
+    return type(error).__name__
 
 
 class Unreachable(TransportError):
@@ -522,5 +533,5 @@ def _aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError as error:
-        raise MissingExtra("servers over HTTP need aiohttp: pip install 'preble[attach]'") from error
+        raise MissingExtra("servers over HTTP need aiohttp: pip install 'preble[gateway]'") from error
     return aiohttp

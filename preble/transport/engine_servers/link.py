@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import secrets
 import time
 from collections.abc import Coroutine
@@ -49,38 +48,8 @@ from .server_info import ServerInfo, ServerOptions, digits
 logger = logging.getLogger("preble.transport")
 
 _RANK = "rank="
-_BLANK = re.compile(r"[\s\x00-\x1f]")
 _REFUSALS = {InvalidInput: "invalid", QueueFull: "queue_full", EngineError: "engine", HandshakeRefused: "engine"}
 _ELSEWHERE = "engine_failed"  # for no fault of the request: another worker may do better
-
-
-def is_server(address: str) -> bool:
-    """True for an address that a `ServerLink` is for."""
-    return address.startswith(("http://", "https://"))
-
-
-def check_worker_address(address: str) -> None:
-    """Raise `InvalidInput` for what can be neither a worker's endpoint nor a server's URL, as far as its form shows."""
-    if not (isinstance(address, str) and (_is_url(address) if is_server(address) else _is_endpoint(address))):
-        forms = "tcp://HOST:PORT, ipc://PATH, inproc://NAME or, of a server, http://HOST[:PORT]"
-        raise InvalidInput(f"a worker's address must be {forms}, got {address!r}")
-
-
-def _is_url(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        return bool(parts.hostname) and parts.port != 0 and not _BLANK.search(address)
-    except ValueError:
-        return False
-
-
-def _is_endpoint(address: str) -> bool:
-    scheme, _, rest = address.partition("://")
-    if scheme in ("ipc", "inproc"):
-        return bool(rest)
-    host, _, port = rest.rpartition(":")
-    right = bool(host) and port.isdecimal() and port.isascii() and len(port) <= 5 and 0 < int(port) <= 65535
-    return scheme == "tcp" and right and not _BLANK.search(host)
 
 
 class ServerListener(LinkListener, Protocol):
