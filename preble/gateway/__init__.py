@@ -51,7 +51,7 @@ def _form(path: FieldPath) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises typed errors for a wrong configuration."""
     config = loaded_from(args).config
-    if config.min_workers and not config.workers:
+    if config.min_workers and not (config.workers or config.servers):
         raise InvalidConfig(
             "workers: none is named. Name those to place requests on (--workers tcp://HOST:PORT ...), or set "
             "min_workers to 0 and add them over HTTP"

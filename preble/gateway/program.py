@@ -31,10 +31,12 @@ from ..errors import HandshakeRefused, InvalidConfig, MissingExtra, PrebleError
 from ..router.router import Router, RouterConfig
 from ..scheduler import GlobalScheduler
 from ..scheduling.records import Recording
+from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.security import load_client_keys
 from ..transport.tasks import end_all
 from .core.config import GatewayConfig, changes, is_keyless
 from .core.config_sources import Loaded
+from .core.config_tables import options_of
 from .core.logs import log_as_json
 from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
 
@@ -233,15 +235,22 @@ def _router(
     )
     scheduler = GlobalScheduler([], policy=config.policy, config=config.scheduler, record=recording)
     strict = codec is not None and config.tokenizer_mismatch == "refuse"
+    known = _endpoints(config)
     # A server's further ranks are found when it answers.
-    found = None if running is None else [card["address"] for card in running if "#" not in card["address"]]
+    found = known if running is None else [card["address"] for card in running if "#" not in card["address"]]
     return Router(
-        config.workers if found is None else found,
+        [address if (options := known.get(address)) is None else (address, options) for address in found],
         scheduler=scheduler,
         config=RouterConfig(connect_seconds=config.connect_seconds, refuse_wait_seconds=config.refuse_wait_seconds),
         keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
         tokenizer_fingerprint=codec.fingerprint if codec is not None and strict else "",
     )
+
+
+def _endpoints(config: GatewayConfig) -> dict[str, ServerOptions | None]:
+    """Where the workers of the configuration are, and what the operator says of those that are servers."""
+    plain: dict[str, ServerOptions | None] = dict.fromkeys(config.workers)
+    return plain | {server.url: options_of(server) for server in config.servers}
 
 
 async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None) -> None:
@@ -330,20 +339,22 @@ class Reloading:
         self._app.configure(gateway.config)
         router = gateway.router
         router.config = dataclasses.replace(router.config, refuse_wait_seconds=gateway.config.refuse_wait_seconds)
-        await self._change_workers(old.workers, new.workers)
+        await self._change_workers(_endpoints(old), _endpoints(new))
         if left:
             logger.warning("these need a restart: %s", ", ".join(sorted(left)))
         logger.info("reloaded: %s", ", ".join(sorted(taken)) or "nothing has changed")
 
-    async def _change_workers(self, old: list[str], new: list[str]) -> None:
-        """Join the workers that are new, leave those that are gone; those added over HTTP stay."""
+    async def _change_workers(self, old: dict[str, ServerOptions | None], new: dict[str, ServerOptions | None]) -> None:
+        """Join the workers that are new, leave those that are gone; those added over HTTP stay. A server of which
+        something else is said now is left, and joined anew."""
         router = self._gateway.router
-        for address in dict.fromkeys(old):
-            if address not in new and address in router.fleet.workers:
+        for address, options in old.items():
+            is_same = address in new and new[address] == options
+            if not is_same and address in router.fleet.workers:
                 await router.remove_worker(address)
-        for address in dict.fromkeys(new):
+        for address, options in new.items():
             if address not in router.fleet.workers:
                 try:
-                    await router.add_worker(address)
+                    await router.add_worker(address, options)
                 except PrebleError as error:
                     logger.error("the worker at %s was not added: %s", address, error)

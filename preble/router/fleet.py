@@ -326,7 +326,9 @@ class Fleet:
             self._refuse(worker, str(error))
         except TransportError as error:
             worker.is_unknown_host = isinstance(error, UnknownHost)
-            self._note_silence(worker, await why_silent(worker.address) or str(error))
+            # Over HTTP the error has the reason; ZeroMQ connects again and again, and says none.
+            reason = "" if is_server(worker.address) else await why_silent(worker.address)
+            self._note_silence(worker, reason or str(error))
         except PrebleError as error:
             logger.exception("worker at %s cannot be used", worker.address)
             self._refuse(worker, str(error))

@@ -22,6 +22,7 @@ PROBE_SECONDS = 1.0
 _SHOWN_CHARS = 120
 _BLANK = re.compile(r"[\s\x00-\x1f]")
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/:]+):\d{1,5}")
+_WHO = re.compile(r"//[^/@]*@")
 _RANK = re.compile(r"rank=\d{1,9}")
 _NO_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
 
@@ -40,7 +41,8 @@ def check_worker_address(address: str) -> None:
     message says what to write instead."""
     wrong = _wrong(address)
     if wrong:
-        shown = repr(address) if len(repr(address)) <= _SHOWN_CHARS else repr(address)[:_SHOWN_CHARS] + "..."
+        shown = _WHO.sub("//...@", repr(address))  # a password is not for logs
+        shown = shown if len(shown) <= _SHOWN_CHARS else shown[:_SHOWN_CHARS] + "..."
         raise InvalidInput(f"the worker's address {shown} {wrong}")
 
 

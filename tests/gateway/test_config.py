@@ -14,6 +14,7 @@ from preble.errors import InvalidConfig
 from preble.gateway.core.addresses import counted_as
 from preble.gateway.core.config import FIELDS, SECRET, GatewayConfig, changes, flag_of, variable_of
 from preble.gateway.core.config_sources import load
+from preble.gateway.core.config_tables import options_of
 from preble.gateway.core.config_text import descriptions, schema, shown
 
 
@@ -108,6 +109,54 @@ def test_what_is_shown_can_be_loaded_and_holds_no_secret(tmp_path: Path) -> None
     assert 'policy: "random"  # PREBLE_POLICY' in text
     again = load(written(tmp_path / "c.yaml", text), {}, {}).config
     assert (again.policy, again.scheduler.exploit_ratio, again.api_keys) == ("random", 0.4, [])
+
+
+SERVERS = """
+servers:
+  - url: http://host-a:30000
+    api_key: very-secret-1
+    block_size: 16
+  - {url: "https://host-b", api_key_variable: KEY_OF_B, model: llama, require_events: true}
+"""
+
+
+def test_servers_are_tables_whose_keys_may_stand_in_variables_and_are_never_shown(tmp_path: Path) -> None:
+    loaded = load(written(tmp_path / "c.yaml", SERVERS), {"KEY_OF_B": "very-secret-2"}, {})
+    first, second = map(options_of, loaded.config.servers)
+    assert (first.api_key, first.block_size, first.model) == ("very-secret-1", 16, "")
+    assert (second.api_key, second.block_size, second.model) == ("very-secret-2", None, "llama")
+    assert second.require_events
+    text = shown(loaded)
+    assert "very-secret" not in text and "2 keys, not shown" in text and "very-secret" not in repr(first)
+    again = load(written(tmp_path / "again.yaml", text), {}, {}).config.servers
+    assert [server.url for server in again] == ["http://host-a:30000", "https://host-b"]
+    assert again[0].block_size == 16 and again[0].api_key is None
+    table = json.dumps([{"url": "http://host-a"}])
+    assert load(None, {"PREBLE_SERVERS": table}, {}).config.servers[0].url == "http://host-a"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("servers: [{url: 'tcp://a:1'}]", r"servers\[0\]: url must be http://HOST:PORT, got 'tcp://a:1'"),
+        ("servers: [{url: 'http://a/v1'}]", r"servers\[0\]: .* write http://a"),
+        ("servers: [{url: 'http://a'}, {url: 'http://a'}]", r"servers\[1\]: http://a is named twice"),
+        ("workers: ['http://a']\nservers: [{url: 'http://a'}]", r"servers\[0\]: http://a is named twice"),
+        ("servers: [{url: 'http://a', api_key_variable: NONE_SUCH}]", r"servers\[0\].*no variable NONE_SUCH is set"),
+        ("servers: [{url: 'http://a', api_key: k, api_key_variable: HOME}]", r"servers\[0\].*api_key is given, too"),
+        ("servers: [{url: 'http://a', replay_endpoint: 'tcp://a:1'}]", r"servers\[0\]: .*of no use without"),
+        ("servers: [{url: 'http://a', events_endpoint: 'a:1'}]", r"servers\[0\]: .*must be a ZeroMQ endpoint"),
+        ("servers: [{url: 'https://a', ca_file: /none.pem}]", r"servers\[0\]: ca_file /none.pem holds no cert"),
+        ("servers: [{url: 'http://a', key: k}]", "servers: Object contains unknown field `key`"),
+        ("servers: [{}]", "servers: Object missing required field `url`"),
+        ("servers: {url: 'http://a'}", "servers: Expected `array`"),
+    ],
+)
+def test_what_is_wrong_in_a_table_of_a_server_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(InvalidConfig, match=complaint):
+        load(written(tmp_path / "c.yaml", text), {}, {})
+    with pytest.raises(InvalidConfig, match="PREBLE_SERVERS must be a list of tables in JSON"):
+        load(None, {"PREBLE_SERVERS": "[{"}, {})
 
 
 def test_every_field_has_a_flag_and_a_variable_of_its_own() -> None:

@@ -187,7 +187,7 @@ def test_what_the_table_offers_instead_are_keys_of_ours() -> None:
 @pytest.mark.parametrize("name", ["gateway", "migrating"])
 def test_a_pages_configuration_is_one_that_the_gateway_takes(name: str, tmp_path: Path) -> None:
     sources = pytest.importorskip("preble.gateway.core.config_sources", exc_type=ImportError)
-    (block,) = blocks(DOCS / f"{name}.md", "yaml")
+    block = blocks(DOCS / f"{name}.md", "yaml")[0]
     (tmp_path / "gateway.yaml").write_text(block)
     assert sources.load(tmp_path / "gateway.yaml", {}, {}).config.workers
 

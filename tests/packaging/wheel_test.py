@@ -26,7 +26,7 @@ BUILT = {".so", ".pyd", ".pyc", ".pyo", ".o", ".a", ".egg", ".whl"}
 
 # Of every extra, what must import once it is installed and nothing else of ours is.
 EXTRAS = {
-    "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.core.metrics",
+    "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.core.metrics, aiohttp",
     "attach": "aiohttp, preble.cli.attach",
     "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "top": "preble.cli.top_screen",

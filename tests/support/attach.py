@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,7 +135,9 @@ class FakeServer:
         life: int = 1,
         port: int = 0,
         publishers: Sequence[FakePublisher] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self.tls = tls
         self.kind = kind
         self.ranks = ranks
         self.events = events
@@ -158,14 +161,14 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     async def start(self) -> FakeServer:
         app = web.Application(middlewares=[self._meet], client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from ...config import SchedulerConfig
+from .config_tables import ServerTable
 
 PREFIX = "PREBLE_"
 
@@ -22,11 +23,13 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Key = Annotated[str, Meta(min_length=8, max_length=512)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
-SECRET = frozenset({"api_keys", "admin_keys"})
+TABLES = frozenset({"servers"})  # lists of tables: in the file, or as JSON in a variable
+SECRET = frozenset({"api_keys", "admin_keys"}) | TABLES  # no flags, for process lists show those
 # What a running gateway takes over on SIGHUP; the rest needs a restart.
 RELOADABLE = frozenset(
     {
         "workers",
+        "servers",
         "policy",
         "api_keys",
         "admin_keys",
@@ -49,6 +52,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description="Workers to place requests on: tcp://HOST:PORT or ipc://PATH of `preble worker`, "
             "http://HOST:PORT of an SGLang or vLLM server that runs."
+        ),
+    ] = []
+    servers: Annotated[
+        list[ServerTable],
+        Meta(
+            max_length=65_535,
+            description="SGLang and vLLM servers that run already, each as a table: with its API key, or what it does "
+            "not say of itself.",
         ),
     ] = []
     min_workers: Annotated[

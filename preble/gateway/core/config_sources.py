@@ -25,7 +25,8 @@ from ...policies.base import resolve
 from ...transport.security import is_loopback
 from ...transport.worker_address import check_worker_address
 from .addresses import is_url
-from .config import FIELDS, LISTS, PREFIX, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
+from .config import FIELDS, LISTS, PREFIX, TABLES, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
+from .config_tables import check_servers, with_secrets
 
 FILE_BYTES_MAX = 1 << 20
 NEAR = 0.75  # how alike two names are that were meant to be the same
@@ -51,7 +52,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[Field
     for found, origin in sources:
         values.update(found)
         origins.update({".".join(path): origin(path) for path in found})
-    return Loaded(_checked(values, origins), origins)
+    return Loaded(_checked(values, origins, environment), origins)
 
 
 def load_for(args: argparse.Namespace, environment: Mapping[str, str]) -> Loaded:
@@ -106,6 +107,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[FieldPath, Any]:
     for name, text in environment.items():
         if name in names:
             path = names[name]
+            if path[-1] in TABLES:
+                values[path] = _tables(name, text)
+                continue
             items = [item.strip() for item in text.split(",") if item.strip()]
             values[path] = items if path[-1] in LISTS else text
         elif name.startswith(PREFIX):
@@ -115,13 +119,22 @@ def _from_environment(environment: Mapping[str, str]) -> dict[FieldPath, Any]:
     return values
 
 
+def _tables(name: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:  # its message quotes nothing
+        raise InvalidConfig(f"{name} must be a list of tables in JSON: {error}") from error
+
+
 def _nearest(path: Sequence[Any]) -> str:
     known = [".".join(one) for one in FIELDS]
     near = difflib.get_close_matches(".".join(map(str, path)), known, 1, NEAR)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> GatewayConfig:
+def _checked(
+    values: Mapping[FieldPath, Any], origins: Mapping[str, str], environment: Mapping[str, str]
+) -> GatewayConfig:
     content: dict[str, Any] = {"scheduler": {}}
     for path, value in values.items():
         place = content["scheduler"] if len(path) == 2 else content
@@ -133,6 +146,7 @@ def _checked(values: Mapping[FieldPath, Any], origins: Mapping[str, str]) -> Gat
         name = place.rstrip("`").partition("[")[0]
         origin = f" ({origins[name]})" if name in origins else ""
         raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
+    config = msgspec.structs.replace(config, servers=with_secrets(config.servers, environment))
     resolve(config.policy)
     _check_addresses(config, origins)
     if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):
@@ -151,5 +165,6 @@ def _check_addresses(config: GatewayConfig, origins: Mapping[str, str]) -> None:
         except InvalidInput as error:
             origin = f" ({origins['workers']})" if "workers" in origins else ""
             raise InvalidConfig(f"workers: {error}{origin}") from error
+    check_servers(config.servers, config.workers)
     if config.traces_endpoint is not None and not is_url(config.traces_endpoint):
         raise InvalidConfig(f"traces_endpoint must be like http://HOST:PORT/PATH, got {config.traces_endpoint!r}")

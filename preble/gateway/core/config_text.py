@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from ...config import SchedulerConfig
-from .config import FIELDS, SECRET, SECTIONS, FieldPath, GatewayConfig, value_of
+from .config import FIELDS, SECRET, SECTIONS, TABLES, FieldPath, GatewayConfig, value_of
 from .config_sources import Loaded
+from .config_tables import ServerTable, without_secrets
 
 UNITS = frozenset({"seconds", "bytes", "tokens"})
 _KNOB = re.compile(r"^(\w+): (.+?)(?=^\w+: |\Z)", re.M | re.S)
@@ -82,7 +83,18 @@ def table() -> str:
         lines += [f"## {heading}", "", "| key | default | what |", "|---|---|---|"]
         lines += [f"| `{'.'.join(path)}` | {default_text(path)} | {descriptions()[path]} |" for path in paths]
         lines.append("")
+        for path in paths:
+            if path[-1] in TABLES:
+                lines += _table_of(path[-1])
     return "\n".join(lines)
+
+
+def _table_of(name: str) -> list[str]:
+    """The fields of a list of tables, as Markdown."""
+    kind = {"servers": ServerTable}[name]
+    lines = [f"Each of `{name}`:", "", "| field | what |", "|---|---|"]
+    hints = get_type_hints(kind, include_extras=True)
+    return [*lines, *(f"| `{field}` | {_description(hint)} |" for field, hint in hints.items()), ""]
 
 
 def schema() -> dict[str, Any]:
@@ -104,7 +116,11 @@ def shown(loaded: Loaded) -> str:
             lines.append("scheduler:")
         value = value_of(loaded.config, path)
         text = msgspec.json.encode(value).decode()
-        if path[-1] in SECRET:
+        if path[-1] in TABLES:
+            hidden = sum(server.api_key is not None for server in value)
+            text = msgspec.json.encode([without_secrets(server) for server in value]).decode()
+            text += f"  # {hidden} keys, not shown" if hidden else ""
+        elif path[-1] in SECRET:
             text = f"[]  # {len(value)} keys, not shown"
         origin = loaded.origins.get(".".join(path))
         indent = "  " * (len(path) - 1)

@@ -47,6 +47,7 @@ from ..worker_address import check_worker_address, is_server
 from .kv_event_codec import LoadReport
 from .metrics_text import samples
 from .server_info import RANKS_MAX, ServerInfo, ServerOptions, digits, sglang_info, vllm_info
+from .tls import client_context
 
 if TYPE_CHECKING:
     import aiohttp
@@ -113,8 +114,12 @@ class EngineServer:
                 headers["Authorization"] = f"Bearer {self.options.api_key}"
             # Requests are bounded by their owner, and a health question must never wait behind streams.
             timeout = client.ClientTimeout(total=None, sock_connect=self.options.answer_seconds)
+            tls = client_context(self.options.ca_file) if self.url.startswith("https") else True
             self._session = client.ClientSession(
-                connector=client.TCPConnector(limit=0), headers=headers, timeout=timeout, auto_decompress=False
+                connector=client.TCPConnector(limit=0, ssl=tls),
+                headers=headers,
+                timeout=timeout,
+                auto_decompress=False,
             )
         return self._session
 
@@ -313,6 +318,9 @@ def _reason(error: Exception) -> str:
     cause = getattr(error, "os_error", None)
     if isinstance(cause, ConnectionRefusedError):
         return "connection refused, nothing listens there"
+    certificate = getattr(error, "certificate_error", None)
+    if certificate is not None:
+        return f"its certificate is not accepted ({getattr(certificate, 'verify_message', certificate)})"
     if isinstance(cause, socket.gaierror):
         return f"unknown host ({cause.strerror})"
     return type(error).__name__

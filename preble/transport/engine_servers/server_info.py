@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,11 +36,13 @@ class ServerOptions:
     """What the operator knows of a server and the server does not say; "" and None mean: take what it reports.
 
     `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
-    `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches. Times in
-    seconds, bodies in bytes. Raises `InvalidConfig` naming the field.
+    `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches. `ca_file`:
+    certificates (PEM) of who may vouch for it, beside the system's. Times in seconds, bodies in bytes. Raises
+    `InvalidConfig` naming the field.
     """
 
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
+    ca_file: str = ""
     model: str = ""
     block_size: int | None = None
     kv_capacity_tokens: int | None = None

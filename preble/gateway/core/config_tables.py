@@ -1,0 +1,99 @@
+"""Tables of the gateway's configuration: servers that run already, each with what is known of it. Owns their fields and
+what becomes of them; a secret is given itself or by the name of the variable that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import InvalidConfig, InvalidInput
+from ...transport.engine_servers.server_info import ServerOptions
+from ...transport.engine_servers.tls import client_context
+from ...transport.worker_address import check_worker_address, is_server
+
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+Secret = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An SGLang or vLLM server that runs already; what is not given is what the server says of itself."""
+
+    url: Annotated[Name, Meta(description="Where it is: http://HOST:PORT or https://HOST:PORT.")]
+    api_key: Annotated[Secret | None, Meta(description="Its own API key, as its --api-key is.")] = None
+    api_key_variable: Annotated[
+        Name | None, Meta(description="Name of the environment variable that holds its API key, instead.")
+    ] = None
+    ca_file: Annotated[
+        Name | None,
+        Meta(description="Certificates (PEM) of who may vouch for an https:// server, beside the system's own."),
+    ] = None
+    model: Annotated[Name | None, Meta(description="The model to use there, of several that it serves.")] = None
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=65_536)] | None, Meta(description="Tokens of a block of its cache.")
+    ] = None
+    kv_capacity_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Tokens that its cache holds.")
+    ] = None
+    events_endpoint: Annotated[
+        Name | None,
+        Meta(description="ZeroMQ endpoint of its cache events, of rank 0; further ranks use the next ports."),
+    ] = None
+    replay_endpoint: Annotated[
+        Name | None, Meta(description="Where lost events can be asked for again, of rank 0.")
+    ] = None
+    events_topic: Annotated[Name | None, Meta(description="Topic of its events.")] = None
+    require_events: Annotated[
+        bool, Meta(description="Refuse it where it publishes no cache events, rather than estimate what it caches.")
+    ] = False
+
+
+def with_secrets(servers: Sequence[ServerTable], environment: Mapping[str, str]) -> list[ServerTable]:
+    """The same with the API keys that variables hold. Raises `InvalidConfig` naming the place."""
+    found = []
+    for number, server in enumerate(servers):
+        name = server.api_key_variable
+        if name is not None:
+            place = f"servers[{number}].api_key_variable"
+            if server.api_key is not None:
+                raise InvalidConfig(f"{place}: api_key is given, too; one of them is enough")
+            if not environment.get(name):
+                raise InvalidConfig(f"{place}: no variable {name} is set")
+            server = msgspec.structs.replace(server, api_key=environment[name], api_key_variable=None)
+        found.append(server)
+    return found
+
+
+def check_servers(servers: Sequence[ServerTable], workers: Sequence[str]) -> None:
+    """Raise `InvalidConfig` for a table that can be none, or whose server is named twice."""
+    seen = set(workers)
+    for number, server in enumerate(servers):
+        place = f"servers[{number}]"
+        try:
+            check_worker_address(server.url)
+            if not is_server(server.url):
+                raise InvalidConfig(f"url must be http://HOST:PORT, got {server.url!r}; others belong to workers")
+            options = options_of(server)
+            if options.ca_file:
+                client_context(options.ca_file)
+        except InvalidInput as error:
+            raise InvalidConfig(f"{place}: {error}") from error
+        if server.url in seen:
+            raise InvalidConfig(f"{place}: {server.url} is named twice")
+        seen.add(server.url)
+
+
+def options_of(server: ServerTable) -> ServerOptions:
+    """What the operator knows of a server. Raises `InvalidConfig`."""
+    given = {
+        name: getattr(server, name) for name in server.__struct_fields__ if name not in ("url", "api_key_variable")
+    }
+    return ServerOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+def without_secrets(server: ServerTable) -> dict[str, Any]:
+    """What may be shown of it."""
+    shown: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(server, api_key=None))
+    return shown
