@@ -124,6 +124,7 @@ class FleetWorker:
         self.events: Counter[str] = Counter()  # taken, by type; an attached server's are counted in batches only
         self.peers = PeerRequests(fleet.router_id)
         self.feed_counters = FeedCounters() if is_server(address) else None
+        self.relayed = 0  # requests that are sent there by others than its link, kept by `placement`
         self.settled = asyncio.Event()  # the first handshake has been tried
         self.task: asyncio.Task[None] | None = None
         self._fleet = fleet
@@ -228,6 +229,7 @@ class Fleet:
         self._background: set[asyncio.Task[None]] = set()  # connections that are being closed
         self.unusable: frozenset[str] = frozenset()  # ids that the scheduler knows and that cannot take a request now
         self.eos_token_ids: tuple[int, ...] = ()
+        self.all_servers = False  # every worker is a server over HTTP, and there is one
 
     # --- asked by the router ------------------------------------------------------------------------------------------
 
@@ -261,7 +263,11 @@ class Fleet:
         worker.task = asyncio.ensure_future(self._supervise(worker))
         worker.task.add_done_callback(_log_failure)
         self.workers[address] = worker
+        self._look_at_kinds()
         return worker
+
+    def _look_at_kinds(self) -> None:
+        self.all_servers = bool(self.workers) and all(map(is_server, self.workers))
 
     async def remove(self, address: str) -> None:
         """Leave a worker, or all ranks of a server. Its requests go elsewhere. Raises `UnknownWorker`."""
@@ -272,6 +278,7 @@ class Fleet:
             worker = self.workers.pop(one)
             await self._stop(worker)
             self._forget(worker)
+        self._look_at_kinds()
 
     async def close(self) -> None:
         """Leave all workers and free the sockets."""

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PrebleError, ProtocolError
-from ..transport.messages import OutputChunk
+from ..transport.messages import Abort, GenerationRequest, OutputChunk
 from ..types import SamplingParams, SessionHint
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
+    from .fleet import Fleet
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -75,7 +76,78 @@ class Accepted:
     excess: int
 
 
-class RoutedRequest:
+class PlacedRequest:
+    """What the router knows of any request while it places it: whose it is, and where it was tried."""
+
+    def __init__(
+        self,
+        request_id: Hashable,
+        token_ids: TokenIds,
+        namespace: Hashable,
+        *,
+        client: Hashable = None,
+        first_token_seconds: float = math.inf,
+        session: SessionHint | None = None,
+        exclude: frozenset[str] = frozenset(),
+    ) -> None:
+        self.request_id = request_id
+        self.client = client
+        self.session = session
+        self.first_token_seconds = first_token_seconds  # in which the first token is of use
+        self.prompt = token_ids
+        self.namespace = namespace
+        self.exclude = exclude  # workers that it must not go to
+        self.is_streamed = True  # its first token will be seen when it comes
+        self.attempt: Attempt | None = None
+        self.decision: Decision | None = None  # the one that placed it first
+        self.failures = 0  # attempts that were lost under it
+        self.full_workers: set[str] = set()  # at their bound when last asked
+        self.failed_workers: set[str] = set()  # lost it; another one is preferred, whatever they have cached
+        self.setback: Setback | None = None
+        self.finish_reason: str | None = None
+        self.error: PrebleError | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens that have come so far."""
+        raise NotImplementedError
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Output tokens that may still come; None where nothing says."""
+        raise NotImplementedError
+
+    def tokens_so_far(self) -> TokenIds:
+        """Prompt and output: what another worker needs to go on. Changes nothing."""
+        raise NotImplementedError
+
+    def hand_over(self, attempt: Attempt, fleet: Fleet) -> None:
+        """Give the request to the attempt's worker. Raises `QueueFull`, `TransportError`, `UnknownWorker` where it
+        cannot be had, `InvalidInput` for a request that no worker takes."""
+        raise NotImplementedError
+
+    def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
+        """The attempt is over; with `abort` its worker shall stop. Raises as `hand_over`, but for `InvalidInput`."""
+        raise NotImplementedError
+
+    def fail(self, error: PrebleError) -> None:
+        """The request ends with an error."""
+        raise NotImplementedError
+
+    def conclude(self, reason: str) -> None:
+        """The request has come to its end; the first reason counts."""
+        self.finish_reason = self.finish_reason or reason
+
+    def set_back(self, setback: Setback) -> None:
+        """The attempt is over, the request is not."""
+        raise NotImplementedError
+
+    def reason_if_complete(self, eos_token_ids: tuple[int, ...]) -> str | None:
+        """The finish reason if the tokens that came are all there will be, though nobody said so; None if not."""
+        return None
+
+
+class RoutedRequest(PlacedRequest):
     """A request from `generate` until its end. Belongs to one asyncio loop."""
 
     def __init__(
@@ -89,22 +161,16 @@ class RoutedRequest:
         first_token_seconds: float = math.inf,
         session: SessionHint | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.client = client
-        self.session = session
-        self.first_token_seconds = first_token_seconds  # in which the first token is of use
-        self.prompt = token_ids
+        super().__init__(
+            request_id,
+            token_ids,
+            namespace,
+            client=client,
+            first_token_seconds=first_token_seconds,
+            session=session,
+        )
         self.sampling = sampling
-        self.namespace = namespace
-        self.attempt: Attempt | None = None
-        self.decision: Decision | None = None  # the one that placed it first
-        self.failures = 0  # attempts that were lost under it
-        self.full_workers: set[str] = set()  # at their bound when last asked
-        self.failed_workers: set[str] = set()  # lost it; another one is preferred, whatever they have cached
         self.cached_tokens: int | None = None
-        self.finish_reason: str | None = None
-        self.setback: Setback | None = None
-        self.error: PrebleError | None = None
         self._output = array("i")
         self._read = 0
         self._hit_reported = False
@@ -117,6 +183,25 @@ class RoutedRequest:
     def output_tokens(self) -> int:
         """Output tokens that have come so far."""
         return len(self._output)
+
+    @property
+    def tokens_left(self) -> int:
+        """Output tokens that may still come."""
+        return self.sampling.max_new_tokens - len(self._output)
+
+    def hand_over(self, attempt: Attempt, fleet: Fleet) -> None:
+        """Send prompt and output so far to a worker. Raises as `Fleet.send` does."""
+        fleet.send(
+            attempt.worker_id,
+            GenerationRequest(
+                attempt.wire_id, self.tokens_so_far(), self.sampling, self.namespace, output_offset=attempt.offset
+            ),
+        )
+
+    def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
+        """With `abort`, send the worker one. Raises as `Fleet.send` does."""
+        if abort:
+            fleet.send(attempt.worker_id, Abort(attempt.wire_id))
 
     def tokens_so_far(self) -> TokenIds:
         """Prompt and output: what another worker needs to go on. Changes nothing."""
@@ -137,7 +222,7 @@ class RoutedRequest:
             self._changed.set()
         return Accepted(len(wanted), len(chunk.token_ids) - len(fresh), len(fresh) - len(wanted))
 
-    def finish(self, reason: str) -> None:
+    def conclude(self, reason: str) -> None:
         """No more tokens will come; the first reason counts."""
         if self.finish_reason is None:
             self.finish_reason = reason

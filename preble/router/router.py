@@ -60,8 +60,9 @@ from ..transport.tasks import end_all
 from ..transport.worker_address import check_worker_address, why_silent
 from ..types import SamplingParams, SessionHint, check_fields
 from .fleet import Fleet, FleetConfig, FleetWorker
+from .placement import Placement
 from .predicted_wait import ADMITTED, PredictedWait, Verdict
-from .request import Attempt, RoutedRequest, Setback, StreamChunk, TokenIds
+from .request import Attempt, PlacedRequest, RoutedRequest, Setback, StreamChunk, TokenIds
 from .warm_ups import WarmUps
 
 if TYPE_CHECKING:
@@ -159,8 +160,8 @@ class Router:
         self._keys = keys
         self._hello = wire.Hello(self.router_id, "", model, tokenizer_fingerprint)
         self._clock = clock
-        self._live: dict[Hashable, RoutedRequest] = {}
-        self._running: dict[str, RoutedRequest] = {}  # by wire id of the attempt
+        self._live: dict[Hashable, PlacedRequest] = {}
+        self._running: dict[str, PlacedRequest] = {}  # by wire id of the attempt
         self._wire_ids = 0
         self._numbers = itertools.count(1)  # of requests without a name
         self._warm_ups = WarmUps(scheduler)
@@ -324,12 +325,8 @@ class Router:
         """
         token_ids = self._token_ids(prompt)
         check_namespace(namespace)
-        hashable("client", client)
-        if session is not None and not isinstance(session, SessionHint):
-            raise InvalidInput(f"session must be a SessionHint, got {type(session).__name__}")
-        limit = math.inf if first_token_seconds is None else finite_time("first_token_seconds", first_token_seconds)
-        if limit <= 0.0:
-            raise InvalidInput(f"first_token_seconds must be positive, got {first_token_seconds!r}")
+        _check_session(session)
+        limit = _first_token_limit(client, first_token_seconds)
         asked = (self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
         return self._generate(RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session))
 
@@ -355,7 +352,75 @@ class Router:
                 timer.cancel()
             self._dismiss(live)
 
-    def _shed(self, live: RoutedRequest) -> None:
+    async def place(
+        self,
+        prompt: Any,
+        *,
+        namespace: Hashable = None,
+        request_id: Hashable = None,
+        client: Hashable = None,
+        first_token_seconds: float | None = None,
+        session: SessionHint | None = None,
+        max_new_tokens: int | None = None,
+        streamed: bool = True,
+        exclude: Collection[str] = (),
+    ) -> Placement:
+        """Find a server for a request that the caller sends itself, over HTTP; see `placement`. It is booked until the
+        placement ends, and moves with `Placement.failed`.
+
+        `exclude`: ids of workers that it must not go to. `streamed`: its first token will be seen when it comes, else it
+        counts for nothing in what requests would wait. The other arguments are `generate`'s. Raises as `generate`
+        does at once and while iterated; then nothing is booked.
+        """
+        token_ids = self._token_ids(prompt)
+        _check_session(session)
+        limit = _first_token_limit(client, first_token_seconds)
+        placement = Placement(
+            self, self._new_id(request_id), token_ids, namespace, client=client, first_token_seconds=limit,
+            session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude),
+        )  # fmt: skip
+        placement.is_streamed = streamed
+        self._admit(placement)
+        if limit != math.inf:
+            placement.timer = asyncio.get_running_loop().call_later(limit, self._shed, placement)
+        await placement.start()
+        return placement
+
+    async def move(self, placement: Placement) -> None:
+        """Start a placement's next attempt; for `Placement` only. Raises as `place`; then the placement has ended."""
+        try:
+            await self._place(placement)
+        except PrebleError as error:
+            self.counters.failed += 1
+            placement.fail(error)
+            self._dismiss(placement)
+            raise
+        except BaseException:
+            self._dismiss(placement)
+            raise
+
+    def first_token_of(self, placement: Placement) -> None:
+        """A placement's output has begun; for `Placement` only."""
+        attempt = placement.attempt
+        if attempt is not None and not attempt.first_seen:
+            attempt.first_seen = True
+            self._predicted_wait.started(attempt.wire_id, self._clock())
+            self.scheduler.first_token(placement.request_id, cached_tokens=attempt.cached_tokens)
+
+    def set_back(self, placement: Placement, text: str, *, full: bool = False) -> None:
+        """A placement's attempt has failed; for `Placement` only."""
+        if placement.attempt is not None:
+            self._set_back(placement, text, abort=False, full=full)
+
+    def end(self, placement: Placement, reason: str | None) -> None:
+        """A placement is over: with a reason it has finished, else it was given up; for `Placement` only."""
+        if reason is not None:
+            self.counters.output_tokens += placement.output_tokens
+            self._end_attempt(placement, abort=False, finished=True)
+            self._finish(placement, reason)
+        self._dismiss(placement)
+
+    def _shed(self, live: PlacedRequest) -> None:
         """The time in which the first token was of use is over: give the request up, unless it has come."""
         if live.output_tokens or live.finish_reason is not None or live.error is not None:
             return
@@ -409,7 +474,7 @@ class Router:
             raise InvalidTokens(f"prompt has {token_ids.size} tokens, at most {PROMPT_TOKENS_MAX} are allowed")
         return token_ids
 
-    def _admit(self, live: RoutedRequest) -> None:
+    def _admit(self, live: PlacedRequest) -> None:
         if len(self._live) >= self.config.max_live_requests:
             self.counters.queue_full += 1
             raise QueueFull(f"{len(self._live)} requests are live, the bound of this router")
@@ -418,7 +483,7 @@ class Router:
         self._live[live.request_id] = live
         self.counters.requests += 1
 
-    def _dismiss(self, live: RoutedRequest) -> None:
+    def _dismiss(self, live: PlacedRequest) -> None:
         """The consumer is done with the request, however it ended."""
         if live.finish_reason is None and live.error is None:
             self.counters.cancelled += 1
@@ -427,7 +492,7 @@ class Router:
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
-    async def _place(self, live: RoutedRequest) -> None:
+    async def _place(self, live: PlacedRequest) -> None:
         """Start the next attempt, as soon as a worker can be had.
 
         A request that has not run yet does not wait: nobody has waited for its output so far, and another router may
@@ -445,19 +510,20 @@ class Router:
         if live.failures and setback is not None and not setback.full:
             self.counters.resumed += 1
 
-    def _try_place(self, live: RoutedRequest) -> bool:
+    def _try_place(self, live: PlacedRequest) -> bool:
         """Schedule and send. False if no worker can take the request now; then nothing is booked."""
         if live.error is not None:
             raise live.error
-        unusable = {*self.fleet.unusable, *live.full_workers}
-        left = live.sampling.max_new_tokens - live.output_tokens
+        unusable = {*self.fleet.unusable, *live.full_workers, *live.exclude}
         verdict = self._verdict(live, unusable)
         if verdict.avoid:
             unusable |= verdict.over
         while True:
             exclude = unusable | live.failed_workers
             try:
-                decision = self._schedule(live.tokens_so_far(), live.request_id, live.namespace, left, exclude)
+                decision = self._schedule(
+                    live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left, exclude
+                )
             except NoWorkers:
                 if not live.failed_workers:
                     return False
@@ -474,7 +540,7 @@ class Router:
             self.scheduler.cancel(live.request_id)
             unusable.add(decision.worker)
 
-    def _verdict(self, live: RoutedRequest, unusable: Collection[str]) -> Verdict:
+    def _verdict(self, live: PlacedRequest, unusable: Collection[str]) -> Verdict:
         """Where a request may wait. Raises `Overloaded` for one that would wait too long everywhere; one that has run
         is never refused."""
         bound = min(self.config.refuse_wait_seconds or math.inf, live.first_token_seconds)
@@ -512,15 +578,12 @@ class Router:
             if self.on_decision is not None:
                 self.on_decision(self._clock() - began)
 
-    def _send(self, live: RoutedRequest, worker_id: str) -> bool:
+    def _send(self, live: PlacedRequest, worker_id: str) -> bool:
         """Hand the request to a worker. False if it cannot be reached or takes no more."""
         self._wire_ids += 1
         attempt = Attempt(f"{self._wire_ids}", worker_id, live.output_tokens)
-        submit = wire.GenerationRequest(
-            attempt.wire_id, live.tokens_so_far(), live.sampling, live.namespace, output_offset=attempt.offset
-        )
         try:
-            self.fleet.send(worker_id, submit)
+            live.hand_over(attempt, self.fleet)
         except QueueFull:
             live.full_workers.add(worker_id)
             return False
@@ -531,11 +594,12 @@ class Router:
             raise
         live.attempt = attempt
         self._running[attempt.wire_id] = live
-        booked = self.scheduler.booked_seconds(live.request_id)
-        self._predicted_wait.placed(attempt.wire_id, worker_id, live.client, booked, self._clock())
+        if live.is_streamed:  # of others nobody knows how long they wait
+            booked = self.scheduler.booked_seconds(live.request_id)
+            self._predicted_wait.placed(attempt.wire_id, worker_id, live.client, booked, self._clock())
         return True
 
-    def _no_room(self, live: RoutedRequest, setback: Setback | None) -> PrebleError:
+    def _no_room(self, live: PlacedRequest, setback: Setback | None) -> PrebleError:
         if live.full_workers:
             self.counters.queue_full += 1
             return QueueFull(f"at their bound: workers {', '.join(sorted(live.full_workers))}")
@@ -543,7 +607,7 @@ class Router:
             return WorkerLost(f"no worker to go on with after: {setback.text}")
         return NoWorkers("no connected worker may take a request")
 
-    async def _wait_for_change(self, live: RoutedRequest, timeout_seconds: float) -> None:
+    async def _wait_for_change(self, live: PlacedRequest, timeout_seconds: float) -> None:
         """Until a worker becomes available, or one that was full may have room again."""
         self._available.clear()
         if live.full_workers:
@@ -552,7 +616,7 @@ class Router:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._available.wait(), timeout_seconds)
 
-    def _end_attempt(self, live: RoutedRequest, *, abort: bool, finished: bool = False) -> None:
+    def _end_attempt(self, live: PlacedRequest, *, abort: bool, finished: bool = False) -> None:
         """Settle the booking of the running attempt, if any; with `abort`, send the worker one, if it is reachable."""
         attempt, live.attempt = live.attempt, None
         if attempt is None:
@@ -564,13 +628,12 @@ class Router:
             self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=attempt.cached_tokens)
         else:
             self.scheduler.cancel(live.request_id)
-        if abort:
-            try:
-                self.fleet.send(attempt.worker_id, wire.Abort(attempt.wire_id))
-            except (TransportError, UnknownWorker, QueueFull):
-                self.counters.aborts_unsent += 1
+        try:
+            live.take_back(attempt, self.fleet, abort=abort)
+        except (TransportError, UnknownWorker, QueueFull):
+            self.counters.aborts_unsent += 1
 
-    def _set_back(self, live: RoutedRequest, text: str, *, abort: bool, full: bool = False) -> None:
+    def _set_back(self, live: PlacedRequest, text: str, *, abort: bool, full: bool = False) -> None:
         """The attempt is over; the request goes on elsewhere, unless all its tokens have come."""
         attempt = live.attempt
         assert attempt is not None, "a setback belongs to a running attempt"
@@ -588,9 +651,9 @@ class Router:
             live.full_workers.clear()
         live.set_back(Setback(text, full))
 
-    def _finish(self, live: RoutedRequest, reason: str) -> None:
+    def _finish(self, live: PlacedRequest, reason: str) -> None:
         self.counters.finished += 1
-        live.finish(reason)
+        live.conclude(reason)
 
     # --- reported by the fleet ----------------------------------------------------------------------------------------
 
@@ -600,7 +663,7 @@ class Router:
             return
         live = self._running.get(message.request_id)
         attempt = live.attempt if live is not None else None
-        if live is None or attempt is None or attempt.worker_id != worker.worker_id:
+        if not isinstance(live, RoutedRequest) or attempt is None or attempt.worker_id != worker.worker_id:
             self.counters.late_chunks += 1
         elif isinstance(message, wire.Rejected):
             self._take_refusal(live, message)
@@ -679,3 +742,18 @@ class Router:
         self._predicted_wait.check()
         if self._fleet is not None:
             self._fleet.check()
+
+
+def _first_token_limit(client: Hashable, first_token_seconds: float | None) -> float:
+    """The time in which a first token is of use, infinite for None. Raises `InvalidInput` for what is none, and for a
+    client that cannot be counted."""
+    hashable("client", client)
+    limit = math.inf if first_token_seconds is None else finite_time("first_token_seconds", first_token_seconds)
+    if limit <= 0.0:
+        raise InvalidInput(f"first_token_seconds must be positive, got {first_token_seconds!r}")
+    return limit
+
+
+def _check_session(session: SessionHint | None) -> None:
+    if session is not None and not isinstance(session, SessionHint):
+        raise InvalidInput(f"session must be a SessionHint, got {type(session).__name__}")

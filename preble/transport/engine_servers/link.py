@@ -189,6 +189,17 @@ class ServerLink:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    # --- requests that others send ------------------------------------------------------------------------------------
+
+    def heard(self) -> None:
+        """The server has sent something that did not come through this link."""
+        self._recover()
+
+    def doubt(self) -> None:
+        """A request that did not go through this link broke off: if the server is gone, that should be known at
+        once."""
+        self._ask_now.set()
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def send(self, message: wire.Message) -> None:

@@ -1,0 +1,217 @@
+"""A place at a server for one request that somebody else sends there: the gateway, which passes bodies on as they are.
+Owns the booking of that request from `Router.place` until its end, and nothing of what is sent.
+
+    placement = await router.place(token_ids, max_new_tokens=64)
+    try:
+        ...                                     # send it to placement.url; where that fails:
+        await placement.failed("it broke off")  # the same request has another place, or an error is raised
+        placement.first_token(cached_tokens=7)
+        placement.finish(output_tokens=12)
+    finally:
+        placement.cancel()                      # does nothing after finish
+
+Whatever happens, what was booked is given back once: by `finish`, by `cancel`, by an error of `failed`. A server that
+is lost, or a first token that does not come in the client's time, is reported by `on_lost`; then there is no booking
+any more, and `failed` asks for another, or raises what ended it. Belongs to its router's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+from urllib.parse import urldefrag
+
+from ..errors import PrebleError, QueueFull, TransportError
+from ..transport.engine_servers.link import ServerLink
+from ..transport.engine_servers.server_info import ServerInfo, ServerOptions
+from ..types import SessionHint
+from .request import Attempt, PlacedRequest, Setback, TokenIds
+
+if TYPE_CHECKING:
+    from .fleet import Fleet, FleetWorker
+    from .router import Router
+
+
+class Placement(PlacedRequest):
+    """See the module; made by `Router.place`. What it says of its server is that of the latest attempt."""
+
+    def __init__(
+        self,
+        router: Router,
+        request_id: Hashable,
+        token_ids: TokenIds,
+        namespace: Hashable,
+        *,
+        client: Hashable = None,
+        first_token_seconds: float = math.inf,
+        session: SessionHint | None = None,
+        max_new_tokens: int | None = None,
+        exclude: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(
+            request_id,
+            token_ids,
+            namespace,
+            client=client,
+            first_token_seconds=first_token_seconds,
+            session=session,
+            exclude=exclude,
+        )
+        self.on_lost: Callable[[], object] | None = None  # the attempt is over, and not by our word
+        self.timer: asyncio.TimerHandle | None = None  # until which the first token is of use
+        self._router = router
+        self._max_new_tokens = max_new_tokens
+        self._output_tokens = 0
+        self._server: FleetWorker
+        self._link: ServerLink
+        self._ended = False
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> str:
+        """The id of the server's rank, as the scheduler knows it."""
+        return self._server.worker_id
+
+    @property
+    def url(self) -> str:
+        """Where to send the request: the server's URL, without a path."""
+        return urldefrag(self._server.address)[0]
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank to name in the request; None for a server that has one only."""
+        return self._link.rank if self._link.info.ranks > 1 else None
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server said of itself."""
+        return self._link.info
+
+    @property
+    def options(self) -> ServerOptions:
+        """What the operator said of it, its API key among it."""
+        return self._server.options or _NO_OPTIONS
+
+    def heard(self) -> None:
+        """The server has sent something, so it lives."""
+        self._link.heard()
+
+    # --- what becomes of the request ----------------------------------------------------------------------------------
+
+    def first_token(self, cached_tokens: int | None = None) -> None:
+        """Output has begun. `cached_tokens` of the prompt were cached, where the server says so already."""
+        self._stop_timer()
+        self._note_cached(cached_tokens)
+        self._router.first_token_of(self)
+
+    def finish(self, output_tokens: int, cached_tokens: int | None = None, reason: str = "stop") -> None:
+        """The answer is whole: so many tokens in all, of which this attempt made those that were not told before."""
+        if self._ended:
+            return
+        self._end()
+        self._note_cached(cached_tokens)
+        self._output_tokens = output_tokens
+        self._router.end(self, reason)
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more, or it was no answer. Again, and after `finish`, it does nothing."""
+        if not self._ended:
+            self._end()
+            self._router.end(self, None)
+
+    async def start(self) -> None:
+        """Find the first place; `Router.place` does. Raises as that."""
+        try:
+            await self._router.move(self)
+        except BaseException:
+            self._end()
+            raise
+
+    async def failed(self, text: str, *, full: bool = False, doubt: bool = False) -> None:
+        """The attempt failed, `full` because the server takes no more: find another place. `doubt`: the server may be
+        gone, it is asked at once. `on_lost` is to be set again. Raises as `Router.place`, and what ended the request
+        before; it has ended then."""
+        if self._ended:
+            raise TransportError("the placement has ended")
+        self.on_lost = None
+        if doubt:
+            self._link.doubt()
+        self._router.set_back(self, text, full=full)
+        await self.start()
+
+    def told(self, token_ids: TokenIds, output_tokens: int) -> None:
+        """`output_tokens` have come so far; the request goes on from `token_ids`, prompt and output."""
+        self.prompt = token_ids
+        self._output_tokens = output_tokens
+
+    def _note_cached(self, cached_tokens: int | None) -> None:
+        attempt = self.attempt
+        if attempt is None or attempt.cached_tokens is not None or cached_tokens is None:
+            return
+        if cached_tokens <= len(self.prompt):
+            attempt.cached_tokens = cached_tokens
+        else:
+            self._router.counters.wrong_reports += 1
+
+    def _end(self) -> None:
+        self._ended = True
+        self._stop_timer()
+        self.on_lost = None
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    # --- asked by the router ------------------------------------------------------------------------------------------
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens that were told."""
+        return self._output_tokens
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Output tokens that may still come; None where the request names no limit."""
+        return None if self._max_new_tokens is None else max(self._max_new_tokens - self._output_tokens, 1)
+
+    def tokens_so_far(self) -> TokenIds:
+        """What the request is routed by."""
+        return self.prompt
+
+    def hand_over(self, attempt: Attempt, fleet: Fleet) -> None:
+        """Take a place at a server. Raises `TransportError` for one that is away or no server, `QueueFull` for one that
+        has as many requests as its options allow, `UnknownWorker`."""
+        server = fleet.worker(attempt.worker_id)
+        link = server.link
+        if server.state != "ready" or not isinstance(link, ServerLink):
+            raise TransportError(f"worker {attempt.worker_id} is no server that takes requests")
+        if server.relayed >= (server.options or _NO_OPTIONS).max_requests:
+            raise QueueFull(f"{server.relayed} requests are at {server.address}, the bound of this router")
+        server.relayed += 1
+        self._server, self._link = server, link
+
+    def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
+        """Leave the place; who sent the request closes its connection."""
+        self._server.relayed -= 1
+
+    def set_back(self, setback: Setback) -> None:
+        """The attempt is over: its server is lost, or `failed` said so."""
+        self.setback = setback
+        self._call_on_lost()
+
+    def fail(self, error: PrebleError) -> None:
+        """The request ends with an error, which `failed` raises."""
+        if self.error is None:
+            self.error = error
+            self._call_on_lost()
+
+    def _call_on_lost(self) -> None:
+        if self.on_lost is not None:
+            self.on_lost()
+
+
+_NO_OPTIONS = ServerOptions()
