@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Route, Router, request_response
 
 from ..clock import Clock
 from .api.admin import Admin
@@ -21,7 +21,9 @@ from .api.sglang import Sglang
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
 from .core.sibling_processes import SharedWork, from_other_process, merged
-from .middleware import Middleware
+from .middleware import App, Middleware
+from .relay.endpoints import ENDPOINTS
+from .relay.relay import Relay
 
 
 def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
@@ -36,18 +38,18 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
         return await asyncio.to_thread(gateway.metrics.render, gateway.router.scheduler, stats, gateway.stats())
 
     async def all_metrics() -> bytes:
-        text = await own.result()
+        text = await ours.result()
         if processes is None:
             return text
         answers = await processes.ask("GET", "/metrics")
         texts = {answer.index: answer.body if answer.status == 200 else None for answer in answers}
         return merged(dict(sorted({processes.slot.index: text, **texts}.items())))
 
-    own, everybodys = SharedWork(own_metrics), SharedWork(all_metrics)
+    ours, everybodys = SharedWork(own_metrics), SharedWork(all_metrics)
 
     async def metrics(request: Request) -> Response:
         """GET /metrics."""
-        text = await (own if from_other_process(processes, request.scope) else everybodys).result()
+        text = await (ours if from_other_process(processes, request.scope) else everybodys).result()
         return Response(text, media_type=gateway.metrics.content_type)
 
     described = json_response(document())
@@ -56,11 +58,20 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
         """GET /openapi.json."""
         return described
 
+    own = {
+        "/v1/chat/completions": openai.chat,
+        "/v1/completions": openai.completions,
+        "/generate": sglang.generate,
+    }
+    relay = Relay(gateway)
+    gateway.on_close.append(relay.pools.close)
     routes = [
-        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
-        Route("/v1/completions", openai.completions, methods=["POST"]),
+        *(
+            Route(one.path, _ByFleet(gateway, relay.at(one), own.get(one.path)), methods=[one.method])
+            for one in ENDPOINTS
+            if not one.by_id
+        ),
         Route("/v1/models", openai.models),
-        Route("/generate", sglang.generate, methods=["POST"]),
         Route("/health", admin.health),
         Route("/ready", admin.ready),
         Route("/metrics", metrics),
@@ -76,6 +87,21 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
         Route("/page/{name}", page.file),
     ]
     return Middleware(Router(routes, redirect_slashes=False, default=_no_such_path), gateway, clock)
+
+
+class _ByFleet:
+    """Where every worker is a server that runs already, requests are relayed; else `own` handles them, where there is
+    one: workers of ours are sent token ids."""
+
+    def __init__(self, gateway: Gateway, relayed: App, own: Callable[[Request], Awaitable[Response]] | None) -> None:
+        self._gateway = gateway
+        self._relayed = relayed
+        self._own: App = _no_such_path if own is None else request_response(own)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """One request."""
+        is_relayed = self._gateway.router.fleet.all_servers
+        await (self._relayed if is_relayed else self._own)(scope, receive, send)
 
 
 async def _no_such_path(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

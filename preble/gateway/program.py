@@ -103,7 +103,10 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         try:
             token = _admin_token(config, slot)
             gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
-            await _run(make_app(gateway), gateway, listeners, load)
+            try:
+                await _run(make_app(gateway), gateway, listeners, load)
+            finally:
+                gateway.close()
         finally:
             await router.close()
             router.scheduler.close()

@@ -368,8 +368,8 @@ class Router:
         """Find a server for a request that the caller sends itself, over HTTP; see `placement`. It is booked until the
         placement ends, and moves with `Placement.failed`.
 
-        `exclude`: ids of workers that it must not go to. `streamed`: its first token will be seen when it comes, else it
-        counts for nothing in what requests would wait. The other arguments are `generate`'s. Raises as `generate`
+        `exclude`: ids of workers that it must not go to. `streamed`: its first token will be seen when it comes, else
+        it counts for nothing in what requests would wait. The other arguments are `generate`'s. Raises as `generate`
         does at once and while iterated; then nothing is booked.
         """
         token_ids = self._token_ids(prompt)

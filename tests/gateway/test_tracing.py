@@ -68,10 +68,10 @@ def collector() -> Iterator[Collector]:
 def ask(gateway: GatewayProcess) -> None:
     """A request within a trace, one outside of any, and one that fails."""
     client = Client(gateway.address)
-    body = {"prompt": list(range(100)), "max_tokens": 3}
+    body = {"input_ids": list(range(100)), "sampling_params": {"max_new_tokens": 3}, "stream": True}
     named = {"traceparent": PARENT, "tracestate": "a=b", "x-session-id": "talk-1", "x-request-id": "mine"}
-    assert client.call("POST", "/v1/completions", body, headers=named)[0] == 200
-    assert client.call("POST", "/generate", {"input_ids": []})[0] == 400
+    assert client.call("POST", "/generate", body, headers=named)[0] == 200
+    assert client.call("POST", "/v1/completions", b"no JSON")[0] == 400
     assert client.call("GET", "/health")[0] == 200
     client.close()
 
@@ -99,7 +99,7 @@ def test_a_span_says_where_a_request_went_and_its_trace_goes_on(collector: Colle
         (told,) = await served(tmp_path, "--traces-endpoint", collector.url)
         spans = collector.spans()
         assert set(spans) == {"POST /v1/completions", "POST /generate"}
-        span = spans["POST /v1/completions"]
+        span = spans["POST /generate"]
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, SPAN)
         assert told["traceparent"] == f"00-{TRACE}-{span.span_id.hex()}-01" and told["tracestate"] == "a=b"
         attributes = {one.key: one.value for one in span.attributes}
@@ -110,7 +110,7 @@ def test_a_span_says_where_a_request_went_and_its_trace_goes_on(collector: Colle
         assert attributes["preble.worker"].string_value == attributes["preble.decision.worker"].string_value != ""
         assert attributes["session.id"].string_value == "talk-1"
         assert attributes["preble.request_id"].string_value == "mine"
-        refused = {one.key: one.value for one in spans["POST /generate"].attributes}
+        refused = {one.key: one.value for one in spans["POST /v1/completions"].attributes}
         assert refused["http.response.status_code"].int_value == 400 and "preble.worker" not in refused
 
     story()

@@ -258,7 +258,8 @@ class FakeServer:
 
         def line(tokens: list[int], cached: int) -> dict[str, Any]:
             reason = {"type": "length", "length": count} if len(tokens) == count else None
-            meta = {"id": body["rid"], "cached_tokens": cached, "finish_reason": reason, "dp_rank": rank}
+            meta = {"id": body.get("rid"), "cached_tokens": cached, "finish_reason": reason, "dp_rank": rank}
+            meta["prompt_tokens"] = len(body["input_ids"])
             return {"text": None, "output_ids": tokens, "meta_info": {**meta, "completion_tokens": len(tokens)}}
 
         return await self._stream(request, body, body["input_ids"], count, rank, line)

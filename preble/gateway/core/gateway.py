@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,12 @@ class Gateway:
         self.live_choices = 0
         self.bodies = ByteBudget(config.max_bodies_bytes)
         self._unread = UnreadBudget(UNREAD_BYTES_MAX)
+        self.on_close: list[Callable[[], object]] = []  # what is to be ended with it
+
+    def close(self) -> None:
+        """End what belongs to it; the router is ended by who made that."""
+        for end in self.on_close:
+            end()
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -187,12 +193,12 @@ class Gateway:
             namespace,
             skip_special_tokens,
             client=context.key_name,
-            first_token_seconds=self._left_seconds(context),
+            first_token_seconds=self.left_seconds(context),
             session=context.session,
         )
         return jobs_for(prompts, template, choices)
 
-    def _left_seconds(self, context: RequestContext) -> float | None:
+    def left_seconds(self, context: RequestContext) -> float | None:
         """What is left of the client's time; of a time that is over, as little as can be said."""
         if context.timeout_seconds is None:
             return None

@@ -14,7 +14,7 @@ from ...clock import Clock
 from ...errors import MissingExtra
 from ...scheduling.records import DecisionRecord
 from ...types import SessionHint
-from ..text.choices import ChoiceJob, TextPiece
+from ..text.choices import Choice, ChoiceJob, TextPiece
 
 try:
     from prometheus_client import (
@@ -154,19 +154,31 @@ class Watch:
         metrics, choice = self._metrics, piece.choice
         metrics.output_tokens.inc(len(piece.token_ids))
         if piece.token_ids and self.first_token_seconds is None:
-            self.first_token_seconds = metrics.clock() - self._started
-            metrics.first_token_seconds.observe(self.first_token_seconds)
+            self.first_token()
         is_first = choice.job.index not in self._placed
         if is_first:
             self._placed.add(choice.job.index)
-            self._saw_decision(piece)
+            self._saw_decision(choice)
         if piece.last:
             metrics.choices_ended.labels(choice.finish_reason or OTHER).inc()
         return is_first
 
-    def _saw_decision(self, piece: TextPiece) -> None:
-        metrics, choice = self._metrics, piece.choice
-        metrics.prompt_tokens.inc(len(choice.job.token_ids))
+    def first_token(self) -> float:
+        """Count the first token of all; the seconds until it came."""
+        seconds = self.first_token_seconds = self._metrics.clock() - self._started
+        self._metrics.first_token_seconds.observe(seconds)
+        return seconds
+
+    def ended(self, choice: Choice) -> None:
+        """Count all of a choice at its end, for one whose pieces nobody looks at."""
+        self._metrics.output_tokens.inc(choice.output_tokens)
+        if choice.job.index == 0:
+            self._saw_decision(choice)
+        self._metrics.choices_ended.labels(choice.finish_reason or OTHER).inc()
+
+    def _saw_decision(self, choice: Choice) -> None:
+        metrics = self._metrics
+        metrics.prompt_tokens.inc(choice.prompt_tokens)
         metrics.actual_cached_tokens.inc(choice.cached_tokens or 0)
         if choice.decision is None:
             return

@@ -106,7 +106,7 @@ class Live:
         if choice.decision is None:
             return
         tally = self._tallies.setdefault(choice.worker, [0, 0])
-        tally[0] += len(choice.job.token_ids)
+        tally[0] += choice.prompt_tokens
         tally[1] += choice.decision.matched_tokens if choice.cached_tokens is None else choice.cached_tokens
 
     def first_token(self, seconds: float) -> None:

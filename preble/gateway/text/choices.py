@@ -45,6 +45,12 @@ class Choice:
     worker: str = ""
     finish_reason: str | None = None
     stopped_by: str | int | None = None
+    reported_prompt_tokens: int | None = None  # by an engine that was sent the prompt as text
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt: as the engine counts them, else as we do."""
+        return len(self.job.token_ids) if self.reported_prompt_tokens is None else self.reported_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class RequestProgress:
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens, each prompt counted once."""
-        return sum({id(one.job.token_ids): len(one.job.token_ids) for one in self.choices}.values())
+        return sum({id(one.job.token_ids): one.prompt_tokens for one in self.choices}.values())
 
     @property
     def output_tokens(self) -> int:

@@ -1,0 +1,59 @@
+"""What is counted of a relayed request: the choices of its context, the metrics and the live page. Owns no work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...router.placement import Placement
+from ...types import SamplingParams
+from ..core.gateway import Gateway
+from ..core.request_context import RequestContext
+from ..text.choices import Choice, ChoiceJob
+from .routing_key import RoutingKey
+from .usage import UsageReader
+
+if TYPE_CHECKING:
+    from ..core.metrics import Watch
+
+_SAMPLING = SamplingParams()
+
+
+class RelayProgress:
+    """One request's."""
+
+    def __init__(self, gateway: Gateway, context: RequestContext, key: RoutingKey) -> None:
+        self._gateway = gateway
+        self._context = context
+        job = ChoiceJob(0, context.request_id, key.token_ids, _SAMPLING, namespace=key.namespace)
+        self._choice = Choice(job)
+        self._watch: Watch = gateway.metrics.watch(gateway.router.scheduler, [job], context.started)
+
+    def placed(self, placement: Placement) -> None:
+        """A server has begun to answer."""
+        choice = self._choice
+        choice.worker, choice.decision = placement.worker, placement.decision
+        if not self._context.progress.choices:
+            self._context.progress.choices.append(choice)
+
+    def first_token(self) -> None:
+        """Output has begun."""
+        context = self._context
+        context.first_token_seconds = self._watch.first_token()
+        self._gateway.live.first_token(context.first_token_seconds)
+
+    def finished(self, reader: UsageReader) -> None:
+        """The answer is whole."""
+        choice = self._choice
+        choice.reported_prompt_tokens = reader.prompt_tokens
+        choice.cached_tokens = reader.cached_tokens
+        choice.output_tokens = reader.output_tokens or 0
+        reasons = reader.finish_reasons or ("stop",)
+        choice.finish_reason = reasons[0]
+        for number, reason in enumerate(reasons[1:], 1):  # further choices of the same prompt; their tokens are counted
+            further = Choice(ChoiceJob(number, "", choice.job.token_ids, _SAMPLING), decision=choice.decision)
+            further.worker, further.finish_reason = choice.worker, reason
+            further.reported_prompt_tokens = reader.prompt_tokens
+            self._context.progress.choices.append(further)
+        for one in self._context.progress.choices:
+            self._watch.ended(one)
+        self._gateway.live.placed(choice)

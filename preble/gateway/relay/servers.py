@@ -1,0 +1,56 @@
+"""Connections to the servers that requests are relayed to, one pool for each URL. Owns when a pool is closed: when its
+server has left the fleet and nothing runs there, or the gateway ends."""
+
+from __future__ import annotations
+
+from urllib.parse import urldefrag, urlsplit
+
+from ...router.placement import Placement
+from ...router.router import Router
+from ...transport.engine_servers.http_pool import HttpPool, PoolLimits
+
+
+class ServerPools:
+    """The pools of one gateway. Belongs to its loop."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._pools: dict[str, HttpPool] = {}
+
+    def of(self, placement: Placement) -> HttpPool:
+        """The pool of a placement's server."""
+        url = placement.url
+        pool = self._pools.get(url)
+        if pool is None:
+            self._close_left()
+            limits = PoolLimits(connect_seconds=placement.options.answer_seconds)
+            pool = self._pools[url] = HttpPool(_base(url), limits)
+        return pool
+
+    def close(self) -> None:
+        """Hang up everything. Idempotent."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def stats(self) -> dict[str, int]:
+        """Connections, and those of them that wait for a request."""
+        pools = self._pools.values()
+        return {"open": sum(len(pool.open) for pool in pools), "idle": sum(pool.idle for pool in pools)}
+
+    def _close_left(self) -> None:
+        """Close the pools of servers that have left, where nothing runs any more."""
+        here = {urldefrag(address)[0] for address in self._router.fleet.workers}
+        for url, pool in list(self._pools.items()):
+            if url not in here and len(pool.open) == pool.idle:
+                pool.close()
+                del self._pools[url]
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/")
+
+
+def path_of(url: str) -> bytes:
+    """What of a server's URL stands before every path."""
+    return urlsplit(url).path.rstrip("/").encode()
