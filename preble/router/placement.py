@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urldefrag
 
 from ..errors import PrebleError, QueueFull, TransportError
@@ -31,7 +31,25 @@ from .request import Attempt, PlacedRequest, Setback, TokenIds
 
 if TYPE_CHECKING:
     from .fleet import Fleet, FleetWorker
-    from .router import Router
+
+
+class PlacementOwner(Protocol):
+    """What a placement asks of its router."""
+
+    def set_back(self, placement: Placement, text: str, *, full: bool = False) -> None:
+        """Its attempt has failed."""
+
+    async def move(self, placement: Placement) -> None:
+        """Start its next attempt. Raises as `Router.place`; then it has ended."""
+
+    def first_token_of(self, placement: Placement) -> None:
+        """Its output has begun."""
+
+    def end(self, placement: Placement, reason: str | None) -> None:
+        """It is over: with a reason it has finished, else it was given up."""
+
+    def wrong_report(self) -> None:
+        """A server said something impossible of what was cached."""
 
 
 class Placement(PlacedRequest):
@@ -39,7 +57,7 @@ class Placement(PlacedRequest):
 
     def __init__(
         self,
-        router: Router,
+        router: PlacementOwner,
         request_id: Hashable,
         token_ids: TokenIds,
         namespace: Hashable,
@@ -154,7 +172,7 @@ class Placement(PlacedRequest):
         if cached_tokens <= len(self.prompt):
             attempt.cached_tokens = cached_tokens
         else:
-            self._router.counters.wrong_reports += 1
+            self._router.wrong_report()
 
     def _end(self) -> None:
         self._ended = True

@@ -386,8 +386,10 @@ class Router:
         await placement.start()
         return placement
 
+    # --- asked by placements ------------------------------------------------------------------------------------------
+
     async def move(self, placement: Placement) -> None:
-        """Start a placement's next attempt; for `Placement` only. Raises as `place`; then the placement has ended."""
+        """Start a placement's next attempt. Raises as `place`; then the placement has ended."""
         try:
             await self._place(placement)
         except PrebleError as error:
@@ -400,7 +402,7 @@ class Router:
             raise
 
     def first_token_of(self, placement: Placement) -> None:
-        """A placement's output has begun; for `Placement` only."""
+        """A placement's output has begun."""
         attempt = placement.attempt
         if attempt is not None and not attempt.first_seen:
             attempt.first_seen = True
@@ -408,17 +410,23 @@ class Router:
             self.scheduler.first_token(placement.request_id, cached_tokens=attempt.cached_tokens)
 
     def set_back(self, placement: Placement, text: str, *, full: bool = False) -> None:
-        """A placement's attempt has failed; for `Placement` only."""
+        """A placement's attempt has failed."""
         if placement.attempt is not None:
             self._set_back(placement, text, abort=False, full=full)
 
     def end(self, placement: Placement, reason: str | None) -> None:
-        """A placement is over: with a reason it has finished, else it was given up; for `Placement` only."""
+        """A placement is over: with a reason it has finished, else it was given up."""
         if reason is not None:
             self.counters.output_tokens += placement.output_tokens
             self._end_attempt(placement, abort=False, finished=True)
             self._finish(placement, reason)
         self._dismiss(placement)
+
+    def wrong_report(self) -> None:
+        """A server said something impossible of what was cached."""
+        self.counters.wrong_reports += 1
+
+    # --- the rest of a request's life ---------------------------------------------------------------------------------
 
     def _shed(self, live: PlacedRequest) -> None:
         """The time in which the first token was of use is over: give the request up, unless it has come."""
