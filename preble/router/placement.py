@@ -113,9 +113,9 @@ class Placement(PlacedRequest):
         """What the operator said of it, its API key among it."""
         return self._server.options or _NO_OPTIONS
 
-    def heard(self) -> None:
+    def saw_output(self) -> None:
         """The server has sent something, so it lives."""
-        self._link.heard()
+        self._link.saw_output()
 
     # --- what becomes of the request ----------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Placement(PlacedRequest):
         self._router.first_token_of(self)
 
     def finish(self, output_tokens: int, cached_tokens: int | None = None, reason: str = "stop") -> None:
-        """The answer is whole: so many tokens in all, of which this attempt made those that were not told before."""
+        """The answer is whole: so many tokens in all, of all its attempts together."""
         if self._ended:
             return
         self._end()
@@ -160,7 +160,7 @@ class Placement(PlacedRequest):
         self._router.set_back(self, text, full=full)
         await self.start()
 
-    def told(self, token_ids: TokenIds, output_tokens: int) -> None:
+    def emitted(self, token_ids: TokenIds, output_tokens: int) -> None:
         """`output_tokens` have come so far; the request goes on from `token_ids`, prompt and output."""
         self.prompt = token_ids
         self._output_tokens = output_tokens
@@ -188,7 +188,7 @@ class Placement(PlacedRequest):
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens that were told."""
+        """Output tokens that were reported so far."""
         return self._output_tokens
 
     @property

@@ -259,7 +259,7 @@ class Exchange:
         part = first
         try:
             while part:
-                placement.heard()
+                placement.saw_output()
                 if well:
                     part = self._read(reader, part)
                 if part:

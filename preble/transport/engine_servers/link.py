@@ -191,7 +191,7 @@ class ServerLink:
 
     # --- requests that others send ------------------------------------------------------------------------------------
 
-    def heard(self) -> None:
+    def saw_output(self) -> None:
         """The server has sent something that did not come through this link."""
         self._recover()
 
