@@ -82,7 +82,7 @@ def model(api: Any) -> str:
 @pytest.fixture(scope="module")
 def prompt_ids(codec: TextCodec) -> list[int]:
     """The chat as the model sees it."""
-    return codec._encode_chat_now(MESSAGES).tolist()
+    return codec.encode_now(codec.chat_template.render(MESSAGES), False).tolist()
 
 
 def test_a_chat_says_what_the_model_says_whole_and_streamed(

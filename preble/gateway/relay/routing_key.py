@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InvalidInput, QueueFull
-from ..text.tokenizing import PromptTooLong, TextCodec
+from ..text.tokenizing import Piece, PromptTooLong, TextCodec
 from .body import RelayedBody
+from .chat_prompt import chat_prompt
 from .text_key import text_key
 
 TokenIds = npt.NDArray[np.int32]
@@ -73,19 +74,20 @@ async def routing_key(
     codec: TextCodec | None,
     *,
     model: str = "",
+    engine: str = "",
     mismatches: Mismatches | None = None,
     tokens_max: int = 2**31 - 1,
 ) -> RoutingKey:
-    """The key of a request. `model` is the name it is served by; a prompt of more than `tokens_max` tokens is left to
-    the engine to refuse, and routed on by its text."""
+    """The key of a request. `model` is the name it is served by, `engine` what serves it ("sglang", "vllm"; "": not
+    known). A prompt of more than `tokens_max` tokens is left to the engine to refuse, and routed on by its text."""
     base = namespace_of(body)
     if codec is not None and not (mismatches is not None and mismatches.text_only(body.endpoint.kind, model)):
         try:
-            ids = await _exact(body, codec, tokens_max)
+            found = await _tokens(body, codec, engine, tokens_max)
         except (PromptTooLong, QueueFull, InvalidInput):  # the engine says what is wrong with it, and waits for none
-            ids = None
-        if ids is not None and len(ids):
-            return RoutingKey(ids, base, True)
+            found = None
+        if found is not None and len(found[0]):
+            return RoutingKey(found[0], base, found[1])
     if len(body.data) > LOOP_BYTES:
         words = await asyncio.to_thread(text_key, body)
     else:
@@ -109,38 +111,35 @@ def _parts(namespace: Hashable) -> tuple[Any, ...]:
     return namespace if isinstance(namespace, tuple) else (namespace,)
 
 
-async def _exact(body: RelayedBody, codec: TextCodec, tokens_max: int) -> TokenIds | None:
-    """The prompt's tokens; None where they cannot be known. Raises as the codec does."""
-    if body.endpoint.kind == "chat":
-        return await _chat(body, codec, tokens_max)
-    if body.endpoint.kind == "completions":
-        return await _prompt(body.value("prompt"), codec, tokens_max)
-    if body.endpoint.kind == "generate" and not any(body.given(f"{kind}_data") for kind in ("image", "audio", "video")):
-        return await _prompt(body.value("text" if body.given("text") else "input_ids"), codec, tokens_max)
-    return None
-
-
-async def _chat(body: RelayedBody, codec: TextCodec, tokens_max: int) -> TokenIds | None:
-    messages = body.value("messages")
-    if not isinstance(messages, list) or body.given("chat_template") or body.given("tools"):
+async def _tokens(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: int) -> tuple[TokenIds, bool] | None:
+    """The prompt's tokens, and whether they are exactly the engine's; None where they cannot be known. Raises as the
+    codec does."""
+    kind = body.endpoint.kind
+    if kind == "chat" and not body.given("input_ids"):
+        return await _chat(body, codec, engine, tokens_max)
+    if kind == "generate" and any(body.given(f"{medium}_data") for medium in ("image", "audio", "video")):
         return None
-    plain = [_plain(message) for message in messages]
-    if any(message is None for message in plain):
-        return None
-    return await codec.encode_chat([one for one in plain if one is not None], tokens_max=tokens_max)
+    name = {"completions": "prompt", "chat": "input_ids", "generate": "text" if body.given("text") else "input_ids"}
+    ids = await _prompt(body.value(name[kind]), codec, tokens_max) if kind in name else None
+    return None if ids is None else (ids, True)
 
 
-def _plain(message: Any) -> dict[str, Any] | None:
-    """A message with its content as one text; None for what is more than text."""
-    if not isinstance(message, dict) or message.get("tool_calls"):
+async def _chat(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: int) -> tuple[TokenIds, bool] | None:
+    template = codec.chat_template
+    if template is None or "messages" not in body.fields:
         return None
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) and part.get("type") == "text" else {} for part in content]
-        if not all(isinstance(part.get("text"), str) for part in parts):
-            return None
-        content = "\n".join(part["text"] for part in parts)
-    return {**message, "content": content or ""} if content is None or isinstance(content, str) else None
+    media = False
+
+    def make() -> list[Piece]:
+        nonlocal media
+        prompt = chat_prompt(body, template, engine)
+        if prompt is None:
+            raise InvalidInput("messages: this chat is rendered by the engine only")
+        media = bool(prompt.media)
+        return prompt.pieces(template)
+
+    ids = await codec.encode_made(memoryview(body.fields["messages"]).nbytes, make, tokens_max=tokens_max)
+    return ids, not media
 
 
 async def _prompt(given: Any, codec: TextCodec, tokens_max: int) -> TokenIds | None:

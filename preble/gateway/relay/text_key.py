@@ -24,6 +24,7 @@ TokenIds = npt.NDArray[np.int32]
 TEXT_BYTES_MAX = 4 << 20  # of one prompt that are compared
 MEDIA_TOKENS = {"image": 256, "audio": 256, "video": 1024}  # what a part costs, about: only the engine knows
 PARTS_MAX = 16_384
+BILLING = "x-anthropic-billing-header"  # begins a line that Claude Code changes with each request; engines drop it
 
 _INT31 = 2**31 - 1
 _PADDING = b"\x00\x00\x00"
@@ -63,14 +64,17 @@ class KeyBuilder:
         """Add token ids."""
         self.text(ids.tobytes())
 
-    def media(self, kind: str, content: bytes) -> None:
-        """Add an image, audio clip or video by its content."""
-        self.ids(content_token_ids(sha256(content).digest(), MEDIA_TOKENS[kind]))
-
     def finish(self) -> TokenIds:
         """The key: non-negative int32."""
         words: TokenIds = np.frombuffer(b"".join(self._parts), dtype="<i4") & np.int32(_INT31)
         return words
+
+
+def media_ids(part: Any) -> array[int] | None:
+    """The run of ids that stands for an image, audio clip or video of a message; None for another part."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    medium = _MEDIA.get(kind) if isinstance(kind, str) else None
+    return None if medium is None else _content_ids(medium, part)
 
 
 def text_key(body: RelayedBody) -> TokenIds:
@@ -111,7 +115,7 @@ def _completions(body: RelayedBody, key: KeyBuilder) -> None:
 def _generate(body: RelayedBody, key: KeyBuilder) -> None:
     for kind in ("image", "audio", "video"):
         for content in _flat(body.value(f"{kind}_data")):
-            key.media(kind, _payload(content))
+            key.ids(_content_ids(kind, content))
     for name in ("text", "input_ids"):
         _prompts(body.value(name), key)
 
@@ -198,17 +202,22 @@ def _part(part: Any, key: KeyBuilder) -> None:
     if not isinstance(part, dict):
         key.text(_encode(part))
         return
-    text, kind = part.get("text"), part.get("type")
-    medium = _MEDIA.get(kind) if isinstance(kind, str) else None
-    if medium is not None:
-        key.media(medium, _payload(part))
+    text, kind, ids = part.get("text"), part.get("type"), media_ids(part)
+    if ids is not None:
+        key.ids(ids)
     elif isinstance(text, str):
+        if text.startswith(BILLING):
+            text = text.partition("\n")[2]
         key.text(text.encode("utf-8", "replace"))
     elif kind == "tool_result":
         key.text(_encode({name: value for name, value in part.items() if name not in ("content", "cache_control")}))
         _content(part.get("content"), key)
     else:
         key.text(_encode({name: value for name, value in part.items() if name != "cache_control"}))
+
+
+def _content_ids(medium: str, part: Any) -> array[int]:
+    return content_token_ids(sha256(_payload(part)).digest(), MEDIA_TOKENS[medium])
 
 
 def _payload(part: Any) -> bytes:

@@ -17,7 +17,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .chat_template import ChatTemplate, load_chat_template
 from .text_queue import TextQueue
 
 TokenIds = npt.NDArray[np.int32]
+Piece = str | array  # a text, or int32 token ids
 
 # Words, spaces, digits, other scripts, emoji of several code points, code, marks: where tokenizers differ.
 PROBES = (
@@ -119,6 +120,19 @@ class PartCache:
             assert self.bytes_used == sum(_cost(text, ids) for text, ids in self._parts.items()) <= self.bytes_max
 
 
+def _some(ids: array[int]) -> TokenIds:
+    if not ids:
+        raise InvalidInput("the prompt has no tokens")
+    return np.frombuffer(ids, dtype=np.int32)
+
+
+def _size_of(content: Any) -> int:
+    """About how many characters a message's content has: a text, or a list of parts."""
+    if isinstance(content, list):
+        return sum(_size_of(part.get("text")) for part in content if isinstance(part, Mapping))
+    return len(content) if isinstance(content, str) else 0
+
+
 def _batches(parts: Sequence[str]) -> Iterator[list[str]]:
     """Parts that are tokenised in one call: few enough characters, or one part alone."""
     batch: list[str] = []
@@ -173,13 +187,53 @@ class TextCodec:
 
         return await self._queue.run(len(text), work)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, tokens_max: int = 2**31 - 1) -> TokenIds:
-        """The ids of a chat, ready for the assistant's answer. Raises as `encode` does."""
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tokens_max: int = 2**31 - 1,
+    ) -> TokenIds:
+        """The ids of a chat, ready for the assistant's answer; see `ChatTemplate.render`. Raises as `encode` does."""
+
+        def make() -> list[Piece]:
+            if self.chat_template is None:
+                raise InvalidInput("messages: this model has no chat template")
+            text = self.chat_template.render(
+                messages,
+                tools=tools,
+                variables=variables,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            return [text]
+
+        size = sum(_size_of(message.get("content")) + MESSAGE_CHARACTERS for message in messages)
+        return await self.encode_made(size, make, tokens_max=tokens_max)
+
+    async def encode_made(
+        self, size: int, make: Callable[[], Sequence[Piece]], *, tokens_max: int = 2**31 - 1
+    ) -> TokenIds:
+        """The ids of what `make` returns, texts and ids one after the other, without special tokens around them.
+
+        `make` runs in a thread; `size` says about how many characters it makes. Raises as `encode` does, or as `make`.
+        """
 
         def work(stop: threading.Event) -> TokenIds:
-            return self._encode_chat_now(messages, TokenLimit(tokens_max, stop))
+            limit = TokenLimit(tokens_max, stop)
+            ids: array[int] = array("i")
+            for piece in make():
+                if isinstance(piece, str):
+                    for part in self._encode_parts(self._parts(piece), limit):
+                        ids.extend(part)
+                else:
+                    ids.extend(piece)
+                limit.check(len(ids))
+            return _some(ids)
 
-        size = sum(len(message["content"]) + MESSAGE_CHARACTERS for message in messages)
         return await self._queue.run(size, work)
 
     # --- in any thread ------------------------------------------------------------------------------------------------
@@ -191,14 +245,7 @@ class TextCodec:
             ids.extend(part)
         if special_tokens:
             ids.extend(self._after)
-        if not ids:
-            raise InvalidInput("the prompt has no tokens")
-        return np.frombuffer(ids, dtype=np.int32)
-
-    def _encode_chat_now(self, messages: Sequence[Mapping[str, Any]], limit: TokenLimit = UNLIMITED) -> TokenIds:
-        if self.chat_template is None:
-            raise InvalidInput("messages: this model has no chat template")
-        return self.encode_now(self.chat_template.render(messages), special_tokens=False, limit=limit)
+        return _some(ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; unknown ids are left out."""
