@@ -196,6 +196,14 @@ class GlobalScheduler(RequestApi):
         decode_seconds = cost.decode_time(output, prompt, BUSY_BATCH) / BUSY_BATCH
         return float(cost.prefill_time(prompt - booked["matched_tokens"], prompt) + decode_seconds)
 
+    def prefill_seconds(self, worker_id: str, prompt_tokens: int, cached_tokens: int) -> float:
+        """What a worker takes for the prefill of a prompt of which so much is cached, by its cost model and without any
+        waiting; 0.0 for a worker that is none. Changes nothing. O(1)."""
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            cost = None if worker is None else cost_at(self.core, worker.index)
+        return 0.0 if cost is None else float(cost.prefill_time(max(prompt_tokens - cached_tokens, 0), prompt_tokens))
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start, sizes now, and per worker its bookings and cache. A plain dict, safe to keep."""
         with self._lock:

@@ -16,8 +16,9 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24
 FLEET = 'job=~"$job",instance=~"$instance"'
 WORKER = f'{FLEET},worker=~"$worker"'
+MODEL = f'{FLEET},model=~"$model"'
 
-# (legend, expression) of each line; @ stands for the filter on gateways, # for the filter on workers, too.
+# (legend, expression) of each line; @ stands for the filter on gateways, # for that on workers, too, % on models.
 Lines = list[tuple[str, str]]
 
 
@@ -26,18 +27,26 @@ def rate(metric: str, by: str = "", filtered: str = "@") -> str:
     return f"sum{f' by ({by})' if by else ''} (rate({metric}{{{filtered}}}[$__rate_interval]))"
 
 
-def quantile(share: float, metric: str, by: str = "") -> str:
+def quantile(share: float, metric: str, by: str = "", filtered: str = "@") -> str:
     """A percentile of a histogram."""
     labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket{{@}}[$__rate_interval])))"
+    return f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket{{{filtered}}}[$__rate_interval])))"
+
+
+def quantiles(metric: str, *shares: float) -> Lines:
+    """Percentiles of the chosen models."""
+    return [(f"p{int(share * 100)}", quantile(share, metric, filtered="%")) for share in shares]
 
 
 def share(part: str, whole: str) -> str:
     """One rate as a part of another."""
-    return f"{rate(part)} / {rate(whole)}"
+    return f"{rate(part, filtered='%')} / {rate(whole, filtered='%')}"
 
 
 HIT_RATE = share("preble_actual_cached_tokens_total", "preble_prompt_tokens_total")
+FAILED = '@,status=~"5..|429"'
+ANSWERS = "preble_http_requests_total"
+ERRORS = f"({rate(ANSWERS, filtered=FAILED)} or vector(0)) / {rate(ANSWERS)}"
 ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
     (
         "Fleet",
@@ -45,9 +54,15 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
             ("stat", "Workers up", "none", 4, [("", "sum(preble_worker_up{@})")]),
             ("stat", "Requests", "reqps", 4, [("", rate("preble_requests_total"))]),
             ("stat", "Prompt tokens from cache", "percentunit", 4, [("", HIT_RATE)]),
-            ("stat", "First token, p50", "s", 4, [("", quantile(0.5, "preble_time_to_first_token_seconds"))]),
-            ("stat", "First token, p99", "s", 4, [("", quantile(0.99, "preble_time_to_first_token_seconds"))]),
-            ("stat", "Live choices", "none", 4, [("", "sum(preble_choices_live{@})")]),
+            (
+                "stat", "First token, p99", "s", 4,
+                [("", quantile(0.99, "preble_time_to_first_token_seconds", filtered="%"))],
+            ),
+            (
+                "stat", "Time per output token, p50", "s", 4,
+                [("", quantile(0.5, "preble_time_per_output_token_seconds", filtered="%"))],
+            ),
+            ("stat", "Answers that are errors", "percentunit", 4, [("", ERRORS)]),
         ],
     ),
     (
@@ -62,12 +77,15 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
                 [("{{status}}", rate("preble_http_requests_total", "status"))],
             ),
             (
-                "timeseries", "Time to first token", "s", 8,
-                [(f"p{int(q * 100)}", quantile(q, "preble_time_to_first_token_seconds")) for q in (0.5, 0.9, 0.99)],
+                "timeseries", "Tokens", "short", 8,
+                [
+                    ("prompt", rate("preble_prompt_tokens_total", filtered="%")),
+                    ("output", rate("preble_output_tokens_total", filtered="%")),
+                ],
             ),
             (
-                "timeseries", "Tokens", "short", 8,
-                [("prompt", rate("preble_prompt_tokens_total")), ("output", rate("preble_output_tokens_total"))],
+                "timeseries", "Requests that name a session", "reqps", 8,
+                [("{{names}}", rate("preble_session_requests_total", "names"))],
             ),
             (
                 "timeseries", "How generations end", "reqps", 8,
@@ -79,6 +97,35 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
             (
                 "timeseries", "Decision time, p99 by phase", "s", 8,
                 [("{{phase}}", quantile(0.99, "preble_decision_duration_seconds", "phase"))],
+            ),
+        ],
+    ),
+    (
+        "Models",
+        [
+            (
+                "timeseries", "Time to first token", "s", 8,
+                quantiles("preble_time_to_first_token_seconds", 0.5, 0.9, 0.99),
+            ),
+            (
+                "timeseries", "Time per output token", "s", 8,
+                quantiles("preble_time_per_output_token_seconds", 0.5, 0.9, 0.99),
+            ),
+            (
+                "timeseries", "Waiting, p90", "s", 8,
+                [("{{at}}", quantile(0.9, "preble_queue_seconds", "at", filtered="%"))],
+            ),
+            (
+                "timeseries", "Prompt tokens of a request", "none", 8,
+                quantiles("preble_request_prompt_tokens", 0.5, 0.9, 0.99),
+            ),
+            (
+                "timeseries", "Output tokens of a request", "none", 8,
+                quantiles("preble_request_output_tokens", 0.5, 0.9, 0.99),
+            ),
+            (
+                "timeseries", "Output tokens by model", "short", 8,
+                [("{{model}}", rate("preble_output_tokens_total", "model", "%"))],
             ),
         ],
     ),
@@ -96,7 +143,7 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
             ),
             (
                 "timeseries", "Decisions for a worker that had less", "reqps", 8,
-                [("", rate("preble_non_max_overlap_selections_total"))],
+                [("", rate("preble_non_max_overlap_selections_total", filtered="%"))],
             ),
             (
                 "timeseries", "Regret", "s", 8,
@@ -167,6 +214,7 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
                 "timeseries", "Bookings", "none", 8,
                 [
                     ("active", "sum(preble_leases_active{@})"),
+                    ("live choices", "sum(preble_choices_live{@})"),
                     ("expired a second", rate("preble_lease_expired_total")),
                 ],
             ),
@@ -210,6 +258,7 @@ VARIABLES = [
     ("job", "label_values(preble_ready, job)"),
     ("instance", 'label_values(preble_ready{job=~"$job"}, instance)'),
     ("worker", f"label_values(preble_worker_up{{{FLEET}}}, worker)"),
+    ("model", f"label_values(preble_output_tokens_total{{{FLEET}}}, model)"),
 ]
 
 
@@ -224,7 +273,7 @@ def panel(number: int, kind: str, title: str, unit: str, lines: Lines, where: di
         {
             "refId": chr(ord("A") + i),
             "datasource": SOURCE,
-            "expr": expression.replace("{@", "{" + FLEET).replace("{#", "{" + WORKER),
+            "expr": expression.replace("{@", "{" + FLEET).replace("{#", "{" + WORKER).replace("{%", "{" + MODEL),
             "legendFormat": legend or "__auto",
         }
         for i, (legend, expression) in enumerate(lines)

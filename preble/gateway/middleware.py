@@ -26,7 +26,7 @@ from .core.addresses import counted_as
 from .core.config import GatewayConfig, is_keyless
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
-from .core.request_context import RequestContext
+from .core.request_context import RequestContext, now_in
 from .core.sessions import hint_of_headers
 from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
@@ -97,6 +97,7 @@ class Middleware:
         if tracing is None:
             hand_on(trace_of(headers))
         scope["preble.context"], scope["app"] = context, self
+        now_in(context)
         status = 0
 
         async def answer(message: MutableMapping[str, Any]) -> None:
@@ -150,9 +151,7 @@ class Middleware:
 
     def _note(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", OTHER)
-        self._gateway.metrics.request(route, status, seconds)
-        if context.progress.choices:
-            self._gateway.metrics.session(context.session)
+        self._gateway.metrics.request(route, status or CLIENT_GONE, seconds, context)
         if is_unlogged(route) or not logger.isEnabledFor(logging.INFO):
             return
         progress = context.progress
@@ -167,6 +166,7 @@ class Middleware:
             "session": context.session.session,
             "parent_session": context.session.parent,
             "agent": context.session.agent,
+            "model": context.model,
             "stream": context.stream,
             "first_token_seconds": context.first_token_seconds,
             "choices": len(progress.choices),

@@ -47,6 +47,7 @@ try:
     from .connections import BoundedProtocol, ConnectionLimits, Connections
     from .core.gateway import Gateway
     from .core.metrics import Metrics
+    from .core.otlp_metrics import OtlpMetrics
     from .core.tracing import Tracing
     from .dashboard.state import RECORDS_PER_SECOND
     from .middleware import Middleware
@@ -89,11 +90,12 @@ def _run_loop(work: Coroutine[Any, Any, None]) -> None:
 async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: ProcessSlot | None) -> None:
     listeners = [_listen(config.host, config.port if slot is None else slot.port, shared=slot is not None)]
     processes = None if slot is None else GatewayProcesses(slot)
-    codec = tracing = None
+    codec = tracing = otlp = None
     try:
         tracing = None if config.traces_endpoint is None else Tracing(config.traces_endpoint)
+        otlp = None if config.metrics_endpoint is None else OtlpMetrics(config.metrics_endpoint)
         codec = _codec(config)
-        metrics = Metrics(time.monotonic)
+        metrics = Metrics(time.monotonic, otlp)
         running = None if processes is None else await processes.workers()
         router = _router(config, metrics, codec, running)
         await _start(router, config, codec)
@@ -115,8 +117,9 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
             listener.close()
         if codec is not None:
             codec.close()
-        if tracing is not None:
-            tracing.close()
+        for sender in (tracing, otlp):
+            if sender is not None:
+                sender.close()
 
 
 async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket], load: Callable[[], Loaded]) -> None:

@@ -384,12 +384,20 @@ def test_metrics_count_what_happened(client: Client) -> None:
     text = client.call("GET", "/metrics")[2]
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values['preble_requests_total{policy="e2",reason="exploit"}']) >= 1
-    assert float(values["preble_actual_cached_tokens_total"]) >= 200
-    assert float(values["preble_selected_cached_tokens_total"]) <= float(
-        values["preble_best_eligible_cached_tokens_total"]
+    assert float(values['preble_actual_cached_tokens_total{model="tiny"}']) >= 200
+    assert float(values['preble_selected_cached_tokens_total{model="tiny"}']) <= float(
+        values['preble_best_eligible_cached_tokens_total{model="tiny"}']
     )
     assert values['preble_worker_up{worker="a"}'] == values['preble_worker_up{worker="b"}'] == "1.0"
-    assert float(values["preble_time_to_first_token_seconds_count"]) >= 2
+    for name in ("time_to_first_token", "time_per_output_token"):
+        assert float(values[f'preble_{name}_seconds_count{{model="tiny"}}']) >= 2
+    for at in ("gateway", "engine"):
+        assert float(values[f'preble_queue_seconds_count{{at="{at}",model="tiny"}}']) >= 2
+    assert float(values['preble_request_output_tokens_sum{model="tiny"}']) >= 8
+    assert float(values['preble_request_prompt_tokens_count{model="tiny"}']) >= 2
+    ok = 'preble_http_requests_total{model="tiny",route="/v1/completions",status="200"}'
+    assert float(values[ok]) >= 2
+    assert not [name for name in values if "_created" in name]
     assert values["preble_choices_live"] == "0.0"
 
 

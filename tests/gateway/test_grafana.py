@@ -1,5 +1,5 @@
-"""The Grafana dashboard against the metrics that are exported: names, labels, and that Grafana can read it. Runs no
-Grafana."""
+"""The Grafana dashboard and the alerts against the metrics that are exported: names, labels, and that they can be read.
+Runs neither Grafana nor Prometheus."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import re
 import runpy
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
-from preble import GlobalScheduler, ManualClock
+from preble import GlobalScheduler, ManualClock, SamplingParams
 from preble.gateway.core.metrics import Metrics
+from preble.gateway.core.request_context import RequestContext
+from preble.gateway.core.sibling_processes import merged
+from preble.gateway.text.choices import Choice, ChoiceJob
+from preble.types import SessionHint
 from tests.support.paths import ROOT
 
 parser = pytest.importorskip(
@@ -21,7 +27,8 @@ parser = pytest.importorskip(
 FOLDER = ROOT / "examples" / "grafana"
 SCRAPED = {"job", "instance", "le"}  # what Prometheus adds
 # A word that an expression has outside of quotes, and that is no name of a metric or of a label.
-PROMQL = {"sum", "min", "max", "by", "rate", "histogram_quantile", "label_values"}
+PROMQL = {"sum", "min", "max", "by", "rate", "histogram_quantile", "label_values", "or", "vector"}
+PROMQL |= {"absent", "increase", "offset", "and", "on"}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +41,11 @@ def dashboard() -> dict[str, Any]:
 def exported() -> dict[str, set[str]]:
     """Labels by metric, of a gateway where everything has happened once."""
     metrics = Metrics(ManualClock())
-    metrics.request("/v1/completions", 200, 0.1)
+    context = RequestContext("id", 0.0, session=SessionHint("talk"))
+    context.progress.choices = [Choice(ChoiceJob(0, "id", np.arange(3, dtype=np.int32), SamplingParams()))]
+    metrics.request("/v1/completions", 200, 0.1, context)
     metrics.phase("decide", 1e-5)
-    metrics.choices_ended.labels("stop").inc()
+    metrics.of_model("m").choice_ended("stop")
     scheduler = GlobalScheduler(["a"])
     scheduler.finish(scheduler.schedule([1, 2, 3]).request_id)
     names = ("finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed", "live_requests")
@@ -44,7 +53,8 @@ def exported() -> dict[str, set[str]]:
     stats = scheduler.stats()
     stats["plans"]["made"] = {"replica": 1}
     scheduler.stats = lambda: stats
-    text = metrics.render(scheduler, {**dict.fromkeys(names, 0), "workers": {"tcp://a": worker}}, GATEWAY).decode()
+    text = metrics.render(scheduler, {**dict.fromkeys(names, 0), "workers": {"tcp://a": worker}}, GATEWAY)
+    text = merged({0: text}).decode()  # as several processes show it
     found: dict[str, set[str]] = {}
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,7 +74,7 @@ def expressions(dashboard: dict[str, Any]) -> list[str]:
 
 def words(expression: str) -> set[str]:
     """Names in an expression, without what is quoted."""
-    plain = re.sub(r'"[^"]*"|\[[^]]*\]', "", expression)
+    plain = re.sub(r'"[^"]*"|\[[^]]*\]|\b\d[\w.]*', "", expression)
     return set(re.findall(r"[a-z_][a-z0-9_]*", plain)) - PROMQL
 
 
@@ -81,9 +91,55 @@ def test_every_metric_and_label_of_the_dashboard_is_exported(
             assert labels <= exported[name] | SCRAPED, f"{labels - exported[name]} in {expression}"
 
 
+# --- alerts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[dict[str, Any]]:
+    """Every rule of alerts.yaml."""
+    groups = msgspec.yaml.decode((FOLDER / "alerts.yaml").read_bytes())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_every_metric_and_label_of_an_alert_is_exported(
+    rules: list[dict[str, Any]], exported: dict[str, set[str]]
+) -> None:
+    assert len(rules) >= 15 and len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        expression = rule["expr"]
+        names = {word for word in words(expression) if word.startswith(("preble_", "process_"))}
+        assert names and names <= exported.keys(), f"{names - exported.keys()} in {rule['alert']}"
+        shared = set.union(*(exported[name] for name in names)) | SCRAPED
+        assert words(expression) - names <= shared, f"{words(expression) - names - shared} in {rule['alert']}"
+        assert all(expression.count(a) == expression.count(b) for a, b in ("()", "{}", "[]")), expression
+
+
+def test_prometheus_can_read_the_alerts(rules: list[dict[str, Any]]) -> None:
+    for rule in rules:
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"Preble[A-Za-z]+", rule["alert"]) and re.fullmatch(r"\d+[mh]", rule.get("for", "1m"))
+        assert rule["labels"].keys() == {"severity"} and rule["labels"]["severity"] in {"page", "ticket"}
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        kept = re.search(r"by \(([\w, ]+)\)", rule["expr"])
+        assert named <= (SCRAPED | {"process"} if kept is None else set(kept[1].split(", "))), rule["alert"]
+
+
+def test_alerts_of_labels_name_values_that_exist(rules: list[dict[str, Any]]) -> None:
+    quoted = {pair for rule in rules for pair in re.findall(r'(\w+)=~?"([^"]*)"', rule["expr"])}
+    assert quoted == {("status", "5.."), ("status", "429"), ("at", "engine")}
+
+
+# --- what both are of -------------------------------------------------------------------------------------------------
+
+
 def test_what_peers_export_is_exported(exported: dict[str, set[str]]) -> None:
     wanted = {
         "preble_requests_total": {"policy", "reason"},
+        "preble_http_requests_total": {"route", "status", "model"},
+        "preble_time_per_output_token_seconds_count": {"model"},
+        "preble_queue_seconds_count": {"model", "at"},
+        "preble_request_prompt_tokens_count": {"model"},
+        "preble_request_output_tokens_count": {"model"},
         "preble_decision_duration_seconds_count": {"phase"},
         "preble_kv_events_total": {"type", "worker"},
         "preble_kv_event_gaps_total": {"worker"},
@@ -94,7 +150,7 @@ def test_what_peers_export_is_exported(exported: dict[str, set[str]]) -> None:
         "preble_leases_active": set(),
         "preble_scaling_desired_workers": set(),
     }
-    assert {name: exported.get(name) for name in wanted} == wanted
+    assert {name: exported.get(name, set()) - {"process"} for name in wanted} == wanted
 
 
 def test_grafana_can_read_it(dashboard: dict[str, Any]) -> None:
@@ -122,5 +178,5 @@ def test_the_file_is_what_its_program_writes() -> None:
 
 def test_the_metrics_are_documented(exported: dict[str, set[str]]) -> None:
     text = (ROOT / "docs" / "gateway.md").read_text()
-    for name in ("preble_decision_duration_seconds", "preble_kv_events_total"):
+    for name in ("preble_decision_duration_seconds", "preble_kv_events_total", "preble_queue_seconds"):
         assert f"`{name}`" in text

@@ -18,7 +18,7 @@ import pytest
 from preble import GlobalScheduler, ManualClock, SamplingParams
 from preble.errors import EngineError, HandshakeRefused, NoWorkers, Overloaded, QueueFull, TransportError, WorkerLost
 from preble.gateway import keys, program
-from preble.gateway.core import metrics
+from preble.gateway.core import metric_families, metrics
 from preble.gateway.core.config import GatewayConfig
 from preble.gateway.core.http_errors import ApiError, api_error_of
 from preble.gateway.keys import Keys, RateLimiter
@@ -284,7 +284,7 @@ GATEWAY = {"live_choices": 0, "ready": True, "tasks": 0}
 
 
 def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "WORKER_LABELS_MAX", 2)
+    monkeypatch.setattr(metric_families, "WORKER_LABELS_MAX", 2)
     scheduler = GlobalScheduler([f"w{i}" for i in range(5)])
     workers = {f"tcp://{i}": {"worker_id": f"w{i}", "state": "ready", "epoch": 1, "losses": i} for i in range(5)}
     names = ("finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed", "live_requests")

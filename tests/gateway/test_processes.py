@@ -130,8 +130,8 @@ def test_metrics_of_any_process_reports_all(gateway: GatewayProcess) -> None:
     assert text.count("# TYPE preble_requests_total counter") == 1
     for sample in (
         'preble_process_up{process="0"} 1.0',
-        'preble_prompt_tokens_total{process="0"} 3.0',
-        'preble_prompt_tokens_total{process="1"} 0.0',
+        'preble_prompt_tokens_total{process="0",model="simulated"} 3.0',
+        'preble_http_requests_total{process="0",model="simulated",route="/v1/completions",status="200"} 1.0',
         'preble_worker_up{process="1",worker="a"} 1.0',
     ):
         assert sample in text, sample

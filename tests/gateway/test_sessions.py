@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
-from preble import GlobalScheduler, ManualClock
+from preble import GlobalScheduler, ManualClock, SamplingParams
 from preble.errors import InvalidInput
 from preble.gateway.core import sessions
 from preble.gateway.core.metrics import Metrics
+from preble.gateway.core.request_context import RequestContext
 from preble.gateway.core.sessions import NO_SESSION, hint_of_headers, with_body
+from preble.gateway.text.choices import Choice, ChoiceJob
 from preble.router import Router
 from preble.scheduling.records import Recording, from_json, to_json
 from preble.transport import wire
@@ -170,7 +173,10 @@ async def test_a_routed_request_takes_its_session_to_the_record() -> None:
 def test_requests_that_name_a_session_are_counted() -> None:
     metrics = Metrics(ManualClock())
     for session in (SessionHint("talk"), SessionHint("talk", "root"), SessionHint("", "", "agent"), NO_SESSION):
-        metrics.session(session)
+        context = RequestContext("id", 0.0, session=session)
+        metrics.request("/workers", 200, 0.1, context)  # it has no choices, and counts for nothing
+        context.progress.choices = [Choice(ChoiceJob(0, "id", np.arange(3, dtype=np.int32), SamplingParams()))]
+        metrics.request("/v1/completions", 200, 0.1, context)
     lines = [line for line in metrics.own_text().decode().splitlines() if line.startswith("preble_session_requests")]
     assert lines == [
         'preble_session_requests_total{names="session"} 2.0',

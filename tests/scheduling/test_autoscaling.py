@@ -313,19 +313,19 @@ def test_of_many_workers_only_the_least_loaded_are_candidates() -> None:
 
 
 def test_the_gateway_exports_the_advice() -> None:
-    metrics = pytest.importorskip("preble.gateway.core.metrics", reason="metrics need the extra gateway")
+    metrics = pytest.importorskip("preble.gateway.core.metric_families", reason="metrics need the extra gateway")
     scheduler, clock = fleet("a", "b")
     for _ in range(2):
         clock.advance(1.0)
         scheduler.tick()
-    found = {family.name: family.samples for family in metrics._scaling_families(told(scheduler))}
+    found = {family.name: family.samples for family in metrics.scaling_families(told(scheduler))}
     assert found["preble_scaling_workers"][0].value == 2.0
     assert found["preble_scaling_desired_workers"][0].value == 1.0
     assert {sample.labels["worker"] for sample in found["preble_scaling_drain_seconds"]} == {"a", "b"}
     scheduler.remove_worker("b")
     clock.advance(1.0)
     scheduler.tick()
-    names = {family.name for family in metrics._scaling_families(told(scheduler))}
+    names = {family.name for family in metrics.scaling_families(told(scheduler))}
     assert "preble_scaling_one_less_costs_seconds" not in names, "there is none to take away"
     assert "preble_scaling_one_more_saves_seconds" in names
 

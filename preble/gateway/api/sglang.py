@@ -72,7 +72,7 @@ class Sglang:
             stops=stop_strings(asked.stop),
             skip_special_tokens=asked.skip_special_tokens is not False,
         )
-        context.stream = bool(body.stream)
+        context.stream, context.model = bool(body.stream), gateway.check_model(None)
         answer = _Answer(body.rid or context.request_id, len(jobs), several or len(jobs) > 1)
         if not context.stream:
             return await attended(request.receive, self._whole(answer, jobs, context))

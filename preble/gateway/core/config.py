@@ -171,6 +171,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "`preble[otel]`."
         ),
     ] = None
+    metrics_endpoint: Annotated[
+        Name | None,
+        Meta(
+            description="OTLP/HTTP URL of a collector of metrics, such as http://host:4318/v1/metrics; needs "
+            "`preble[otel]`. /metrics has them for Prometheus in any case."
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="The least severe lines that are logged.")
     ] = "info"

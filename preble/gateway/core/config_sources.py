@@ -166,5 +166,7 @@ def _check_addresses(config: GatewayConfig, origins: Mapping[str, str]) -> None:
             origin = f" ({origins['workers']})" if "workers" in origins else ""
             raise InvalidConfig(f"workers: {error}{origin}") from error
     check_servers(config.servers, config.workers)
-    if config.traces_endpoint is not None and not is_url(config.traces_endpoint):
-        raise InvalidConfig(f"traces_endpoint must be like http://HOST:PORT/PATH, got {config.traces_endpoint!r}")
+    for name in ("traces_endpoint", "metrics_endpoint"):
+        url = getattr(config, name)
+        if url is not None and not is_url(url):
+            raise InvalidConfig(f"{name} must be like http://HOST:PORT/PATH, got {url!r}")

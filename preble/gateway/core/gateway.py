@@ -233,7 +233,7 @@ class _Places:
         self._context = context
         self._held = len(jobs)
         gateway.live_choices += self._held
-        self._watch = gateway.metrics.watch(gateway.router.scheduler, jobs, context.started)
+        self._watch = gateway.metrics.watch(gateway.router.scheduler, jobs, context)
 
     def came(self, piece: TextPiece) -> None:
         """A piece has come, read or not."""

@@ -1,20 +1,23 @@
-"""Prometheus metrics: what the gateway counts itself, and what it reads from scheduler and router when it is asked.
+"""Prometheus metrics of what the gateway counts itself: requests, tokens, times, by route and by model.
 
-Owns their names (docs/gateway.md lists them) and the bound on labels: paths are those of the routes, statuses those
-that exist, and beyond `WORKER_LABELS_MAX` workers the rest is summed under the label "other".
+Owns their names (docs/gateway.md lists them) and the bounds on labels: paths are those of the routes, statuses those
+that exist, and beyond `MODEL_LABELS_MAX` models the rest is counted as "other". What can be read when it is asked for
+is `metric_families`'.
+
+A generation's tokens are counted as they come; its lengths and times when its request has ended (`ended`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...clock import Clock
 from ...errors import MissingExtra
 from ...scheduling.records import DecisionRecord
-from ...types import SessionHint
 from ..text.choices import Choice, ChoiceJob, TextPiece
+from .metric_families import OTHER, Family, read_text
+from .request_context import RequestContext, note_phase
 
 try:
     from prometheus_client import (
@@ -25,28 +28,32 @@ try:
         ProcessCollector,
         generate_latest,
     )
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError as error:
     raise MissingExtra("metrics need prometheus_client: pip install 'preble[gateway]'") from error
 
 if TYPE_CHECKING:
     from ...scheduler import GlobalScheduler
+    from .otlp_metrics import OtlpMetrics
 
-WORKER_LABELS_MAX = 1000
+MODEL_LABELS_MAX = 100
+MODEL_CHARS_MAX = 128
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 DECISION_SECONDS = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1, 1.0)
-OTHER = "other"
-
-Family = Any  # a CounterMetricFamily or a GaugeMetricFamily
+TOKENS = (1, 4, 16, 64, 128, 256, 512, *(1 << bits for bits in range(10, 19)), 1 << 20)
 
 
 class Metrics:
-    """The metrics of one gateway. What it counts itself may be counted from any thread."""
+    """The metrics of one gateway. What it counts itself may be counted from any thread.
+
+    `otlp`: who else is informed of every request that generated.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, otlp: OtlpMetrics | None = None) -> None:
         self.clock = clock
+        self._otlp = otlp
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 
@@ -56,32 +63,13 @@ class Metrics:
         def seconds(name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS) -> Any:
             return Histogram(f"preble_{name}", text, labels, registry=registry, buckets=buckets)
 
-        self._http = counter("http_requests", "HTTP requests by route and status", ("route", "status"))
+        self._http = counter("http_requests", "HTTP requests by route, status and model", ("route", "status", "model"))
         self._http_seconds = seconds("http_request_duration_seconds", "HTTP requests, whole streams", ("route",))
-        self.first_token_seconds = seconds(
-            "time_to_first_token_seconds", "From the request's arrival to its first token"
-        )
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that got a first token")
-        self.output_tokens = counter("output_tokens", "Output tokens")
-        self.choices_ended = counter("choices_ended", "Choices by how they ended", ("finish_reason",))
         self._decision = seconds(
             "decision_duration_seconds",
             "From text to a worker, by phase: tokenize, match, decide",
             ("phase",),
             DECISION_SECONDS,
-        )
-        self.predicted_cached_tokens = counter(
-            "predicted_cached_tokens", "Prompt tokens estimated cached on the chosen worker"
-        )
-        self.actual_cached_tokens = counter("actual_cached_tokens", "Prompt tokens cached by the engine's word")
-        self.best_cached_tokens = counter(
-            "best_eligible_cached_tokens", "Prompt tokens estimated cached where most were"
-        )
-        self.selected_cached_tokens = counter(
-            "selected_cached_tokens", "Those on the chosen worker, of the same decisions"
-        )
-        self.non_max_selections = counter(
-            "non_max_overlap_selections", "Decisions for a worker that had less than the best"
         )
         self._connections_refused = counter(
             "connections_refused", "Connections that were refused or cut off, by reason", ("why",)
@@ -90,17 +78,46 @@ class Metrics:
             "session_requests", "Generations whose client named a session, a parent of it, an agent", ("names",)
         )
         self._regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
+        self._families = {name: counter(name, text, labels) for name, text, labels in _MODEL_COUNTERS}
+        self._families |= {name: seconds(name, text, labels, to) for name, text, labels, to in _MODEL_HISTOGRAMS}
+        self._of_models: dict[str, ModelMetrics] = {}
 
-    def request(self, route: str, status: int, seconds: float) -> None:
-        """An HTTP request has ended."""
-        self._http.labels(route, str(status)).inc()
+    def of_model(self, name: str) -> ModelMetrics:
+        """What is counted of one model; those beyond the bound share one."""
+        name = name[:MODEL_CHARS_MAX]
+        found = self._of_models.get(name)
+        if found is None:
+            if len(self._of_models) >= MODEL_LABELS_MAX and name != OTHER:
+                return self.of_model(OTHER)
+            found = self._of_models[name] = ModelMetrics(name, self._families)
+        return found
+
+    def request(self, route: str, status: int, seconds: float, context: RequestContext) -> None:
+        """An HTTP request has ended, which took so long."""
+        model = self.of_model(context.model).name if context.progress.choices else ""
+        self._http.labels(route, str(status), model).inc()
         self._http_seconds.labels(route).observe(seconds)
+        if context.progress.choices:
+            self._generated(context)
+            if self._otlp is not None:
+                self._otlp.ended(context, route, status, seconds)
 
-    def session(self, session: SessionHint) -> None:
-        """A request has ended that generated; what its client named of a session is counted."""
+    def _generated(self, context: RequestContext) -> None:
+        """The request was placed, or waited for that; whatever came of it."""
         for name in ("session", "parent", "agent"):
-            if getattr(session, name):
+            if getattr(context.session, name):
                 self._sessions.labels(name).inc()
+        own, progress = self.of_model(context.model), context.progress
+        if context.first_token_seconds is None and not progress.output_tokens:
+            return
+        own.prompt_tokens.observe(progress.prompt_tokens)
+        own.output_tokens.observe(progress.output_tokens)
+        for choice in progress.choices:
+            if choice.seconds_per_token is not None:
+                own.seconds_per_token.observe(choice.seconds_per_token)
+        decided = context.phases.get("decide")
+        if decided is not None:
+            own.gateway_queue_seconds.observe(max(decided.ended - context.started, 0.0))
 
     def connection_refused(self, why: str) -> None:
         """A connection was refused, or cut off; `why` is one of `connections.Why`."""
@@ -112,15 +129,16 @@ class Metrics:
             self._regret.observe(record.regret_seconds)
 
     def phase(self, name: str, seconds: float) -> None:
-        """A part of placing a request took so long."""
+        """A part of placing a request took so long, until now."""
         self._decision.labels(name).observe(seconds)
+        note_phase(name, seconds, self.clock())
 
-    def watch(self, scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob], started: float) -> Watch:
-        """Follow the jobs of one request that arrived at `started`; call it before they are placed."""
+    def watch(self, scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob], context: RequestContext) -> Watch:
+        """Follow the jobs of one request; call it before they are placed."""
         began = self.clock()
         best = _best_tokens(scheduler, jobs)
         self.phase("match", self.clock() - began)
-        return Watch(self, best, started)
+        return Watch(self, scheduler, best, context)
 
     def own_text(self) -> bytes:
         """What it counts itself, in Prometheus' text format."""
@@ -129,66 +147,148 @@ class Metrics:
 
     def render(self, scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Mapping[str, Any]) -> bytes:
         """Everything in Prometheus' text format. `router` and `gateway` are their `stats`. Any thread may call it."""
-        registry = CollectorRegistry()
-        stats = scheduler.stats()
-        registry.register(_Snapshot(_scheduler_families(stats)))
-        registry.register(_Snapshot(_scaling_families(stats["scaling"])))
-        registry.register(_Snapshot(_worker_families(stats["workers"], router["workers"])))
-        registry.register(_Snapshot(_router_families(router, gateway)))
-        text: bytes = self.own_text() + generate_latest(registry)
-        return text
+        return self.own_text() + read_text(scheduler, router, gateway)
+
+
+# --- by model ---------------------------------------------------------------------------------------------------------
+
+_MODEL = ("model",)
+_MODEL_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens of choices that got a first token", _MODEL),
+    ("output_tokens", "Output tokens", _MODEL),
+    ("choices_ended", "Choices by how they ended", ("model", "finish_reason")),
+    ("predicted_cached_tokens", "Prompt tokens estimated cached on the chosen worker", _MODEL),
+    ("actual_cached_tokens", "Prompt tokens cached by the engine's word", _MODEL),
+    ("best_eligible_cached_tokens", "Prompt tokens estimated cached where most were", _MODEL),
+    ("selected_cached_tokens", "Those on the chosen worker, of the same decisions", _MODEL),
+    ("non_max_overlap_selections", "Decisions for a worker that had less than the best", _MODEL),
+)
+_MODEL_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From the request's arrival to its first token", _MODEL, SECONDS),
+    ("time_per_output_token_seconds", "Between output tokens of a choice, its mean", _MODEL, TOKEN_SECONDS),
+    (
+        "queue_seconds",
+        "Waiting in the gateway (until a worker was chosen), and at the engine (from then to the first token, less the "
+        "prefill by the cost model)",
+        ("model", "at"),
+        SECONDS,
+    ),
+    ("request_prompt_tokens", "Prompt tokens of a request", _MODEL, TOKENS),
+    ("request_output_tokens", "Output tokens of a request, all choices", _MODEL, TOKENS),
+)
+
+
+class ModelMetrics:
+    """What is counted of one model. Made once, for looking up a label takes longer than counting."""
+
+    def __init__(self, name: str, families: Mapping[str, Any]) -> None:
+        self.name = name
+        self._ends = families["choices_ended"]
+
+        def of(family: str, *more: str) -> Any:
+            return families[family].labels(name, *more)
+
+        self.prompt_tokens_total = of("prompt_tokens")
+        self.output_tokens_total = of("output_tokens")
+        self.predicted_cached_tokens = of("predicted_cached_tokens")
+        self.actual_cached_tokens = of("actual_cached_tokens")
+        self.best_cached_tokens = of("best_eligible_cached_tokens")
+        self.selected_cached_tokens = of("selected_cached_tokens")
+        self.non_max_selections = of("non_max_overlap_selections")
+        self.first_token_seconds = of("time_to_first_token_seconds")
+        self.seconds_per_token = of("time_per_output_token_seconds")
+        self.gateway_queue_seconds = of("queue_seconds", "gateway")
+        self.engine_queue_seconds = of("queue_seconds", "engine")
+        self.prompt_tokens = of("request_prompt_tokens")
+        self.output_tokens = of("request_output_tokens")
+
+    def choice_ended(self, finish_reason: str | None) -> None:
+        """A choice has ended so."""
+        self._ends.labels(self.name, finish_reason or OTHER).inc()
 
 
 class Watch:
     """What one request's pieces mean for the metrics."""
 
-    def __init__(self, metrics: Metrics, best: Mapping[int, int], started: float) -> None:
+    def __init__(
+        self, metrics: Metrics, scheduler: GlobalScheduler, best: Mapping[int, int], context: RequestContext
+    ) -> None:
         self.first_token_seconds: float | None = None
-        self._metrics = metrics
+        self._clock = metrics.clock
+        self._own = metrics.of_model(context.model)
+        self._scheduler = scheduler
         self._best = best
-        self._started = started
+        self._context = context
         self._placed: set[int] = set()
+        self._first: dict[int, tuple[float, int]] = {}  # by choice: when its first tokens came, and how many
 
     def saw(self, piece: TextPiece) -> bool:
         """Count a piece; whether it is the first of its choice."""
-        metrics, choice = self._metrics, piece.choice
-        metrics.output_tokens.inc(len(piece.token_ids))
-        if piece.token_ids and self.first_token_seconds is None:
-            self.first_token()
+        own, choice = self._own, piece.choice
+        if piece.token_ids:
+            own.output_tokens_total.inc(len(piece.token_ids))
+            self._saw_tokens(choice, len(piece.token_ids))
         is_first = choice.job.index not in self._placed
         if is_first:
             self._placed.add(choice.job.index)
             self._saw_decision(choice)
         if piece.last:
-            metrics.choices_ended.labels(choice.finish_reason or OTHER).inc()
+            own.choice_ended(choice.finish_reason)
+            choice.seconds_per_token = self._seconds_per_token(choice)
         return is_first
 
-    def first_token(self) -> float:
-        """Count the first token of all; the seconds until it came."""
-        seconds = self.first_token_seconds = self._metrics.clock() - self._started
-        self._metrics.first_token_seconds.observe(seconds)
+    def first_token(self, choice: Choice) -> float:
+        """Count the first token of all, which is this choice's; the seconds until it came."""
+        now = self._clock()
+        seconds = self.first_token_seconds = now - self._context.started
+        self._first.setdefault(choice.job.index, (now, 1))
+        self._own.first_token_seconds.observe(seconds)
+        self._saw_engine_queue(choice, now)
         return seconds
 
     def ended(self, choice: Choice) -> None:
-        """Count all of a choice at its end, for one whose pieces nobody looks at."""
-        self._metrics.output_tokens.inc(choice.output_tokens)
+        """Count all of a choice at its end, for one whose pieces nobody looks at. The first has the tokens of all."""
+        self._own.output_tokens_total.inc(choice.output_tokens)
         if choice.job.index == 0:
             self._saw_decision(choice)
-        self._metrics.choices_ended.labels(choice.finish_reason or OTHER).inc()
+        self._own.choice_ended(choice.finish_reason)
+        if len(self._context.progress.choices) == 1:
+            choice.seconds_per_token = self._seconds_per_token(choice)
+
+    def _saw_tokens(self, choice: Choice, count: int) -> None:
+        if choice.job.index not in self._first:
+            self._first[choice.job.index] = self._clock(), count
+        if self.first_token_seconds is None:
+            self.first_token(choice)
+
+    def _saw_engine_queue(self, choice: Choice, now: float) -> None:
+        decided = self._context.phases.get("decide")
+        if choice.decision is None or decided is None:
+            return
+        prompt = choice.decision.prompt_tokens
+        cached = choice.decision.matched_tokens if choice.cached_tokens is None else min(choice.cached_tokens, prompt)
+        prefill = self._scheduler.prefill_seconds(choice.worker, prompt, cached)
+        self._own.engine_queue_seconds.observe(max(now - decided.ended - prefill, 0.0))
+
+    def _seconds_per_token(self, choice: Choice) -> float | None:
+        """The mean time between its tokens after the first ones; None where there were no more."""
+        began, count = self._first.get(choice.job.index, (0.0, choice.output_tokens))
+        more = choice.output_tokens - count
+        return (self._clock() - began) / more if more > 0 else None
 
     def _saw_decision(self, choice: Choice) -> None:
-        metrics = self._metrics
-        metrics.prompt_tokens.inc(choice.prompt_tokens)
-        metrics.actual_cached_tokens.inc(choice.cached_tokens or 0)
+        own = self._own
+        own.prompt_tokens_total.inc(choice.prompt_tokens)
+        own.actual_cached_tokens.inc(choice.cached_tokens or 0)
         if choice.decision is None:
             return
         matched = choice.decision.matched_tokens
         best = max(matched, self._best.get(choice.job.index, matched))
-        metrics.predicted_cached_tokens.inc(matched)
-        metrics.best_cached_tokens.inc(best)
-        metrics.selected_cached_tokens.inc(matched)
+        own.predicted_cached_tokens.inc(matched)
+        own.best_cached_tokens.inc(best)
+        own.selected_cached_tokens.inc(matched)
         if matched < best:
-            metrics.non_max_selections.inc()
+            own.non_max_selections.inc()
 
 
 def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob]) -> dict[int, int]:
@@ -202,9 +302,6 @@ def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob]) -> dict[
     return best
 
 
-# --- read when asked --------------------------------------------------------------------------------------------------
-
-
 class _WithoutCreated:
     """A registry without the time at which each counter and histogram began: a line more for every one of them."""
 
@@ -216,149 +313,3 @@ class _WithoutCreated:
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
-
-
-class _Snapshot:
-    """A collector of what is there already."""
-
-    def __init__(self, families: Iterable[Family]) -> None:
-        self._families = list(families)
-
-    def collect(self) -> list[Family]:
-        """What Prometheus' library asks for."""
-        return self._families
-
-
-def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"preble_{name}", text, value)
-
-
-def _level(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"preble_{name}", text, value)
-
-
-def _labelled(
-    kind: type, name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
-) -> Family:
-    """A family with a sample for each (values of the labels, value)."""
-    family = kind(f"preble_{name}", text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
-
-
-def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
-    tree, policy, made = stats["tree"], stats["policy"], stats["plans"].get("made", {})
-    decisions = [((policy, reason), count) for reason, count in stats["reasons"].items()]
-    plans = [((kind,), count) for kind, count in made.items()]
-    evicted = [(("expired",), stats["expired_nodes"]), (("full",), tree["shed_nodes"])]
-    return [
-        _labelled(CounterMetricFamily, "requests", "Decisions by policy and reason", ("policy", "reason"), decisions),
-        _labelled(CounterMetricFamily, "replication_plans", "Plans that move or copy hot prefixes", ("kind",), plans),
-        _labelled(CounterMetricFamily, "index_evictions", "Nodes that left the index", ("why",), evicted),
-        _level("index_bytes", "Memory of the prefix index", tree["bytes_used"]),
-        _level("index_nodes", "Nodes of the prefix index", tree["nodes"]),
-        _level("leases_active", "Bookings of requests that have not ended", stats["live_requests"]),
-        _level("leases_of_peers", "Of these, bookings of other routers' requests", stats["peer_bookings"]),
-        _counter("lease_expired", "Bookings given back because nobody ended them", stats["expired_leases"]),
-        _counter("scheduler_ticks_failed", "Background rounds that failed", stats["failed_ticks"]),
-    ]
-
-
-_SCALING_METRICS = {
-    "workers": "Workers that take any request",
-    "prefill_load": "Seconds of prefill that arrive in a second",
-    "decode_load": "Seconds of decoding, at full batches, that arrive in a second",
-    "desired_workers": "The fewest workers that are busy for at most 0.7 of their time",
-    "one_more_saves_seconds": "Mean time to first token that a worker more would save",
-    "one_less_costs_seconds": "And that a worker less would cost; none where there is one worker",
-}
-
-
-def _scaling_families(scaling: Mapping[str, Any]) -> list[Family]:
-    """The advice; what a drain costs is known of some workers only, the least loaded."""
-    advice = [
-        _level(f"scaling_{name}", text, scaling[name])
-        for name, text in _SCALING_METRICS.items()
-        if scaling[name] is not None
-    ]
-    text = "Seconds to compute again what only this worker caches"
-    drains = [((worker,), seconds) for worker, seconds in scaling["drain_seconds"].items()]
-    return [*advice, _labelled(GaugeMetricFamily, "scaling_drain_seconds", text, ("worker",), drains)]
-
-
-# Of one worker, by the scheduler's bookings: name, text, field.
-_BOOKING_METRICS = (
-    ("worker_requests", "Live requests booked on it", "live_requests"),
-    ("worker_inflight_tokens", "Output tokens that its live requests are expected to have", "live_output_tokens"),
-    ("worker_load_seconds", "Its load in the window", "load_seconds"),
-    ("worker_cached_tokens", "Tokens estimated cached", "cached_tokens"),
-    ("worker_kv_capacity_tokens", "Tokens that fit", "kv_capacity_tokens"),
-)
-# Of one worker, by the router: name, text, field; and the field of its feed's counters where a server is attached,
-# whose events come on sockets beside its link.
-_LINK_METRICS = (
-    ("worker_restarts", "Starts after the first", "restarts", None),
-    ("worker_losses", "Connections lost", "losses", None),
-    ("kv_event_batches", "Batches of cache events", "event_batches", "batches"),
-    ("kv_event_gaps", "Holes in the stream of events", "event_gaps", "gaps"),
-    ("kv_replays", "Replays asked for", "replays", "replays"),
-    ("kv_resyncs", "Events lost for good", "resyncs", "resyncs"),
-)
-_EVENT_TYPES = {
-    "BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared", "PrefixEvicted": "evicted",
-    "RequestPlaced": "placed", "RequestPrefilled": "prefilled", "RequestEnded": "ended",
-}  # fmt: skip
-
-
-def _worker_families(loads: Mapping[str, Any], routers: Mapping[str, Any]) -> list[Family]:
-    """One family for each metric, one sample for each worker; those beyond the bound are summed."""
-    rows = [(row.get("worker_id") or address, row) for address, row in sorted(routers.items())]
-    labelled = [(name if i < WORKER_LABELS_MAX else OTHER, name, row) for i, (name, row) in enumerate(rows)]
-
-    def family(kind: type, name: str, text: str, value_of: Callable[[str, Mapping[str, Any]], float]) -> Family:
-        sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        for label, worker, row in labelled:
-            sums[label,] += float(value_of(worker, row))
-        return _labelled(kind, name, text, ("worker",), sums.items())
-
-    def booked(field: str) -> Callable[[str, Mapping[str, Any]], float]:
-        return lambda worker, _: loads.get(worker, {}).get(field, 0)
-
-    def reported(own: str, feed: str | None) -> Callable[[str, Mapping[str, Any]], float]:
-        return lambda _, row: row.get(own, 0) + (row.get("feed") or {}).get(feed, 0)
-
-    events: defaultdict[tuple[str, ...], float] = defaultdict(float)
-    for label, _, row in labelled:
-        for kind, count in row.get("events", {}).items():
-            events[_EVENT_TYPES.get(kind, OTHER), label] += count
-    epochs = [((worker,), row["epoch"] / 1e9) for worker, row in rows[:WORKER_LABELS_MAX]]
-    started = "When it was started, seconds since 1970"
-    return [
-        family(GaugeMetricFamily, "worker_up", "1 while it may take requests", lambda _, r: r.get("state") == "ready"),
-        *(family(GaugeMetricFamily, name, text, booked(field)) for name, text, field in _BOOKING_METRICS),
-        *(family(CounterMetricFamily, name, text, reported(own, feed)) for name, text, own, feed in _LINK_METRICS),
-        _labelled(CounterMetricFamily, "kv_events", "Cache events by type", ("type", "worker"), events.items()),
-        _labelled(GaugeMetricFamily, "worker_epoch", started, ("worker",), epochs),
-    ]
-
-
-_ROUTER_COUNTERS = {
-    "finished": "Generations that finished",
-    "failed": "Generations that failed",
-    "cancelled": "Generations whose client, or a stop string, ended them",
-    "resumed": "Generations that went on elsewhere after a loss",
-    "queue_full": "Generations refused because every worker was at its bound",
-    "refused": "Generations refused because their first token would have taken too long",
-    "shed": "Generations given up because it had not come in their client's time",
-}
-
-
-def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> list[Family]:
-    return [
-        *(_counter(f"generations_{name}", text, router[name]) for name, text in _ROUTER_COUNTERS.items()),
-        _level("generations_live", "Generations that go on", router["live_requests"]),
-        _level("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
-        _level("tasks", "Tasks of the event loop", gateway["tasks"]),
-        _level("ready", "1 while a request would find a worker", gateway["ready"]),
-    ]

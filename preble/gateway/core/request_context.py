@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -10,6 +11,15 @@ from starlette.requests import Request
 from ...types import SessionHint
 from ..text.choices import RequestProgress
 from .sessions import NO_SESSION
+
+
+@dataclass(slots=True)
+class RequestPhase:
+    """One part of a request's way to its worker, by the gateway's clock; of a part that came several times (for each
+    prompt or attempt) from its first beginning to its last end."""
+
+    began: float
+    ended: float
 
 
 @dataclass(slots=True)
@@ -25,7 +35,28 @@ class RequestContext:
     stream: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)
     first_token_seconds: float | None = None
+    phases: dict[str, RequestPhase] = field(default_factory=dict)  # "tokenize", "match", "decide"
     charge: Callable[[int], None] = lambda count: None  # takes so many more of the key's rate
+
+
+_CURRENT: ContextVar[RequestContext | None] = ContextVar("preble_request", default=None)
+
+
+def now_in(context: RequestContext | None) -> None:
+    """What this task, and those that it starts, do from now on is done for this request; None: for no request."""
+    _CURRENT.set(context)
+
+
+def note_phase(name: str, seconds: float, now: float) -> None:
+    """A part of the current request's way took so long until `now`; nothing to do outside of any request."""
+    context = _CURRENT.get()
+    if context is None:
+        return
+    phase = context.phases.get(name)
+    if phase is None:
+        context.phases[name] = RequestPhase(now - seconds, now)
+    else:
+        phase.ended = now
 
 
 def context_of(request: Request) -> RequestContext:

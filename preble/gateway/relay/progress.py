@@ -26,7 +26,7 @@ class RelayProgress:
         self._context = context
         job = ChoiceJob(0, context.request_id, key.token_ids, _SAMPLING, namespace=key.namespace)
         self._choice = Choice(job)
-        self._watch: Watch = gateway.metrics.watch(gateway.router.scheduler, [job], context.started)
+        self._watch: Watch = gateway.metrics.watch(gateway.router.scheduler, [job], context)
 
     def placed(self, placement: Placement) -> None:
         """A server has begun to answer."""
@@ -36,9 +36,11 @@ class RelayProgress:
             self._context.progress.choices.append(choice)
 
     def first_token(self) -> None:
-        """Output has begun."""
+        """Output has begun. Of an answer that comes in one nobody can say when its first token was there."""
         context = self._context
-        context.first_token_seconds = self._watch.first_token()
+        if not context.stream:
+            return
+        context.first_token_seconds = self._watch.first_token(self._choice)
         self._gateway.live.first_token(context.first_token_seconds)
 
     def finished(self, reader: UsageReader) -> None:

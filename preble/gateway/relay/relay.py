@@ -29,6 +29,7 @@ from ..core.config import is_keyless
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import api_error_of, unavailable
 from ..core.request_context import RequestContext
+from ..core.sessions import with_body
 from .body import RelayedBody, read_body
 from .endpoints import Endpoint
 from .headers import answer_headers, request_head, value_of
@@ -119,6 +120,9 @@ class Exchange:
         gateway, context, body = self._gateway, self._context, self._body
         context.model = gateway.check_model(body.model)
         context.stream = body.stream
+        named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
+        context.session = with_body(context.session, **named)
+        began = gateway.metrics.clock()
         key = await routing_key(
             body,
             gateway.codec,
@@ -126,6 +130,7 @@ class Exchange:
             mismatches=self._relay.mismatches,
             tokens_max=gateway.max_model_tokens,
         )
+        gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
         context.charge(max(body.n * body.prompts - 1, 0))
         self._progress = RelayProgress(gateway, context, key)
         placement = self._placement = await gateway.router.place(

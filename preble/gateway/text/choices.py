@@ -36,7 +36,8 @@ class ChoiceJob:
 
 @dataclass(slots=True)
 class Choice:
-    """What became of a job so far. `finish_reason` "stop" comes with what stopped it, a string or a token id."""
+    """What became of a job so far. `finish_reason` "stop" comes with what stopped it, a string or a token id.
+    `seconds_per_token` is known at its end, where more than its first tokens came."""
 
     job: ChoiceJob
     output_tokens: int = 0
@@ -45,6 +46,7 @@ class Choice:
     worker: str = ""
     finish_reason: str | None = None
     stopped_by: str | int | None = None
+    seconds_per_token: float | None = None
     reported_prompt_tokens: int | None = None  # by an engine that was sent the prompt as text
 
     @property
