@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
-
 from .errors import InvalidConfig
+from .lazy_typing import Any, Literal, dataclass
 from .types import check_int
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from ._cost import CostModel, LoadTracker
 from ._kv_index.block_index import BlockIndex
@@ -25,6 +23,7 @@ from ._snapshot.accounts import cost_at
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
 from .errors import CacheMismatchWarning, DuplicateWorker, InvalidConfig, InvalidInput, InvalidTime, UnknownWorker
+from .lazy_typing import TYPE_CHECKING, Any, dataclass, field, replace
 from .policies.base import Policy, resolve
 from .scheduling import peer_bookings
 from .scheduling.cache_mismatch import CacheMismatches, look, warn

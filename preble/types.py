@@ -7,12 +7,15 @@ are built in compiled code) and are re-exported by the package.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
 
 from .errors import InvalidConfig, InvalidInput
+from .lazy_typing import TYPE_CHECKING, Any, dataclass, field
+
+if TYPE_CHECKING:
+    from typing import NamedTuple
 
 BlockHash = int | bytes
 NAME_CHARS_MAX = 128  # of a session's name
@@ -86,14 +89,23 @@ class BlockStored:
     medium: str | None = None
 
 
-class BlockKeys(NamedTuple):
+if TYPE_CHECKING:
+
+    class _Keys(NamedTuple):
+        lora_name: str | None
+        lora_id: int | str | None
+        cache_salt: str | None
+        extra_keys: tuple[Hashable, ...]
+
+else:
+    _Keys = namedtuple("_Keys", ("lora_name", "lora_id", "cache_salt", "extra_keys"))
+
+
+class BlockKeys(_Keys):
     """What an engine distinguishes a block by beside its tokens: LoRA, salt, and vLLM's extra keys (salts, images,
     prompt embeddings; the LoRA's name left out)."""
 
-    lora_name: str | None
-    lora_id: int | str | None
-    cache_salt: str | None
-    extra_keys: tuple[Hashable, ...]
+    __slots__ = ()
 
     def namespace(self, base: Hashable = None) -> tuple[Hashable, ...]:
         """The namespace of such blocks unless the caller names another: ("lora", name), ("salt", salt), ("extra",

@@ -61,12 +61,37 @@ def test_importing_preble_loads_nothing_heavy(run_python: RunPython) -> None:
     assert loaded.isdisjoint(HEAVY), f"import preble loads {sorted(loaded & HEAVY)}"
 
 
-def test_the_scheduler_needs_no_network_and_no_model_library(run_python: RunPython) -> None:
-    code = "import sys, preble; preble.GlobalScheduler(['a', 'b']).schedule([1, 2, 3]); print(*sys.modules)"
+def test_a_first_decision_loads_nothing_that_takes_long(run_python: RunPython) -> None:
+    code = (
+        "import sys; before = set(sys.modules); import preble\n"
+        "preble.GlobalScheduler(['a', 'b']).schedule([1, 2, 3])\n"
+        "print(*set(sys.modules) - before)"
+    )
     result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     loaded = {name.split(".")[0] for name in result.stdout.split()}
-    assert loaded.isdisjoint({"torch", "transformers", "zmq", "asyncio", "msgpack", "msgspec"})
+    assert "preble" in loaded
+    assert loaded.isdisjoint(HEAVY | {"re", "enum", "inspect", "ast"}), sorted(loaded)
+
+
+def test_a_request_s_life_needs_no_numpy_until_costs_are_fitted(run_python: RunPython) -> None:
+    code = """if True:
+        import sys, preble
+        clock = preble.ManualClock()
+        scheduler = preble.GlobalScheduler(["a"], clock=clock)
+        for number in range(24):
+            decision = scheduler.schedule([1, 2, number])
+            clock.advance(0.1)
+            scheduler.first_token(decision.request_id)
+            clock.advance(0.1)
+            scheduler.finish(decision.request_id, output_tokens=8)
+        scheduler.stats()
+        print("numpy" in sys.modules)
+        scheduler.tick()
+        print("numpy" in sys.modules)
+    """
+    result = run_python("-c", code)
+    assert result.stdout.split() == ["False", "True"], result.stderr
 
 
 def source_of(module: str, suffix: str) -> Path:

@@ -8,7 +8,7 @@ raw points (RMS 5 %).
 
 from __future__ import annotations
 
-from typing import Any
+from ..lazy_typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
     "mistral-7b/a6000": {

@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import InvalidConfig, InvalidInput
+from ..lazy_typing import Any, dataclass, field
 from . import NAMES, build
 
 

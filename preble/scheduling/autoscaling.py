@@ -30,13 +30,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from heapq import nsmallest
-from typing import TYPE_CHECKING, Any
 
 from .._placement.prefix_handoff import hot_prefixes, joined_at, open_workers
 from .._snapshot.accounts import cost_at
 from ..errors import InvalidInput, UnknownWorker
+from ..lazy_typing import TYPE_CHECKING, Any, dataclass
 
 if TYPE_CHECKING:
     from .._cost import CostModel
@@ -77,7 +76,7 @@ class FleetLoad:
     @classmethod
     def from_stats(cls, scaling: Mapping[str, Any]) -> FleetLoad:
         """The load in `stats()["scaling"]`."""
-        return cls(**{name: scaling[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: scaling[name] for name in cls.__slots__})
 
     def __add__(self, other: FleetLoad) -> FleetLoad:
         """Two routers' requests on the workers of both, where neither learns of the other's."""
@@ -200,6 +199,8 @@ class Advice:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
+        from dataclasses import asdict
+
         flat = asdict(self)
         return {**flat.pop("load"), **flat}
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from ..errors import CacheMismatchWarning
+from ..lazy_typing import TYPE_CHECKING, Any, dataclass, field
 
 if TYPE_CHECKING:
     from .._kv_index.block_index import Beyond
@@ -62,6 +61,10 @@ class Mismatch:
     scheduled_token: int | None = None
     stored_token: int | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields, plain values all."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 @dataclass(slots=True)
 class CacheMismatches:
@@ -71,11 +74,11 @@ class CacheMismatches:
     warned: set[str] = field(default_factory=set)
 
     def stats(self) -> dict[str, Any]:
-        return {"cache_mismatches": [asdict(mismatch) for mismatch in self.holds]}
+        return {"cache_mismatches": [mismatch.as_dict() for mismatch in self.holds]}
 
     def state(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All of it as plain values, for snapshots."""
-        return tuple(tuple(asdict(mismatch).values()) for mismatch in self.holds), tuple(sorted(self.warned))
+        return tuple(tuple(mismatch.as_dict().values()) for mismatch in self.holds), tuple(sorted(self.warned))
 
     @classmethod
     def restored(cls, state: Any) -> CacheMismatches:

@@ -12,14 +12,13 @@ acts on one holds the writers' lock, compares, and then calls: the id cannot be 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 from .._core.dict_keys import key_value
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
 from .._placement.request_api import RequestApi, finite_time, hashable, iterable
 from ..errors import InvalidInput, UnknownWorker
+from ..lazy_typing import Any, dataclass
 
 
 class Lease:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
 from heapq import nsmallest
-from typing import TYPE_CHECKING, Any
 
 from .._placement.prefix_handoff import (
     HotPrefix,
@@ -21,6 +19,7 @@ from .._placement.prefix_handoff import (
     takes_any,
 )
 from ..errors import UnknownWorker
+from ..lazy_typing import TYPE_CHECKING, Any, dataclass, replace
 from .autoscaling import LoadSampler
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from .._core.dict_keys import key_value
 from .._placement.bookings import DecisionCore
 from ..errors import InvalidInput
+from ..lazy_typing import Any, dataclass
 from ..types import PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
 from .leases import Cancel
 

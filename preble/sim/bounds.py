@@ -64,7 +64,7 @@ import numpy.typing as npt
 from .._cost import CostModel
 from .._radix import RadixTree
 from ..errors import DuplicateRequest, InvalidInput
-from ..scheduling.calibration import CostTerms
+from ..scheduling.calibration_fit import CostTerms
 from ..types import check_int
 from ..workloads.types import PromptRequest
 

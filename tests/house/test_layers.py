@@ -21,7 +21,7 @@ PREBLE = ROOT / "preble"
 # Folders, and the files at the top of preble/, by layer. A folder stands where the longest name here that begins its
 # path does.
 LAYERS = (
-    ("errors", "types", "config", "multimodal"),
+    ("errors", "lazy_typing", "types", "config", "multimodal"),
     ("_core", "costs"),
     ("_radix", "_cost", "clock"),
     ("_kv_index", "policies", "batching", "transport", "launch", "workloads"),

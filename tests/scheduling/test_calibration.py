@@ -1,5 +1,5 @@
 """What workers really cost: samples, fit, publishing, and what it does to a fleet in simulation. Owns the tests of
-`_placement/timing_samples.pyx` and `calibration.py`."""
+`_placement/timing_samples.pyx`, `calibration.py`, `calibration_fit.py` and `cost_factors.py`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ from preble import CostModel, GlobalScheduler, ManualClock, SchedulerConfig, Wor
 from preble._placement.timing_samples import TimingSamples, swap_cost
 from preble._snapshot.accounts import cost_at
 from preble.errors import InvalidConfig
-from preble.scheduling.calibration import (
-    FACTOR_MAX,
-    NEUTRAL,
-    PRIOR,
-    Calibrator,
+from preble.scheduling.calibration import NEUTRAL, Calibrator
+from preble.scheduling.calibration_fit import (
     CostTerms,
     Estimate,
-    Logs,
     decode_expected,
     estimated,
-    logs_between,
     prefill_expected,
     rows_of,
-    scaled,
 )
+from preble.scheduling.cost_factors import FACTOR_MAX, PRIOR, Logs, linear_seconds, logs_between, scaled
 
 MODELS = [*CostModel.presets(), "neutral", "flat", "full"]
 LENGTHS = [1, 7, 63, 64, 65, 100, 192, 300, 511, 1000, 1025, 2000, 8192, 30_000]
@@ -80,6 +75,14 @@ def factors(found: Estimate | None) -> tuple[float, float]:
     assert found is not None
     prefill, decode = found.factors(found.logs)
     return math.exp(prefill), math.exp(decode)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_term_is_the_same_with_numpy_and_without(name: str) -> None:
+    model = model_of(name)
+    knots: Any = model.coefficients()["knots"]
+    sizes = sorted({0.0, 0.5, *(float(at) for at in LENGTHS), *(at for at, _ in knots)})
+    assert [linear_seconds(knots, at) for at in sizes] == CostTerms(model).linear(sizes).tolist()
 
 
 # --- what is noted ----------------------------------------------------------------------------------------------------
