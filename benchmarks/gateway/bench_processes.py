@@ -290,18 +290,18 @@ def table(rows: list[dict[str, Any]]) -> str:
             if apart is not None:
                 groups.append((row["ttft_p99"] / apart["ttft_p99"], alone, apart, row))
     lines = [
-        f"| prompts | load | policy | processes | {', ms | '.join(FIGURES.values())}, ms | p99 TTFT, together / apart |",
+        f"| prompts | load | policy | processes | {', ms | '.join(FIGURES.values())}, ms | p99 TTFT, together/apart |",
         "|---" * (len(FIGURES) + 5) + "|",
     ]
     for ratio, alone, apart, row in sorted(groups, key=lambda group: -group[0]):
         shown = [
-            " / ".join("-" if one is None else f"{one[name]:.{2 if name == 'cpu_ms' else 0}f}" for one in (alone, apart, row))
+            " / ".join(
+                "-" if one is None else f"{one[name]:.{2 if name == 'cpu_ms' else 0}f}" for one in (alone, apart, row)
+            )
             for name in FIGURES
         ]
-        policy = f"`{row['policy']}`"
-        lines.append(
-            f"| {row['prompts']} | {row['load']:g} | {policy} | {row['processes']} | {' | '.join(shown)} | {ratio:.2f} |"
-        )
+        arm = f"| {row['prompts']} | {row['load']:g} | `{row['policy']}` | {row['processes']} |"
+        lines.append(f"{arm} {' | '.join(shown)} | {ratio:.2f} |")
     return "\n".join(lines)
 
 

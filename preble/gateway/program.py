@@ -29,6 +29,7 @@ import msgspec
 
 from ..errors import HandshakeRefused, InvalidConfig, MissingExtra, PrebleError
 from ..router.router import Router, RouterConfig
+from ..router.sibling_routers import SiblingRouters
 from ..scheduler import GlobalScheduler
 from ..scheduling.records import Recording
 from ..transport.engine_servers.server_info import ServerOptions
@@ -100,9 +101,11 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         router = _router(config, metrics, codec, running)
         await _start(router, config, codec)
         _drain_like(router, running or [])
-        if slot is not None:
-            listeners.append(slot.listen())
+        siblings = None
         try:
+            if slot is not None:
+                listeners.append(slot.listen())
+                siblings = _siblings(router, slot)
             token = _admin_token(config, slot)
             gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
             try:
@@ -111,6 +114,8 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
                 gateway.close()
         finally:
             await router.close()
+            if siblings is not None:
+                await siblings.close()
             router.scheduler.close()
     finally:
         for listener in listeners:
@@ -273,6 +278,15 @@ async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None)
     if codec is not None:
         for worker in router.fleet.workers.values():
             _compare_tokenizers(codec, worker.welcome)
+
+
+def _siblings(router: Router, slot: ProcessSlot) -> SiblingRouters:
+    """The routers of the other processes, which share load before servers from now on."""
+    ends = [slot.bookings_endpoint(index) for index in range(slot.count)]
+    own = ends.pop(slot.index)
+    siblings = SiblingRouters(router, own, ends)
+    siblings.start()
+    return siblings
 
 
 def _drain_like(router: Router, cards: list[dict[str, Any]]) -> None:

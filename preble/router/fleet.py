@@ -499,10 +499,12 @@ class Fleet:
             self.forget_reports(worker)
 
     def forget_reports(self, worker: FleetWorker) -> None:
-        """Forget what a worker has reported: its cache, and other routers' requests."""
+        """Forget what a worker has reported: its cache, and other routers' requests. Of requests at a server it is
+        siblings that report."""
         if self._by_id.get(worker.worker_id) is worker:
             self.scheduler.apply(worker.worker_id, (AllBlocksCleared(),))
-            self.scheduler.forget_peer_bookings(worker.worker_id)
+            if not is_server(worker.address):
+                self.scheduler.forget_peer_bookings(worker.worker_id)
 
     def compare_load(self, worker: FleetWorker, pong: wire.Pong) -> None:
         """Report to the scheduler how many requests the worker has; what differs from the bookings of all routers is in

@@ -68,6 +68,7 @@ from .warm_ups import WarmUps
 if TYPE_CHECKING:
     from .._placement.decision import Decision
     from ..scheduler import GlobalScheduler
+    from .sibling_routers import SiblingRouters
 
 __all__ = ["Router", "RouterConfig", "StreamChunk"]
 
@@ -167,6 +168,7 @@ class Router:
         self._warm_ups = WarmUps(scheduler)
         self._predicted_wait = PredictedWait()
         self.on_decision: Callable[[float], object] | None = None  # called with the seconds each one took
+        self.siblings: SiblingRouters | None = None  # those that learn of requests at servers
         self._available = asyncio.Event()
         self._fleet: Fleet | None = None
         self._tick_task: asyncio.Task[None] | None = None
@@ -403,11 +405,8 @@ class Router:
 
     def first_token_of(self, placement: Placement) -> None:
         """A placement's output has begun."""
-        attempt = placement.attempt
-        if attempt is not None and not attempt.first_seen:
-            attempt.first_seen = True
-            self._predicted_wait.started(attempt.wire_id, self._clock())
-            self.scheduler.first_token(placement.request_id, cached_tokens=attempt.cached_tokens)
+        if placement.attempt is not None:
+            self._note_first_token(placement, placement.attempt)
 
     def set_back(self, placement: Placement, text: str, *, full: bool = False) -> None:
         """A placement's attempt has failed."""
@@ -605,7 +604,20 @@ class Router:
         if live.is_streamed:  # of others nobody knows how long they wait
             booked = self.scheduler.booked_seconds(live.request_id)
             self._predicted_wait.placed(attempt.wire_id, worker_id, live.client, booked, self._clock())
+        if self.siblings is not None:
+            asked = live.tokens_so_far(), live.namespace, live.tokens_left
+            self.siblings.own.placed(attempt.wire_id, worker_id, *asked)
         return True
+
+    def _note_first_token(self, live: PlacedRequest, attempt: Attempt) -> None:
+        """The running attempt's prefill is done, if that is news."""
+        if attempt.first_seen:
+            return
+        attempt.first_seen = True
+        self._predicted_wait.started(attempt.wire_id, self._clock())
+        self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
+        if self.siblings is not None:
+            self.siblings.own.first_token(attempt.wire_id, attempt.cached_tokens)
 
     def _no_room(self, live: PlacedRequest, setback: Setback | None) -> PrebleError:
         if live.full_workers:
@@ -631,11 +643,13 @@ class Router:
             return
         del self._running[attempt.wire_id]
         self._predicted_wait.left(attempt.wire_id, self._clock())
-        if finished:
-            output_tokens = live.output_tokens - attempt.offset
-            self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=attempt.cached_tokens)
-        else:
+        output_tokens = live.output_tokens - attempt.offset if finished else None
+        if output_tokens is None:
             self.scheduler.cancel(live.request_id)
+        else:
+            self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=attempt.cached_tokens)
+        if self.siblings is not None:
+            self.siblings.own.ended(attempt.wire_id, output_tokens)
         try:
             live.take_back(attempt, self.fleet, abort=abort)
         except (TransportError, UnknownWorker, QueueFull):
@@ -687,8 +701,10 @@ class Router:
             self._set_back(live, f"worker {worker.worker_id}: {why}", abort=worker.state != "lost")
 
     def on_available(self, worker: FleetWorker) -> None:
-        """Let requests that wait for a worker try again."""
+        """Let requests that wait for a worker try again; what siblings have there may be new here."""
         self._available.set()
+        if self.siblings is not None:
+            self.siblings.worker_available()
 
     def _take_refusal(self, live: RoutedRequest, refusal: wire.Rejected) -> None:
         if refusal.code in ("queue_full", "draining"):
@@ -711,10 +727,7 @@ class Router:
         self.counters.duplicate_tokens += accepted.duplicates
         self.counters.excess_tokens += accepted.excess
         self._take_cached(live, attempt, chunk)
-        if not attempt.first_seen:
-            attempt.first_seen = True
-            self._predicted_wait.started(attempt.wire_id, self._clock())
-            self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
+        self._note_first_token(live, attempt)
         if chunk.finish_reason == "error":
             self._end_attempt(live, abort=False)
             live.fail(EngineError(chunk.error or "the engine gave no reason"))
@@ -736,10 +749,11 @@ class Router:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters of this router and of each worker address, and the requests alive now. Changes nothing."""
+        """Counters of this router, of its siblings' reports and of each worker address, and the requests alive now.
+        Changes nothing."""
         workers = {} if self._fleet is None else self._fleet.stats()
         own = {**asdict(self.counters), **asdict(self._warm_ups.counters), "live_requests": len(self._live)}
-        return {**own, "workers": workers}
+        return {**own, "siblings": {} if self.siblings is None else self.siblings.stats(), "workers": workers}
 
     def check(self) -> None:
         """Assert that requests, attempts and the fleet agree."""

@@ -1,8 +1,8 @@
-"""What a router tells its siblings, other routers of the same deployment, of its requests, and what it makes of their
-reports. Owns what runs here and there, the order of messages, and their bytes; no socket, no clock.
+"""What a router reports of its requests to its siblings, other routers of the same deployment, and what it makes of
+their reports. Owns what runs here and there, the order of messages, and their bytes; no socket, no clock.
 
-Attached servers do not report whose requests they have, so the routers before them tell each other. A report is what a
-`preble worker` would have said: `RequestPlaced`, `RequestPrefilled`, `RequestEnded`. Booking is the scheduler's
+Attached servers do not report whose requests they have, so the routers before them report to each other. A report is
+what a `preble worker` would have said: `RequestPlaced`, `RequestPrefilled`, `RequestEnded`. Booking is the scheduler's
 (`peer_bookings`).
 
     SharedBookings    this router's side: what is new since the last message, and all that runs, for who missed some
@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import DecodeError, Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
@@ -34,7 +32,6 @@ from ..types import RequestEnded, RequestPlaced, RequestPrefilled
 Report: TypeAlias = RequestPlaced | RequestPrefilled | RequestEnded
 ReportsByWorker: TypeAlias = dict[str, list[Report]]
 
-VERSION = 1
 NEWS_MAX = 4096  # reports that wait for the next message
 NEWS_BYTES_MAX = 2 << 20
 SNAPSHOT_BYTES_MAX = 48 << 20
@@ -60,7 +57,7 @@ class SiblingMessage(Struct, array_like=True, forbid_unknown_fields=True, frozen
     router_id: Id
     number: Number
     lots: Annotated[tuple[tuple[Id, bytes], ...], Meta(max_length=EVENTS_MAX)] = ()
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
 
     def reports(self) -> Iterator[tuple[str, Report]]:
         """Each report with its worker. Raises `ProtocolError` for what is no report of this router."""
@@ -79,7 +76,9 @@ _DECODER = Decoder(SiblingMessage)
 def encode(router_id: str, number: int, reports: ReportsByWorker) -> bytes:
     """The bytes of a message. Raises `InvalidInput` for reports that do not travel."""
     lots = [
-        (worker_id, wire.encode(Events(number, tuple(lot)))) for worker_id, all_ in reports.items() for lot in _lots(all_)
+        (worker_id, wire.encode(Events(number, tuple(lot))))
+        for worker_id, all_ in reports.items()
+        for lot in _lots(all_)
     ]
     return _encode(SiblingMessage(router_id, number, tuple(lots)))
 
@@ -127,8 +126,8 @@ class _Running:
 
 
 class SharedBookings:
-    """This router's bookings, as they are told. `wake(full)` is called when there is news; `full`: at a bound, so that
-    it must be taken now.
+    """This router's bookings, as they are reported. `wake(full)` is called when there is news; `full`: at a bound, so
+    that it must be taken now.
 
     `is_shared(worker_id)`: whether siblings learn of a worker's requests from us; of others it is the worker that
     reports. Bounded by the router's live requests, whose token ids are held, not copied.
@@ -154,15 +153,10 @@ class SharedBookings:
         return len(self._running)
 
     def placed(
-        self,
-        name: str,
-        worker_id: str,
-        token_ids: npt.NDArray[np.int32],
-        namespace: Hashable,
-        max_new_tokens: int | None,
+        self, name: str, worker_id: str, token_ids: Any, namespace: Hashable, max_new_tokens: int | None
     ) -> None:
-        """An attempt of a request was booked and sent. `name` is never used twice. In a namespace that cannot travel
-        it is left out, and counted."""
+        """An attempt of a request was booked and sent. `name` is never used twice, `token_ids` are never changed. In a
+        namespace that cannot travel it is left out, and counted."""
         if not self._is_shared(worker_id):
             return
         limit = None if max_new_tokens is None else min(max_new_tokens, INT31)
@@ -173,22 +167,22 @@ class SharedBookings:
             self._counters["left_out"] += 1
             return
         self._running[name] = _Running(worker_id, report, size)
-        self._tell(worker_id, report, size)
+        self._report(worker_id, report, size)
 
     def first_token(self, name: str, cached_tokens: int | None) -> None:
         """Its first token has come."""
         running = self._running.get(name)
         if running is not None and running.prefilled is None:
             running.prefilled = RequestPrefilled(self._router_id, name, cached_tokens)
-            self._tell(running.worker_id, running.prefilled)
+            self._report(running.worker_id, running.prefilled)
 
     def ended(self, name: str, output_tokens: int | None) -> None:
         """Its booking has ended; `output_tokens` None: without a result."""
         running = self._running.pop(name, None)
         if running is not None:
-            self._tell(running.worker_id, RequestEnded(self._router_id, name, output_tokens))
+            self._report(running.worker_id, RequestEnded(self._router_id, name, output_tokens))
 
-    def _tell(self, worker_id: str, report: Report, size: int = REPORT_BYTES) -> None:
+    def _report(self, worker_id: str, report: Report, size: int = REPORT_BYTES) -> None:
         self._news.setdefault(worker_id, []).append(report)
         self._news_count += 1
         self._news_bytes += size
@@ -331,10 +325,10 @@ class SiblingBookings:
 
     def _say(self, worker_id: str, report: Report) -> bool:
         """Report to the scheduler; whether it was news."""
-        if isinstance(report, RequestPlaced) and report.request_id not in self._peers:
-            if len(self._peers) >= self._peers_max:
-                self._counters["over_bound"] += 1
-                return False
+        is_new = isinstance(report, RequestPlaced) and report.request_id not in self._peers
+        if is_new and len(self._peers) >= self._peers_max:
+            self._counters["over_bound"] += 1
+            return False
         try:
             return self._apply(worker_id, (report,)) > 0
         except UnknownWorker:

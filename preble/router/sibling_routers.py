@@ -1,4 +1,4 @@
-"""The sockets by which routers of one deployment tell each other their bookings. Owns sending and receiving, the
+"""The sockets by which routers of one deployment report their bookings to each other. Owns sending and receiving, the
 heartbeat, and when a sibling counts as gone; what is said is `shared_bookings`'.
 
     own XPUB  at this router's endpoint  <----- SUB  of each sibling
@@ -20,18 +20,27 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
 from ..errors import InvalidConfig, PrebleError
-from ..transport.engine_servers.link import is_server
 from ..transport.socket_reader import FrameReader, set_usual_options
 from ..transport.tasks import end_all
-from .shared_bookings import COUNTED, MESSAGE_BYTES_MAX, Report, ReportsByWorker, SharedBookings, SiblingBookings, encode
+from ..transport.worker_address import is_server
+from .shared_bookings import (
+    COUNTED,
+    MESSAGE_BYTES_MAX,
+    Report,
+    ReportsByWorker,
+    SharedBookings,
+    SiblingBookings,
+    encode,
+)
 
 if TYPE_CHECKING:
-    from .router import Router
+    from ..scheduler import GlobalScheduler
+    from .fleet import Fleet
 
 logger = logging.getLogger("preble.router")
 
@@ -45,13 +54,25 @@ LINGER_MS = 200  # for the last reports, at the end
 _REPORTS, _SNAPSHOT = b"r", b"s"
 
 
+class SharingRouter(Protocol):
+    """What is asked of a router; while it has siblings it reports to `siblings.own` what becomes of its requests."""
+
+    router_id: str
+    scheduler: GlobalScheduler
+    siblings: SiblingRouters | None
+
+    @property
+    def fleet(self) -> Fleet:
+        """Its workers."""
+
+
 class SiblingRouters:
     """The siblings of `router`, which is started: `endpoints` are theirs, `own_endpoint` is where they find this one.
-    ZeroMQ endpoints that nobody else can reach: what is read there is believed."""
+    ZeroMQ endpoints that nobody else can reach: what comes there is booked."""
 
     def __init__(
         self,
-        router: Router,
+        router: SharingRouter,
         own_endpoint: str,
         endpoints: Sequence[str],
         *,
@@ -73,7 +94,7 @@ class SiblingRouters:
         self._number = 0  # of the next message
         self._readers = 0  # siblings that are subscribed
         self._sent_at = -report_seconds
-        self._is_quiet = True  # since the last beat
+        self._sent_since_beat = False
         self._due: asyncio.TimerHandle | None = None
         self._publisher: zmq.Socket[bytes] | None = None
         self._subscriptions: FrameReader | None = None
@@ -83,7 +104,7 @@ class SiblingRouters:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Tell and listen from now on. Raises `InvalidConfig` where the endpoint cannot be had; nothing is open then."""
+        """Report and listen from now on. Raises `InvalidConfig` where the endpoint cannot be had; then none is open."""
         publisher = self._socket(zmq.XPUB, self._own_endpoint)
         publisher.linger = LINGER_MS
         publisher.setsockopt(zmq.XPUB_VERBOSER, 1)  # each coming and leaving is shown
@@ -101,7 +122,7 @@ class SiblingRouters:
         self._beating = asyncio.ensure_future(self._beat())
 
     async def close(self) -> None:
-        """Send what is still to be told, and tell and listen no more; what siblings have booked is given back."""
+        """Send what is still to be reported, and report and listen no more; what siblings have booked is given back."""
         self._router.siblings = None
         if self._beating is None or self._publisher is None or self._subscriptions is None:
             return
@@ -124,13 +145,13 @@ class SiblingRouters:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._beat_seconds)
-            if self._is_quiet:
+            if not self._sent_since_beat:
                 self._send()
-            self._is_quiet = True
+            self._sent_since_beat = False
             for sibling in self._siblings:
                 sibling.beat(self._silent_beats)
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- reporting ----------------------------------------------------------------------------------------------------
 
     def _is_shared(self, worker_id: str) -> bool:
         """Workers of ours report all requests themselves."""
@@ -157,7 +178,7 @@ class SiblingRouters:
 
     def _send(self, news: ReportsByWorker | None = None) -> None:
         """The next message, with news or as a sign of life."""
-        self._is_quiet = False
+        self._sent_since_beat = True
         number, self._number = self._number, self._number + 1
         self._publish(_REPORTS, number, news or {})
 
@@ -201,19 +222,26 @@ class SiblingRouters:
             sibling.ask_if_behind()
 
     def stats(self) -> Mapping[str, Any]:
-        """Counters; siblings that are heard, and their bookings. Changes nothing."""
-        heard = sum(sibling.is_heard for sibling in self._siblings)
+        """Counters; siblings that are connected, and their bookings. Changes nothing."""
+        connected = sum(sibling.is_connected for sibling in self._siblings)
         booked = sum(len(sibling.bookings) for sibling in self._siblings)
-        return {**self.counters, "siblings": len(self._siblings), "heard": heard, "booked": booked, "told": len(self.own)}
+        return {
+            **self.counters,
+            "siblings": len(self._siblings),
+            "connected": connected,
+            "booked": booked,
+            "shared": len(self.own),
+        }
 
 
 class _Sibling:
-    """One sibling: its socket, what it has running, and whether it is heard."""
+    """One sibling: its socket, what it has running, and whether it is connected."""
 
     def __init__(self, siblings: SiblingRouters, endpoint: str) -> None:
         self.endpoint = endpoint
         self.bookings = SiblingBookings(siblings.apply, siblings.counters)
-        self.is_heard = False
+        self.is_connected = False
+        self._counters = siblings.counters
         self._name = siblings.router_id
         self._socket: zmq.Socket[bytes] | None = None
         self._reader: FrameReader | None = None
@@ -241,11 +269,11 @@ class _Sibling:
         """Some time has passed, and nothing came in it if nothing came."""
         self._silent_beats += 1
         self._ask_beats = max(0, self._ask_beats - 1)
-        if self.is_heard and self._silent_beats >= silent_beats:
-            self.is_heard = False
+        if self.is_connected and self._silent_beats >= silent_beats:
+            self.is_connected = False
             self.bookings.drop()
             logger.warning("sibling router at %s is silent; its bookings are given back", self.endpoint)
-        elif self.is_heard:
+        elif self.is_connected:
             self.ask_if_behind()
 
     def ask_if_behind(self) -> None:
@@ -263,10 +291,15 @@ class _Sibling:
     def _take(self, parts: list[bytes]) -> str:
         """A message has come; of an earlier asking it is passed by."""
         self._silent_beats = 0
-        self.is_heard = True
-        if parts[0] == self._topic:
-            self.bookings.take_snapshot(parts[-1])
-        elif parts[0] == _REPORTS:
-            self.bookings.take(parts[-1])
+        self.is_connected = True
+        try:
+            if parts[0] == self._topic:
+                self.bookings.take_snapshot(parts[-1])
+            elif parts[0] == _REPORTS:
+                self.bookings.take(parts[-1])
+        except Exception:  # a policy of somebody's own failed, say: whoever is not listened to is never known again
+            self._counters["refused"] += 1
+            self.bookings.behind = True
+            logger.exception("a message of the sibling router at %s was not booked", self.endpoint)
         self.ask_if_behind()
         return ""

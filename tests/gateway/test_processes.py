@@ -1,4 +1,4 @@
-"""`preble serve --processes 2` with real processes: what one learns the other knows, crashes, and the end."""
+"""`preble serve --processes 2` with real processes: what one learns or books the other knows, crashes, and the end."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from preble.gateway.core.sibling_processes import (
     merged,
     statuses,
 )
+from tests.support.attach import FakeServer
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.transport import HANG_SECONDS, WorkerProcess, asynchronous
 
@@ -121,6 +122,95 @@ def test_each_process_books_what_the_other_has_running(tmp_path: Path) -> None:
     finally:
         gateway.stop()
         slow.stop()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """A server in a thread of its own, whose answers take as long as the test."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(HANG_SECONDS)
+
+    async def start() -> FakeServer:
+        made = FakeServer("sglang", events=False)
+        made.pause_seconds = 0.1
+        return await made.start()
+
+    made = run(start())
+    yield made
+    run(made.kill())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def booked(client: Client) -> int:
+    """Requests that a process has booked on the one worker."""
+    return int(client.call("GET", "/workers")[2]["workers"][0]["live_requests"])
+
+
+def serves(gateway: GatewayProcess, index: int) -> bool:
+    """Whether a process answers, by one that does."""
+    client = Client(gateway.address)
+    try:
+        return f'preble_process_up{{process="{index}"}} 1.0' in client.call("GET", "/metrics")[2]
+    finally:
+        client.close()
+
+
+def stream(client: Client) -> None:
+    """Begin a long answer."""
+    sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+    body = json.dumps({"input_ids": [7, 8, 9], "sampling_params": sampling, "stream": True})
+    client.connection.request("POST", "/generate", body, {"content-type": "application/json"})
+    assert client.connection.getresponse().status == 200
+
+
+def test_processes_before_a_server_book_each_others_requests(server: FakeServer, tmp_path: Path) -> None:
+    """Servers do not report them: the processes do, also to one that has just been started."""
+    gateway = GatewayProcess("--workers", server.url, "--processes", "2", log=tmp_path / "log")
+    try:
+        first, second = connections(gateway)
+        stream(first)
+        until(lambda: booked(second) == 1, "the other process has booked it, too")
+        text = second.call("GET", "/metrics")[2]
+        assert 'preble_leases_of_peers{process="1"} 1.0' in text
+        assert 'preble_siblings_connected{process="1"} 1.0' in text
+        assert 'preble_sibling_reports_total{process="0",what="sent"} 2.0' in text  # placed, first token
+        killed = pid_of(gateway, 1)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: pid_of(gateway, 1) not in (0, killed), "it was started again")
+        until(lambda: serves(gateway, 1), "it serves")
+        again = connections(gateway)[1]
+        until(lambda: booked(again) == 1, "the new one has booked it")
+        killed = pid_of(gateway, 0)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: booked(again) == 0, "what the killed one had is given back")
+    finally:
+        assert gateway.stop() == 0
+
+
+def test_a_process_that_hangs_has_no_bookings_until_it_wakes(server: FakeServer, tmp_path: Path) -> None:
+    gateway = GatewayProcess("--workers", server.url, "--processes", "2", log=tmp_path / "log")
+    hung = 0
+    try:
+        first, second = connections(gateway)
+        stream(first)
+        until(lambda: booked(second) == 1, "the other process has booked it, too")
+        hung = pid_of(gateway, 0)
+        os.kill(hung, signal.SIGSTOP)
+        until(lambda: booked(second) == 0, "it is silent for too long")
+        os.kill(hung, signal.SIGCONT)
+        until(lambda: booked(second) == 1, "it is back")
+        first.close()
+        until(lambda: booked(second) == 0, "its client has left")
+    finally:
+        if hung:
+            os.kill(hung, signal.SIGCONT)
+        gateway.stop()
 
 
 def test_metrics_of_any_process_reports_all(gateway: GatewayProcess) -> None:

@@ -41,7 +41,9 @@ class Pair:
         self.router_id, self.number = router_id, 0
         self.own = SharedBookings(router_id, lambda worker: worker != "own", self.full.append, self.counters)
 
-    def place(self, name: str, worker: str = "a:1", prompt: Any = PROMPT, limit: int | None = 8, space: Any = None) -> None:
+    def place(
+        self, name: str, worker: str = "a:1", prompt: Any = PROMPT, limit: int | None = 8, space: Any = None
+    ) -> None:
         self.own.placed(name, worker, prompt, space, limit)
 
     def message(self) -> bytes:
@@ -79,7 +81,9 @@ def test_a_request_is_booked_prefilled_and_ended_at_the_sibling() -> None:
     pair.own.ended("1", 5)
     pair.tell()
     assert pair.booked()["a:1"] == (0, 0) and len(pair.sibling) == len(pair.own) == 0
-    assert pair.scheduler.match(PROMPT).best_tokens == len(PROMPT) - 1, "what was computed there is expected to be cached"
+    assert pair.scheduler.match(PROMPT).best_tokens == len(PROMPT) - 1, (
+        "what was computed there is expected to be cached"
+    )
     assert pair.counters["received"] == 3 and pair.scheduler.stats()["peer_requests"] == 1
     pair.scheduler.check()
 
@@ -120,7 +124,9 @@ def test_a_namespace_travels_and_one_that_cannot_is_left_out() -> None:
     pair.place("2", space=("salt", 1.5))
     pair.tell()
     assert pair.booked()["a:1"][0] == 1 and pair.counters["left_out"] == 1
-    assert pair.scheduler.match(PROMPT, namespace=("salt", "tenant", b"\x00", 7, (None,))).best_tokens == len(PROMPT) - 1
+    assert (
+        pair.scheduler.match(PROMPT, namespace=("salt", "tenant", b"\x00", 7, (None,))).best_tokens == len(PROMPT) - 1
+    )
     assert pair.scheduler.match(PROMPT).best_tokens == 0
 
 
@@ -479,7 +485,7 @@ class Siblings(RuleBasedStateMachine):
             while self.wire:
                 self._take(*self.wire.popleft())
         core, router = self.pair.scheduler.core, self.pair.router_id
-        live = {key for key in core.leases}
+        live = set(core.leases)
         assert live == {peer_id(worker, router, name) for name, (worker, _) in self.running.items()}
         waiting = Counter(worker for worker, prefilled in self.running.values() if not prefilled)
         assert {worker: row[1] for worker, row in self.pair.booked().items()} == {w: waiting[w] for w in WORKERS}

@@ -64,7 +64,11 @@ class Side:
 
     async def know(self, others: int = 1) -> None:
         """Until it hears so many others, and is up to date."""
-        await known(lambda: self.count("heard") >= others and not any(one.bookings.behind for one in self.siblings._siblings))
+        await known(
+            lambda: (
+                self.count("connected") >= others and not any(one.bookings.behind for one in self.siblings._siblings)
+            )
+        )
 
 
 @contextlib.asynccontextmanager
@@ -152,10 +156,10 @@ async def test_one_that_is_silent_has_nothing_until_it_speaks_again(tmp_path: Pa
         assert one.siblings._beating is not None
         one.siblings._beating.cancel()  # it hangs
         await known(lambda: two.booked() == 0)
-        assert two.count("heard") == 0 and two.count("given_back") == 1
+        assert two.count("connected") == 0 and two.count("given_back") == 1
         one.siblings._beating = asyncio.ensure_future(one.siblings._beat())
         await known(lambda: two.booked() == 1)
-        assert two.count("heard") == 1
+        assert two.count("connected") == 1
 
 
 @asynchronous
@@ -237,7 +241,7 @@ async def test_a_lone_router_sends_nothing_of_its_requests(tmp_path: Path) -> No
     try:
         one.place("1")
         await known(lambda: one.siblings._due is None)
-        assert one.count("sent") == 0 and one.count("told") == 1
+        assert one.count("sent") == 0 and one.count("shared") == 1
     finally:
         await one.siblings.close()
 

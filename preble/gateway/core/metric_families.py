@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingExtra
+from ...router.shared_bookings import COUNTED as SIBLING_REPORTS
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest
@@ -180,4 +181,15 @@ def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> l
         _level("choices_live", "Choices that the gateway holds", gateway["live_choices"]),
         _level("tasks", "Tasks of the event loop", gateway["tasks"]),
         _level("ready", "1 while a request would find a worker", gateway["ready"]),
+        *_sibling_families(router["siblings"]),
+    ]
+
+
+def _sibling_families(siblings: Mapping[str, Any]) -> list[Family]:
+    """What the routers of several processes report to each other."""
+    reports = [((what,), siblings.get(what, 0)) for what in SIBLING_REPORTS]
+    text = "Reports of requests between the routers of several processes, and what became of them"
+    return [
+        _labelled(CounterMetricFamily, "sibling_reports", text, ("what",), reports),
+        _level("siblings_connected", "Other processes whose reports come", siblings.get("connected", 0)),
     ]

@@ -5,7 +5,9 @@ was let in by another process: it is asked for no key, counts for no rate, and i
   - an operator's change of workers, made at any process, is made in all;
   - `/metrics` of any process has the samples of all, each with its `process`;
   - a process that was started again finds the workers that the others have.
-Prompts never go that way. A process that does not answer within `ANSWER_SECONDS` is left out, and shown as such.
+Prompts never go that way; routers report bookings to each other on sockets of their own in the same
+directory (`router.sibling_routers`). A process that does not answer within `ANSWER_SECONDS` is left out, and shown as
+such.
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ class ProcessSlot:
     def socket_path(self, index: int) -> str:
         """Where process `index` listens for the others."""
         return str(Path(self.directory) / f"{index}.sock")
+
+    def bookings_endpoint(self, index: int) -> str:
+        """Where process `index` reports its bookings to the others."""
+        return f"ipc://{Path(self.directory) / f'{index}.bookings'}"
 
     @property
     def _token_path(self) -> Path:
