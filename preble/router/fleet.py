@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,12 +38,12 @@ from ..transport import wire
 from ..transport.client import LinkConfig, LinkCounters, WorkerLink
 from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCounters
 from ..transport.engine_servers.link import ServerLink
-from ..transport.engine_servers.server_info import ServerOptions
+from ..transport.engine_servers.server_info import ServedName, ServerOptions
 from ..transport.event_stream import Batch
-from ..transport.namespaces import namespace_of
+from ..transport.namespaces import joined, namespace_of
 from ..transport.security import ClientKeys
 from ..transport.worker_address import UnknownHost, check_worker_address, find_host, is_server, why_silent
-from ..types import AllBlocksCleared, WorkerSpec, check_fields
+from ..types import AllBlocksCleared, BlockKeys, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
 
 if TYPE_CHECKING:
@@ -61,13 +61,18 @@ STATES = ("connecting", "ready", "suspect", "draining", "lost", "refused")
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """How workers are found and lost, in seconds. Each failed connection doubles the wait before the next."""
+    """How workers are found and lost, in seconds. Each failed connection doubles the wait before the next.
+
+    `several_models`: servers may be of other models than the first worker; whoever places requests says by `exclude`
+    where each may go. Workers of our own must be of the first worker's model.
+    """
 
     link: LinkConfig = field(default_factory=LinkConfig)
     feed: FeedConfig = field(default_factory=FeedConfig)
     reconnect_min_seconds: float = 0.05
     reconnect_max_seconds: float = 2.0
     forget_after_seconds: float = 30.0
+    several_models: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.reconnect_min_seconds <= self.reconnect_max_seconds:
@@ -124,10 +129,21 @@ class FleetWorker:
         self.events: Counter[str] = Counter()  # taken, by type; an attached server's are counted in batches only
         self.peers = PeerRequests(fleet.router_id)
         self.feed_counters = FeedCounters() if is_server(address) else None
+        self.namespace: Hashable = None  # of what it caches without a salt or an adapter
         self.relayed = 0  # requests that are sent there by others than its link, kept by `placement`
         self.settled = asyncio.Event()  # the first handshake has been tried
         self.task: asyncio.Task[None] | None = None
         self._fleet = fleet
+
+    @property
+    def served(self) -> tuple[ServedName, ...]:
+        """The names that requests to it may use; () before it has answered."""
+        names = self.link.info.served if isinstance(self.link, ServerLink) else ()
+        return names or (() if self.welcome is None else (ServedName(self.welcome.model),))
+
+    def namespace_of(self, keys: BlockKeys) -> Hashable:
+        """The namespace of blocks that its engine distinguishes by more than tokens."""
+        return joined(self.namespace, namespace_of(keys))
 
     # --- LinkListener -------------------------------------------------------------------------------------------------
 
@@ -229,6 +245,8 @@ class Fleet:
         self._background: set[asyncio.Task[None]] = set()  # connections that are being closed
         self.unusable: frozenset[str] = frozenset()  # ids that the scheduler knows and that cannot take a request now
         self.eos_token_ids: tuple[int, ...] = ()
+        self.membership = 0  # another number whenever workers, or the names they serve, have changed
+        self._first_model = ""
         self.all_servers = False  # every worker is a server over HTTP, and there is one
 
     # --- asked by the router ------------------------------------------------------------------------------------------
@@ -266,7 +284,21 @@ class Fleet:
         self._look_at_kinds()
         return worker
 
+    async def look_for_names(self) -> None:
+        """Ask all servers anew which names they are asked by; one that does not answer keeps those it had."""
+        links = [worker.link for worker in self.workers.values() if worker.state == "ready"]
+        asked = [link.look_for_names() for link in links if isinstance(link, ServerLink) and link.rank == 0]
+        for failed in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(failed, Exception) and not isinstance(failed, PrebleError):
+                raise failed
+        self.membership += 1
+
+    def namespace_of_model(self, model: str) -> Hashable:
+        """Where requests and caches of a model are kept apart from others'; None for the first model that there was."""
+        return None if model in ("", self._first_model) else ("model", model)
+
     def _look_at_kinds(self) -> None:
+        self.membership += 1
         self.all_servers = bool(self.workers) and all(map(is_server, self.workers))
 
     async def remove(self, address: str) -> None:
@@ -418,14 +450,17 @@ class Fleet:
             raise HandshakeRefused(
                 f"workers at {other.address} and {worker.address} both call themselves {welcome.worker_id!r}"
             )
-        difference = wire.disagreement(self._expect, welcome)
+        difference = wire.disagreement(self._expect, welcome) or self._mixed(worker, welcome)
         if difference:
             raise HandshakeRefused(difference)
-        if not self._expect.model:
+        several = self._config.several_models and is_server(worker.address)
+        if not self._expect.model and not several:
             # One router serves one model: what the first worker says is what the others must say.
             self._expect = structs.replace(
                 self._expect, model=welcome.model, tokenizer_fingerprint=welcome.tokenizer_fingerprint
             )
+        self._first_model = self._first_model or welcome.model
+        worker.namespace = self.namespace_of_model(welcome.model)
         same = worker.epoch == link.epoch and worker.welcome is not None and worker.worker_id in self._by_id
         if not same:
             if worker.epoch and worker.epoch != link.epoch:
@@ -441,6 +476,14 @@ class Fleet:
             worker.turn("ready", "")
             self.owner.on_available(worker)
         worker.settled.set()
+
+    def _mixed(self, worker: FleetWorker, welcome: wire.Welcome) -> str:
+        """What keeps a worker of our own from a fleet of servers of several models; "" if nothing does."""
+        others = {one.welcome.model for one in self._by_id.values() if one.welcome is not None} - {welcome.model, ""}
+        if is_server(worker.address) or not others:
+            return ""
+        there = ", ".join(sorted(others))
+        return f"worker {welcome.worker_id} has model {welcome.model!r}, and the servers here have {there}"
 
     def _introduce(self, worker: FleetWorker, welcome: wire.Welcome) -> None:
         spec = WorkerSpec(
@@ -458,6 +501,7 @@ class Fleet:
 
     def update_unusable(self) -> None:
         """Keep the set that every decision needs, so that a decision need not look at every worker."""
+        self.membership += 1
         self.unusable = frozenset(name for name, worker in self._by_id.items() if worker.state != "ready")
 
     def _refuse(self, worker: FleetWorker, why: str) -> None:
@@ -486,7 +530,8 @@ class Fleet:
 
     def apply_raw(self, worker: FleetWorker, payload: bytes) -> None:
         """The same with a batch as an engine wrote it."""
-        self._apply(worker, lambda: self.scheduler.apply_raw(worker.worker_id, payload, namespace_of=namespace_of))
+        spaces: dict[str, Any] = {"namespace": worker.namespace, "namespace_of": worker.namespace_of}
+        self._apply(worker, lambda: self.scheduler.apply_raw(worker.worker_id, payload, **spaces))
 
     def _apply(self, worker: FleetWorker, change: Callable[[], object]) -> None:
         if self._by_id.get(worker.worker_id) is not worker:

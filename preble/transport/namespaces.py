@@ -120,6 +120,12 @@ def _read(raw: Raw, depth: int, elements: Elements) -> Hashable:
     return value
 
 
+def joined(*namespaces: Hashable) -> Hashable:
+    """One namespace of several, one after the other: None of none, a tuple of all their parts else."""
+    parts = [one if isinstance(one, tuple) else (one,) for one in namespaces if one is not None]
+    return tuple(part for one in parts for part in one) or None
+
+
 # --- at an engine ---------------------------------------------------------------------------------------------------
 
 

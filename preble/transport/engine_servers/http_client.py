@@ -26,7 +26,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,16 @@ from ...types import SamplingParams
 from ..worker_address import check_worker_address, is_server
 from .kv_event_codec import LoadReport
 from .metrics_text import samples
-from .server_info import RANKS_MAX, ServerInfo, ServerOptions, digits, sglang_info, vllm_info
+from .server_info import (
+    RANKS_MAX,
+    ServedName,
+    ServerInfo,
+    ServerOptions,
+    digits,
+    served_names,
+    sglang_info,
+    vllm_info,
+)
 from .tls import client_context
 
 if TYPE_CHECKING:
@@ -133,7 +142,8 @@ class EngineServer:
         """
         status, body = await self._get("/server_info")
         if status == 200 and isinstance(answer := _json(body), Mapping) and "max_total_num_tokens" in answer:
-            self._known = sglang_info(self.url, answer, self.options)
+            info = sglang_info(self.url, answer, self.options)
+            self._known = replace(info, served=served_names(await self._get_json("/v1/models")))
             return self._known
         self._check_usable(status)
         status, body = await self._get("/v1/models")
@@ -154,6 +164,10 @@ class EngineServer:
             self.options,
         )
         return self._known
+
+    async def served(self) -> tuple[ServedName, ...]:
+        """The names that /v1/models lists now: adapters come and go. Raises `TransportError` if it does not answer."""
+        return served_names(await self._get_json("/v1/models"))
 
     def _check_usable(self, status: int) -> None:
         if status >= 500:

@@ -171,6 +171,10 @@ class ServerLink:
         """The event batch to come next; with `epoch`, what a later session needs to go on."""
         return self._feed.next_seq if self._feed is not None else 0
 
+    async def look_for_names(self) -> None:
+        """Ask anew which names the server is asked by: adapters come and go. Raises `TransportError`."""
+        self.info = replace(self.info, served=await self._server.served())
+
     def close(self) -> None:
         """Give up every request and close the connections. Idempotent."""
         if self._closed:

@@ -25,6 +25,8 @@ from ...errors import HandshakeRefused, InvalidConfig, ProtocolError
 from ...types import check_fields, check_int
 from .metrics_text import samples
 
+NAMES_MAX = 4096  # of models and adapters that one server is asked for
+NAME_CHARACTERS_MAX = 512
 RANKS_MAX = 256  # each is a worker, some half a megabyte of its scheduler's
 _INT31 = 2**31 - 1
 _REPLAY = '"replay_endpoint" in --kv-events-config lets lost events be asked for again'
@@ -82,11 +84,20 @@ class EventSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedName:
+    """A name that requests to a server may use; `base`: the model that it is a LoRA adapter of, "" for a model."""
+
+    name: str
+    base: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """What a server reported. `events` has a source for each rank, or none at all.
 
     `start` is a text that differs from one start of the server to the next, "" if it gives nothing of the kind.
     `cumulative`: each line of a stream repeats all output tokens so far. `advice`: what is missing, and the flag.
+    `served`: the names that /v1/models lists, at most `NAMES_MAX`.
     """
 
     engine: str
@@ -101,6 +112,7 @@ class ServerInfo:
     events: tuple[EventSource, ...] = ()
     cumulative: bool = True
     advice: tuple[str, ...] = ()
+    served: tuple[ServedName, ...] = ()
 
 
 # --- SGLang -----------------------------------------------------------------------------------------------------------
@@ -215,12 +227,24 @@ def vllm_info(
         events,
         False,
         advice,
+        served_names(models),
     )
 
 
 def _label(labels: Mapping[str, str], name: str) -> int:
     """A positive number among a metric's labels, 0 if there is none."""
     return digits(labels.get(name, "")) or 0
+
+
+def served_names(models: Any) -> tuple[ServedName, ...]:
+    """The names in a body of /v1/models; what is no card with a name is left out."""
+    cards = models.get("data") if isinstance(models, Mapping) else None
+    found = []
+    for card in cards[:NAMES_MAX] if isinstance(cards, list) else ():
+        name, base = (card.get(key) for key in ("id", "parent")) if isinstance(card, Mapping) else (None, None)
+        if isinstance(name, str) and 0 < len(name) <= NAME_CHARACTERS_MAX:
+            found.append(ServedName(name, base if isinstance(base, str) else ""))
+    return tuple(found)
 
 
 def digits(text: str) -> int | None:
