@@ -69,9 +69,9 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
         *(
             Route(one.path, _ByFleet(gateway, relay.at(one), own.get(one.path)), methods=[one.method])
             for one in ENDPOINTS
-            if not one.by_id
         ),
         Route("/v1/models", openai.models),
+        Route("/v1/models/{name:path}", openai.model),
         Route("/health", admin.health),
         Route("/ready", admin.ready),
         Route("/metrics", metrics),

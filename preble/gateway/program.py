@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ..errors import HandshakeRefused, InvalidConfig, MissingExtra, PrebleError
+from ..router.fleet import FleetConfig
 from ..router.router import Router, RouterConfig
 from ..router.sibling_routers import SiblingRouters
 from ..scheduler import GlobalScheduler
@@ -252,7 +253,11 @@ def _router(
     return Router(
         [address if (options := known.get(address)) is None else (address, options) for address in found],
         scheduler=scheduler,
-        config=RouterConfig(connect_seconds=config.connect_seconds, refuse_wait_seconds=config.refuse_wait_seconds),
+        config=RouterConfig(
+            FleetConfig(several_models=True),
+            connect_seconds=config.connect_seconds,
+            refuse_wait_seconds=config.refuse_wait_seconds,
+        ),
         keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
         tokenizer_fingerprint=codec.fingerprint if codec is not None and strict else "",
     )

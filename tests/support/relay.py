@@ -113,10 +113,20 @@ def usage_event(*, prompt: int = 5, cached: int = 0, output: int = 3) -> dict[st
 
 
 class ScriptedServer:
-    """An engine's server: it says what it is, and answers requests as `script` does."""
+    """An engine's server: it says what it is, and answers requests as `script` does. `adapters` are those of `model`
+    that /v1/models lists."""
 
-    def __init__(self, script: Script | None = None, *, kind: str = "sglang", ranks: int = 1) -> None:
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        kind: str = "sglang",
+        ranks: int = 1,
+        model: str = "tiny",
+        adapters: Sequence[str] = (),
+    ) -> None:
         self.kind, self.ranks = kind, ranks
+        self.model, self.adapters = model, list(adapters)
         self.script = script
         self.calls: list[Call] = []
         self.connections = 0
@@ -159,7 +169,8 @@ class ScriptedServer:
         try:
             while (call := await self._read(reader, writer)) is not None:
                 await self.awake.wait()
-                if call.method == "GET" or self.script is None:
+                about_itself = call.method == "GET" and not call.path.startswith("/v1/responses/")
+                if about_itself or self.script is None:
                     await self._say(call)
                     continue
                 self.calls.append(call)
@@ -203,18 +214,21 @@ class ScriptedServer:
     @property
     def facts(self) -> dict[str, Any]:
         """What it says of itself, by path."""
+        cards = [{"id": self.model, "object": "model", "parent": None, "max_model_len": 4096}]
+        cards += [{"id": name, "object": "model", "parent": self.model} for name in self.adapters]
+        models = {"/v1/models": {"object": "list", "data": cards}}
         if self.kind == "sglang":
-            info = {"version": "0.5.23", "served_model_name": "tiny", "page_size": 1, "context_length": 4096}
+            info = {"version": "0.5.23", "served_model_name": self.model, "page_size": 1, "context_length": 4096}
             info |= {"max_total_num_tokens": 50_000, "max_running_requests": 8, "dp_size": self.ranks}
             load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
             loads = [{**load, "max_total_num_tokens": 50_000, "dp_rank": rank} for rank in range(self.ranks)]
-            return {"/server_info": {**info, "startup_time": {"a": 1.0}}, "/v1/loads": {"loads": loads}}
+            return {"/server_info": {**info, "startup_time": {"a": 1.0}}, "/v1/loads": {"loads": loads}, **models}
         cache = [
             f'vllm:cache_config_info{{block_size="4",engine="{rank}",num_gpu_blocks="12500"}} 1.0'
             for rank in range(self.ranks)
         ]
         return {
-            "/v1/models": {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 4096}]},
+            **models,
             "/version": {"version": "0.32.0"},
             "/health": b"",
             "/metrics": "\n".join([*cache, "process_start_time_seconds 1.0", ""]).encode(),

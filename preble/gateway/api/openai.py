@@ -117,17 +117,11 @@ class OpenAI:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._started,
-                "owned_by": "preble",
-                "max_model_len": self._gateway.max_model_tokens,
-            }
-            for name in self._gateway.model_names
-        ]
-        return json_response({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": self._gateway.models.cards(self._started)})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
+        return json_response(self._gateway.models.card(request.path_params["name"], self._started))
 
     async def _answer(
         self, request: Request, body: Common, prompts: list[TokenIds], asked: int | None, *, chat: bool

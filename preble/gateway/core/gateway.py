@@ -25,7 +25,8 @@ from ..text.generation import pieces
 from ..text.tokenizing import PromptTooLong, TextCodec
 from ..text.unread import UnreadBudget, UnreadPieces
 from .byte_budget import ByteBudget
-from .http_errors import ApiError, unavailable, wrong
+from .http_errors import unavailable, wrong
+from .models import Models
 from .request_context import RequestContext
 from .sibling_processes import GatewayProcesses
 
@@ -61,6 +62,7 @@ class Gateway:
         self.tracing = tracing
         self.admin_token = admin_token  # what changes of the fleet need, where there are no keys
         self.live = Live(router, clock)
+        self.models = Models(router, config, clock)
         self._clock = clock
         router.on_decision = partial(metrics.phase, "decide")
         self.draining = False
@@ -79,10 +81,7 @@ class Gateway:
     @property
     def model_names(self) -> list[str]:
         """The names that requests may use: those of the configuration, else what the workers call it."""
-        if self.config.model_names:
-            return list(self.config.model_names)
-        names = {w.welcome.model for w in self.router.fleet.workers.values() if w.welcome is not None}
-        return sorted(names - {""})
+        return self.models.names
 
     @property
     def max_model_tokens(self) -> int:
@@ -97,15 +96,7 @@ class Gateway:
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer. Raises `ApiError` 404 for another model."""
-        names = self.model_names
-        if name is None or not names:
-            return name or (names[0] if names else "")
-        if name not in names:
-            served = ", ".join(names)
-            raise ApiError(
-                404, f"the model does not exist; this gateway serves {served}", param="model", code="model_not_found"
-            )
-        return name
+        return self.models.get(name).name
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 

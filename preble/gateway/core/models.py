@@ -88,7 +88,9 @@ class Models:
             return ServedModel(name or "")
         models = [one for one in known.values() if one.name == one.base]
         if name is None:
-            return models[0] if len({one.exclude for one in models}) == 1 else None
+            only = models[0] if len({one.exclude for one in models}) == 1 else None
+            name = self._aliases[0] if self._aliases else None
+            return only if only is None or name is None else self.find(name)
         if self._aliases and name not in self._aliases:
             return None
         found = known.get(name)

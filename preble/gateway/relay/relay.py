@@ -28,11 +28,13 @@ from ..api.http import DONE, Receive, Send, body_of, off_loop, sse
 from ..core.config import is_keyless
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import api_error_of, unavailable
+from ..core.models import ServedModel
 from ..core.request_context import RequestContext
 from ..core.sessions import with_body
 from .body import RelayedBody, read_body
 from .endpoints import Endpoint
 from .headers import answer_headers, request_head, value_of
+from .pinned import PinnedAnswers
 from .progress import RelayProgress
 from .routing_key import Mismatches, RoutingKey, routing_key
 from .servers import ServerPools, path_of
@@ -53,6 +55,7 @@ class Relay:
         self.gateway = gateway
         self.pools = ServerPools(gateway.router)
         self.mismatches = Mismatches()
+        self.pinned = PinnedAnswers()
 
     def at(self, endpoint: Endpoint) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """The handler of one endpoint."""
@@ -71,7 +74,9 @@ class Relay:
         gateway.live_choices += 1
         try:
             async with body_of(Request(scope, receive), gateway) as data:
-                body = await off_loop(len(data), read_body, data, endpoint)
+                # What asks for an answer by its id has no body, or one that says nothing of where it goes.
+                read = RelayedBody if endpoint.by_id else read_body
+                body = await off_loop(len(data), read, data, endpoint)
                 exchange = Exchange(self, endpoint, body, scope, send)
                 await exchange.attended(receive)
         finally:
@@ -93,6 +98,7 @@ class Exchange:
         self._began = False  # the client has been sent something
         self._answer: Answer | None = None
         self._placement: Placement
+        self._served = ServedModel("")
         self._progress: RelayProgress
 
     async def attended(self, receive: Receive) -> None:
@@ -118,7 +124,10 @@ class Exchange:
 
     async def _run(self) -> None:
         gateway, context, body = self._gateway, self._context, self._body
-        context.model = gateway.check_model(body.model)
+        if not self._endpoint.by_id:
+            self._served = await gateway.models.get_now(body.model)
+        served = self._served
+        context.model = served.name
         context.stream = body.stream
         named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
         context.session = with_body(context.session, **named)
@@ -127,8 +136,10 @@ class Exchange:
             body,
             gateway.codec,
             model=context.model,
+            engine=served.engine,
+            namespace=served.namespace,
             mismatches=self._relay.mismatches,
-            tokens_max=gateway.max_model_tokens,
+            tokens_max=served.max_model_tokens,
         )
         gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
         context.charge(max(body.n * body.prompts - 1, 0))
@@ -141,6 +152,7 @@ class Exchange:
             first_token_seconds=gateway.left_seconds(context),
             session=context.session or None,
             max_new_tokens=body.max_tokens or None,
+            exclude=self._excluded(),
             streamed=body.stream,
         )
         try:
@@ -148,6 +160,14 @@ class Exchange:
         finally:
             placement.cancel()
             self._hang_up()
+
+    def _excluded(self) -> frozenset[str]:
+        """Workers that it must not go to: those of other models, and all but the one that keeps what is asked for."""
+        endpoint, exclude = self._endpoint, self._served.exclude
+        named = self._scope["path_params"].get("id") if endpoint.by_id else self._body.previous_response_id
+        keeper = self._relay.pinned.get(named)
+        ids = self._gateway.router.fleet.worker_ids
+        return exclude if keeper is None or keeper not in ids else exclude.union(ids) - {keeper}
 
     def _hang_up(self) -> None:
         if self._answer is not None:
@@ -205,7 +225,8 @@ class Exchange:
             target,
             urlsplit(url).netloc.rpartition("@")[2].encode(),
             scope["headers"],
-            len(data),
+            len(data) if data or scope["method"] != "GET" else None,
+            method=scope["method"].encode(),
             hide_keys=bool(key) or not is_keyless(self._gateway.config),
             own=own,
             ranked=rank is not None,
@@ -219,6 +240,8 @@ class Exchange:
         placement = self._placement
         if placement.rank is not None and placement.info.engine == "sglang" and self._endpoint.generates:
             changes["routed_dp_rank"] = b"%d" % placement.rank
+        if self._served.sent_name is not None and "model" in self._body.fields:
+            changes["model"] = msgspec.json.encode(self._served.sent_name)
         if self._adds_usage:
             options = self._body.small("stream_options") or {}
             changes["stream_options"] = msgspec.json.encode({**options, "include_usage": True})
@@ -284,15 +307,22 @@ class Exchange:
         """Read a part in passing; what of it goes on."""
         had = reader.first_token
         part = reader.feed(part)
+        self._pin(reader)
         if reader.first_token and not had:
             self._placement.first_token(reader.cached_tokens)
             self._progress.first_token()
         return part
 
+    def _pin(self, reader: UsageReader) -> None:
+        """Remember where an answer is kept that may be asked for again."""
+        if self._endpoint.kind == "responses" and reader.answer_id is not None:
+            self._relay.pinned.put(reader.answer_id, self._placement.worker)
+
     def _finish(self, reader: UsageReader, key: RoutingKey) -> None:
         reason = reader.finish_reasons[0] if reader.finish_reasons else "stop"
         self._placement.finish(reader.output_tokens or 0, reader.cached_tokens if key.exact else None, reason)
         self._progress.finished(reader)
+        self._pin(reader)
         self._relay.mismatches.compare(self._endpoint.kind, self._context.model, key, reader.prompt_tokens)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InvalidInput, QueueFull
+from ...transport.namespaces import joined
 from ..text.tokenizing import Piece, PromptTooLong, TextCodec
 from .body import RelayedBody
 from .chat_prompt import chat_prompt
@@ -75,12 +76,14 @@ async def routing_key(
     *,
     model: str = "",
     engine: str = "",
+    namespace: Hashable = None,
     mismatches: Mismatches | None = None,
     tokens_max: int = 2**31 - 1,
 ) -> RoutingKey:
     """The key of a request. `model` is the name it is served by, `engine` what serves it ("sglang", "vllm"; "": not
-    known). A prompt of more than `tokens_max` tokens is left to the engine to refuse, and routed on by its text."""
-    base = namespace_of(body)
+    known), `namespace` the model's own. A prompt of more than `tokens_max` tokens is left to the engine to refuse, and
+    routed on by its text."""
+    base = namespace_of(body, namespace)
     if codec is not None and not (mismatches is not None and mismatches.text_only(body.endpoint.kind, model)):
         try:
             found = await _tokens(body, codec, engine, tokens_max)
@@ -94,21 +97,17 @@ async def routing_key(
         words = text_key(body)
     if not len(words):
         words = np.zeros(1, np.int32)
-    return RoutingKey(words, (TEXT,) if base is None else (TEXT, *_parts(base)), False)
+    return RoutingKey(words, joined(TEXT, base), False)
 
 
-def namespace_of(body: RelayedBody) -> Hashable:
-    """What engines keep apart beside tokens: the adapter and the salt; None for neither."""
-    parts: tuple[str, ...] = ()
-    if body.lora is not None:
-        parts += ("lora", body.lora)
-    if body.salt is not None:
-        parts += ("salt", body.salt)
-    return parts or None
+def namespace_of(body: RelayedBody, model: Hashable = None) -> Hashable:
+    """What engines keep apart beside tokens: the model's own namespace, the adapter and the salt; None for nothing.
 
-
-def _parts(namespace: Hashable) -> tuple[Any, ...]:
-    return namespace if isinstance(namespace, tuple) else (namespace,)
+    A model that is named with its adapter outranks `lora_path`.
+    """
+    named = isinstance(model, tuple) and "lora" in model[::2]
+    lora = None if named or body.lora is None else ("lora", body.lora)
+    return joined(model, lora, None if body.salt is None else ("salt", body.salt))
 
 
 async def _tokens(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: int) -> tuple[TokenIds, bool] | None:

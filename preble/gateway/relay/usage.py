@@ -22,7 +22,7 @@ _END = re.compile(rb"\r?\n\r?\n")
 _OF_INTEREST = re.compile(rb'"(?:usage|prompt_tokens)"\s*:\s*[{\d]|"(?:finish_reason|stop_reason)"\s*:\s*["{]')
 _OUTPUT = re.compile(rb"delta|content_block|output_item")
 _NUMBER = re.compile(rb'"([a-z_]+_tokens)"\s*:\s*(\d{1,10})')
-_ID = re.compile(rb'"(?:id|response_id)"\s*:\s*"((?:resp|gen|chatcmpl|cmpl|msg)[\w-]{1,120})"')
+_ID = re.compile(rb'"response"\s*:\s*\{\s*"id"\s*:\s*"([\w-]{1,120})"')
 _PROMPT = ("prompt_tokens", "input_tokens")
 _OUTPUTS = ("completion_tokens", "output_tokens")
 
@@ -47,15 +47,13 @@ class UsageReader:
         self._held = b""
         self._whole: list[bytes] = []
         self._size = 0
-        self._by_index: dict[int, tuple[int, int | None, int]] = {}  # /generate with several choices
+        self._by_index: dict[int, tuple[int | None, int | None, int | None]] = {}  # /generate with several choices
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the next bytes of the answer; what of them, and of what was held back, is to be passed on."""
         if not self._stream:
             self._keep(chunk)
             return chunk
-        if self.answer_id is None and self._kind == "responses":
-            self._find_id(chunk)
         return self._feed_removing(chunk) if self._remove else self._feed_reading(chunk)
 
     def end(self) -> bytes:
@@ -93,6 +91,9 @@ class UsageReader:
         return _without_usage(whole) if b'"usage"' in whole else whole
 
     def _read_events(self, data: bytes) -> None:
+        if self.answer_id is None and self._kind == "responses":
+            found = _ID.search(data)
+            self.answer_id = None if found is None else found[1].decode()
         if not self.first_token:
             self.first_token = self._kind in ("chat", "completions", "generate") or _OUTPUT.search(data) is not None
         if _OF_INTEREST.search(data) is None:
@@ -106,11 +107,6 @@ class UsageReader:
 
     def _read_event(self, event: bytes) -> None:
         self._take(_json_of(event))
-
-    def _find_id(self, chunk: bytes) -> None:
-        found = _ID.search(chunk)
-        if found is not None:
-            self.answer_id = found[1].decode()
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
@@ -178,13 +174,12 @@ class UsageReader:
 
     def _meta(self, meta: dict[str, Any], index: Any) -> None:
         """SGLang's own: a choice's counts so far. Of several choices they are added up."""
-        prompt, cached, output = (_count(meta.get(f"{name}_tokens")) for name in ("prompt", "cached", "completion"))
-        self._by_index[index if type(index) is int else 0] = (prompt or 0, cached, output or 0)
-        counts = self._by_index.values()
-        self.prompt_tokens = sum(count[0] for count in counts)
-        self.output_tokens = sum(count[2] for count in counts)
-        known = [count[1] for count in counts if count[1] is not None]
-        self.cached_tokens = sum(known) if known else None
+        names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+        prompt, cached, output = (_count(meta.get(name)) for name in names)
+        self._by_index[index if type(index) is int else 0] = (prompt, cached, output)
+        self.prompt_tokens, self.cached_tokens, self.output_tokens = map(
+            _sum, zip(*self._by_index.values(), strict=True)
+        )
         reason = meta.get("finish_reason")
         if isinstance(reason, dict) and isinstance(reason.get("type"), str):
             self.finish_reasons += (reason["type"],)
@@ -226,6 +221,11 @@ def _decoded(data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _sum(counts: tuple[int | None, ...]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _count(value: Any) -> int | None:
