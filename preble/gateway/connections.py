@@ -113,6 +113,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._waiting: asyncio.TimerHandle | None = None  # for bytes of the client
         self._waiting_for: Why = "slow_head"
         self._unread: asyncio.TimerHandle | None = None  # for the client to take bytes
+        self._on_gone: Callable[[], object] | None = None  # of the request that is being answered
+        self._on_read: Callable[[], object] | None = None
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
@@ -139,6 +141,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_counted = False
             self._connections.leave(self._address)
         super().connection_lost(exc)
+        if self._on_gone is not None:
+            self._on_gone()
 
     # --- bytes in -----------------------------------------------------------------------------------------------------
 
@@ -212,6 +216,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begin_message()
 
     def _begin_message(self) -> None:
+        self.scope["preble.connection"] = self
         self._is_receiving, self._has_head, self._offers_upgrade = True, False, False
         self._head_bytes = self._fields = 0
 
@@ -267,8 +272,27 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    def attend(self, on_gone: Callable[[], object] | None, on_read: Callable[[], object] | None = None) -> bool:
+        """Call `on_gone` when the client goes away before its answer is whole, `on_read` when it has read after
+        `write_part` said False. Whether the whole request is here and the client too."""
+        self._on_gone, self._on_read = on_gone, on_read
+        return not self.cycle.more_body and not self.cycle.disconnected
+
+    def write_part(self, data: bytes) -> bool:
+        """Write a part of an answer that has begun, at once; False where the client reads too slowly for more. Of one
+        that has gone, or was given another end, nothing is written."""
+        cycle = self.cycle
+        if not cycle.disconnected and not cycle.response_complete:
+            if cycle.chunked_encoding:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            else:
+                cycle.expected_content_length -= len(data)
+            self.transport.write(data)
+        return not self.flow.write_paused
+
     def on_response_complete(self) -> None:
         """The answer is written. What is left of the request is thrown away, for a moment."""
+        self._on_gone = self._on_read = None
         super().on_response_complete()
         if self.transport.is_closing():
             self._wait_until_read(self._limits.linger_seconds)
@@ -292,6 +316,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
         if not self.transport.is_closing():
             self._stop_unread()
+        if self._on_read is not None:
+            self._on_read()
 
     def _refuse(self, refused: RefusedConnection) -> None:
         """Read nothing more. Say what is wrong, unless an answer has begun, and hang up."""

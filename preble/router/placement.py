@@ -126,12 +126,12 @@ class Placement(PlacedRequest):
         self._router.first_token_of(self)
 
     def finish(self, output_tokens: int, cached_tokens: int | None = None, reason: str = "stop") -> None:
-        """The answer is whole: so many tokens in all, of all its attempts together."""
+        """The answer is whole: so many tokens of all its attempts together, or those that were emitted if more."""
         if self._ended:
             return
         self._end()
         self._note_cached(cached_tokens)
-        self._output_tokens = output_tokens
+        self._output_tokens = max(output_tokens, self._output_tokens)
         self._router.end(self, reason)
 
     def cancel(self) -> None:

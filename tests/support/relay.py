@@ -40,6 +40,12 @@ def event(value: Any) -> bytes:
     return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
 
 
+def events_of(body: bytes) -> list[Any]:
+    """The events of a stream, its end included."""
+    found = [one.removeprefix(b"data: ") for one in body.split(b"\n\n") if one]
+    return [json.loads(one) if one != b"[DONE]" else None for one in found]
+
+
 class Call:
     """One request that a server got, and the means to answer it."""
 

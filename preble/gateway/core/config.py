@@ -37,6 +37,7 @@ RELOADABLE = frozenset(
         "rate_limit_per_minute",
         "rate_limit_burst",
         "refuse_wait_seconds",
+        "stalled_after_seconds",
         "model_names",
     }
     | {"default_max_tokens", "choices_max", "max_live_requests", "max_body_bytes", "drain_seconds"}
@@ -121,6 +122,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_live_requests: Annotated[
         Count, Meta(description="Choices that are generated at a time; one more is answered with 503.")
     ] = 4096
+    stalled_after_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=1e6)],
+        Meta(description="A relayed stream that could go on at another server does so after such a silence."),
+    ] = 30.0
     refuse_wait_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)] | None,
         Meta(description="A request whose first token would take longer is refused with 429; null refuses none."),

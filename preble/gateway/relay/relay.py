@@ -20,11 +20,13 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from ...errors import PrebleError, TransportError
+from ...errors import PrebleError, TransportError, WorkerLost
 from ...router.placement import Placement
 from ...transport.engine_servers.http_client import TRACE_HEADERS, Unreachable
 from ...transport.engine_servers.http_pool import Answer
 from ..api.http import DONE, Receive, Send, body_of, off_loop, sse
+from ..connections import BoundedProtocol
+from ..core.byte_budget import SMALL_BYTES
 from ..core.config import is_keyless
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import api_error_of, unavailable
@@ -36,8 +38,10 @@ from .endpoints import Endpoint
 from .headers import answer_headers, request_head, value_of
 from .pinned import PinnedAnswers
 from .progress import RelayProgress
+from .resume import Emitted, can_resume, closing, continuation
 from .routing_key import Mismatches, RoutingKey, routing_key
 from .servers import ServerPools, path_of
+from .stream import PassingStream
 from .usage import UsageReader, usage_reader
 
 Scope = MutableMapping[str, Any]
@@ -46,6 +50,7 @@ WHOLE_BYTES = 1 << 20
 FULL = frozenset({429, 503})  # the server takes no more
 BROKEN = frozenset({502, 504})  # something between us and the server, or behind it
 MODE_HEADER = "x-preble-mode"
+RELAY, RESUMABLE = "relay", "relay-resumable"
 
 
 class Relay:
@@ -64,6 +69,12 @@ class Relay:
             await self._handle(endpoint, scope, receive, send)
 
         return handle
+
+    def can_remember(self, body: RelayedBody) -> bool:
+        """Whether a body and what is answered to it may be kept, to go on elsewhere: where the request allows that, and
+        large bodies do not fill half of what there may be."""
+        bodies = self.gateway.bodies
+        return can_resume(body) and (len(body.data) <= SMALL_BYTES or 2 * bodies.bytes_used <= bodies.bytes_max)
 
     async def _handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self.gateway
@@ -94,9 +105,13 @@ class Exchange:
         self._scope = scope
         self._send = send
         self._context: RequestContext = scope["preble.context"]
+        self._connection: BoundedProtocol | None = scope.get("preble.connection")
         self._client_gone = False
         self._began = False  # the client has been sent something
         self._answer: Answer | None = None
+        self._lost_text = ""
+        self._continuation: dict[str, bytes] = {}
+        self._resumable = False
         self._placement: Placement
         self._served = ServedModel("")
         self._progress: RelayProgress
@@ -105,7 +120,16 @@ class Exchange:
         """Do it all, unless the client goes away first. Raises `ClientDisconnect`, `ApiError` and what placing does."""
         task = asyncio.current_task()
         assert task is not None, "a request is served by a task"
-        watcher = asyncio.ensure_future(self._watch(receive, task))
+        connection, watcher = self._connection, None
+
+        def gone() -> None:
+            self._client_gone = True
+            task.cancel()
+
+        if connection is None:
+            watcher = asyncio.ensure_future(_until_gone(receive, gone))
+        elif not connection.attend(gone, self._read_on):
+            raise ClientDisconnect
         try:
             await self._run()
         except asyncio.CancelledError:
@@ -113,14 +137,15 @@ class Exchange:
                 raise ClientDisconnect from None
             raise
         finally:
-            watcher.cancel()
+            if connection is not None:
+                connection.attend(None)
+            if watcher is not None:
+                watcher.cancel()
 
-    async def _watch(self, receive: Receive, task: asyncio.Task[Any]) -> None:
-        """The body has been read: from now on the only news from a client is that it has gone."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._client_gone = True
-        task.cancel()
+    def _read_on(self) -> None:
+        """The client has read what was written."""
+        if self._answer is not None:
+            self._answer.go_on()
 
     async def _run(self) -> None:
         gateway, context, body = self._gateway, self._context, self._body
@@ -183,14 +208,16 @@ class Exchange:
                 if answer.status in FULL or answer.status in BROKEN:
                     await self._elsewhere(f"the server answers {answer.status}", full=answer.status in FULL)
                     continue
-                reader = usage_reader(self._endpoint, self._is_stream(answer), remove_usage=self._adds_usage)
                 first = await self._first_part(answer)
             except TransportError as error:
                 await self._elsewhere(str(error), doubt=isinstance(error, Unreachable))
                 continue
             break
         self._progress.placed(self._placement)
-        await self._pass_back(answer, reader, first, key)
+        if _is_stream(answer):
+            await self._pass_stream(answer, first, key)
+        else:
+            await self._pass_whole(answer, first, key)
 
     async def _elsewhere(self, text: str, *, full: bool = False, doubt: bool = False) -> None:
         self._hang_up()
@@ -235,7 +262,7 @@ class Exchange:
         return await pool.send(head, data, on_sent=self._sent)
 
     def _changes(self) -> dict[str, bytes]:
-        """What is edited into the body: the rank, as SGLang wants it, and the usage of a stream."""
+        """What is edited into the body: the rank, as SGLang wants it, the usage of a stream, and where to go on."""
         changes: dict[str, bytes] = {}
         placement = self._placement
         if placement.rank is not None and placement.info.engine == "sglang" and self._endpoint.generates:
@@ -245,7 +272,7 @@ class Exchange:
         if self._adds_usage:
             options = self._body.small("stream_options") or {}
             changes["stream_options"] = msgspec.json.encode({**options, "include_usage": True})
-        return changes
+        return {**changes, **self._continuation}
 
     def _sent(self, answer: Answer) -> None:
         self._answer = answer
@@ -254,19 +281,16 @@ class Exchange:
 
     def _lost(self) -> None:
         """The placement's server is lost, or its client's time is over."""
-        if self._answer is not None and not self._began:
+        if self._answer is not None and (self._resumable or not self._began):
             self._answer.break_off(TransportError(f"worker {self._placement.worker} is lost"))
 
     # --- the answer ---------------------------------------------------------------------------------------------------
-
-    def _is_stream(self, answer: Answer) -> bool:
-        return value_of(answer.headers, b"content-type").startswith(b"text/event-stream")
 
     async def _first_part(self, answer: Answer) -> bytes:
         """What of the body there must be before a byte of it is passed on: of a stream some, of another one all, if it
         is not too long."""
         first = await answer.read()
-        if self._is_stream(answer):
+        if _is_stream(answer):
             return first
         parts, size = [first], len(first)
         while size <= WHOLE_BYTES and (part := await answer.read()):
@@ -274,44 +298,149 @@ class Exchange:
             size += len(part)
         return b"".join(parts) if len(parts) > 1 else first
 
-    async def _pass_back(self, answer: Answer, reader: UsageReader, first: bytes, key: RoutingKey) -> None:
-        placement, send = self._placement, self._send
-        well = 200 <= answer.status < 300
-        headers = answer_headers(answer.headers, {MODE_HEADER: "relay", **decision_headers(self._context.progress)})
-        if not self._is_stream(answer):
-            length = b"%d" % len(first) if answer.is_whole else value_of(answer.headers, b"content-length")
-            if length:
-                headers.append((b"content-length", length))
+    async def _begin(self, answer: Answer, mode: str, length: bytes = b"") -> None:
+        own = {MODE_HEADER: mode, **decision_headers(self._context.progress)}
+        headers = answer_headers(answer.headers, own)
+        if length:
+            headers.append((b"content-length", length))
         self._began = True
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        part = first
-        try:
-            while part:
-                placement.saw_output()
-                if well:
-                    part = self._read(reader, part)
-                if part:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-                part = await answer.read()
-        except TransportError as error:
-            if not self._is_stream(answer):
-                raise
-            await send({"type": "http.response.body", "body": _error_event(error), "more_body": False})
-            return
-        rest = reader.end() if well else b""
-        if well:
-            self._finish(reader, key)
-        await send({"type": "http.response.body", "body": rest, "more_body": False})
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
-    def _read(self, reader: UsageReader, part: bytes) -> bytes:
-        """Read a part in passing; what of it goes on."""
+    async def _pass_whole(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
+        """Pass on an answer that is no stream. Raises `TransportError` for one that breaks off after it has begun."""
+        well = 200 <= answer.status < 300
+        length = b"%d" % len(first) if answer.is_whole else value_of(answer.headers, b"content-length")
+        await self._begin(answer, RELAY, length)
+        reader = usage_reader(self._endpoint, False)
+        part = first
+        while part:
+            if well:
+                self._read(reader, part, key)
+            await self._write(part, more=not (answer.is_whole and part is first))
+            part = b"" if answer.is_whole and part is first else await answer.read()
+        if well:
+            reader.end()
+            self._finish(reader, key)
+        if not (answer.is_whole and first):
+            await self._write(b"", more=False)
+
+    async def _pass_stream(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
+        """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""
+        self._resumable = answer.status == 200 and self._relay.can_remember(self._body)
+        await self._begin(answer, RESUMABLE if self._resumable else RELAY)
+        reader = usage_reader(self._endpoint, True, remove_usage=self._adds_usage)
+        stream = PassingStream(
+            self._endpoint.kind, reader, resumable=self._resumable, cumulative=self._placement.info.cumulative
+        )
+
+        def take(part: bytes) -> bytes:
+            self._placement.saw_output()
+            had = reader.first_token
+            part = stream.take(part)
+            self._pin(reader)
+            if reader.first_token and not had:
+                self._note_first_token(reader, key)
+            return part
+
+        try:
+            await self._write(take(first))
+            while not await self._flow(answer, stream, take):
+                found = self._found(stream)
+                if found.finish_reason is not None or found.has_all(self._body.max_tokens):
+                    end = closing(found, len(key.token_ids), self._body.include_usage)
+                    self._placement.finish(found.tokens)
+                    await self._write(end, more=False)
+                    return
+                answer = await self._go_on(stream, found)
+        except PrebleError as error:
+            await self._write(_error_event(error), more=False)
+            return
+        rest = stream.end()
+        self._finish(reader, key)
+        await self._write(rest, more=False)
+
+    async def _flow(self, answer: Answer, stream: PassingStream, take: Callable[[bytes], bytes]) -> bool:
+        """Pass on what comes until the answer is whole; False where it was lost and may be gone on with. Raises
+        `TransportError` where it may not."""
+        self._answer = answer
+        limit = self._gateway.config.stalled_after_seconds
+        stall = Stall(answer, limit) if stream.resumable else None
+        connection = self._connection
+        try:
+            if connection is None:
+                while part := await answer.read():
+                    await self._write(take(part))
+            else:
+                write = connection.write_part
+
+                def sink(part: bytes) -> bool:
+                    part = take(part)
+                    return write(part) if part else True
+
+                answer.flow(sink)
+                await answer.flown()
+            if not stream.is_ended:
+                raise TransportError("the stream ended before its end")
+        except TransportError as error:
+            if not stream.resumable:
+                raise
+            self._lost_text = str(error)
+            return False
+        finally:
+            if stall is not None:
+                stall.cancel()
+        return True
+
+    def _found(self, stream: PassingStream) -> Emitted:
+        """What the client was sent, and what is asked of another server so that it goes on. Raises `WorkerLost` where
+        none can."""
+        found = stream.emitted()
+        changes = None if found is None else continuation(self._body, found)
+        if found is None or changes is None:
+            raise WorkerLost(f"the stream cannot be gone on with after: {self._lost_text}")
+        self._continuation = changes
+        return found
+
+    async def _go_on(self, stream: PassingStream, found: Emitted) -> Answer:
+        """The answer of another server that goes on with the stream. Raises `PrebleError` where none does."""
+        text = self._lost_text
+        self._placement.emitted(self._placement.prompt, found.tokens)
+        await self._elsewhere(text)
+        cumulative = stream.cumulative
+        while True:
+            try:
+                answer = await self._ask()
+                if answer.status == 200 and _is_stream(answer):
+                    break
+                full = answer.status in FULL
+                if not (full or answer.status >= 500):
+                    raise WorkerLost(f"the stream cannot be gone on with after: {text}")
+                await self._elsewhere(f"the server answers {answer.status}", full=full)
+            except WorkerLost:
+                raise
+            except TransportError as error:
+                await self._elsewhere(str(error), doubt=isinstance(error, Unreachable))
+        if self._endpoint.kind == "generate" and self._placement.info.cumulative != cumulative:
+            raise WorkerLost(f"the stream cannot be gone on with after: {text}")
+        stream.go_on(found)
+        return answer
+
+    async def _write(self, part: bytes, *, more: bool = True) -> None:
+        if part or not more:
+            await self._send({"type": "http.response.body", "body": part, "more_body": more})
+
+    # --- what is read in passing --------------------------------------------------------------------------------------
+
+    def _read(self, reader: UsageReader, part: bytes, key: RoutingKey) -> None:
         had = reader.first_token
-        part = reader.feed(part)
+        reader.feed(part)
         self._pin(reader)
         if reader.first_token and not had:
-            self._placement.first_token(reader.cached_tokens)
-            self._progress.first_token()
-        return part
+            self._note_first_token(reader, key)
+
+    def _note_first_token(self, reader: UsageReader, key: RoutingKey) -> None:
+        self._placement.first_token(reader.cached_tokens if key.exact else None)
+        self._progress.first_token()
 
     def _pin(self, reader: UsageReader) -> None:
         """Remember where an answer is kept that may be asked for again."""
@@ -324,6 +453,38 @@ class Exchange:
         self._progress.finished(reader)
         self._pin(reader)
         self._relay.mismatches.compare(self._endpoint.kind, self._context.model, key, reader.prompt_tokens)
+
+
+class Stall:
+    """Breaks an answer off that has been silent for too long."""
+
+    def __init__(self, answer: Answer, limit_seconds: float) -> None:
+        self._answer = answer
+        self._limit = limit_seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(limit_seconds, self._look)
+
+    def cancel(self) -> None:
+        """It is over."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._answer.last_at + self._limit - self._loop.time()
+        if left <= 0.0 and not self._answer.is_paused:
+            self._answer.break_off(TransportError(f"silent for {self._limit:g} s"))
+        else:
+            self._timer = self._loop.call_later(left if left > 0.0 else self._limit, self._look)
+
+
+def _is_stream(answer: Answer) -> bool:
+    return value_of(answer.headers, b"content-type").startswith(b"text/event-stream")
+
+
+async def _until_gone(receive: Receive, gone: Callable[[], None]) -> None:
+    """The body has been read: from now on the only news from a client is that it has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone()
 
 
 def _error_event(error: PrebleError) -> bytes:

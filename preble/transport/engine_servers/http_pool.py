@@ -4,7 +4,7 @@ asked, and what an answer means, is its users'.
 
     answer = await pool.send(head, body)        # when the answer's head is here: answer.status, answer.headers
     while part := await answer.read():          # bytes of the body as they come, without chunks' frames
-        ...
+        ...                                     # or, without a task in between: answer.flow(sink); await answer.flown()
     answer.close()                              # before its end, this hangs up, at which engines abort
 
 At its bounds: a head, or fields after a chunked body, over `head_bytes` or `fields_max`, `ProtocolError`; a reader that
@@ -163,8 +163,8 @@ class Answer:
     """One answer as it comes. Read by one task; made by `HttpPool.send`."""
 
     __slots__ = (
-        "_buffered", "_connection", "_error", "_parts", "_waiter", "given_up", "head_is_here", "headers", "is_whole",
-        "last_at", "received", "status",
+        "_buffered", "_connection", "_error", "_parts", "_sink", "_waiter", "given_up", "head_is_here", "headers",
+        "is_whole", "last_at", "received", "status",
     )  # fmt: skip
 
     def __init__(self, connection: _Connection, now: float) -> None:
@@ -180,6 +180,7 @@ class Answer:
         self._buffered = 0
         self._error: TransportError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -207,9 +208,31 @@ class Answer:
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         self._parts = []
         self._buffered = 0
-        if self._connection is not None:
-            self._connection.go_on()
+        self.go_on()
         return data
+
+    def flow(self, sink: Callable[[bytes], bool]) -> None:
+        """From now on `sink` is given what comes, as soon as it has come; where it says False, nothing more is read
+        until `go_on`. It must not raise."""
+        self._sink = sink
+        self.came()
+
+    async def flown(self) -> None:
+        """Wait until the sink was given all. Raises `TransportError`, after what had come before."""
+        while not self.is_whole and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing more is read until `go_on`, or until what waits is read."""
+        return self._connection is not None and self._connection.is_paused
+
+    def go_on(self) -> None:
+        """Read on, if that had stopped."""
+        if self._connection is not None and self._connection.is_paused:
+            self._connection.go_on()
 
     def close(self) -> None:
         """Hang up, unless all has come; what waits to be read is lost. Idempotent."""
@@ -235,12 +258,25 @@ class Answer:
 
     # --- written by the connection ------------------------------------------------------------------------------------
 
-    def take(self, data: bytes) -> int:
-        """A part of the body; the bytes that wait now."""
+    def take(self, data: bytes) -> None:
+        """A part of the body."""
         self._parts.append(data)
         self._buffered += len(data)
-        self.wake()
-        return self._buffered
+
+    def came(self) -> int:
+        """Bytes that were received are parsed: hand on what they brought. The bytes that wait to be read now."""
+        parts = self._parts
+        if not parts:
+            return 0
+        if self._sink is None:
+            self.wake()
+            return self._buffered
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        self._buffered = 0
+        if not self._sink(data) and self._connection is not None:
+            self._connection.pause()
+        return 0
 
     def whole(self) -> None:
         """All has come."""
@@ -274,7 +310,7 @@ class _Connection(asyncio.Protocol):
         self._parser: Any = None
         self._answer: Answer | None = None
         self._error: TransportError | None = None
-        self._is_paused = False
+        self.is_paused = False
         self._ends_with_connection = False
         self._head_bytes = self._loose_bytes = self._fields = 0
 
@@ -318,6 +354,8 @@ class _Connection(asyncio.Protocol):
             self.abort(
                 inner if isinstance(inner, ProtocolError) else ProtocolError(f"{self._pool.url} does not speak HTTP")
             )
+        if answer.came() > self._limits.buffer_bytes:
+            self.pause()
 
     def _feed(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -355,11 +393,19 @@ class _Connection(asyncio.Protocol):
             self._transport.write(body)
         return answer
 
+    def pause(self) -> None:
+        """Nobody takes what comes: read nothing more."""
+        if not self.is_paused and self._answer is not None and self._transport is not None:
+            self.is_paused = True
+            self._transport.pause_reading()
+
     def go_on(self) -> None:
-        """What had come was read."""
-        if self._is_paused and self._transport is not None:
-            self._is_paused = False
+        """Read on."""
+        if self.is_paused and self._transport is not None:
+            self.is_paused = False
             self._transport.resume_reading()
+            if self._answer is not None:
+                self._answer.last_at = self._loop.time()
 
     def abort(self, error: TransportError | None) -> None:
         """Hang up at once."""
@@ -408,9 +454,8 @@ class _Connection(asyncio.Protocol):
         """A part of the body."""
         self._loose_bytes = 0
         answer = self._answer
-        if answer is not None and answer.take(body) > self._limits.buffer_bytes and not self._is_paused:
-            self._is_paused = True
-            self._transport.pause_reading()
+        if answer is not None:
+            answer.take(body)
 
     def on_message_complete(self) -> None:
         """The answer is whole, and the connection free."""

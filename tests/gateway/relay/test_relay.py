@@ -20,6 +20,7 @@ from tests.support.relay import (
     chat_events,
     chunk,
     event,
+    events_of,
     serving,
     usage_event,
 )
@@ -41,12 +42,6 @@ async def streamed(call: Call) -> None:
     if (call.json.get("stream_options") or {}).get("include_usage"):
         events.append(usage_event(cached=2))
     await call.stream(*events)
-
-
-def events_of(body: bytes) -> list[Any]:
-    """The events of a stream, its end included."""
-    found = [one.removeprefix(b"data: ") for one in body.split(b"\n\n") if one]
-    return [json.loads(one) if one != b"[DONE]" else None for one in found]
 
 
 @asynchronous

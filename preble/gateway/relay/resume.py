@@ -1,0 +1,257 @@
+"""Going on with a stream at another server after the first one was lost: whether that can be done, what the other
+server is asked, and how its events go on where the first one's stopped. Owns the rules; sends nothing.
+
+What can be gone on with is plain text: one choice of one prompt that is text or messages, with nothing in the request
+but the fields of `_PLAIN`. Penalties, structured output, tools, log probabilities, echoes and fields nobody here knows
+depend on tokens that the other server would not have made, so such a stream ends where it broke.
+
+| endpoint             | what the other server is asked                                                                |
+|----------------------|-----------------------------------------------------------------------------------------------|
+| /v1/chat/completions | the messages and the text so far as an assistant's, `continue_final_message`                  |
+| /v1/completions      | the prompt and the text so far                                                                |
+| /generate            | the same, or the prompt's token ids and those so far                                          |
+
+Its limit on output is less by the tokens that have come. Its events get the first server's id, time and model; the role
+is not said again; tokens in `usage` and `meta_info` are those of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from .body import RelayedBody
+
+KINDS = frozenset({"chat", "completions", "generate"})
+DONE_DATA = b"[DONE]"
+
+_COMMON = frozenset(
+    {"model", "stream", "stream_options", "user", "metadata", "cache_salt", "prompt_cache_key", "priority"}
+)
+_SAMPLING = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "seed", "sampling_seed", "stop", "stop_token_ids", "ignore_eos", "n"}
+    | {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "include_stop_str_in_output"}
+)
+_LIMITS = {
+    "chat": ("max_completion_tokens", "max_tokens"),
+    "completions": ("max_tokens",),
+    "generate": ("max_new_tokens",),
+}
+_PLAIN = {
+    "chat": _COMMON | _SAMPLING | {"messages", "max_tokens", "max_completion_tokens", "chat_template_kwargs"},
+    "completions": _COMMON | _SAMPLING | {"prompt", "max_tokens"},
+    "generate": _COMMON | {"text", "input_ids", "sampling_params", "rid"},
+}
+_ENVELOPE = ("id", "created", "model", "system_fingerprint")
+_encode = msgspec.json.encode
+
+
+def can_resume(body: RelayedBody) -> bool:
+    """Whether the stream that a body asks for could be gone on with elsewhere."""
+    kind = body.endpoint.kind
+    if kind not in KINDS or not body.stream or body.n != 1 or body.prompts != 1:
+        return False
+    if any(body.given(name) for name in body.fields.keys() - _PLAIN[kind]):
+        return False
+    options = body.small("stream_options") or {}
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        return False
+    if kind == "chat":
+        return body.given("messages")
+    if kind == "completions":
+        return _is_text(body, "prompt")
+    sampling = body.value("sampling_params") or {}
+    plain = isinstance(sampling, dict) and not sampling.keys() - _SAMPLING - {"max_new_tokens"}
+    return plain and (_is_text(body, "text") or (body.given("input_ids") and not body.given("text")))
+
+
+def _is_text(body: RelayedBody, name: str) -> bool:
+    return body.given(name) and bytes(memoryview(body.fields[name])[:1]) == b'"'
+
+
+@dataclass(slots=True)
+class Emitted:
+    """What a client has been sent of one stream."""
+
+    kind: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # of /generate, where the server names them
+    tokens: int = 0  # at least so many
+    envelope: dict[str, Any] = field(default_factory=dict)  # of the first event
+    has_role: bool = False
+    finish_reason: Any = None
+    is_cumulative: bool = False  # each event repeats all text
+
+    def has_all(self, limit: int | None) -> bool:
+        """Whether as many tokens have come as there may be."""
+        return limit is not None and self.tokens >= limit
+
+
+def emitted_by(kind: str, events: bytes, cumulative: bool = False) -> Emitted | None:
+    """What these events have said; None where they hold more than plain text."""
+    found = Emitted(kind, is_cumulative=cumulative)
+    for event in events.split(b"\n\n"):
+        if event.startswith(b":") or not event.strip():
+            continue
+        data = event.partition(b"data:")[2].strip()
+        if data == DONE_DATA:
+            continue
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        if not isinstance(value, dict) or not (_take_meta(found, value) if kind == "generate" else _take(found, value)):
+            return None
+    return found
+
+
+def _take(found: Emitted, event: dict[str, Any]) -> bool:
+    """Add an event in OpenAI's shape; whether it is plain text."""
+    if not found.envelope:
+        found.envelope = {name: event[name] for name in _ENVELOPE if name in event}
+    choices = event.get("choices")
+    if not isinstance(choices, list) or len(choices) > 1 or "error" in event:
+        return False
+    for choice in choices:
+        if not isinstance(choice, dict) or choice.get("index") not in (0, None) or choice.get("logprobs"):
+            return False
+        delta = choice.get("delta", {}) if found.kind == "chat" else {"content": choice.get("text")}
+        if not isinstance(delta, dict):
+            return False
+        others = [name for name, value in delta.items() if value and name not in ("role", "content")]
+        text = delta.get("content") or ""
+        if others or not isinstance(text, str):
+            return False
+        found.has_role |= bool(delta.get("role"))
+        found.text += text
+        found.tokens += bool(text)
+        found.finish_reason = choice.get("finish_reason") or found.finish_reason
+    return True
+
+
+def _take_meta(found: Emitted, event: dict[str, Any]) -> bool:
+    """Add an event of /generate; whether it is plain text."""
+    meta, text, ids = event.get("meta_info"), event.get("text", ""), event.get("output_ids")
+    if not isinstance(meta, dict) or not isinstance(text, str) or meta.get("output_token_logprobs"):
+        return False
+    if not found.envelope:
+        found.envelope = {name: meta[name] for name in ("id", "prompt_tokens") if name in meta}
+    found.text = text if found.is_cumulative else found.text + text
+    if isinstance(ids, list):
+        found.token_ids = ids if found.is_cumulative else found.token_ids + ids
+    count = meta.get("completion_tokens")
+    found.tokens = max(found.tokens, count) if type(count) is int else found.tokens + 1
+    found.finish_reason = meta.get("finish_reason") or found.finish_reason
+    return True
+
+
+def continuation(body: RelayedBody, found: Emitted) -> dict[str, bytes] | None:
+    """What is edited into the body so that another server goes on; {} where nothing has come yet, None where it cannot
+    be said."""
+    if not found.text and not found.token_ids:
+        return {}
+    limits: dict[str, bytes] = {}
+    if body.endpoint.kind == "generate":
+        return _continued_generate(body, found)
+    for name in _LIMITS[body.endpoint.kind]:
+        given = body.small(name)
+        if type(given) is int:
+            limits[name] = b"%d" % max(given - found.tokens, 1)
+    if body.endpoint.kind == "completions":
+        return {"prompt": _encode(str(body.value("prompt")) + found.text), **limits}
+    messages = body.value("messages")
+    if not isinstance(messages, list) or not messages:
+        return None
+    further = {"role": "assistant", "content": found.text}
+    return {
+        "messages": _encode([*messages, further]),
+        "continue_final_message": b"true",
+        "add_generation_prompt": b"false",
+        **limits,
+    }
+
+
+def _continued_generate(body: RelayedBody, found: Emitted) -> dict[str, bytes] | None:
+    sampling = dict(body.value("sampling_params") or {})
+    given = sampling.get("max_new_tokens", 128)  # what SGLang takes where none is named
+    if type(given) is int:
+        sampling["max_new_tokens"] = max(given - found.tokens, 1)
+    changes = {"sampling_params": _encode(sampling)}
+    if body.given("text"):
+        return {"text": _encode(str(body.value("text")) + found.text), **changes}
+    ids = body.value("input_ids")
+    if not isinstance(ids, list) or len(found.token_ids) != found.tokens:
+        return None
+    return {"input_ids": _encode([*ids, *found.token_ids]), **changes}
+
+
+class Continued:
+    """The events of another server, as those that go on with what a client was sent."""
+
+    def __init__(self, found: Emitted) -> None:
+        self._found = found
+
+    def event(self, event: bytes) -> bytes:
+        """One event, without the blank line behind it; b"" for one that says nothing new."""
+        data = event.partition(b"data:")[2].strip()
+        if data == DONE_DATA or not data:
+            return event
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return event
+        if not isinstance(value, dict) or "error" in value:
+            return event
+        changed = self._meta(value) if self._found.kind == "generate" else self._openai(value)
+        return b"data: " + _encode(changed) if changed else b""
+
+    def _openai(self, value: dict[str, Any]) -> dict[str, Any]:
+        found = self._found
+        value |= {name: found.envelope[name] for name in _ENVELOPE if name in found.envelope and name in value}
+        usage = value.get("usage")
+        if isinstance(usage, dict):
+            _shift(usage, "prompt_tokens", -found.tokens)
+            _shift(usage, "completion_tokens", found.tokens)
+        for choice in value.get("choices") or ():
+            delta = choice.get("delta") if isinstance(choice, dict) else None
+            if not (found.has_role and isinstance(delta, dict) and delta.pop("role", None)):
+                continue
+            if not any(delta.values()) and not choice.get("finish_reason"):
+                return {}
+        return value
+
+    def _meta(self, value: dict[str, Any]) -> dict[str, Any]:
+        found, meta, text, ids = self._found, value.get("meta_info"), value.get("text"), value.get("output_ids")
+        if isinstance(meta, dict):
+            meta |= found.envelope
+            _shift(meta, "completion_tokens", found.tokens)
+            reason = meta.get("finish_reason")
+            if isinstance(reason, dict):
+                _shift(reason, "length", found.tokens)
+        if found.is_cumulative:
+            if isinstance(text, str):
+                value["text"] = found.text + text
+            if isinstance(ids, list):
+                value["output_ids"] = [*found.token_ids, *ids]
+        return value
+
+
+def _shift(counts: dict[str, Any], name: str, by: int) -> None:
+    if type(counts.get(name)) is int:
+        counts[name] += by
+
+
+def closing(found: Emitted, prompt_tokens: int, include_usage: bool) -> bytes:
+    """The events that end a stream whose tokens have all come, and whose server has not said so."""
+    events: list[dict[str, Any]] = []
+    kind = "chat.completion.chunk" if found.kind == "chat" else "text_completion"
+    envelope = {**found.envelope, "object": kind}
+    if found.finish_reason is None and found.kind != "generate":
+        body: dict[str, Any] = {"delta": {}} if found.kind == "chat" else {"text": ""}
+        events.append({**envelope, "choices": [{"index": 0, **body, "logprobs": None, "finish_reason": "length"}]})
+    if include_usage:
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": found.tokens}
+        events.append({**envelope, "choices": [], "usage": {**usage, "total_tokens": prompt_tokens + found.tokens}})
+    return b"".join(b"data: " + one + b"\n\n" for one in (*map(_encode, events), DONE_DATA))

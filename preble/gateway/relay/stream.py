@@ -1,0 +1,88 @@
+"""One stream on its way to a client: whole events, what is remembered of them, and what is read in passing. Owns the
+bytes between server and client; sends nothing itself.
+
+A stream that may be gone on with elsewhere passes in whole events, and those that have passed are remembered, at most
+`REMEMBERED_BYTES`; beyond that, and where an event is longer than `EVENT_BYTES`, it is passed on as any other.
+"""
+
+from __future__ import annotations
+
+from .resume import DONE_DATA, Continued, Emitted, emitted_by
+from .usage import UsageReader
+
+REMEMBERED_BYTES = 1 << 20
+EVENT_BYTES = 256 << 10
+_END = b"\n\n"
+
+
+class PassingStream:
+    """The events of one answer, of one server after the other."""
+
+    def __init__(self, kind: str, reader: UsageReader, *, resumable: bool, cumulative: bool = False) -> None:
+        self.resumable = resumable
+        self.cumulative = cumulative and kind == "generate"  # each event repeats what came before
+        self._kind = kind
+        self._reader = reader
+        self._held = b""
+        self._events: list[bytes] = []
+        self._size = 0
+        self._continued: Continued | None = None
+
+    def take(self, data: bytes) -> bytes:
+        """Bytes that came from the server; those that go on to the client now."""
+        if not self.resumable and self._continued is None:
+            return self._reader.feed(data)
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        if not data.endswith(_END):
+            cut = data.rfind(_END) + len(_END)
+            cut = cut if cut >= len(_END) else 0
+            data, self._held = data[:cut], data[cut:]
+            if len(self._held) > EVENT_BYTES:
+                data += self._forget()
+                self._continued = None
+                return self._reader.feed(data)
+        if self._continued is not None:
+            events = [self._continued.event(event) for event in data.split(_END)[:-1]]
+            data = b"".join(event + _END for event in events if event)
+        if not data:
+            return b""
+        if self.resumable:
+            self._remember(data)
+        return self._reader.feed(data)
+
+    def _remember(self, data: bytes) -> None:
+        if self.cumulative and len(self._events) > 1:
+            self._size -= len(self._events.pop())
+        self._events.append(data)
+        self._size += len(data)
+        if self._size > REMEMBERED_BYTES:
+            self._forget()
+
+    def end(self) -> bytes:
+        """The server has sent all; what goes on to the client at the end."""
+        held, self._held = self._held, b""
+        rest = self._reader.feed(held) if held else b""
+        return rest + self._reader.end()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the last event that passed is the one that ends a stream; not known where nothing is remembered."""
+        return not self.resumable or any(DONE_DATA in event for event in self._events[-2:])
+
+    def emitted(self) -> Emitted | None:
+        """What the client has been sent; None where that cannot be gone on with."""
+        return emitted_by(self._kind, b"".join(self._events), self.cumulative) if self.resumable else None
+
+    def go_on(self, found: Emitted) -> None:
+        """Another server goes on after what was found."""
+        self._held = b""
+        self._continued = Continued(found)
+
+    def _forget(self) -> bytes:
+        """Go on as any other stream; what was held back."""
+        held, self._held = self._held, b""
+        self.resumable = False
+        self._events.clear()
+        return held

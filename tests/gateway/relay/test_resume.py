@@ -1,0 +1,236 @@
+"""Streams that go on at another server: text exactly once, with real sockets; and the rules of what can go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from preble.gateway.relay.body import read_body
+from preble.gateway.relay.endpoints import ENDPOINTS
+from preble.gateway.relay.resume import can_resume, emitted_by
+from tests.support.relay import (
+    Call,
+    InOrder,
+    ScriptedServer,
+    chat_events,
+    chunk,
+    event,
+    events_of,
+    serving,
+    usage_event,
+)
+from tests.support.transport import asynchronous
+
+BY_PATH = {one.path: one for one in ENDPOINTS}
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+MESSAGES = [{"role": "user", "content": "count"}]
+ASKED = {"model": "tiny", "messages": MESSAGES, "stream": True, "max_tokens": 10}
+
+
+def then_broken(events: list[Any], how: str) -> Any:
+    """A script: these events, and then the stream is lost."""
+
+    async def script(call: Call) -> None:
+        await call.stream(*events, end=False)
+        if how == "half":
+            await call.write(chunk(event(chat_events("lost", reason=None, opening=False)[0])[:20]))
+        if how in ("reset", "half"):
+            call.reset()
+        elif how == "ended":
+            await call.write(b"0\r\n\r\n")
+        else:
+            await asyncio.Event().wait()
+
+    return script
+
+
+def text_of(events: list[Any]) -> str:
+    """All text of a chat's events."""
+    return "".join(choice["delta"].get("content") or "" for one in events if one for choice in one["choices"])
+
+
+@pytest.mark.parametrize("how", ["reset", "half", "ended", "silent"])
+@asynchronous
+async def test_a_chat_goes_on_elsewhere_with_its_text_exactly_once(how: str) -> None:
+    async def goes_on(call: Call) -> None:
+        await call.stream(*chat_events(" three", " four", name="chatcmpl-2"), usage_event(prompt=9, output=3))
+
+    bad = ScriptedServer(then_broken(chat_events("one", " two", reason=None), how))
+    good = ScriptedServer(goes_on)
+    await bad.start()
+    await good.start()
+    async with serving(
+        bad, good, policy=InOrder(bad, good), stalled_after_seconds=0.3 if how == "silent" else 30
+    ) as front:
+        asked = {**ASKED, "stream_options": {"include_usage": True}}
+        status, headers, body = await front.post(CHAT, asked)
+        assert status == 200 and headers["x-preble-mode"] == "relay-resumable"
+        events = events_of(body)
+        assert text_of(events) == "one two three four" and events[-1] is None
+        assert {one["id"] for one in events[:-1]} == {"chatcmpl-1"}
+        assert sum(bool(c["delta"].get("role")) for one in events[:-1] for c in one["choices"]) == 1
+        assert [c["finish_reason"] for one in events[:-1] for c in one["choices"] if c["finish_reason"]] == ["stop"]
+        assert events[-2]["usage"]["prompt_tokens"] == 7 and events[-2]["usage"]["completion_tokens"] == 5
+        (call,) = good.calls
+        assert call.json == {
+            **asked,
+            "max_tokens": 8,
+            "messages": [*MESSAGES, {"role": "assistant", "content": "one two"}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        }
+        await front.settled()
+        assert front.router.counters.resumed == 1
+
+
+@asynchronous
+async def test_a_stream_goes_on_as_often_as_servers_are_lost() -> None:
+    async def last(call: Call) -> None:
+        await call.stream(*chat_events(" c", opening=False))
+
+    servers = [
+        ScriptedServer(then_broken(chat_events("a", reason=None), "reset")),
+        ScriptedServer(then_broken(chat_events(" b", reason=None, name="chatcmpl-2"), "reset")),
+        ScriptedServer(last),
+    ]
+    for server in servers:
+        await server.start()
+    async with serving(*servers, policy=InOrder(*servers)) as front:
+        _, _, body = await front.post(CHAT, ASKED)
+        assert text_of(events_of(body)) == "a b c"
+        assert servers[2].calls[0].json["messages"][-1]["content"] == "a b"
+        assert servers[2].calls[0].json["max_tokens"] == 8
+        await front.settled()
+
+
+@asynchronous
+async def test_a_server_that_is_lost_to_the_router_loses_its_streams_too() -> None:
+    async def goes_on(call: Call) -> None:
+        await call.stream(*chat_events(" two"))
+
+    bad, good = ScriptedServer(then_broken(chat_events("one", reason=None), "silent")), ScriptedServer(goes_on)
+    await bad.start()
+    await good.start()
+    async with serving(bad, good, policy=InOrder(bad, good)) as front, front.send(CHAT, ASKED) as answer:
+        await answer.content.readany()
+        await front.router.remove_worker(bad.url)
+        assert text_of(events_of(await answer.read())).endswith(" two")
+        await asyncio.wait_for(bad.calls[0].gone.wait(), 30.0)
+
+
+@asynchronous
+async def test_nothing_is_asked_again_when_all_tokens_have_come() -> None:
+    bad = ScriptedServer(then_broken(chat_events("one", "two", reason=None), "reset"))
+    async with serving(bad) as front:
+        _, _, body = await front.post(CHAT, {**ASKED, "max_tokens": 2})
+        events = events_of(body)
+        assert text_of(events) == "onetwo" and events[-2]["choices"][0]["finish_reason"] == "length"
+        assert len(bad.calls) == 1 and events[-1] is None
+        await front.settled()
+
+
+@asynchronous
+async def test_a_completion_goes_on_from_its_text() -> None:
+    def text_event(text: str, name: str, reason: str | None = None) -> Any:
+        choice = {"index": 0, "text": text, "finish_reason": reason}
+        return {"id": name, "object": "text_completion", "created": 1, "model": "tiny", "choices": [choice]}
+
+    async def goes_on(call: Call) -> None:
+        await call.stream(text_event(" d", "cmpl-2", "length"))
+
+    bad = ScriptedServer(then_broken([text_event(" b", "cmpl-1"), text_event(" c", "cmpl-1")], "reset"))
+    good = ScriptedServer(goes_on)
+    await bad.start()
+    await good.start()
+    async with serving(bad, good, policy=InOrder(bad, good)) as front:
+        body = {"prompt": "a", "stream": True, "max_tokens": 3}
+        _, _, got = await front.post(COMPLETIONS, body)
+        events = events_of(got)[:-1]
+        assert "".join(one["choices"][0]["text"] for one in events) == " b c d"
+        assert {one["id"] for one in events} == {"cmpl-1"}
+        assert good.calls[0].json["prompt"] == "a b c" and good.calls[0].json["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("prompt", [{"text": "a"}, {"input_ids": [1, 2]}], ids=["text", "ids"])
+@asynchronous
+async def test_generate_goes_on_with_all_that_came_in_each_event(prompt: Any) -> None:
+    def line(text: str, ids: list[int], name: str, reason: Any = None) -> Any:
+        meta = {"id": name, "prompt_tokens": 2, "completion_tokens": len(ids), "cached_tokens": 0}
+        return {"text": text, "output_ids": ids, "meta_info": {**meta, "finish_reason": reason}}
+
+    async def goes_on(call: Call) -> None:
+        await call.stream(line(" d", [7], "r2"), line(" d e", [7, 8], "r2", {"type": "length", "length": 2}))
+
+    bad = ScriptedServer(then_broken([line(" b", [5], "r1"), line(" b c", [5, 6], "r1")], "reset"))
+    good = ScriptedServer(goes_on)
+    await bad.start()
+    await good.start()
+    async with serving(bad, good, policy=InOrder(bad, good)) as front:
+        _, headers, got = await front.post(
+            GENERATE, {**prompt, "stream": True, "sampling_params": {"max_new_tokens": 4}}
+        )
+        assert headers["x-preble-mode"] == "relay-resumable"
+        last = events_of(got)[-2]
+        assert last["text"] == " b c d e" and last["output_ids"] == [5, 6, 7, 8]
+        assert last["meta_info"]["completion_tokens"] == 4 and last["meta_info"]["id"] == "r1"
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
+        further = good.calls[0].json
+        assert further["sampling_params"] == {"max_new_tokens": 2}
+        assert further.get("text") == ("a b c" if "text" in prompt else None)
+        assert further.get("input_ids") == ([1, 2, 5, 6] if "input_ids" in prompt else None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "can"),
+    [
+        (CHAT, ASKED, True),
+        (CHAT, {**ASKED, "temperature": 0.5, "seed": 3, "stop": ["x"], "tools": None}, True),
+        (CHAT, {**ASKED, "stream": False}, False),
+        (CHAT, {**ASKED, "n": 2}, False),
+        (CHAT, {**ASKED, "tools": [{"type": "function"}]}, False),
+        (CHAT, {**ASKED, "logprobs": True}, False),
+        (CHAT, {**ASKED, "response_format": {"type": "json_object"}}, False),
+        (CHAT, {**ASKED, "presence_penalty": 1.0}, False),
+        (CHAT, {**ASKED, "something_new": 1}, False),
+        (CHAT, {**ASKED, "stream_options": {"continuous_usage_stats": True}}, False),
+        (COMPLETIONS, {"prompt": "a", "stream": True}, True),
+        (COMPLETIONS, {"prompt": ["a", "b"], "stream": True}, False),
+        (COMPLETIONS, {"prompt": [1, 2], "stream": True}, False),
+        (COMPLETIONS, {"prompt": "a", "stream": True, "echo": True}, False),
+        (GENERATE, {"text": "a", "stream": True}, True),
+        (GENERATE, {"text": ["a"], "stream": True}, False),
+        (GENERATE, {"input_ids": [1, 2], "stream": True, "sampling_params": {"top_k": 3}}, True),
+        (GENERATE, {"input_ids": [[1], [2]], "stream": True}, False),
+        (GENERATE, {"text": "a", "stream": True, "sampling_params": {"json_schema": "{}"}}, False),
+        (GENERATE, {"text": "a", "stream": True, "return_logprob": True}, False),
+        ("/v1/responses", {"input": "a", "stream": True}, False),
+    ],
+)
+def test_only_plain_text_can_go_on(path: str, body: Any, can: bool) -> None:
+    assert can_resume(read_body(json.dumps(body).encode(), BY_PATH[path])) == can
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}, {"content": 3}],
+    ids=["tool", "reasoning", "odd"],
+)
+def test_a_stream_that_held_more_than_text_cannot_go_on(delta: Any) -> None:
+    events = [*chat_events("a", reason=None), {"choices": [{"index": 0, "delta": delta}]}]
+    assert emitted_by("chat", b"".join(map(event, events))) is None
+
+
+@asynchronous
+async def test_a_stream_that_cannot_go_on_ends_with_an_error() -> None:
+    broken = then_broken(
+        [*chat_events("a", reason=None), {"choices": [{"index": 0, "delta": {"refusal": "x"}}]}], "reset"
+    )
+    async with serving(ScriptedServer(broken), ScriptedServer(broken)) as front:
+        status, _, body = await front.post(CHAT, ASKED)
+        *_, error, end = events_of(body)
+        assert status == 200 and error["error"]["code"] == "worker_lost" and end is None
+        assert sum(len(server.calls) for server in front.servers) == 1
+        await front.settled()
