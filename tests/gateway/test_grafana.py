@@ -53,7 +53,8 @@ def exported() -> dict[str, set[str]]:
     stats = scheduler.stats()
     stats["plans"]["made"] = {"replica": 1}
     scheduler.stats = lambda: stats
-    text = metrics.render(scheduler, {**dict.fromkeys(names, 0), "workers": {"tcp://a": worker}}, GATEWAY)
+    router = {**dict.fromkeys(names, 0), "siblings": {}, "workers": {"tcp://a": worker}}
+    text = metrics.render(scheduler, router, GATEWAY)
     text = merged({0: text}).decode()  # as several processes show it
     found: dict[str, set[str]] = {}
     for family in parser.text_string_to_metric_families(text):

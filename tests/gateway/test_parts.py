@@ -288,7 +288,7 @@ def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = GlobalScheduler([f"w{i}" for i in range(5)])
     workers = {f"tcp://{i}": {"worker_id": f"w{i}", "state": "ready", "epoch": 1, "losses": i} for i in range(5)}
     names = ("finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed", "live_requests")
-    router = {**dict.fromkeys(names, 0), "workers": workers}
+    router = {**dict.fromkeys(names, 0), "siblings": {}, "workers": workers}
     text = metrics.Metrics(ManualClock()).render(scheduler, router, GATEWAY).decode()
     losses = [line for line in text.splitlines() if line.startswith("preble_worker_losses_total")]
     assert losses == [
