@@ -100,7 +100,29 @@ def test_nothing_is_compiled_for_the_builders_machine_alone(variable: str, monke
     assert not [flag for flag in (*compile_args, *link_args) if flag.startswith(("-march", "-mtune", "-mcpu", "-mavx"))]
 
 
+@pytest.mark.parametrize("argument", ["bdist_wheel", "--inplace"])
+def test_what_is_installed_has_no_debug_information_and_no_symbols(
+    argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("Cython")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["setup.py", argument])
+    compile_args, link_args = load(ROOT / "setup.py").compile_flags()
+    assert "-g0" in compile_args and "-g" not in compile_args
+    assert ("-Wl,--strip-all" in link_args) == (argument != "--inplace" and sys.platform == "linux")
+
+
+def test_a_debug_build_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("Cython")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PREBLE_DEBUG", "1")
+    compile_args, link_args = load(ROOT / "setup.py").compile_flags()
+    assert "-g" in compile_args and "-g0" not in compile_args and not link_args
+
+
 def test_machine_code_for_one_processor_is_found() -> None:
     wheel_test.check_machine_code("a.so", b"GNU C17 -mtune=generic -march=x86-64 -O3")
+    with pytest.raises(AssertionError, match="no note"):
+        wheel_test.check_machine_code("a.cpython-311-x86_64-linux-gnu.so", b"stripped of it")
     with pytest.raises(AssertionError, match="skylake-avx512"):
         wheel_test.check_machine_code("a.so", b"GNU C17 -march=skylake-avx512 -O3")

@@ -22,6 +22,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+INSTALLED_BYTES_MAX = 6_000_000  # of the compiled modules; with debug information they have 22 MB
 BUILT = {".so", ".pyd", ".pyc", ".pyo", ".o", ".a", ".egg", ".whl"}
 
 # Of every extra, what must import once it is installed and nothing else of ours is.
@@ -77,9 +78,11 @@ def check_wheel(path: Path) -> str:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
         (folder,) = {name.split("/")[0] for name in names if name.split("/")[0].endswith(".dist-info")}
         metadata = email.message_from_bytes(wheel.read(f"{folder}/METADATA"))
-        for name in names:
-            if name.endswith(".so"):
-                check_machine_code(name, wheel.read(name))
+        modules = {name: wheel.read(name) for name in names if name.endswith((".so", ".pyd"))}
+    for name, code in modules.items():
+        check_machine_code(name, code)
+    installed_bytes = sum(map(len, modules.values()))
+    assert installed_bytes <= INSTALLED_BYTES_MAX, f"the compiled modules of {path.name} have {installed_bytes:,} bytes"
     foreign = {name for name in names if name.split("/")[0] not in ("preble", folder)}
     assert not foreign, f"{path.name} has more than the package: {sorted(foreign)[:10]}"
     sources = tracked("preble")
@@ -91,12 +94,13 @@ def check_wheel(path: Path) -> str:
     assert all(name.endswith((".so", ".pyd")) for name in more), sorted(more)
     assert f"{folder}/licenses/LICENSE" in names
     assert set(metadata.get_all("Provides-Extra", [])) == set(EXTRAS), "an extra that is not tested here"
-    say(f"ok  {path.name}: {len(compiled)} compiled modules, {path.stat().st_size:,} bytes")
+    say(f"ok  {path.name}: {path.stat().st_size:,} bytes; {len(compiled)} modules of {installed_bytes:,} bytes")
     return str(metadata["Version"])
 
 
 def check_machine_code(name: str, code: bytes) -> None:
-    """Compiled for any machine of its kind; the compiler's own note of its flags is there unless it was stripped."""
+    """Compiled for any machine of its kind, by the compiler's own note of its flags, which Linux builds have."""
+    assert b"-ffp-contract=off" in code or "linux" not in name, f"{name} has no note of how it was compiled"
     for flag in set(re.findall(rb"-march=([\w.-]+)", code)):
         assert flag in (b"x86-64", b"armv8-a"), f"{name} was compiled for {flag.decode()}"
 
