@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from .endpoints import Endpoint
 
 Fields = dict[str, msgspec.Raw]
 VALUE_BYTES_MAX = 4096  # of a small field: longer names, salts and numbers are nobody's
+SALT_CHARACTERS_MAX = 1024  # of a longer one its hash keeps prompts apart
 
 _FIELDS = msgspec.json.Decoder(Fields)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -92,7 +94,8 @@ class RelayedBody:
     def salt(self) -> str | None:
         """What keeps the cache of one tenant from others': `cache_salt`, and SGLang's `extra_key`."""
         salt, key = (_salt(self.small(name)) for name in ("cache_salt", "extra_key"))
-        return salt if not key else f"{salt or ''}\x1f{key}"
+        both = salt if not key else f"{salt or ''}\x1f{key}"
+        return both if both is None or len(both) <= SALT_CHARACTERS_MAX else sha256(both.encode()).hexdigest()
 
     @cached_property
     def lora(self) -> str | None:

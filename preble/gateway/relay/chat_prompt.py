@@ -22,7 +22,8 @@ from .body import RelayedBody
 from .text_key import BILLING, media_ids
 
 MEDIA_MAX = 1024  # of one chat
-_ELSEWHERE = ("chat_template", "truncate_prompt_tokens", "mm_processor_kwargs", "audio")
+# With these a prompt is what only the engine makes of it.
+ELSEWHERE = ("chat_template", "truncate_prompt_tokens", "mm_processor_kwargs", "audio")
 _MARK = re.compile("\ue000preble-part-(\\d{1,6})\ue001")
 _FUNCTION = ("name", "description", "parameters", "strict", "defer_loading")
 _PART = ("type", "text", "refusal", "thinking", "closed", "uuid")
@@ -67,7 +68,7 @@ def chat_prompt(body: RelayedBody, template: ChatTemplate, engine: str) -> ChatP
     messages = body.value("messages")
     if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
         raise InvalidInput("messages: must be a list of objects")
-    if any(body.given(name) for name in _ELSEWHERE) or body.small("add_special_tokens") is True:
+    if any(body.given(name) for name in ELSEWHERE) or body.small("add_special_tokens") is True:
         return None
     tools = body.value("tools")
     if not isinstance(tools, list | None):
@@ -102,7 +103,7 @@ def _vllm(
     given = [_vllm_message(message, template.takes_parts, media) for message in messages]
     if "developer" not in template.source:
         given = [_as_system(one) if one["role"] == "developer" else one for one in given]
-    variables: dict[str, Any] = dict(body.value("chat_template_kwargs") or {})
+    variables = _object(body, "chat_template_kwargs")
     effort = body.small("reasoning_effort")
     if effort is not None:
         variables.setdefault("enable_thinking", effort != "none")
@@ -202,12 +203,12 @@ def _sglang(
             given[-1] = {"role": "user", "content": given[-1]["content"]}
     effort = body.small("reasoning_effort")
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    variables.update(body.value("chat_template_kwargs") or {})
+    variables.update(_object(body, "chat_template_kwargs"))
     if effort is not None:
         for name in ("thinking", "enable_thinking"):
             variables.setdefault(name, effort != "none")
     choice = body.small("tool_choice")
-    chosen = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    chosen = _function_of(choice).get("name") if isinstance(choice, dict) else None
     kept = [] if choice == "none" else _objects(tools or [])
     kept = [tool for tool in kept if chosen is None or _function_of(tool).get("name") == chosen]
     return ChatPrompt(
@@ -259,6 +260,13 @@ def _role(message: dict[str, Any]) -> str:
     if not isinstance(role, str):
         raise InvalidInput("messages: each needs a role")
     return role
+
+
+def _object(body: RelayedBody, name: str) -> dict[str, Any]:
+    value = body.value(name)
+    if not isinstance(value, dict | None):
+        raise InvalidInput(f"{name}: must be an object")
+    return value or {}
 
 
 def _objects(given: Any) -> list[dict[str, Any]]:

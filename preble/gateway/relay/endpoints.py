@@ -1,6 +1,7 @@
 """The endpoints of SGLang and vLLM that are relayed. Owns their table; reads no body.
 
-An endpoint's `kind` says what its bodies and answers look like; several paths may have one kind.
+An endpoint's `kind` says what its bodies and answers look like; several paths may have one kind. Of "other" ones
+nothing is known but that their bodies are JSON.
 """
 
 from __future__ import annotations
@@ -50,6 +51,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/tokenize", "tokenize"),
     Endpoint("/v1/detokenize", "detokenize", engines=("sglang",)),
     Endpoint("/detokenize", "detokenize"),
+    Endpoint("/v1/decisions", "other", engines=("sglang",)),
+    Endpoint("/v1/systemone", "other"),
+    Endpoint("/v1/chat/completions/batch", "other", generates=True, engines=("vllm",)),
+    Endpoint("/inference/v1/generate", "other", generates=True, streams=True, engines=("vllm",)),
+    Endpoint("/generative_scoring", "other", engines=("vllm",)),
+    Endpoint("/v2/embed", "other", engines=("vllm",)),
+    Endpoint("/v1/chat/completions/render", "other", engines=("vllm",)),
+    Endpoint("/v1/completions/render", "other", engines=("vllm",)),
+    Endpoint("/v1/messages/render", "other", engines=("vllm",)),
+    Endpoint("/v1/responses/render", "other", engines=("vllm",)),
 )
 # Those that are called by a body: by their whole path.
 POSTS: dict[str, Endpoint] = {one.path: one for one in ENDPOINTS if one.method == "POST" and not one.by_id}

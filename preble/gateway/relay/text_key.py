@@ -80,7 +80,11 @@ def media_ids(part: Any) -> array[int] | None:
 def text_key(body: RelayedBody) -> TokenIds:
     """The prompt of a body as far as it can be made out; empty where there is none. Any thread may call it."""
     key = KeyBuilder()
-    _ORDERS.get(body.endpoint.kind, _rest)(body, key)
+    try:
+        _ORDERS.get(body.endpoint.kind, _rest)(body, key)
+    except RecursionError:  # nested deeper than it can be written again
+        key = KeyBuilder()
+        key.text(body.data)
     return key.finish()
 
 

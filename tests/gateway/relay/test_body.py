@@ -157,6 +157,11 @@ def test_usage_is_asked_for_where_the_client_does_not(fields: dict[str, Any], op
     assert read_body(json.dumps(fields).encode(), GENERATE).usage_changes() == {}
 
 
+def test_of_a_long_salt_its_hash_separates() -> None:
+    salts = {read_body(json.dumps({"cache_salt": "s" * 3000, "extra_key": key}).encode(), CHAT).salt for key in "abc"}
+    assert len(salts) == 3 and all(salt is not None and len(salt) == 64 for salt in salts)
+
+
 def test_a_field_out_of_range_is_the_servers_to_refuse() -> None:
     body = read_body(b'{"n": 1e999, "cache_salt": "\xff", "model": "' + b"m" * 9000 + b'"}', CHAT)
     assert (body.n, body.salt, body.model) == (1, None, None)

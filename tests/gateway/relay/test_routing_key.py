@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from preble.gateway.core.http_errors import ApiError
 from preble.gateway.relay.body import RelayedBody, read_body
-from preble.gateway.relay.endpoints import ENDPOINTS
+from preble.gateway.relay.endpoints import ENDPOINTS, POSTS
 from preble.gateway.relay.routing_key import Mismatches, RoutingKey, routing_key
 from preble.gateway.relay.text_key import text_key
 from preble.gateway.text.tokenizing import TextCodec
+from preble.transport.namespaces import check_namespace
 from tests.support.gateway import make_tokenizer
 from tests.support.transport import asynchronous
 
@@ -114,6 +119,59 @@ async def test_a_prompt_too_long_for_the_model_is_routed_by_its_text(codec: Text
     body = body_of("/v1/completions", prompt="x" * 50)
     assert (await routing_key(body, codec, tokens_max=60)).exact
     assert not (await routing_key(body, codec, tokens_max=40)).exact
+
+
+ODD = st.recursive(
+    st.sampled_from([None, True, 0, -1, 1.5, "", "text", "image_url", "tool", "assistant", "user", PNG]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "text", "role", "content", "function", "name", "arguments", "tool_calls", "image_url"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+NAMES = ["messages", "tools", "tool_choice", "chat_template_kwargs", "prompt", "text", "input_ids", "input", "system"]
+NAMES += [
+    "image_data",
+    "instructions",
+    "query",
+    "documents",
+    "lora_path",
+    "cache_salt",
+    "extra_key",
+    "reasoning_effort",
+]
+NAMES += ["n", "stream", "stream_options", "sampling_params", "continue_final_message", "user", "model"]
+
+
+@given(st.sampled_from(sorted(POSTS)), st.dictionaries(st.sampled_from(NAMES), ODD, max_size=6))
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_body_holds_it_has_a_key(codec: TextCodec, path: str, fields: dict[str, Any]) -> None:
+    body = read_body(json.dumps(fields).encode(), POSTS[path])
+    for name in ("model", "stream", "include_usage", "salt", "lora", "max_tokens", "n", "prompts"):
+        getattr(body, name)
+    assert json.loads(body.edited(body.usage_changes())).keys() >= fields.keys()
+    for engine in ("sglang", "vllm"):
+        found = asyncio.run(routing_key(body, codec, engine=engine))
+        assert len(found.token_ids) and found.token_ids.min() >= 0
+        check_namespace(found.namespace)
+
+
+@asynchronous
+async def test_a_body_nested_deep_has_a_key(codec: TextCodec) -> None:
+    for depth in (500, 900, 100_000):
+        data = b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
+        try:
+            body = read_body(data, BY_PATH[CHAT])
+        except ApiError:
+            continue
+        for one in (codec, None):
+            assert len((await routing_key(body, one)).token_ids)
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
