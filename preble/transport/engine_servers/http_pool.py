@@ -113,13 +113,17 @@ class HttpPool:
         if self._closed:
             raise TransportError(f"the connections to {self.url} were closed")
         loop = asyncio.get_running_loop()
-        connecting = loop.create_connection(lambda: _Connection(self, loop), self._host, self._port, ssl=self._tls)
+        connection = _Connection(self, loop)
+        connecting = loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
         try:
-            _, connection = await within(self.limits.connect_seconds, connecting)
+            await within(self.limits.connect_seconds, connecting)
         except asyncio.TimeoutError:
             raise Unreachable(f"{self.url} takes no connection in {self.limits.connect_seconds:g} s") from None
         except OSError as error:
             raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__}") from error
+        except asyncio.CancelledError:
+            connection.abort(None)  # it may be there by now, and nobody would know
+            raise
         return connection
 
     def _take_idle(self) -> _Connection | None:
