@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import inf
 
 from .errors import InvalidConfig, InvalidInput
-from .lazy_typing import TYPE_CHECKING, Any, dataclass, field
+from .lazy_typing import TYPE_CHECKING, Any, dataclass, field, replace
 
 if TYPE_CHECKING:
     from typing import NamedTuple
@@ -47,28 +47,149 @@ class WorkerSpec:
             check_int("WorkerSpec.max_running", self.max_running, 1, 2**31 - 1)
 
 
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+LOGPROBS_MAX = 20  # alternatives of one output token
+LOGIT_BIAS_MAX = 1024  # tokens
+GRAMMAR_BYTES_MAX = 256 << 10
+GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must conform to (structured output). `kind` is one of `GRAMMAR_KINDS`, `text` says it in that
+    language: a JSON schema, a regular expression, a grammar in EBNF, a JSON list of texts to choose from, or an
+    engine's structural tag (JSON). The engine reads it. Raises `InvalidInput` naming the field.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise InvalidInput(f"Grammar.kind must be one of {', '.join(GRAMMAR_KINDS)}, got {self.kind!r}")
+        if not isinstance(self.text, str) or not 0 < len(self.text.encode("utf-8", "replace")) <= GRAMMAR_BYTES_MAX:
+            raise InvalidInput(f"Grammar.text must be a text of 1 to {GRAMMAR_BYTES_MAX} bytes")
+        if self.kind in ("json_schema", "choice", "structural_tag"):
+            _check_json(self.kind, self.text)
+
+
+def _check_json(kind: str, text: str) -> None:
+    import json  # few need it, and `import preble` pays for all of them
+
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"Grammar.text: a {kind} must be JSON: {type(error).__name__}") from None
+    if kind == "choice" and not (isinstance(value, list) and value and all(isinstance(x, str) and x for x in value)):
+        raise InvalidInput("Grammar.text: a choice must be a JSON list of texts, none of them empty")
+
+
+# Fields that not every engine has -> the range of their numbers, and the values that ask for nothing.
+_RANGES: Mapping[str, tuple[float, float, tuple[float, ...]]] = {
+    "top_k": (-1, 2**31 - 1, (-1, 0)),
+    "min_p": (0, 1, (0,)),
+    "min_new_tokens": (0, 2**31 - 1, (0,)),
+    "frequency_penalty": (-2, 2, (0,)),
+    "presence_penalty": (-2, 2, (0,)),
+    "repetition_penalty": (0.01, 2, (1,)),
+    "logprobs": (0, LOGPROBS_MAX, ()),
+}
+_WHOLE_NUMBERS = frozenset({"top_k", "min_new_tokens", "logprobs"})
+# All names that `SamplingParams.needs` may give, and so that an engine may say it has.
+SAMPLING_FIELDS = (*_RANGES, "logit_bias", *GRAMMAR_KINDS)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose output tokens. `temperature` 0 is greedy; `top_p` in (0, 1]; `seed` makes sampling repeatable.
+    """How to choose output tokens. What is None is not said: the engine does what the model's maker says
+    (generation_config.json), else as if there were no such field.
 
-    The draw for output position k depends only on (seed, k), so a request resumed on another worker continues alike.
+    `temperature` 0 is greedy, and what is done unless another one, or None, is given. `top_p` in (0, 1]. `top_k`: only
+    the likeliest so many; -1 and 0 mean all. `min_p`: only what is at least so likely, relative to the likeliest.
+    `min_new_tokens`: none of the tokens that end the output before so many others. `frequency_penalty` and
+    `presence_penalty` count the output's tokens, `repetition_penalty` what the engine counts. `logit_bias`: added to
+    the logits of tokens, by id. `logprobs`: the output tokens' log probabilities are wanted, and of each so many
+    alternatives. `grammar`: what the output must conform to.
+
+    With a `seed` sampling is repeatable: the draw for output position k depends only on (seed, k) where the engine can
+    do that (torch), so a request resumed on another worker continues alike. Without one every request draws anew.
     Raises `InvalidInput` naming the field.
     """
 
     max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | None = 0.0
+    top_p: float | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_new_tokens: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         check_int("SamplingParams.max_new_tokens", self.max_new_tokens, 1, 2**31 - 1, InvalidInput)
-        check_int("SamplingParams.seed", self.seed, 0, 2**63 - 1, InvalidInput)
-        if not 0.0 <= self.temperature < 1e3:
+        if self.seed is not None:
+            check_int("SamplingParams.seed", self.seed, 0, 2**63 - 1, InvalidInput)
+        if self.temperature is not None and not 0.0 <= self.temperature < 1e3:
             raise InvalidInput(f"SamplingParams.temperature must be in [0, 1000), got {self.temperature!r}")
-        if not 0.0 < self.top_p <= 1.0:
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InvalidInput(f"SamplingParams.top_p must be in (0, 1], got {self.top_p!r}")
+        for name, (low, high, _) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name in _WHOLE_NUMBERS:
+                check_int(f"SamplingParams.{name}", value, int(low), int(high), InvalidInput)
+            elif not low <= value <= high:
+                raise InvalidInput(f"SamplingParams.{name} must be in [{low}, {high}], got {value!r}")
+        if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidInput(f"SamplingParams.min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}")
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
+
+    def needs(self) -> tuple[str, ...]:
+        """The fields that ask for more than any engine has, by name: some of `SAMPLING_FIELDS`. An engine that lacks
+        one must not run the request (`EngineInfo.sampling_fields`)."""
+        asked = [
+            name
+            for name, (_, _, nothing) in _RANGES.items()
+            if (value := getattr(self, name)) is not None and value not in nothing
+        ]
+        if self.logit_bias:
+            asked.append("logit_bias")
+        if self.grammar is not None:
+            asked.append(self.grammar.kind)
+        return tuple(asked)
+
+    def left(self, max_new_tokens: int, output_tokens: int = 0) -> SamplingParams:
+        """What still counts after so many output tokens, for one that may have `max_new_tokens` more."""
+        least = None if self.min_new_tokens is None else max(self.min_new_tokens - output_tokens, 0)
+        least = None if least is None else min(least, max_new_tokens)
+        return replace(self, max_new_tokens=max_new_tokens, min_new_tokens=least)
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    if not isinstance(bias, Mapping) or len(bias) > LOGIT_BIAS_MAX:
+        raise InvalidInput(f"SamplingParams.logit_bias must be a mapping of at most {LOGIT_BIAS_MAX} tokens")
+    for token, value in bias.items():
+        check_int("SamplingParams.logit_bias: a token id", token, 0, 2**31 - 1, InvalidInput)
+        if isinstance(value, bool) or not isinstance(value, float | int) or not -100.0 <= value <= 100.0:
+            raise InvalidInput(f"SamplingParams.logit_bias[{token}] must be a number in [-100, 100]")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural logarithm of an output token's probability, and the likeliest tokens with theirs, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 # --- cache events (engine -> scheduler) -------------------------------------------------------------------------------

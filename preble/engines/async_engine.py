@@ -31,7 +31,7 @@ from ..transport.tasks import end_all
 from ..types import AllBlocksCleared, CacheEvent
 from .admission import Admission, AdmissionConfig
 from .async_requests import EngineJob, Stream, StreamCounters, StreamPart
-from .base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk, check_prompt
+from .base import EngineInfo, EngineLoad, GenerationRequest, OutputChunk, check_prompt, check_sampling
 from .event_buffer import EventRelay, EventSink
 
 logger = logging.getLogger("preble.engines")
@@ -142,6 +142,7 @@ class StreamingEngine:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed."""
         check_prompt(request, self._vocab_size, self._info.max_model_tokens)
+        check_sampling(request, self._info)
         with self._changed:
             self._check_open()
             if request.request_id in self._live:
@@ -348,7 +349,7 @@ class StreamingEngine:
     def _leave(self, stream: Stream) -> None:
         """A request is no longer in the engine."""
         del self._streams[stream.id]
-        ended_well = stream.finish_reason not in ("error", "abort")
+        ended_well = stream.finish_reason not in ("error", "invalid", "abort")
         self.admission.ended(stream.id, stream.produced if ended_well else None, stream.cached_tokens)
 
     def _end_job(self, job: EngineJob, task: asyncio.Task[None]) -> None:
@@ -365,8 +366,11 @@ class StreamingEngine:
             if wanted:
                 if error is not None:
                     self.counters.streams_failed += 1
+                    if isinstance(error, ValueError) and not stream.produced:  # so engines refuse what they are asked
+                        stream.refuse()
                     # What an engine raises may quote the prompt, so only its kind is reported.
-                    stream.fail(f"the engine failed the request: {type(error).__name__}")
+                    else:
+                        stream.fail(f"the engine failed the request: {type(error).__name__}")
                 stream.end_of_stream()
             self._leave(stream)
             self._admit()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..types import SamplingParams, TokenLogprob
 from .base import FINISH_REASONS, GenerationRequest, OutputChunk
 
 
@@ -22,18 +23,25 @@ class EngineJob:
     max_tokens: int
     rank: int
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """What is asked of the tokens to come."""
+        return self.request.sampling.left(self.max_tokens, self.request.output_offset)
+
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
     """What an engine says of one request. `index` is the position of `token_ids[0]` in what it has generated.
 
     So an engine that repeats all tokens each time says 0. `finish_reason` is one of `base.FINISH_REASONS`, or None.
+    `logprobs` has one for each of `token_ids`, where they are asked for.
     """
 
     index: int
     token_ids: Sequence[int]
     cached_tokens: int | None = None
     finish_reason: str | None = None
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(slots=True)
@@ -48,6 +56,7 @@ class StreamCounters:
     ends_without_reason: int = 0
     unasked_aborts: int = 0
     streams_failed: int = 0
+    missing_logprobs: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +72,7 @@ class Stream:
     cached_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of what is pending
     _hit_reported: bool = False
 
     def take(self, part: StreamPart, vocab_size: int) -> None:
@@ -79,10 +89,15 @@ class Stream:
             self.counters.impossible_tokens += 1
             self.fail("the engine sent a token that its vocabulary does not have")
             return
+        if self.request.sampling.logprobs is not None and len(part.logprobs) != len(part.token_ids):
+            self.counters.missing_logprobs += 1
+            self.fail("the engine left out log probabilities that it was asked for")
+            return
         self._take_hit(part.cached_tokens)
         room = self.max_tokens - self.produced
         self.counters.surplus_tokens += max(0, len(new) - room)
         self.pending += new[:room]
+        self.logprobs += part.logprobs[known:][:room]
         self.produced += min(room, len(new))
         if part.finish_reason is not None:
             self._take_end(part.finish_reason)
@@ -101,6 +116,8 @@ class Stream:
         if reason == "abort":
             self.counters.unasked_aborts += 1
             self.fail("the engine aborted the request by itself")
+        elif reason == "invalid":
+            self.refuse()
         elif reason not in FINISH_REASONS or reason == "error":
             self.fail(f"the engine ended the request: {reason[:200]}")
         else:
@@ -109,6 +126,13 @@ class Stream:
     def fail(self, error: str) -> None:
         """End with finish_reason "error"."""
         self.finish_reason, self.error = "error", error
+
+    def refuse(self) -> None:
+        """End with finish_reason "invalid". What an engine says of a request may quote it, so only who said no is
+        reported."""
+        asked = ", ".join(self.request.sampling.needs())
+        self.finish_reason = "invalid"
+        self.error = "the engine refuses the request" + (f", which asks for {asked}" if asked else "")
 
     def end_of_stream(self) -> None:
         """The engine says no more."""
@@ -119,6 +143,7 @@ class Stream:
     def chunk(self) -> OutputChunk:
         """What has not been taken; the hit comes once, as soon as it is known, the reason with the last chunk."""
         token_ids, self.pending = tuple(self.pending), []
+        logprobs, self.logprobs = tuple(self.logprobs), []
         hit = None if self._hit_reported else self.cached_tokens
         self._hit_reported = self._hit_reported or hit is not None
         return OutputChunk(
@@ -128,4 +153,5 @@ class Stream:
             cached_tokens=hit,
             finish_reason=self.finish_reason,
             error=self.error,
+            logprobs=logprobs,
         )

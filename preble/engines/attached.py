@@ -11,11 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 from ..clock import Clock
 from ..errors import TransportError
 from ..transport.engine_servers.http_client import EngineServer
+from ..transport.engine_servers.request_forms import FIELDS, RESUMABLE_FIELDS
 from ..transport.engine_servers.server_info import EventSource, ServerOptions
 from ..transport.namespaces import salt_of
 from .async_engine import Backend, BackendInfo
@@ -62,6 +62,8 @@ class AttachedBackend(Backend):
             block_size=server.block_size,
             max_running=server.max_running,
             max_model_tokens=server.max_model_tokens,
+            sampling_fields=FIELDS[server.engine],
+            resumable_fields=RESUMABLE_FIELDS[server.engine],
         )
         return BackendInfo(info, server.ranks)
 
@@ -78,12 +80,12 @@ class AttachedBackend(Backend):
         try:
             async for piece in self._server.generate(
                 job.request.token_ids,
-                replace(job.request.sampling, max_new_tokens=job.max_tokens),
+                job.sampling,
                 request_id=job.id,
                 rank=job.rank if self._ranks > 1 else None,
                 salt=salt_of(job.request.namespace),
             ):
-                yield StreamPart(produced, piece.token_ids, piece.cached_tokens, piece.finish_reason)
+                yield StreamPart(produced, piece.token_ids, piece.cached_tokens, piece.finish_reason, piece.logprobs)
                 produced += len(piece.token_ids)
         except TransportError:
             await self._note_if_gone()

@@ -26,7 +26,9 @@ from ..types import CacheEvent, check_int
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine reports in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds
-    prompt + output."""
+    prompt + output. `sampling_fields`: which of `types.SAMPLING_FIELDS` requests may ask for; `resumable_fields`: those
+    of them that it gets right also for a request that has begun elsewhere.
+    """
 
     engine: str
     model: str
@@ -36,6 +38,8 @@ class EngineInfo:
     max_model_tokens: int = 2**31 - 1
     tokenizer_fingerprint: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    sampling_fields: tuple[str, ...] = ()
+    resumable_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,18 @@ def check_prompt(request: GenerationRequest, vocab_size: int, tokens_max: int) -
         raise InvalidInput(
             f"{name}: a prompt of {len(tokens)} tokens leaves no room for output, the context is {tokens_max} tokens"
         )
+
+
+def check_sampling(request: GenerationRequest, info: EngineInfo) -> None:
+    """Raise `InvalidInput` naming what a request asks for and this engine does not have, or cannot go on with."""
+    needs = request.sampling.needs()
+    if not needs:
+        return
+    fields = info.resumable_fields if request.output_offset else info.sampling_fields
+    missing = [name for name in needs if name not in fields]
+    if missing:
+        what = "cannot go on with a request that has" if request.output_offset else "does not have"
+        raise InvalidInput(f"{', '.join(missing)}: the engine {info.engine} {what} it")
 
 
 @dataclass(slots=True)

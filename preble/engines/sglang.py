@@ -1,8 +1,8 @@
 """Embeds `sglang.Engine`: token ids in, token streams out. Owns the translation between SGLang's calls and ours.
 
 Everything about batching, memory, tensor and data parallelism is SGLang's own and set by its own arguments
-(`sglang.srt.server_args.ServerArgs`). What the worker needs is set here: no tokenizer, streams that bring new tokens
-only, cache events over a local socket. Run with SGLang 0.5.23.
+(`sglang.srt.server_args.ServerArgs`). What the worker needs is set here: streams that bring new tokens only, cache
+events over a local socket, and a tokenizer, which grammars need, only where the model has one. Run with SGLang 0.5.23.
 
 SGLang's scheduler processes are children of this one, and closing the engine ends all children of this process.
 Constructed in the main thread, for only there SGLang can see that a child has died.
@@ -23,14 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, InvalidConfig, MissingExtra
+from ..transport.engine_servers.request_forms import (
+    FIELDS,
+    RESUMABLE_FIELDS,
+    read_sglang_logprobs,
+    sglang_logprobs,
+    sglang_sampling,
+)
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import salt_of
+from ..types import GRAMMAR_KINDS
 from .async_engine import Backend, BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
 from .kv_event_listener import listen
-from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
+from .model_files import eos_token_ids, has_tokenizer, model_name, tokenizer_fingerprint
 
 logger = logging.getLogger("preble.engines")
 
@@ -55,6 +63,7 @@ class SglangBackend(Backend):
         except ImportError as error:
             raise MissingExtra(f"--engine sglang needs SGLang: pip install 'preble[sglang]' ({error})") from error
         self._model = model
+        self._has_tokenizer = has_tokenizer(model)
         self._directory = tempfile.mkdtemp(prefix="preble-sglang-")
         self._sources, events = _event_sockets(int(given.get("dp_size", 1)), self._directory)
         settings = {
@@ -62,7 +71,7 @@ class SglangBackend(Backend):
             "incremental_streaming_output": True,
             **given,
             "model_path": model,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not self._has_tokenizer,
             "kv_events_config": json.dumps(events),
             "custom_sigquit_handler": _on_child_death,
         }
@@ -97,7 +106,10 @@ class SglangBackend(Backend):
             max_model_tokens=min(int(manager.model_config.context_len), int(reported["max_req_input_len"]) + 1),
             tokenizer_fingerprint=tokenizer_fingerprint(path),
             eos_token_ids=eos_token_ids(path) or tuple(sorted(manager.model_config.hf_eos_token_id or ())),
+            sampling_fields=_fields_of(FIELDS["sglang"], self._has_tokenizer),
+            resumable_fields=_fields_of(RESUMABLE_FIELDS["sglang"], self._has_tokenizer),
         )
+        self._defaults = dict(manager.model_config.get_default_sampling_params())
         chunk = int(arguments.get("chunked_prefill_size") or -1)
         iteration = chunk if chunk > 0 else int(arguments.get("max_prefill_tokens") or 8192)
         self._eos = info.eos_token_ids
@@ -107,14 +119,10 @@ class SglangBackend(Backend):
         await listen(self._sources, sink)
 
     async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
-        wanted = job.request.sampling
-        sampling = {
-            "max_new_tokens": job.max_tokens,
-            "temperature": wanted.temperature,
-            "top_p": wanted.top_p,
-            "stop_token_ids": [*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._eos)],
-            "ignore_eos": wanted.ignore_eos,
-        }
+        wanted = job.sampling
+        sampling = {**self._defaults, **sglang_sampling(wanted)}
+        if not wanted.ignore_eos:
+            sampling["stop_token_ids"] = [*wanted.stop_token_ids, *self._eos]
         outputs = await self._engine.async_generate(
             input_ids=job.request.token_ids.tolist(),
             sampling_params=sampling,
@@ -122,6 +130,7 @@ class SglangBackend(Backend):
             rid=job.id,
             routed_dp_rank=job.rank if len(self._sources) > 1 else None,
             cache_salt=salt_of(job.request.namespace) or None,
+            **sglang_logprobs(wanted),
         )
         async for output in outputs:
             reported, token_ids = output["meta_info"], output["output_ids"]
@@ -130,7 +139,8 @@ class SglangBackend(Backend):
                 reported["completion_tokens"] - len(token_ids),
                 token_ids,
                 reported.get("cached_tokens"),
-                None if reason is None else reason["type"],
+                _reason_of(reason),
+                read_sglang_logprobs(reported, 0, wanted.logprobs) if token_ids else (),
             )
 
     async def abort(self, job_id: str) -> None:
@@ -151,6 +161,20 @@ class SglangBackend(Backend):
 
     def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _reason_of(reason: Mapping[str, Any] | None) -> str | None:
+    """How SGLang ended a request; it aborts those that it refuses."""
+    if reason is None:
+        return None
+    refused = reason["type"] == "abort" and reason.get("status_code") == 400
+    return "invalid" if refused else str(reason["type"])
+
+
+def _fields_of(fields: tuple[str, ...], with_tokenizer: bool) -> tuple[str, ...]:
+    """Grammars and the least number of tokens need SGLang's own tokenizer."""
+    without = () if with_tokenizer else ("min_new_tokens", *GRAMMAR_KINDS)
+    return tuple(name for name in fields if name not in without)
 
 
 def _on_child_death(*_: object) -> None:

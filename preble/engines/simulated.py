@@ -22,7 +22,7 @@ from ..clock import Clock, monotonic
 from ..errors import InvalidConfig, InvalidInput
 from ..local import Batch, LocalConfig, StepOutput
 from ..types import check_int, check_seconds
-from .base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine
+from .base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine, check_sampling
 
 NO_TOKENS: Mapping[str, int] = {}
 HASH_FACTOR = 0x9E3779B97F4A7C15
@@ -38,7 +38,8 @@ class _SimulatedRequest(LiveOutput):
 
 
 class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
-    """Implements `Engine`. Sampling settings other than lengths, stop tokens and `ignore_eos` have no influence.
+    """Implements `Engine`. `temperature`, `top_p` and `seed` have no influence, fields that not every engine has are
+    refused.
 
     `time_scale` is seconds slept per simulated second: 1 is real time, 0.05 twenty times faster, 0 does not sleep
     at all. `eos_token_id` comes up, each time with `eos_probability`, only for requests that do not ignore it.
@@ -95,6 +96,7 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         Raises `DuplicateRequest`, `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed.
         """
         self._check_new(request.request_id)
+        check_sampling(request, self.info)
         tokens = request.token_ids
         check_int("output_offset", request.output_offset, 0, max(0, len(tokens) - 1), InvalidInput)
         if len(tokens) >= self.info.max_model_tokens:

@@ -1,8 +1,9 @@
 """Embeds vLLM's `AsyncLLM`: token ids in, token streams out. Owns the translation between vLLM's calls and ours.
 
 Everything about batching, memory, tensor and data parallelism is vLLM's own and set by its own arguments
-(`vllm.AsyncEngineArgs`). What the worker needs is set here: no tokenizer, prefix caching, cache events over a local
-socket. Run with vLLM 0.32.0. vLLM's engine core runs in a child process of this one.
+(`vllm.AsyncEngineArgs`). What the worker needs is set here: prefix caching, cache events over a local socket, and a
+tokenizer, which grammars need, only where the model has one. Run with vLLM 0.32.0. vLLM's engine core runs in a child
+process of this one.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, InvalidConfig, MissingExtra
+from ..transport.engine_servers.request_forms import FIELDS, RESUMABLE_FIELDS, number, vllm_sampling
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import salt_of
+from ..types import GRAMMAR_KINDS, TokenLogprob
 from .async_engine import Backend, BackendInfo
 from .async_requests import EngineJob, StreamPart
 from .base import EngineInfo
 from .event_buffer import EventSink
 from .kv_event_listener import listen
-from .model_files import eos_token_ids, model_name, tokenizer_fingerprint
+from .model_files import eos_token_ids, has_tokenizer, model_name, tokenizer_fingerprint
 from .sglang import refuse_ours
 
 logger = logging.getLogger("preble.engines")
@@ -49,6 +52,7 @@ class VllmBackend(Backend):
         except ImportError as error:
             raise MissingExtra(f"--engine vllm needs vLLM: pip install 'preble[vllm]' ({error})") from error
         self._model = model
+        self._has_tokenizer = has_tokenizer(model)
         self._engine: Any = None
         self._usage: dict[int, float] = {}  # by rank: the share of KV blocks in use
         self._capacity_tokens = 0
@@ -59,7 +63,12 @@ class VllmBackend(Backend):
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
             events = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
         publisher = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", topic=TOPIC, **events)
-        settings = {"enable_prefix_caching": True, **given, "model": model, "skip_tokenizer_init": True}
+        settings = {
+            "enable_prefix_caching": True,
+            **given,
+            "model": model,
+            "skip_tokenizer_init": not self._has_tokenizer,
+        }
         try:
             self._arguments = AsyncEngineArgs(**settings, kv_events_config=publisher)
         except TypeError as error:
@@ -90,8 +99,12 @@ class VllmBackend(Backend):
             max_model_tokens=int(model.max_model_len),
             tokenizer_fingerprint=tokenizer_fingerprint(path),
             eos_token_ids=eos_token_ids(path),
+            sampling_fields=_fields_of(FIELDS["vllm"], self._has_tokenizer),
+            resumable_fields=_fields_of(RESUMABLE_FIELDS["vllm"], self._has_tokenizer),
         )
         self._eos = info.eos_token_ids
+        # Its `max_tokens` is how long answers are where nothing is said; here something always is.
+        self._defaults = {k: v for k, v in model.get_diff_sampling_param().items() if k != "max_tokens"}
         return BackendInfo(
             info, ranks, int(config.scheduler_config.max_num_batched_tokens), int(model.get_vocab_size())
         )
@@ -125,19 +138,17 @@ class VllmBackend(Backend):
 
     async def stream(self, job: EngineJob) -> AsyncIterator[StreamPart]:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        wanted = job.request.sampling
-        sampling = SamplingParams(
-            max_tokens=job.max_tokens,
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            seed=wanted.seed if wanted.temperature > 0.0 else None,
-            stop_token_ids=[*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._eos)],
-            ignore_eos=wanted.ignore_eos,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        wanted = job.sampling
+        fields = {**self._defaults, **vllm_sampling(wanted)}
+        if not wanted.ignore_eos:
+            fields["stop_token_ids"] = [*wanted.stop_token_ids, *self._eos]
+        if wanted.temperature == 0.0:
+            fields.pop("seed", None)  # nothing is drawn
+        if wanted.grammar is not None:
+            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+        sampling = SamplingParams(**fields, detokenize=False, output_kind=RequestOutputKind.DELTA)
         prompt: dict[str, Any] = {"prompt_token_ids": job.request.token_ids.tolist()}
         salt = salt_of(job.request.namespace)
         if salt:
@@ -147,7 +158,8 @@ class VllmBackend(Backend):
         async for output in self._engine.generate(prompt, sampling, job.id, data_parallel_rank=rank):
             part = output.outputs[0]
             token_ids = list(part.token_ids)
-            yield StreamPart(produced, token_ids, output.num_cached_tokens, part.finish_reason)
+            logprobs = _logprobs_of(part.logprobs, token_ids, wanted.logprobs)
+            yield StreamPart(produced, token_ids, output.num_cached_tokens, part.finish_reason, logprobs)
             produced += len(token_ids)
 
     async def abort(self, job_id: str) -> None:
@@ -169,3 +181,21 @@ class VllmBackend(Backend):
 
     def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _fields_of(fields: tuple[str, ...], with_tokenizer: bool) -> tuple[str, ...]:
+    """Grammars need vLLM's own tokenizer."""
+    return fields if with_tokenizer else tuple(name for name in fields if name not in GRAMMAR_KINDS)
+
+
+def _logprobs_of(
+    reported: Sequence[Mapping[int, Any]] | None, token_ids: Sequence[int], wanted: int | None
+) -> tuple[TokenLogprob, ...]:
+    """vLLM reports the chosen token and the likeliest ones, each with its rank from 1 on."""
+    if wanted is None or not reported:
+        return ()
+    found = []
+    for token, there in zip(token_ids, reported, strict=False):
+        best = sorted((one.rank, other, one.logprob) for other, one in there.items() if 1 <= (one.rank or 0) <= wanted)
+        found.append(TokenLogprob(number(there[token].logprob), tuple((int(o), number(p)) for _, o, p in best)))
+    return tuple(found)

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -193,6 +193,12 @@ class FleetWorker:
 
     # --- state --------------------------------------------------------------------------------------------------------
 
+    def fields(self, resumed: bool) -> frozenset[str]:
+        """What requests may ask of its engine beyond plain sampling, where they begin there or go on there."""
+        if self.welcome is None:
+            return frozenset()
+        return frozenset(self.welcome.resumable_fields if resumed else self.welcome.sampling_fields)
+
     def turn(self, state: str, why: str) -> None:
         """Change state, with a line in the log."""
         if state != self.state:
@@ -255,6 +261,19 @@ class Fleet:
     def worker_ids(self) -> Collection[str]:
         """Workers that the scheduler knows, usable or not; do not keep it."""
         return self._by_id.keys()
+
+    def unable(self, needs: Sequence[str], *, resumed: bool) -> frozenset[str]:
+        """Workers whose engines lack one of these fields (`types.SAMPLING_FIELDS`) for a request that begins there, or
+        one that has begun elsewhere."""
+        return frozenset(name for name, worker in self._by_id.items() if not set(needs) <= worker.fields(resumed))
+
+    def missing(self, needs: Sequence[str], *, resumed: bool) -> str | None:
+        """The fields that no worker has, joined; all of them where each is had by some, and None where one worker has
+        all, or none is there."""
+        found = [worker.fields(resumed) for worker in self._by_id.values()]
+        if not found or any(set(needs) <= fields for fields in found):
+            return None
+        return ", ".join(name for name in needs if not any(name in fields for fields in found)) or ", ".join(needs)
 
     def worker(self, worker_id: str) -> FleetWorker:
         """The worker of that id. Raises `UnknownWorker`."""

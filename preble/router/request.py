@@ -4,7 +4,8 @@ Exactly once: a request has one list of output tokens, and position k is appende
 tokens. A chunk that repeats positions is cut, one that skips any is an error, whichever worker sent it and in whichever
 attempt.
 
-A consumer that does not read costs memory for its own tokens only, at most `max_new_tokens`: they merge into one chunk.
+A consumer that does not read costs memory for its own tokens (and their log probabilities) only, at most
+`max_new_tokens`: they merge into one chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
-from ..types import SamplingParams, SessionHint
+from ..types import SamplingParams, SessionHint, TokenLogprob
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -37,6 +38,7 @@ class StreamChunk:
     `cached_tokens` (prompt tokens whose KV the first worker reused) comes once, with the first chunk or as soon as the
     worker reports it; `decision` (which sent the request to its first worker) with the first chunk; `finish_reason`
     ("stop", "length" or "abort") with the last, which may hold no tokens. `worker` computed the newest of the tokens.
+    `logprobs`, where they were asked for, has one for each token.
     """
 
     request_id: Hashable
@@ -46,6 +48,7 @@ class StreamChunk:
     cached_tokens: int | None = None
     finish_reason: str | None = None
     decision: Decision | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -97,6 +100,7 @@ class PlacedRequest:
         self.prompt = token_ids
         self.namespace = namespace
         self.exclude = exclude  # workers that it must not go to
+        self.needs: tuple[str, ...] = ()  # fields that not every worker's engine has
         self.is_streamed = True  # its first token will be seen when it comes
         self.attempt: Attempt | None = None
         self.decision: Decision | None = None  # the one that placed it first
@@ -170,8 +174,10 @@ class RoutedRequest(PlacedRequest):
             session=session,
         )
         self.sampling = sampling
+        self.needs = sampling.needs()
         self.cached_tokens: int | None = None
         self._output = array("i")
+        self._logprobs: list[TokenLogprob] = []  # of all tokens or, where they are not asked for, of none
         self._read = 0
         self._hit_reported = False
         self._last_worker = ""
@@ -216,6 +222,10 @@ class RoutedRequest(PlacedRequest):
             raise ProtocolError(f"output position {have} is missing: worker {worker_id} sent position {chunk.index}")
         fresh = chunk.token_ids[have - chunk.index :]
         wanted = fresh[: self.sampling.max_new_tokens - have]
+        if self.sampling.logprobs is not None:
+            if len(chunk.logprobs) != len(chunk.token_ids):
+                raise ProtocolError(f"log probabilities are missing: worker {worker_id} sent {len(chunk.logprobs)}")
+            self._logprobs.extend(chunk.logprobs[have - chunk.index :][: len(wanted)])
         self._output.extend(wanted)
         if wanted:
             self._last_worker = worker_id
@@ -276,6 +286,7 @@ class RoutedRequest(PlacedRequest):
             self._unreported_hit(),
             self.finish_reason,
             self.decision if start == 0 else None,
+            tuple(self._logprobs[start:]),
         )
 
     def _unreported_hit(self) -> int | None:

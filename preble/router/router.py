@@ -522,6 +522,8 @@ class Router:
         if live.error is not None:
             raise live.error
         unusable = {*self.fleet.unusable, *live.full_workers, *live.exclude}
+        if live.needs:
+            unusable |= self._unable(live)
         verdict = self._verdict(live, unusable)
         if verdict.avoid:
             unusable |= verdict.over
@@ -546,6 +548,16 @@ class Router:
                 return True
             self.scheduler.cancel(live.request_id)
             unusable.add(decision.worker)
+
+    def _unable(self, live: PlacedRequest) -> frozenset[str]:
+        """The workers whose engines lack something that a request asks for. Raises where all do."""
+        resumed = live.output_tokens > 0
+        missing = self.fleet.missing(live.needs, resumed=resumed)
+        if missing is None:
+            return self.fleet.unable(live.needs, resumed=resumed)
+        if resumed:
+            raise WorkerLost(f"no worker can go on with a request that has {missing}")
+        raise InvalidInput(f"{missing}: no connected worker's engine has it")
 
     def _verdict(self, live: PlacedRequest, unusable: Collection[str]) -> Verdict:
         """Where a request may wait. Raises `Overloaded` for one that would wait too long everywhere; one that has run
@@ -728,9 +740,10 @@ class Router:
         self.counters.excess_tokens += accepted.excess
         self._take_cached(live, attempt, chunk)
         self._note_first_token(live, attempt)
-        if chunk.finish_reason == "error":
+        if chunk.finish_reason in ("error", "invalid"):
             self._end_attempt(live, abort=False)
-            live.fail(EngineError(chunk.error or "the engine gave no reason"))
+            kind = EngineError if chunk.finish_reason == "error" else InvalidInput
+            live.fail(kind(chunk.error or "the engine gave no reason"))
         elif chunk.finish_reason is not None or accepted.excess:
             self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
             self._finish(live, chunk.finish_reason or "length")

@@ -64,7 +64,7 @@ class WarmUps:
         plan, worker = self._running.get(message.request_id, (0, ""))
         if worker != worker_id:
             return False
-        if isinstance(message, wire.Rejected) or message.finish_reason in ("error", "abort"):
+        if isinstance(message, wire.Rejected) or message.finish_reason in ("error", "invalid", "abort"):
             del self._running[message.request_id]
             self.counters.warm_ups_failed += 1
         elif message.finish_reason is not None:

@@ -5,6 +5,8 @@ Owns these forms and the limits that no annotation can say.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import isnan
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_args
 
 import numpy as np
@@ -14,15 +16,21 @@ from msgspec.msgpack import Decoder
 
 from .._core.token_ids import token_words, word_count, word_tuple
 from ..types import (
+    GRAMMAR_BYTES_MAX,
+    GRAMMAR_KINDS,
+    LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     CacheEvent,
+    Grammar,
     PrefixEvicted,
     RequestEnded,
     RequestPlaced,
     RequestPrefilled,
     SamplingParams,
+    TokenLogprob,
 )
 from .messages import (
     EVENTS_MAX,
@@ -121,25 +129,103 @@ def _read_tuple(words: bytes, where: str = "") -> tuple[int, ...]:
 _Real = Annotated[float, Meta(description="a number")]
 
 
+class _Grammar(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    kind: Annotated[str, Meta(description=f"one of {', '.join(GRAMMAR_KINDS)}")]
+    text: Annotated[str, Meta(max_length=GRAMMAR_BYTES_MAX, description=f"a text of 1 to {GRAMMAR_BYTES_MAX} bytes")]
+
+
+_BiasWords = Annotated[bytes, _words(LOGIT_BIAS_MAX)]
+_Biases = Annotated[list[_Real], Meta(max_length=LOGIT_BIAS_MAX, description=f"at most {LOGIT_BIAS_MAX} numbers")]
+
+
+class _MoreSampling(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What few requests ask for; None where nothing of it is said. The order is that of `_MORE`."""
+
+    top_k: int | None
+    min_p: _Real | None
+    min_new_tokens: int | None
+    frequency_penalty: _Real | None
+    presence_penalty: _Real | None
+    repetition_penalty: _Real | None
+    logprobs: int | None
+    bias_token_ids: _BiasWords
+    biases: _Biases
+    grammar: _Grammar | None
+
+
 class _Sampling(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """`SamplingParams`, which judges numbers itself."""
 
     max_new_tokens: Positive
-    temperature: _Real
-    top_p: _Real
+    temperature: _Real | None
+    top_p: _Real | None
     stop_token_ids: _StopWords
     ignore_eos: bool
-    seed: Number
+    seed: Number | None
+    more: _MoreSampling | None
+
+
+_MORE = _MoreSampling.__struct_fields__[:7]
+_more_of = attrgetter(*_MORE, "logit_bias", "grammar")
+_NOTHING_MORE = (None,) * (len(_MORE) + 2)
 
 
 def _pack_sampling(value: SamplingParams) -> tuple[Any, ...]:
     stop = _pack_stop(value.stop_token_ids, ".stop_token_ids")
-    return value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed
+    more = _more_of(value)
+    packed = None if more == _NOTHING_MORE else _pack_more(*more)
+    return value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed, packed
+
+
+def _pack_more(*more: Any) -> tuple[Any, ...]:
+    *plain, bias, grammar = more
+    bias = bias or {}
+    packed = None if grammar is None else (grammar.kind, grammar.text)
+    return *plain, token_words(list(bias)), list(bias.values()), packed
 
 
 def _read_sampling(value: _Sampling) -> SamplingParams:
     stop = _read_tuple(value.stop_token_ids, ".stop_token_ids")
-    return SamplingParams(value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed)
+    plain = value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed
+    more = value.more
+    if more is None:
+        return SamplingParams(*plain)
+    tokens = _read_tuple(more.bias_token_ids, ".more.bias_token_ids")
+    bias = dict(zip(tokens, more.biases, strict=False)) or None
+    if not len(tokens) == len(more.biases) == len(bias or ()):
+        raise Unfit(".more.biases must be as many as bias_token_ids, and each id be there once")
+    numbers = {name: getattr(more, name) for name in _MORE}
+    grammar = None if more.grammar is None else Grammar(more.grammar.kind, more.grammar.text)
+    if bias is None and grammar is None and not any(value is not None for value in numbers.values()):
+        raise Unfit(".more must say something")
+    return SamplingParams(*plain, **numbers, logit_bias=bias, grammar=grammar)
+
+
+# --- log probabilities ------------------------------------------------------------------------------------------------
+
+_Alternatives = Annotated[
+    tuple[tuple[Count, _Real], ...], Meta(max_length=LOGPROBS_MAX, description=f"at most {LOGPROBS_MAX} alternatives")
+]
+
+
+class _Logprob(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    logprob: _Real
+    top: _Alternatives
+
+
+_LOGPROBS_META = Meta(max_length=PROMPT_TOKENS_MAX, description="an array of log probabilities")
+_Logprobs = Annotated[tuple[_Logprob, ...], _LOGPROBS_META]
+
+
+def _pack_logprobs(logprobs: Sequence[TokenLogprob]) -> tuple[Any, ...]:
+    return tuple((one.logprob, one.top) for one in logprobs)
+
+
+def _read_logprobs(found: tuple[_Logprob, ...]) -> tuple[TokenLogprob, ...]:
+    for one in found:
+        if isnan(one.logprob) or any(isnan(logprob) for _, logprob in one.top):
+            raise Unfit(" must be numbers")
+    return tuple(TokenLogprob(one.logprob, one.top) for one in found)
 
 
 # --- cache events: a letter and its fields ----------------------------------------------------------------------------
@@ -328,6 +414,7 @@ FORMS: Mapping[Any, FrameForm] = {
     Sequence[int]: FrameForm(_Words, token_words, _read_tuple),
     tuple[int, ...]: FrameForm(_StopWords, _pack_stop, _read_tuple),
     SamplingParams: FrameForm(_Sampling, _pack_sampling, _read_sampling),
+    tuple[TokenLogprob, ...]: FrameForm(_Logprobs, _pack_logprobs, _read_logprobs, "not {}"),
     Hashable: FrameForm(Raw, pack_namespace, read_namespace, "{} is None"),
     tuple[CacheEvent, ...]: FrameForm(Annotated[list[_AnyEvent], _EVENTS_META], _pack_events, _read_events),
 }

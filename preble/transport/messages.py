@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct, field
 
-from ..types import CacheEvent, SamplingParams
+from ..types import CacheEvent, SamplingParams, TokenLogprob
 
 PROMPT_TOKENS_MAX = 2 << 20  # 8 MiB of token ids
 TEXT_BYTES_MAX = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
@@ -25,7 +25,7 @@ FRAME_BYTES_MAX = 16 << 20  # a longer frame is refused unread
 
 REFUSAL_CODES = ("queue_full", "invalid", "engine", "engine_failed", "draining", "duplicate")
 CLOSING_CODES = ("gap", "slow_reader", "expired", "no_session", "replaced", "shutdown", "engine_failed")
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "invalid")
 
 INT31 = 2**31 - 1
 INT63 = 2**63 - 1
@@ -53,6 +53,8 @@ BlockSize = Annotated[int, _within(1, 65_536)]
 RefusalCode = Annotated[str, _one_of(*REFUSAL_CODES)]
 ClosingCode = Annotated[str, _one_of(*CLOSING_CODES)]
 FinishReason = Annotated[str, _one_of(*FINISH_REASONS)]
+FieldName = Annotated[str, _text(1, 64)]
+FieldNames = Annotated[tuple[FieldName, ...], Meta(max_length=64, description="at most 64 names of 1 to 64 bytes")]
 
 
 # --- router to worker -------------------------------------------------------------------------------------------------
@@ -113,7 +115,11 @@ class Bye(Struct, frozen=True):
 
 
 class Welcome(Struct, frozen=True):
-    """Accepts a `Hello` and says what the worker is. The first event batch to expect is `next_event_seq`."""
+    """Accepts a `Hello` and says what the worker is. The first event batch to expect is `next_event_seq`.
+
+    `sampling_fields` and `resumable_fields` are `EngineInfo`'s: what a request may ask for here, and what of that also
+    when it has begun elsewhere.
+    """
 
     worker_id: Id
     engine: Text
@@ -128,6 +134,8 @@ class Welcome(Struct, frozen=True):
     next_event_seq: Number
     max_frame_bytes: Annotated[int, _within(1024, INT31)]
     draining: bool = False
+    sampling_fields: FieldNames = ()
+    resumable_fields: FieldNames = ()
 
 
 class Refused(Struct, frozen=True):
@@ -140,8 +148,10 @@ class OutputChunk(Struct, frozen=True):
     """New tokens of one request. `index` is the output position of `token_ids[0]`, counted from the original prompt.
 
     `cached_tokens` (prompt tokens whose KV was reused, set on the first chunk) is what the engine says of the hit.
-    `finish_reason` is None until the last chunk. `error` says what went wrong where the reason is "error". Event
-    batches from `next_event_seq` on, which the worker fills in, are younger than these tokens, whichever comes first.
+    `logprobs`, where they were asked for, has one for each of `token_ids`.
+    `finish_reason` is None until the last chunk. `error` says what went wrong where the reason is "error" or "invalid"
+    (the engine refuses what is asked). Event batches from `next_event_seq` on, which the worker fills in, are younger
+    than these tokens, whichever comes first.
     """
 
     request_id: Id
@@ -151,6 +161,7 @@ class OutputChunk(Struct, frozen=True):
     finish_reason: FinishReason | None = None
     error: Text | None = None
     next_event_seq: Number = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Rejected(Struct, frozen=True):

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..errors import QueueFull
+from ..types import TokenLogprob
 from .messages import Message, OutputChunk
 
 
@@ -22,9 +23,13 @@ class _Merged:
     first: OutputChunk
     token_ids: list[int]
     last: OutputChunk
+    logprobs: list[TokenLogprob]
+    weight: int
 
     def add(self, chunk: OutputChunk) -> None:
         self.token_ids.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        self.weight += _weight(chunk)
         self.last = chunk
 
     def chunk(self) -> OutputChunk:
@@ -39,11 +44,18 @@ class _Merged:
             self.last.finish_reason,
             self.last.error,
             self.first.next_event_seq,
+            tuple(self.logprobs),
         )
 
 
+def _weight(chunk: OutputChunk) -> int:
+    """Its tokens, and the alternatives to them as if they were some more."""
+    return len(chunk.token_ids) + sum(1 + len(one.top) for one in chunk.logprobs)
+
+
 class Outbox:
-    """Waiting messages in order, at most `max_messages`, with at most `max_tokens` output tokens. Not thread-safe."""
+    """Waiting messages in order, at most `max_messages`, with at most `max_tokens` output tokens, alternatives
+    included. Not thread-safe."""
 
     def __init__(self, max_messages: int, max_tokens: int) -> None:
         self.max_messages = max_messages
@@ -58,7 +70,7 @@ class Outbox:
 
     def push(self, message: Message) -> None:
         """Queue a message. Raises `QueueFull` at either bound; then nothing has changed."""
-        tokens = len(message.token_ids) if isinstance(message, OutputChunk) else 0
+        tokens = _weight(message) if isinstance(message, OutputChunk) else 0
         waiting = self._open.get(message.request_id) if isinstance(message, OutputChunk) else None
         if self.tokens + tokens > self.max_tokens or (waiting is None and len(self._queue) >= self.max_messages):
             raise QueueFull(f"outbox holds {len(self._queue)} messages and {self.tokens} output tokens")
@@ -69,7 +81,7 @@ class Outbox:
             waiting.add(message)
             self.merged += 1
         else:
-            entry = _Merged(message, list(message.token_ids), message)
+            entry = _Merged(message, list(message.token_ids), message, list(message.logprobs), tokens)
             self._open[message.request_id] = entry
             self._queue.append(entry)
 
@@ -82,5 +94,5 @@ class Outbox:
         """Drop the oldest message: it has been sent."""
         head = self._queue.popleft()
         if isinstance(head, _Merged):
-            self.tokens -= len(head.token_ids)
+            self.tokens -= head.weight
             del self._open[head.first.request_id]

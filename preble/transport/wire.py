@@ -51,7 +51,7 @@ from .messages import (
 )
 from .namespaces import Unfit
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 _HEADER = ("version", "code", "epoch", "session", "seq")
 _CODES: Mapping[type[Message], int] = {
@@ -202,9 +202,9 @@ class _Layout:
         if inner and self.cls is Events:
             number = inner.pop(0)
             name, kind = f"{name}[{number}]", _event_kind(frame, place, number)
-        if inner and kind is not None:
-            field = kind.__struct_fields__[inner[0] - (kind.__struct_config__.tag is not None)]
-            name, kind = f"{name}.{field}", get_type_hints(kind, include_extras=True)[field]
+        while inner and kind is not None and (struct := _struct_of(kind)) is not None:
+            field = struct.__struct_fields__[inner.pop(0) - (struct.__struct_config__.tag is not None)]
+            name, kind = f"{name}.{field}", get_type_hints(struct, include_extras=True)[field]
         return f"{name} must be {_wanted(kind)}"
 
 
@@ -254,6 +254,14 @@ def _event_kind(frame: bytes, place: int, number: int) -> type[Struct] | None:
         return None
 
 
+def _struct_of(kind: Any) -> type[Struct] | None:
+    """The struct that a field holds, where it holds one or None."""
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and issubclass(part, Struct):
+            return part
+    return None
+
+
 def _wanted(kind: Any) -> str:
     """What a field must be, in words."""
     if kind is None:
@@ -261,6 +269,8 @@ def _wanted(kind: Any) -> str:
     for part in (kind, *get_args(kind)):
         for meta in getattr(part, "__metadata__", ()):
             return str(meta.description)
-    if isinstance(kind, type) and issubclass(kind, Struct):
-        return f"an array of {len(kind.__struct_fields__) + (kind.__struct_config__.tag is not None)}"
-    return f"a {kind.__name__}"
+    struct = _struct_of(kind)
+    if struct is not None:
+        return f"an array of {len(struct.__struct_fields__) + (struct.__struct_config__.tag is not None)}"
+    plain = next(part for part in (kind, *get_args(kind)) if isinstance(part, type))
+    return f"a {plain.__name__}"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from preble.engines.torch.sampling import choose_tokens, uniform  # noqa: E402
+from preble.engines.torch.sampling import TokenChoice, choose_tokens, uniform  # noqa: E402
 from preble.types import SamplingParams  # noqa: E402
 
 PROBABILITIES = [0.5, 0.25, 0.125, 0.0625, 0.0625]
@@ -24,7 +24,7 @@ def logits_of(probabilities: list[float]) -> torch.Tensor:
 def frequencies(sampling: SamplingParams, probabilities: list[float], count: int = 4000) -> list[float]:
     """How often each token is chosen over `count` output positions."""
     rows = logits_of(probabilities).expand(count, -1)
-    tokens = choose_tokens(rows, [(sampling, position) for position in range(count)])
+    tokens = choose_tokens(rows, [TokenChoice(sampling, position) for position in range(count)])
     return [tokens.count(token) / count for token in range(len(probabilities))]
 
 
@@ -88,25 +88,25 @@ def test_a_token_of_probability_zero_is_never_chosen(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(sampling, "uniform", lambda seed, position, chance=chance: chance)
         for top_p in (1.0, 0.999):
             params = SamplingParams(temperature=1.0, top_p=top_p)
-            (token,) = choose_tokens(logits_of([0.0, 0.3, 0.7, 0.0]), [(params, 0)])
+            (token,) = choose_tokens(logits_of([0.0, 0.3, 0.7, 0.0]), [TokenChoice(params, 0)])
             assert token in (1, 2)
 
 
 def test_greedy_takes_the_best_whatever_the_seed() -> None:
     for seed in range(5):
-        assert choose_tokens(logits_of([0.2, 0.5, 0.3]), [(SamplingParams(seed=seed), seed)]) == [1]
+        assert choose_tokens(logits_of([0.2, 0.5, 0.3]), [TokenChoice(SamplingParams(seed=seed), seed)]) == [1]
 
 
 @given(temperature=st.floats(1e-300, 1e-3), seed=st.integers(0, 1000))
 def test_tiny_temperatures_are_greedy_and_do_not_overflow(temperature: float, seed: int) -> None:
     params = SamplingParams(temperature=temperature, seed=seed)
-    assert choose_tokens(torch.tensor([[1e30, 2e30, -1e30]]), [(params, 0)]) == [1]
+    assert choose_tokens(torch.tensor([[1e30, 2e30, -1e30]]), [TokenChoice(params, 0)]) == [1]
 
 
 def test_rows_are_independent_of_their_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((6, 50), generator=generator)
-    choices = [(SamplingParams(temperature=0.7 * (i % 2), top_p=0.9, seed=i), 10 * i) for i in range(6)]
+    choices = [TokenChoice(SamplingParams(temperature=0.7 * (i % 2), top_p=0.9, seed=i), 10 * i) for i in range(6)]
     together = choose_tokens(rows, choices)
     assert together == [choose_tokens(rows[i : i + 1], choices[i : i + 1])[0] for i in range(6)]
     assert choose_tokens(rows[:0], []) == []
@@ -117,7 +117,7 @@ def test_rows_are_independent_of_their_batch() -> None:
 def test_rows_that_are_not_finite_give_no_token(bad: float, temperature: float) -> None:
     rows = torch.zeros((3, 8))
     rows[1, 5] = bad
-    tokens = choose_tokens(rows, [(SamplingParams(temperature=temperature), 0)] * 3)
+    tokens = choose_tokens(rows, [TokenChoice(SamplingParams(temperature=temperature), 0)] * 3)
     assert tokens[1] is None and tokens[0] is not None and tokens[2] is not None
     nothing_possible = torch.full((1, 8), -math.inf)
-    assert choose_tokens(nothing_possible, [(SamplingParams(temperature=temperature), 0)]) == [None]
+    assert choose_tokens(nothing_possible, [TokenChoice(SamplingParams(temperature=temperature), 0)]) == [None]

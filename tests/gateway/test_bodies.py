@@ -108,7 +108,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
     """A gateway with one worker."""
     model = make_tokenizer(tmp_path_factory.mktemp("model"))
     worker = WorkerProcess(time_scale=0.0)
-    arguments = ("--workers", worker.endpoint, "--tokenizer", str(model))
+    # Where nothing is said an answer may fill the model's context, and this engine never ends one by itself.
+    arguments = ("--workers", worker.endpoint, "--tokenizer", str(model), "--default-max-tokens", "16")
     process = GatewayProcess(*arguments, log=tmp_path_factory.mktemp("gateway") / "log")
     yield process
     assert process.stop() == 0

@@ -50,7 +50,7 @@ from preble.errors import (
     SnapshotRefused,
     TransportError,
 )
-from preble.gateway.api import schemas
+from preble.gateway.api import fields, sampling, schemas
 from preble.gateway.core import config_sources
 from preble.gateway.core.http_errors import ApiError
 from preble.scheduling.records import Recording, from_json, to_json
@@ -122,8 +122,18 @@ def targets(directory: Path) -> list[Target]:
         Target("engine_events", _payloads(), EngineEvents(), (InvalidInput,)),
         Target("event_objects", _payloads(), lambda data: EventBatch(data).events(), (InvalidInput,)),
         Target("engine_load", [LOAD_FRAME], kv_event_codec.decode_load, (ProtocolError,)),
-        Target("sglang_stream", SGLANG_LINES, lambda line: _SglangStream(True).take(line), STREAM_ERRORS),
-        Target("vllm_stream", VLLM_LINES, lambda line: _VllmStream().take(line), STREAM_ERRORS),
+        Target(
+            "sglang_stream",
+            SGLANG_LINES,
+            lambda line: _SglangStream(True, 2 if b"prob" in line else None).take(line),
+            STREAM_ERRORS,
+        ),
+        Target(
+            "vllm_stream",
+            VLLM_LINES,
+            lambda line: _VllmStream(2 if b"prob" in line else None).take(line),
+            STREAM_ERRORS,
+        ),
         Target("snapshot", [_snapshot()[SNAPSHOT_HEADER_BYTES:]], Snapshots(), (SnapshotRefused, InvalidInput)),
         Target("records", [line.encode() for line in _records()], _feed_record, (InvalidInput,)),
         Target(
@@ -148,10 +158,12 @@ def targets(directory: Path) -> list[Target]:
 
 LOAD_FRAME = msgpack.packb(["LoadStat", 2, 1, 300, 4000, 0, 77])
 SGLANG_LINES = [
+    b'{"output_ids": [5], "meta_info": {"output_token_logprobs": [[-1, 5, 0]], "output_top_logprobs": [[[-1, 7]]]}}',
     b'{"output_ids": [5, 6], "meta_info": {"cached_tokens": 3, "finish_reason": null}}',
     b'{"output_ids": [7], "meta_info": {"finish_reason": {"type": "stop", "status_code": 503}}}',
 ]
 VLLM_LINES = [
+    b'{"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1], "top_logprobs": [{"token_id:5": -1.0}]}}]}',
     b'{"choices": [{"text": "", "token_ids": [5, 6], "finish_reason": null}], "usage": null}',
     b'{"choices": [{"token_ids": [7], "finish_reason": "length"}]}',
     b'{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}}',
@@ -194,11 +206,12 @@ CHAT_BODIES = [
 COMPLETION_BODIES = [
     b'{"model": "m", "prompt": "hello", "temperature": 0.5, "top_p": 1, "seed": 7, "stop": null, "logprobs": null}',
     b'{"prompt": [1, 2, 3], "max_tokens": 5, "stream_options": {"include_usage": true}, "user": "u"}',
-    b'{"prompt": [[1, 2], "text", [3]], "cache_salt": "s", "ignore_eos": true}',
+    b'{"prompt": [[1, 2], "text", [3]], "cache_salt": "s", "structured_outputs": {"choice": ["a"]}}',
+    b'{"prompt": "x", "logit_bias": {"7": 1}, "response_format": {"type": "json_schema", "json_schema": {"schema":1}}}',
 ]
 GENERATE_BODIES = [
     b'{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 3, "temperature": 0}, "stream": true, "rid": "r"}',
-    b'{"text": ["a", "b"], "sampling_params": {"stop": "x"}}',
+    b'{"text": ["a", "b"], "sampling_params": {"stop": "x", "regex": "a", "min_new_tokens": 1}, "stream": false}',
 ]
 CONFIG_YAML = b"""workers: [tcp://127.0.0.1:5601, http://host:30000]
 port: 8000
@@ -241,20 +254,21 @@ def _feed_vllm_facts(data: bytes) -> None:
 def _feed_chat(data: bytes) -> None:
     body = schemas.decode(data, schemas.ChatRequest)
     schemas.plain_messages(body.messages)
-    schemas.sampling_of(body, 5, 0)
+    sampling.sampling_of_openai(body, 5)
 
 
 def _feed_completion(data: bytes) -> None:
     body = schemas.decode(data, schemas.CompletionRequest)
     schemas.prompts_of(body.prompt, "prompt", 1000)
-    schemas.sampling_of(body, 5, 0)
+    sampling.sampling_of_openai(body, 5)
 
 
 def _feed_generate(data: bytes) -> None:
     body = schemas.decode(data, schemas.GenerateRequest)
     for place in ("input_ids", "text"):
-        if schemas.is_given(raw := getattr(body, place)):
+        if fields.is_given(raw := getattr(body, place)):
             schemas.prompts_of(raw, place, 1000)
+    sampling.sampling_of_sglang(body, 5)
 
 
 def _load_config(file: Path) -> None:

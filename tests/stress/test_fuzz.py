@@ -132,5 +132,5 @@ def test_a_python_literal_that_cannot_be_made_is_refused_with_its_field(tmp_path
 
 
 def test_a_number_out_of_range_in_a_field_that_changes_nothing_is_refused() -> None:
-    with pytest.raises(ApiError, match="logprobs is not supported"):
-        schemas.decode(b'{"prompt": "x", "logprobs": 1e999}', schemas.CompletionRequest)
+    with pytest.raises(ApiError, match="best_of is not supported"):
+        schemas.decode(b'{"prompt": "x", "best_of": 1e999}', schemas.CompletionRequest)

@@ -29,15 +29,18 @@ from preble.transport.messages import (
 )
 from preble.transport.namespaces import check_namespace
 from preble.types import (
+    LOGPROBS_MAX,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Grammar,
     PrefixEvicted,
     PrefixStored,
     RequestEnded,
     RequestPlaced,
     RequestPrefilled,
     SamplingParams,
+    TokenLogprob,
 )
 
 ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
@@ -55,15 +58,35 @@ NAMESPACES = st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=3).map(t
     lambda value: depth(value) <= 4
 )
 HASHES = st.lists(st.integers(-(2**63), 2**64 - 1) | st.binary(min_size=1, max_size=64), max_size=4).map(tuple)
+GRAMMARS = st.builds(Grammar, st.sampled_from(["regex", "ebnf"]), st.text("ab*", min_size=1, max_size=9)) | st.just(
+    Grammar("choice", '["a", "b"]')
+)
 SAMPLING = st.builds(
     SamplingParams,
     max_new_tokens=st.integers(1, 2**31 - 1),
-    temperature=st.floats(0, 999),
-    top_p=st.floats(0.01, 1),
+    temperature=st.none() | st.floats(0, 999),
+    top_p=st.none() | st.floats(0.01, 1),
     stop_token_ids=TOKENS,
     ignore_eos=st.booleans(),
-    seed=INT63,
+    seed=st.none() | INT63,
+) | st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(99, 2**31 - 1),
+    top_k=st.none() | st.integers(-1, 2**31 - 1),
+    min_p=st.none() | st.floats(0, 1),
+    min_new_tokens=st.none() | st.integers(0, 99),
+    frequency_penalty=st.none() | st.floats(-2, 2),
+    presence_penalty=st.none() | st.floats(-2, 2),
+    repetition_penalty=st.none() | st.floats(0.01, 2),
+    logprobs=st.none() | st.integers(0, LOGPROBS_MAX),
+    logit_bias=st.none() | st.dictionaries(INT31, st.floats(-100, 100), min_size=1, max_size=5),
+    grammar=st.none() | GRAMMARS,
 )
+LOGPROB = st.floats(max_value=0, allow_nan=False)
+LOGPROBS = st.lists(
+    st.builds(TokenLogprob, LOGPROB, st.lists(st.tuples(INT31, LOGPROB), max_size=LOGPROBS_MAX).map(tuple)), max_size=3
+).map(tuple)
+FIELDS = st.lists(st.text("abc_", min_size=1, max_size=64), max_size=4).map(tuple)
 PEER_EVENTS = st.one_of(  # by workers, of requests and evictions
     st.builds(RequestPlaced, IDS, IDS, PROMPT, NAMESPACES, st.none() | st.integers(1, 2**31 - 1)),
     st.builds(RequestPrefilled, IDS, IDS, st.none() | INT31),
@@ -88,6 +111,13 @@ EVENTS = st.one_of(
 
 ONE_TOKEN = b"\x01\0\0\0"
 REQUEST = wire.GenerationRequest("r", np.array([1], np.int32))
+
+
+def sampling_with(place: int, value: Any) -> list[Any]:
+    """Sampling on the wire, with one of the fields that few requests have."""
+    more: list[Any] = [None] * 7 + [b"", [], None]
+    more[place] = value
+    return [9, 0.0, None, b"", False, None, more]
 
 
 def depth(value: Any) -> int:
@@ -126,6 +156,8 @@ MESSAGES = st.one_of(
         INT63,
         st.integers(1024, 2**31 - 1),
         st.booleans(),
+        FIELDS,
+        FIELDS,
     ),
     st.builds(wire.Refused, TEXT),
     st.builds(
@@ -137,6 +169,7 @@ MESSAGES = st.one_of(
         st.none() | st.sampled_from(FINISH_REASONS),
         st.none() | TEXT,
         INT63,
+        LOGPROBS,
     ),
     st.builds(wire.Rejected, IDS, st.sampled_from(REFUSAL_CODES), TEXT),
     st.builds(wire.Pong, INT63, INT63, INT63, INT63, INT63, INT63, INT63, INT63, st.booleans()),
@@ -156,6 +189,8 @@ def plain(value: Any) -> Any:
         return type(value).__name__, {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, np.ndarray):
         return tuple(value.tolist())
+    if isinstance(value, dict):
+        return tuple(value.items())
     return tuple(plain(item) for item in value) if isinstance(value, tuple | list) else value
 
 
@@ -308,6 +343,12 @@ RARE = [
     wire.OutputChunk("17", 0, (1,), None, "error", "why"),
     wire.GenerationRequest("1", np.array([7], np.int32), SamplingParams(temperature=0)),  # an int, which travels as one
     wire.GenerationRequest("1", np.array([7], np.int32), namespace=("lora", 1)),
+    wire.GenerationRequest(
+        "1",
+        np.array([7], np.int32),
+        SamplingParams(9, None, logprobs=2, top_k=5, logit_bias={3: -1.5}, grammar=Grammar("regex", "a+")),
+    ),
+    wire.OutputChunk("17", 3, (1,), logprobs=(TokenLogprob(-0.5, ((1, -0.5), (2, -1.25))),)),
     wire.Events(0, (RequestPlaced("A", "r", [1], "lora"),)),
     wire.Events(0, (PrefixEvicted([1, 2], 0, "lora"),)),
     wire.Events(0, (AllBlocksCleared(),)),
@@ -315,9 +356,10 @@ RARE = [
 
 
 DIGESTS = (
-    *("cb0ad37c3ba2744d", "6271b885076e8c8c", "85cc50603ad91686", "b050e9ffb53b9a39", "d5a06f01e341b52e"),
-    *("7869767ebeefe068", "503b0e90a87c22c1", "aa379e38f8989ace", "d7a600c7092c9bb5", "7eef03d372bed9ac"),
-    *("bd83a45a56b37fc6", "606a81a4f8c3c8f6", "576b07f838c4b9d5", "db3c865bceb6111d", "0ca39ad84ae09387"),
+    *("3bbe644dc0e16a5e", "e82ba09fca9eb678", "0ea71b87e721d272", "8d5b6554a7b9d020", "ded1ed24b5f3318a"),
+    *("97d2d62fa91701aa", "2022658e74e4482d", "de8c02ae40083ffa", "3fe0ffa142924441", "50e325841729bf16"),
+    *("cb6ea70c673855f3", "ffe0358a6cc3edec", "c65eb61293c9ee02", "2563265944c6373f", "4605d87e9d6a07c1"),
+    *("b7f8182e3aff9c60", "c1fa85367024efc4"),
 )
 
 
@@ -332,24 +374,24 @@ STORED = BlockStored((1, b"h"), None, (1, 2), 2, ("a", 1), "GPU")
 STAYS = [
     (
         wire.Welcome("w", "simulated", "llama", "abc", 16, 1000, None, 4096, (2,), "", 0, 1 << 20),
-        "dc00120411cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
-        "c40402000000a000ce00100000c2",
+        "dc00140511cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
+        "c40402000000a000ce00100000c29090",
     ),
-    (wire.Hello("r"), "9a0401cf400000000000000002ce00011170a172a0a0a000"),
-    (wire.Abort("r"), "960403cf400000000000000002ce00011170a172"),
-    (wire.Ping(7), "960404cf400000000000000002ce0001117007"),
-    (wire.Replay(300), "960405cf400000000000000002ce00011170cd012c"),
-    (wire.Bye(), "950406cf400000000000000002ce00011170"),
-    (wire.Refused("no"), "960412cf400000000000000002ce00011170a26e6f"),
-    (wire.Rejected("r", "invalid", "t"), "980414cf400000000000000002ce00011170a172a7696e76616c6964a174"),
-    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0415cf400000000000000002ce000111700102030405060708c3"),
-    (wire.ReplayEnd(1, 2, 3, 4), "990417cf400000000000000002ce0001117001020304"),
-    (wire.Draining(), "950418cf400000000000000002ce00011170"),
-    (wire.Closed("gap", "t"), "970419cf400000000000000002ce00011170a3676170a174"),
-    (wire.Fault("t"), "96041acf400000000000000002ce00011170a174"),
+    (wire.Hello("r"), "9a0501cf400000000000000002ce00011170a172a0a0a000"),
+    (wire.Abort("r"), "960503cf400000000000000002ce00011170a172"),
+    (wire.Ping(7), "960504cf400000000000000002ce0001117007"),
+    (wire.Replay(300), "960505cf400000000000000002ce00011170cd012c"),
+    (wire.Bye(), "950506cf400000000000000002ce00011170"),
+    (wire.Refused("no"), "960512cf400000000000000002ce00011170a26e6f"),
+    (wire.Rejected("r", "invalid", "t"), "980514cf400000000000000002ce00011170a172a7696e76616c6964a174"),
+    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0515cf400000000000000002ce000111700102030405060708c3"),
+    (wire.ReplayEnd(1, 2, 3, 4), "990517cf400000000000000002ce0001117001020304"),
+    (wire.Draining(), "950518cf400000000000000002ce00011170"),
+    (wire.Closed("gap", "t"), "970519cf400000000000000002ce00011170a3676170a174"),
+    (wire.Fault("t"), "96051acf400000000000000002ce00011170a174"),
     (
         wire.Events(0, (STORED, BlockRemoved((2**64 - 1, -1)), RequestPlaced("a", "r", (1,), ("x", None), 5))),
-        "980416cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
+        "980516cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
         "5292cfffffffffffffffffffc096a151a161a172c4040100000092a178c005a0",
     ),
 ]
@@ -454,27 +496,33 @@ def test_a_missing_and_an_extra_field_are_refused() -> None:
         (
             wire.GenerationRequest("r", np.array([1], np.int32)),
             7,
-            [1, math.nan, 1.0, b"", False, 0],
+            [1, math.nan, 1.0, b"", False, 0, None],
             "temperature must be in",
         ),
         (
             wire.GenerationRequest("r", np.array([1], np.int32)),
             7,
-            [1, "hot", 1.0, b"", False, 0],
+            [1, "hot", 1.0, b"", False, 0, None],
             "temperature must be a number",
         ),
         (
             wire.GenerationRequest("r", np.array([1], np.int32)),
             7,
-            [0, 0.0, 1.0, b"", False, 0],
+            [0, 0.0, 1.0, b"", False, 0, None],
             "max_new_tokens must be an int",
         ),
         (
             wire.GenerationRequest("r", np.array([1], np.int32)),
             7,
             [1, 0.0, 1.0],
-            "GenerationRequest.sampling must be an array of 6",
+            "GenerationRequest.sampling must be an array of 7",
         ),
+        (REQUEST, 7, sampling_with(0, 2**40), "top_k must be an int"),
+        (REQUEST, 7, sampling_with(1, "much"), "GenerationRequest.sampling.more.min_p must be a number"),
+        (REQUEST, 7, sampling_with(7, ONE_TOKEN), "more.biases must be as many as bias_token_ids"),
+        (REQUEST, 7, sampling_with(9, ["rhyme", "abab"]), "Grammar.kind must be one of"),
+        (REQUEST, 7, sampling_with(9, ["regex", 5]), "GenerationRequest.sampling.more.grammar.text must be a text"),
+        (wire.OutputChunk("r", 0, (1,)), 12, [["?", []]], "OutputChunk.logprobs must be an array of log probabilities"),
         (wire.Events(0, ()), 6, [["Z"]], "Events.events.0. must be an event array"),
         (wire.Events(0, ()), 6, [["E", b"\0\0\0\0", 2, None]], "kept_tokens must be an int in .0, 1."),
         (

@@ -138,7 +138,7 @@ class Bench:
 
     def _step(self) -> tuple[float, list[OutputChunk]]:
         seconds, chunks = self._target.step()
-        failed = next((chunk.error for chunk in chunks if chunk.finish_reason == "error"), None)
+        failed = next((chunk.error for chunk in chunks if chunk.finish_reason in ("error", "invalid")), None)
         if failed is not None:
             raise EngineError(f"the engine failed while it was measured: {failed}")
         self._target.engine.take_events()

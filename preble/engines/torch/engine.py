@@ -7,30 +7,46 @@ computes it, `choose_tokens` picks tokens; this file conducts them one step at a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from msgspec import structs
 
 from ...clock import Clock
-from ...errors import EngineError
+from ...errors import EngineError, InvalidConfig, InvalidInput
 from ...local import Batch, LocalConfig
-from ...types import SamplingParams, check_int
-from ..base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine, check_prompt
+from ...types import GRAMMAR_KINDS, SAMPLING_FIELDS, SamplingParams, check_int
+from ..base import (
+    EngineInfo,
+    GenerationRequest,
+    LiveOutput,
+    OutputChunk,
+    ScheduledEngine,
+    check_prompt,
+    check_sampling,
+)
+from ..model_files import sampling_defaults
 from .loading import Model, choose_device, choose_dtype, load_model
 from .runner import Runner
-from .sampling import choose_tokens
+from .sampling import TokenChoice, choose_tokens, logprobs_of
+from .shaping import LogitShaper, shaper_for
 
 # The KV pool's size where none is asked for: a share of the memory left once the model is loaded, within a bound.
 KV_MEMORY_SHARE_CPU = 0.25
 KV_MEMORY_SHARE_CUDA = 0.85
 KV_DEFAULT_TOKENS_MAX = 1 << 18
+_FIELDS = tuple(name for name in SAMPLING_FIELDS if name not in GRAMMAR_KINDS)
 
 
 @dataclass(slots=True)
 class _TorchRequest(LiveOutput):
-    """A request in the scheduler, with what it asked for."""
+    """A request in the scheduler, with what it asked for: nothing of it unsaid, a seed of its own included."""
 
     sampling: SamplingParams
+    shaper: LogitShaper | None
 
 
 class TorchEngine(ScheduledEngine[_TorchRequest]):
@@ -76,14 +92,32 @@ class TorchEngine(ScheduledEngine[_TorchRequest]):
         super().__init__(_info(model, config), config, clock)
         self.dtype = model.dtype  # what the model computes in: the outcome of "auto"
         self._vocab_size = model.vocab_size
+        self._device = model.device
+        self._defaults = _defaults(model_dir)
         self._runner: Runner | None = _make_runner(model, config.kv_capacity_tokens)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises `QueueFull`, `InvalidInput` or `EngineError`; then nothing has changed."""
         self._check_new(request.request_id)
         check_prompt(request, self._vocab_size, self.info.max_model_tokens)
-        if self._queue(request) is not None:
-            self._live[request.request_id] = _TorchRequest(request.output_offset, request.sampling)
+        check_sampling(request, self.info)
+        if any(token >= self._vocab_size for token in request.sampling.logit_bias or ()):
+            raise InvalidInput(f"logit_bias: token ids must be below {self._vocab_size}")
+        local = self._queue(request)
+        if local is not None:
+            sampling = self._with_defaults(request.sampling)
+            ends = sorted(local.stop_token_ids | frozenset(self.info.eos_token_ids))
+            asked = (sampling, request.token_ids, request.output_offset, ends, self._vocab_size, self._device)
+            self._live[request.request_id] = _TorchRequest(request.output_offset, sampling, shaper_for(*asked))
+
+    def _with_defaults(self, sampling: SamplingParams) -> SamplingParams:
+        """Fill in what a request does not say: the model's own way, and a seed that nobody else has."""
+        said: dict[str, Any] = {name: v for name, v in self._defaults.items() if getattr(sampling, name) is None}
+        if sampling.temperature is None:
+            said.setdefault("temperature", 1.0)
+        if sampling.seed is None:
+            said["seed"] = secrets.randbits(62)
+        return replace(sampling, **said)
 
     def step(self) -> list[OutputChunk]:
         """Run one iteration and return what it produced; [] when there is nothing to do.
@@ -109,9 +143,11 @@ class TorchEngine(ScheduledEngine[_TorchRequest]):
         """Compute a batch and book its tokens; requests whose logits are not finite end with an error."""
         assert self._runner is not None, "a closed engine has no live requests"
         sampling = [item.request_id for item in batch.items if item.samples]
-        choices = [(self._live[request_id].sampling, self._live[request_id].next_index) for request_id in sampling]
+        lives = [self._live[request_id] for request_id in sampling]
+        choices = [TokenChoice(live.sampling, live.next_index, live.shaper) for live in lives]
         try:
-            tokens = choose_tokens(self._runner.forward(batch.items), choices)
+            logits = self._runner.forward(batch.items)
+            tokens = choose_tokens(logits, choices)
         except RuntimeError as error:  # what torch raises, out of memory included
             self.scheduler.discard(batch)
             return [self._end(item.request_id, "error", f"the forward pass failed: {error}") for item in batch.items]
@@ -121,7 +157,17 @@ class TorchEngine(ScheduledEngine[_TorchRequest]):
             for request_id in sampling
             if request_id not in chosen
         ]
-        return chunks + [self._book(output) for output in self.scheduler.complete(batch, chosen)]
+        rows = {request_id: row for row, request_id in enumerate(sampling)}
+        for output in self.scheduler.complete(batch, chosen):
+            row = rows[output.request_id]
+            params, shaper = lives[row].sampling, lives[row].shaper
+            chunk = self._book(output)
+            if shaper is not None:
+                shaper.saw(output.token)
+            if params.logprobs is not None:
+                chunk = structs.replace(chunk, logprobs=(logprobs_of(logits[row], output.token, params.logprobs),))
+            chunks.append(chunk)
+        return chunks
 
 
 def default_kv_capacity(model: Model) -> int:
@@ -163,4 +209,16 @@ def _info(model: Model, config: LocalConfig) -> EngineInfo:
         max_model_tokens=min(model.max_model_tokens, config.kv_capacity_tokens),
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         eos_token_ids=model.eos_token_ids,
+        sampling_fields=_FIELDS,
+        resumable_fields=_FIELDS,
     )
+
+
+def _defaults(model_dir: str | os.PathLike[str]) -> dict[str, float]:
+    """How the model's maker says to sample. Raises `EngineError` where that makes no sense."""
+    found = sampling_defaults(Path(model_dir))
+    try:
+        SamplingParams(**found)  # type: ignore[arg-type]
+    except (InvalidConfig, InvalidInput) as error:
+        raise EngineError(f"generation_config.json in {model_dir}: {error}") from error
+    return found

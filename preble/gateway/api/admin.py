@@ -27,8 +27,9 @@ from ...transport.worker_address import check_worker_address
 from ..core.gateway import Gateway, TokenIds
 from ..core.http_errors import ApiError, unavailable, wrong
 from ..core.sibling_processes import from_other_process, statuses
+from .fields import is_given
 from .http import attended, body_of, json_response, off_loop
-from .schemas import ExplainRequest, WorkerRequest, decode, ids_of, is_given, plain_messages
+from .schemas import ExplainRequest, WorkerRequest, decode, ids_of, plain_messages
 
 logger = logging.getLogger("preble.gateway")
 

@@ -7,18 +7,24 @@ and every answer reports which worker it came from.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...types import TokenLogprob
 from ..core.gateway import Gateway, TokenIds, decision_headers
+from ..core.http_errors import wrong
 from ..core.request_context import RequestContext, context_of
 from ..core.sessions import with_body
-from ..text.choices import ChoiceJob, RequestProgress, TextPiece
+from ..text.choices import Choice, ChoiceJob, RequestProgress, TextPiece
+from ..text.tokenizing import TextCodec
 from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse, token_ids_of
+from .logprobs import of_chat, of_completion
+from .sampling import check_fields, sampling_of_openai, stop_strings
 from .schemas import (
     ABSENT,
     ChatRequest,
@@ -27,27 +33,50 @@ from .schemas import (
     decode,
     plain_messages,
     prompts_of,
-    sampling_of,
-    stop_strings,
+    salt_of,
 )
+
+COMPLETION_MAX_TOKENS = 16  # where a completion names no limit, as in OpenAI's API and in both engines
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What has come of one choice of an answer in one."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add(self, piece: TextPiece) -> None:
+        """Add a piece; tokens are kept only where something is said of each."""
+        self.text += piece.text
+        if piece.logprobs:
+            self.token_ids += piece.token_ids
+            self.logprobs += piece.logprobs
 
 
 class Shape:
     """How one answer looks: chat or text completion. Bound to one request."""
 
-    def __init__(self, chat: bool, context: RequestContext, include_usage: bool) -> None:
+    def __init__(self, chat: bool, context: RequestContext, include_usage: bool, codec: TextCodec | None) -> None:
         self.chat = chat
         self.context = context
         self.include_usage = include_usage
+        self._codec = codec
+        self._offsets: dict[int, int] = {}  # by choice: characters of a completion's tokens so far
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{context.request_id}"
         self._created = int(time.time())
 
-    def whole(self, texts: list[str], progress: RequestProgress) -> dict[str, Any]:
+    def whole(self, collected: list[_Collected], progress: RequestProgress) -> dict[str, Any]:
         """The answer in one."""
         choices = []
-        for choice, text in zip(progress.choices, texts, strict=True):
-            body: dict[str, Any] = {"index": choice.job.index, "finish_reason": choice.finish_reason, "logprobs": None}
-            body |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        for choice, found in zip(progress.choices, collected, strict=True):
+            body: dict[str, Any] = {
+                "index": choice.job.index,
+                "finish_reason": choice.finish_reason,
+                "logprobs": self._logprobs(choice, found.token_ids, found.logprobs),
+            }
+            body |= {"message": {"role": "assistant", "content": found.text}} if self.chat else {"text": found.text}
             choices.append(body)
         return {**self._envelope("chat.completion"), "choices": choices, "usage": usage(progress)}
 
@@ -58,14 +87,28 @@ class Shape:
     def piece(self, piece: TextPiece) -> bytes:
         """One event of a stream."""
         body = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
-        return self._event(piece.choice.job.index, body, piece.choice.finish_reason if piece.last else None)
+        logprobs = self._logprobs(piece.choice, piece.token_ids, piece.logprobs) if piece.token_ids else None
+        return self._event(piece.choice.job.index, body, piece.choice.finish_reason if piece.last else None, logprobs)
+
+    def _logprobs(
+        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> dict[str, Any] | None:
+        if choice.job.sampling.logprobs is None:
+            return None
+        if self.chat:
+            return of_chat(self._codec, tokens, logprobs)
+        index = choice.job.index
+        found, self._offsets[index] = of_completion(self._codec, tokens, logprobs, self._offsets.get(index, 0))
+        return found
 
     def closing(self, progress: RequestProgress) -> bytes:
         """The event with the usage."""
         return sse({**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage(progress)})
 
-    def _event(self, index: int, body: dict[str, Any], finish_reason: str | None) -> bytes:
-        choice = {"index": index, "finish_reason": finish_reason, "logprobs": None, **body}
+    def _event(
+        self, index: int, body: dict[str, Any], finish_reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": index, "finish_reason": finish_reason, "logprobs": logprobs, **body}
         event: dict[str, Any] = {**self._envelope("chat.completion.chunk"), "choices": [choice]}
         if self.include_usage:
             event["usage"] = None
@@ -130,28 +173,36 @@ class OpenAI:
         context.model = gateway.check_model(body.model)
         context.stream = bool(body.stream)
         context.session = with_body(context.session, prompt_cache_key=body.prompt_cache_key, user=body.user)
-        limit = min(gateway.output_limit(len(prompt), asked, "max_tokens") for prompt in prompts)
+        default = None if chat else COMPLETION_MAX_TOKENS
+        limit = min(gateway.output_limit(len(prompt), asked, "max_tokens", default) for prompt in prompts)
+        options = body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            place = "stream_options.continuous_usage_stats"
+            raise wrong(f"{place} is not supported by this gateway", place, "unsupported_parameter")
+        sampling = sampling_of_openai(body, limit)
+        check_fields(gateway, sampling, body)
         jobs = gateway.plan(
             context,
             prompts,
-            sampling_of(body, limit, gateway.seed(body.seed)),
+            sampling,
             choices=body.n or 1,
             stops=stop_strings(body.stop),
-            salt=body.cache_salt,
+            salt=salt_of(body),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            keep_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         )
-        options = body.stream_options
-        shape = Shape(chat, context, include_usage=bool(options is not None and options.include_usage))
+        shape = Shape(chat, context, bool(options is not None and options.include_usage), gateway.codec)
         if context.stream:
             return await self._stream(request, shape, jobs)
         return await attended(request.receive, self._whole(shape, jobs))
 
     async def _whole(self, shape: Shape, jobs: list[ChoiceJob]) -> Response:
         context = shape.context
-        texts = [""] * len(jobs)
+        collected = [_Collected() for _ in jobs]
         async with aclosing(self._gateway.run(jobs, context)) as stream:
             async for piece in stream:
-                texts[piece.choice.job.index] += piece.text
-        return json_response(shape.whole(texts, context.progress), headers=decision_headers(context.progress))
+                collected[piece.choice.job.index].add(piece)
+        return json_response(shape.whole(collected, context.progress), headers=decision_headers(context.progress))
 
     async def _stream(self, request: Request, shape: Shape, jobs: list[ChoiceJob]) -> Response:
         stream = self._gateway.run(jobs, shape.context)
@@ -178,7 +229,7 @@ async def _events(
         if shape.chat and index not in opened:
             opened.add(index)
             yield shape.opening(index)
-        if piece.text or piece.last:
+        if piece.text or piece.last or piece.logprobs:
             yield shape.piece(piece)
         piece = await anext(stream, None)
     if shape.include_usage:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ... import __version__
-from .schemas import ChatRequest, CompletionRequest, ExplainRequest, GenerateRequest, WorkerRequest
+from .schemas import BODIES, ChatRequest, CompletionRequest, ExplainRequest, GenerateRequest, WorkerRequest
 
 # (method, path, what it does, body)
 _OPERATIONS: tuple[tuple[str, str, str, type | None], ...] = (
@@ -30,14 +30,17 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None], ...] = (
 
 def document() -> dict[str, Any]:
     """The document, OpenAPI 3.1."""
-    kinds = [body for _, _, _, body in _OPERATIONS if body is not None]
+    kinds = [BODIES[body] for _, _, _, body in _OPERATIONS if body is not None]
     references, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(kinds, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, body in _OPERATIONS:
         operation: dict[str, Any] = {"summary": summary, "responses": {"default": {"description": summary}}}
         if body is not None:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[body]}}}
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema_of[BODIES[body]]}},
+            }
         if "{worker_id}" in path:
             name = {"name": "worker_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             operation["parameters"] = [name]

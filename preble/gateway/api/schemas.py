@@ -1,43 +1,57 @@
-"""Request bodies: their fields, types and ranges, and what of them becomes sampling parameters. Owns validation; runs
-nothing.
+"""Request bodies: what is in them, and the prompts taken out of them. Owns decoding; runs nothing.
 
-Bodies are decoded by msgspec, which names the place of what is wrong and quotes no value. Fields that cannot change an
-answer (`user`, `metadata`, ...) are ignored. Fields that ask for something this gateway does not do are refused, unless
-they ask for nothing (`neutral`): an answer that silently ignores `logit_bias` would be a wrong answer.
+Bodies are decoded by msgspec, which names the place of what is wrong and quotes no value. A field that is in no list is
+refused with its name. Fields of engines that this gateway does not do are `fields`'; what becomes of those that it does
+is `sampling`'s.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from ...transport.messages import STOP_TOKENS_MAX
-from ...types import SamplingParams
 from ..core.http_errors import ApiError, wrong
+from . import fields
+from .fields import (
+    ABSENT,
+    IGNORED,
+    INT31,
+    NOTHING,
+    Alternatives,
+    Choices,
+    Count,
+    GrammarChoice,
+    GrammarText,
+    LogitBias,
+    MinP,
+    Others,
+    Penalty,
+    RepetitionPenalty,
+    Salt,
+    Seed,
+    Stop,
+    StopIds,
+    Stops,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+    Whole,
+    is_given,
+    is_one_of,
+)
 
 T = TypeVar("T")
-INT31 = 2**31 - 1
 TokenIds = npt.NDArray[np.int32]
 
-TokenId = Annotated[int, Meta(ge=0, le=INT31)]
-Count = Annotated[int, Meta(ge=1, le=INT31)]
-Choices = Annotated[int, Meta(ge=1, le=1024)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Temperature = Annotated[float, Meta(ge=0, le=100)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-Stop = Annotated[str, Meta(min_length=1, max_length=256)]
-Stops = Annotated[list[Stop], Meta(max_length=16)]
-StopIds = Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)]
-Salt = Annotated[str, Meta(max_length=256)]
-ABSENT = msgspec.Raw()
 # Taken apart by `prompts_of` and `ids_of`; what they take, for the document.
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT31}, "minItems": 1}
 _PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _IDS_SCHEMA]}
@@ -48,60 +62,78 @@ _TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type
 RawIds = Annotated[msgspec.Raw, Meta(extra_json_schema=_IDS_SCHEMA)]
 RawPrompts = Annotated[msgspec.Raw, Meta(extra_json_schema=_PROMPTS_SCHEMA)]
 RawTexts = Annotated[msgspec.Raw, Meta(extra_json_schema=_TEXTS_SCHEMA)]
-NOTHING: Any = msgspec.field(default_factory=lambda: ABSENT)
 PROMPTS_MAX = 1024  # in one body
 MESSAGES_MAX = 16_384  # of one chat
-NEUTRAL_BYTES_MAX = 256  # of what asks for nothing
+TEXT_CHARS_MAX = 500  # of an error, which may name a field of the body
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding; no answer changes
+    continuous_usage_stats: bool | None = None
 
 
 class Part(msgspec.Struct):
-    """One part of a message's content."""
+    """One part of a message's content; other types than text have other fields."""
 
     type: str
     text: str | None = None
 
 
-class Message(msgspec.Struct):
-    """One message of a chat."""
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One message of a chat; what answers have and clients send back is there, too."""
 
     role: Annotated[str, Meta(max_length=64)]
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: msgspec.Raw = NOTHING
+    annotations: msgspec.Raw = NOTHING
+    audio: msgspec.Raw = NOTHING
+    function_call: msgspec.Raw = NOTHING
+    reasoning: msgspec.Raw = NOTHING
+    reasoning_content: msgspec.Raw = NOTHING
+    refusal: msgspec.Raw = NOTHING
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
 
 
-def neutral(*values: Any) -> Meta:
-    """Marks a field that is refused unless it has one of these values, or none: they ask for nothing."""
-    return Meta(extra={"neutral": (None, *values)})
-
-
-Unsupported = Annotated[msgspec.Raw, neutral()]
-
-
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How to choose output tokens: what OpenAI's bodies and SGLang's `sampling_params` share."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
     n: Choices | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: StopIds | None = None
+    no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
-    frequency_penalty: Annotated[msgspec.Raw, neutral(0)] = NOTHING
-    logit_bias: Annotated[msgspec.Raw, neutral({})] = NOTHING
-    min_p: Annotated[msgspec.Raw, neutral(0)] = NOTHING
-    presence_penalty: Annotated[msgspec.Raw, neutral(0)] = NOTHING
-    repetition_penalty: Annotated[msgspec.Raw, neutral(1)] = NOTHING
-    top_k: Annotated[msgspec.Raw, neutral(-1, 0)] = NOTHING
+    skip_special_tokens: bool | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    json_schema: GrammarText | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: one of its fields."""
+
+    json: msgspec.Raw = NOTHING
+    regex: GrammarText | None = None
+    choice: GrammarChoice | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+    structural_tag: GrammarText | None = None
+    disable_additional_properties: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class Common(Sampling, kw_only=True):
@@ -109,35 +141,24 @@ class Common(Sampling, kw_only=True):
 
     model: str | None = None
     max_tokens: Count | None = None
+    min_tokens: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     cache_salt: Salt | None = None
+    extra_key: Salt | None = None
+    include_stop_str_in_output: bool | None = None
+    response_format: msgspec.Raw = NOTHING
+    structured_outputs: StructuredOutputs | None = None
     prompt_cache_key: Any = None
     user: Any = None
-    audio: Unsupported = NOTHING
-    best_of: Annotated[msgspec.Raw, neutral(1)] = NOTHING
-    echo: Annotated[msgspec.Raw, neutral(False)] = NOTHING
-    functions: Annotated[msgspec.Raw, neutral([])] = NOTHING
-    guided_choice: Annotated[msgspec.Raw, neutral([])] = NOTHING
-    guided_grammar: Unsupported = NOTHING
-    guided_json: Unsupported = NOTHING
-    guided_regex: Unsupported = NOTHING
-    include_stop_str_in_output: Annotated[msgspec.Raw, neutral(False)] = NOTHING
-    logprobs: Annotated[msgspec.Raw, neutral(False)] = NOTHING
-    min_tokens: Annotated[msgspec.Raw, neutral(0)] = NOTHING
-    modalities: Annotated[msgspec.Raw, neutral(["text"])] = NOTHING
-    response_format: Annotated[msgspec.Raw, neutral({"type": "text"})] = NOTHING
-    structured_outputs: Unsupported = NOTHING
-    suffix: Annotated[msgspec.Raw, neutral("")] = NOTHING
-    tools: Annotated[msgspec.Raw, neutral([])] = NOTHING
-    top_logprobs: Annotated[msgspec.Raw, neutral(0)] = NOTHING
 
 
 class CompletionRequest(Common):
     """The body of /v1/completions. `prompt`: text, token ids, or a list of either."""
 
     prompt: RawPrompts
+    logprobs: Alternatives | None = None
 
 
 class ChatRequest(Common):
@@ -145,24 +166,21 @@ class ChatRequest(Common):
 
     messages: Messages
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class SglangSampling(Sampling, kw_only=True):
     """`sampling_params` of SGLang's /generate."""
 
     max_new_tokens: Count | None = None
+    min_new_tokens: Whole | None = None
     sampling_seed: Seed | None = None
-    skip_special_tokens: bool | None = None
-    ebnf: Unsupported = NOTHING
-    json_schema: Unsupported = NOTHING
-    min_new_tokens: Annotated[msgspec.Raw, neutral(0)] = NOTHING
-    no_stop_trim: Annotated[msgspec.Raw, neutral(False)] = NOTHING
-    regex: Unsupported = NOTHING
-    stop_regex: Annotated[msgspec.Raw, neutral([])] = NOTHING
-    structural_tag: Unsupported = NOTHING
+    structural_tag: GrammarText | None = None
 
 
-class GenerateRequest(msgspec.Struct):
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of SGLang's /generate: one prompt, as text or as token ids, or a list of them."""
 
     text: RawTexts = NOTHING
@@ -170,9 +188,11 @@ class GenerateRequest(msgspec.Struct):
     sampling_params: SglangSampling | None = None
     stream: bool | None = None
     rid: str | None = None
-    return_logprob: Annotated[msgspec.Raw, neutral(False)] = NOTHING
-    image_data: Annotated[msgspec.Raw, neutral([])] = NOTHING
-    lora_path: Unsupported = NOTHING
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Alternatives | None = None
+    return_text_in_logprobs: bool | None = None
 
 
 class ExplainRequest(msgspec.Struct):
@@ -191,20 +211,37 @@ class WorkerRequest(msgspec.Struct):
     address: Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
+_UNKNOWN = re.compile(r"Object contains unknown field `(.{1,64})`")
 _TEXT = msgspec.json.Decoder(str)
 _IDS = msgspec.json.Decoder(list[TokenId])
 _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 _ELEMENT = re.compile(rb'\s*("[^"\\]*(?:\\.[^"\\]*)*"|\[[^\["]*\])\s*([,\]])', re.DOTALL)
-_NEUTRAL = {
-    name: mark.extra["neutral"]
-    for kind in (Common, GenerateRequest, SglangSampling)
-    for name, hint in get_type_hints(kind, include_extras=True).items()
-    for mark in getattr(hint, "__metadata__", ())
-    if mark.extra is not None
+
+
+def _with_others(kind: type, others: Others, **inner: Any) -> type:
+    """A body with the fields that are not done as well; `inner`: fields of another type."""
+    more = [(name, typed | None, None) for name, typed in inner.items()]
+    return msgspec.defstruct(kind.__name__, [*more, *((name, msgspec.Raw, NOTHING) for name in others)], bases=(kind,))
+
+
+_SglangSampling = _with_others(SglangSampling, fields.SAMPLING)
+# What bodies are decoded to, and documented as.
+BODIES: Mapping[type, type] = {
+    ChatRequest: _with_others(ChatRequest, fields.CHAT),
+    CompletionRequest: _with_others(CompletionRequest, fields.COMPLETIONS),
+    GenerateRequest: _with_others(GenerateRequest, fields.GENERATE, sampling_params=_SglangSampling),
+    ExplainRequest: ExplainRequest,
+    WorkerRequest: WorkerRequest,
 }
-UNSUPPORTED: dict[str, tuple[Any, ...]] = dict(sorted(_NEUTRAL.items()))
-_KINDS = (ChatRequest, CompletionRequest, GenerateRequest, ExplainRequest, WorkerRequest)
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
+OTHERS: Mapping[type, Others] = {
+    BODIES[ChatRequest]: fields.CHAT,
+    BODIES[CompletionRequest]: fields.COMPLETIONS,
+    BODIES[GenerateRequest]: fields.GENERATE,
+    _SglangSampling: fields.SAMPLING,
+}
+_DECODERS: Mapping[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(body) for kind, body in BODIES.items()
+}
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -212,67 +249,62 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         request: T = _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
-        raise wrong(str(error), _place(str(error))) from error
+        raise wrong(str(error)[:TEXT_CHARS_MAX], _place(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not JSON: {error}") from error
     except RecursionError:
         raise wrong("the body is nested too deep") from None
-    _refuse_unsupported(request)
+    _refuse_others(request)
+    _refuse_others(getattr(request, "sampling_params", None), "sampling_params.")
     return request
 
 
 def _place(message: str) -> str | None:
-    """The field that msgspec's message names: "... - at `$.messages[0].role`"."""
-    _, found, place = message.rpartition("`$.")
-    return place.rstrip("`") if found else None
+    """The field that msgspec's message names: "... - at `$.messages[0].role`", or an unknown one there."""
+    said, _, place = message.partition(" - at `$")
+    place = place.rstrip("`").removeprefix(".")
+    unknown = _UNKNOWN.match(said)
+    if unknown is not None:
+        return f"{place}.{unknown[1]}" if place else unknown[1]
+    return place or None
 
 
-def _refuse_unsupported(request: object) -> None:
-    sampling = getattr(request, "sampling_params", None)
-    for place in (request, sampling):
-        for name, values in UNSUPPORTED.items():
-            raw = getattr(place, name, ABSENT)
-            if is_given(raw) and not _is_one_of(raw, values):
-                message = f"{name} is not supported by this gateway"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-            if raw is not ABSENT:
-                setattr(place, name, ABSENT)  # it would keep the whole body
-
-
-def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
-    """Whether a small value is one of these; large ones ask for something."""
-    try:
-        return memoryview(raw).nbytes <= NEUTRAL_BYTES_MAX and msgspec.json.decode(raw) in values
-    except msgspec.DecodeError:  # a number out of range: JSON was only looked over so far
-        return False
+def _refuse_others(request: object, before: str = "") -> None:
+    """Raise `ApiError` for what is not done; what is not used is dropped, for it would keep the whole body."""
+    for name, values in OTHERS.get(type(request), {}).items():
+        raw = getattr(request, name)
+        if raw is ABSENT:
+            continue
+        if values is not IGNORED and is_given(raw) and not is_one_of(raw, values):
+            message = f"{before}{name} is not supported by this gateway"
+            raise ApiError(400, message, param=before + name, code="unsupported_parameter")
+        setattr(request, name, ABSENT)
 
 
 # --- parts of requests ------------------------------------------------------------------------------------------------
 
 
-def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """`stop` as a tuple."""
-    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+def salt_of(request: Common | GenerateRequest) -> str | None:
+    """What sets a request's cache apart: its salt and SGLang's `extra_key`, each if given."""
+    if request.extra_key is None:
+        return request.cache_salt
+    if request.cache_salt is None:
+        return request.extra_key
+    return f"{len(request.extra_key)}:{request.extra_key}{request.cache_salt}"
 
 
-def sampling_of(request: Sampling, max_new_tokens: int, seed: int) -> SamplingParams:
-    """The sampling parameters of a request. The temperature is 1 where none is given."""
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
-        seed=seed,
-    )
+# What a template is not given, and so must say nothing; of what answers hold beside their content.
+_NOT_SHOWN = ("tool_calls", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "refusal")
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages as chat templates expect them: each content one text. Raises `ApiError` for other than text."""
     for i, message in enumerate(messages):
-        if is_given(message.tool_calls) and not _is_one_of(message.tool_calls, ([], {}, "", 0)):
-            place = f"messages[{i}].tool_calls"
-            raise ApiError(400, f"{place}: not supported by this gateway", param=place, code="unsupported_content")
+        for name in _NOT_SHOWN:
+            raw = getattr(message, name)
+            if raw is not ABSENT and is_given(raw) and not is_one_of(raw, ([], {}, "", 0)):
+                place = f"messages[{i}].{name}"
+                raise ApiError(400, f"{place}: not supported by this gateway", param=place, code="unsupported_content")
     return [
         {
             "role": message.role,
@@ -300,11 +332,6 @@ class Prompts:
 
     given: list[str | TokenIds]
     several: bool
-
-
-def is_given(raw: msgspec.Raw) -> bool:
-    """Whether a field is there and is not null."""
-    return bytes(memoryview(raw)[:5]) not in (b"", b"null")
 
 
 def prompts_of(raw: msgspec.Raw, place: str, tokens_max: int) -> Prompts:

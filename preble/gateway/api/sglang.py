@@ -15,22 +15,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...types import TokenLogprob
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import wrong
 from ..core.request_context import RequestContext, context_of
 from ..text.choices import Choice, ChoiceJob, TextPiece
+from ..text.tokenizing import TextCodec
+from .fields import is_given
 from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse, token_ids_of
+from .logprobs import of_sglang
 from .openai import first_of
+from .sampling import check_fields, sampling_of_sglang, stop_strings
 from .schemas import (
     ABSENT,
     GenerateRequest,
     Prompts,
     SglangSampling,
     decode,
-    is_given,
     prompts_of,
-    sampling_of,
-    stop_strings,
+    salt_of,
 )
 
 SGLANG_MAX_NEW_TOKENS = 128  # where a request names no limit
@@ -42,6 +45,7 @@ class _Output:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class Sglang:
@@ -62,18 +66,23 @@ class Sglang:
         several = found.several
         del data, found  # the answer may take long
         body.text = body.input_ids = ABSENT
-        limits = [gateway.output_limit(len(p), asked.max_new_tokens, "max_new_tokens") for p in prompts]
-        limit = min(limits) if asked.max_new_tokens is not None else min(*limits, SGLANG_MAX_NEW_TOKENS)
+        wanted = (asked.max_new_tokens, "max_new_tokens", SGLANG_MAX_NEW_TOKENS)
+        limit = min(gateway.output_limit(len(prompt), *wanted) for prompt in prompts)
+        sampling = sampling_of_sglang(body, limit)
+        check_fields(gateway, sampling, body)
         jobs = gateway.plan(
             context,
             prompts,
-            sampling_of(asked, limit, gateway.seed(asked.sampling_seed)),
+            sampling,
             choices=asked.n or 1,
             stops=stop_strings(asked.stop),
+            salt=salt_of(body),
+            keep_stop=bool(asked.no_stop_trim),
             skip_special_tokens=asked.skip_special_tokens is not False,
         )
         context.stream, context.model = bool(body.stream), gateway.check_model(None)
-        answer = _Answer(body.rid or context.request_id, len(jobs), several or len(jobs) > 1)
+        name = body.rid or context.request_id
+        answer = _Answer(name, len(jobs), several or len(jobs) > 1, gateway.codec, bool(body.return_text_in_logprobs))
         if not context.stream:
             return await attended(request.receive, self._whole(answer, jobs, context))
         stream = gateway.run(jobs, context)
@@ -91,8 +100,10 @@ class Sglang:
 class _Answer:
     """Outputs of one request as they grow."""
 
-    def __init__(self, name: str, count: int, several: bool) -> None:
+    def __init__(self, name: str, count: int, several: bool, codec: TextCodec | None, texts_of_logprobs: bool) -> None:
         self.several = several
+        self._codec = codec
+        self._texts_of_logprobs = texts_of_logprobs
         self._name = name
         self._outputs = [_Output() for _ in range(count)]
         self._started = time.monotonic()
@@ -102,6 +113,7 @@ class _Answer:
         output = self._outputs[piece.choice.job.index]
         output.text += piece.text
         output.token_ids += piece.token_ids
+        output.logprobs += piece.logprobs
 
     def body(self, choice: Choice, *, ended: bool) -> dict[str, Any]:
         """All of a choice that was taken so far; of the choice itself more may be known already."""
@@ -115,6 +127,10 @@ class _Answer:
             "completion_tokens": len(output.token_ids),
             "cached_tokens": choice.cached_tokens or 0,
         }
+        wanted = choice.job.sampling.logprobs
+        if wanted is not None:
+            of = (self._codec, output.token_ids, output.logprobs)
+            meta |= of_sglang(*of, top=wanted > 0, texts=self._texts_of_logprobs)
         if ended:
             meta["e2e_latency"] = time.monotonic() - self._started
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}

@@ -116,8 +116,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         list[Name], Meta(description="Names that requests may use for the model, in place of what workers call it.")
     ] = []
     default_max_tokens: Annotated[
-        Count, Meta(description="Output tokens where a request names no limit; `/generate` has 128, as in SGLang.")
-    ] = 1024
+        Count | None,
+        Meta(
+            description="Output tokens where a request names no limit; unset, a chat may fill the model's context, and "
+            "completions have 16 and `/generate` 128 tokens, as in the engines."
+        ),
+    ] = None
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Prompts times `n` in one request.")] = 64
     max_live_requests: Annotated[
         Count, Meta(description="Choices that are generated at a time; one more is answered with 503.")

@@ -131,8 +131,9 @@ class Gateway:
         finally:
             self.metrics.phase("tokenize", self._clock() - began)
 
-    def output_limit(self, prompt_tokens: int, asked: int | None, param: str) -> int:
-        """Output tokens a request may have: what it asks for, else the default, and what the model has room for.
+    def output_limit(self, prompt_tokens: int, asked: int | None, param: str, default: int | None = None) -> int:
+        """Output tokens a request may have: what it asks for, else what the model has room for, within `default` (the
+        API's) and `default_max_tokens` where there are such.
 
         Raises `ApiError` where the prompt and what is asked for do not fit the model.
         """
@@ -144,11 +145,14 @@ class Gateway:
                 param,
                 "context_length_exceeded",
             )
-        return min(room, self.config.default_max_tokens) if asked is None else asked
+        return min(room, self.config.default_max_tokens or room, default or room) if asked is None else asked
 
-    def seed(self, asked: int | None) -> int:
-        """The seed of a request: its own, made positive, or a new one."""
-        return secrets.randbits(62) if asked is None else asked % 2**63
+    def missing_field(self, sampling: SamplingParams) -> str | None:
+        """The first field that a request asks for and no worker's engine has; None where one worker has them all, or
+        none is connected."""
+        needs = sampling.needs()
+        missing = self.router.fleet.missing(needs, resumed=False) if needs else None
+        return missing.partition(",")[0] if missing else None
 
     def check_choices(self, count: int) -> None:
         """Raise `ApiError` where a request asks for more choices (prompts times n) than one may have."""
@@ -167,6 +171,7 @@ class Gateway:
         stops: tuple[str, ...] = (),
         salt: str | None = None,
         skip_special_tokens: bool = True,
+        keep_stop: bool = False,
     ) -> list[ChoiceJob]:
         """The jobs of a request. Raises `ApiError` where they are more than one request may have."""
         self.check_choices(len(prompts) * choices)
@@ -186,6 +191,7 @@ class Gateway:
             client=context.key_name,
             first_token_seconds=self.left_seconds(context),
             session=context.session,
+            keep_stop=keep_stop,
         )
         return jobs_for(prompts, template, choices)
 

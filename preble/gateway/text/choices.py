@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...types import SamplingParams, SessionHint
+from ...types import SamplingParams, SessionHint, TokenLogprob
 
 if TYPE_CHECKING:
     from ..._placement.decision import Decision
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceJob:
-    """What one choice is to be. `stops` are strings; `skip_special_tokens` leaves special tokens out of the text.
+    """What one choice is to be. `stops` are strings, of which the one that came is part of the text with `keep_stop`;
+    `skip_special_tokens` leaves special tokens out of the text.
 
     `client`, `first_token_seconds` and `session` are `Router.generate`'s.
     """
@@ -32,6 +33,7 @@ class ChoiceJob:
     client: Hashable = None
     first_token_seconds: float | None = None
     session: SessionHint | None = None
+    keep_stop: bool = False
 
 
 @dataclass(slots=True)
@@ -57,12 +59,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """News of a choice: text that may be shown, and the tokens that came. `last` when the choice has ended."""
+    """News of a choice: text that may be shown, and the tokens that came, with their log probabilities where those are
+    asked for. `last` when the choice has ended."""
 
     choice: Choice
     text: str
     token_ids: tuple[int, ...] = ()
     last: bool = False
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -91,14 +95,20 @@ class RequestProgress:
 
 
 def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: ChoiceJob, choices: int) -> list[ChoiceJob]:
-    """`choices` jobs for each prompt, like `template`; each with a seed and a request id of its own."""
+    """`choices` jobs for each prompt, like `template`; each with a request id, and a seed where there is one."""
     return [
         replace(
             template,
             index=index,
             request_id=f"{template.request_id}/{index}",
             token_ids=prompts[index // choices],
-            sampling=replace(template.sampling, seed=(template.sampling.seed + index % choices) % 2**63),
+            sampling=_with_seed(template.sampling, index % choices),
         )
         for index in range(len(prompts) * choices)
     ]
+
+
+def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
+    if sampling.seed is None or not choice:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + choice) % 2**63)

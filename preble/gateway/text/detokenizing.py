@@ -69,10 +69,12 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts text before the first stop string. What could be the beginning of one is held back. Not thread-safe."""
+    """Cuts text before the first stop string, or after it with `keep`. What could be the beginning of one is held back.
+    Not thread-safe."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
         self.matched: str | None = None
 
@@ -87,7 +89,7 @@ class StopStrings:
         if found:
             place, self.matched = min(found, key=lambda one: (one[0], -len(one[1])))
             self._held = ""
-            return text[:place]
+            return text[: place + (len(self.matched) if self._keep else 0)]
         held = max(_overlap(text, stop) for stop in self._stops)
         shown, self._held = text[: len(text) - held], text[len(text) - held :]
         return shown

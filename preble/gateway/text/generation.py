@@ -37,7 +37,7 @@ class _ChoiceWriter:
         self._choice = choice
         job = choice.job
         self._ends = {*job.sampling.stop_token_ids, *(() if job.sampling.ignore_eos else eos_token_ids)}
-        self._stops = StopStrings(job.stops)
+        self._stops = StopStrings(job.stops, keep=job.keep_stop)
         self._text: Detokenizer | None = None
         if codec is not None:
             skip = job.skip_special_tokens
@@ -61,7 +61,7 @@ class _ChoiceWriter:
         elif ended:
             text += self._stops.flush()
             choice.finish_reason = chunk.finish_reason
-        return TextPiece(choice, text, chunk.token_ids, choice.finish_reason is not None)
+        return TextPiece(choice, text, chunk.token_ids, choice.finish_reason is not None, chunk.logprobs)
 
     def _decoded(self, token_ids: Sequence[int], ended: bool) -> str:
         if self._text is None:

@@ -11,9 +11,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from ...errors import QueueFull
+from ...types import TokenLogprob
 from .choices import Choice, TextPiece
 
 TOKEN_BYTES = 8  # one of a tuple
+LOGPROB_BYTES = 120  # a number and its token
 PIECE_BYTES = 200  # about what a piece costs beside its text and tokens
 
 
@@ -50,6 +52,7 @@ class _Waiting:
     choice: Choice
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     last: bool = False
     cost: int = 0
 
@@ -74,8 +77,10 @@ class UnreadPieces:
         waiting = self._waiting.setdefault(piece.choice.job.index, _Waiting(piece.choice))
         waiting.texts.append(piece.text)
         waiting.token_ids += piece.token_ids
+        waiting.logprobs += piece.logprobs
         waiting.last = waiting.last or piece.last
         cost = PIECE_BYTES + len(piece.text.encode("utf-8", "replace")) + TOKEN_BYTES * len(piece.token_ids)
+        cost += sum(LOGPROB_BYTES * (1 + len(one.top)) for one in piece.logprobs)
         waiting.cost += cost
         self._changed.set()
         self._budget.hold(self, cost)
@@ -103,7 +108,8 @@ class UnreadPieces:
             await self._changed.wait()
         waiting = self._waiting.pop(next(iter(self._waiting)))
         self._budget.give_back(self, waiting.cost)
-        return TextPiece(waiting.choice, "".join(waiting.texts), tuple(waiting.token_ids), waiting.last)
+        text, token_ids = "".join(waiting.texts), tuple(waiting.token_ids)
+        return TextPiece(waiting.choice, text, token_ids, waiting.last, tuple(waiting.logprobs))
 
     def drop(self) -> None:
         """Throw away what waits."""

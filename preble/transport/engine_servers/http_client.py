@@ -24,14 +24,11 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from ...errors import (
     EngineError,
@@ -42,10 +39,11 @@ from ...errors import (
     QueueFull,
     TransportError,
 )
-from ...types import SamplingParams
+from ...types import SamplingParams, TokenLogprob
 from ..worker_address import check_worker_address, is_server
 from .kv_event_codec import LoadReport
 from .metrics_text import samples
+from .request_forms import TokenIds, read_sglang_logprobs, read_vllm_logprobs, server_request
 from .server_info import (
     RANKS_MAX,
     ServedName,
@@ -61,8 +59,6 @@ from .tls import client_context
 if TYPE_CHECKING:
     import aiohttp
 
-TokenIds = Sequence[int] | npt.NDArray[np.int32]
-
 # Headers that name the trace of what a task does; sent along with its requests.
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 
@@ -74,18 +70,18 @@ _LOADS: tuple[str, ...] = (  # in the order of LoadReport's fields
     *("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "dp_rank"),
     "num_waiting_uncached_tokens",
 )
-_SEEDS = {"sglang": "sampling_seed", "vllm": "seed"}
 _TEXT_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPiece:
     """New output tokens of a stream. `cached_tokens` comes once: with the first piece (SGLang) or the last (vLLM), or
-    never. `finish_reason`, with the last: "stop", "length" or "abort"."""
+    never. `finish_reason`, with the last: "stop", "length" or "abort". `logprobs`: one for each token, if wanted."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int | None = None
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class EngineServer:
@@ -222,8 +218,9 @@ class EngineServer:
         """
         info = await self._engine()
         sampling = sampling or SamplingParams()
-        path, headers, body = _request(info, token_ids, sampling, request_id, rank, salt, lora)
-        stream = _SglangStream(info.cumulative) if info.engine == "sglang" else _VllmStream()
+        path, headers, body = server_request(info, token_ids, sampling, request_id, rank, salt, lora)
+        wanted = sampling.logprobs
+        stream = _SglangStream(info.cumulative, wanted) if info.engine == "sglang" else _VllmStream(wanted)
         client = _aiohttp()
         try:
             async with self._http().post(
@@ -344,68 +341,17 @@ class Unreachable(TransportError):
     """Nobody listens there, or the connection is cut: the server is gone, not slow."""
 
 
-# --- the two request forms --------------------------------------------------------------------------------------------
-
-
-def _request(
-    info: ServerInfo,
-    token_ids: TokenIds,
-    sampling: SamplingParams,
-    request_id: str,
-    rank: int | None,
-    salt: str,
-    lora: str,
-) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Path, headers and body of the request for output."""
-    choose: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "skip_special_tokens": False,
-    }
-    prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
-    seed = {} if sampling.temperature <= 0.0 else {_SEEDS[info.engine]: sampling.seed % 2**31}
-    extra: dict[str, Any] = {"cache_salt": salt or None, "lora_path": lora or None}
-    headers: dict[str, str] = {}
-    if info.engine == "sglang":
-        path = "/generate"
-        body: dict[str, Any] = {
-            "rid": request_id,
-            "input_ids": prompt,
-            "sampling_params": {"max_new_tokens": sampling.max_new_tokens, **choose, **seed},
-            "stream": True,
-        }
-        extra = {"routed_dp_rank": rank, **extra}
-    else:
-        path = "/v1/completions"
-        body = {
-            "request_id": request_id,
-            "model": lora or info.model,
-            "prompt": prompt,
-            "max_tokens": sampling.max_new_tokens,
-            **choose,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-            **seed,
-        }
-        del extra["lora_path"]
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-    body.update({name: value for name, value in extra.items() if value is not None})
-    return path, headers, body
-
-
 # --- the two stream forms ---------------------------------------------------------------------------------------------
 
 
 class _SglangStream:
     """`{"output_ids": [...], "meta_info": {...}}` a line; the ids so far, or with a flag of the server only the new."""
 
-    def __init__(self, cumulative: bool) -> None:
+    def __init__(self, cumulative: bool, logprobs: int | None) -> None:
         self.ended = False
         self.last: ServerPiece | None = None  # none is kept back
         self._cumulative = cumulative
+        self._logprobs = logprobs
         self._have = 0
         self._hit_reported = False
 
@@ -418,22 +364,24 @@ class _SglangStream:
         fresh = ids[self._have :] if self._cumulative else ids
         if self._cumulative and len(ids) < self._have:
             raise ProtocolError(f"stream: output_ids shrank from {self._have} to {len(ids)}")
+        logprobs = read_sglang_logprobs(meta, self._have if self._cumulative else 0, self._logprobs)
         self._have += len(fresh)
         reason = _sglang_reason(meta.get("finish_reason"))
         self.ended = reason is not None
         if not fresh and reason is None:
             return None
         cached, self._hit_reported = None if self._hit_reported else _count(meta.get("cached_tokens")), True
-        return ServerPiece(fresh, cached, reason)
+        return ServerPiece(fresh, cached, reason, logprobs)
 
 
 class _VllmStream:
     """OpenAI completions with token ids; the hit comes with the usage, after the last token, so that one is kept back
     until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: int | None) -> None:
         self.ended = False
         self.last: ServerPiece | None = None  # what ends the stream if no usage comes
+        self._logprobs = logprobs
 
     def take(self, line: bytes) -> ServerPiece | None:
         answer = _answer_of(line)
@@ -444,7 +392,7 @@ class _VllmStream:
             if self.last is None:
                 return None
             self.ended = True
-            return ServerPiece(self.last.token_ids, _usage_cached(usage), self.last.finish_reason)
+            return replace(self.last, cached_tokens=_usage_cached(usage))
         choice = choices[0]
         if not isinstance(choice, Mapping):
             raise ProtocolError("stream: a choice must be an object")
@@ -456,7 +404,9 @@ class _VllmStream:
         ids = choice.get("token_ids")
         if ids is None and (choice.get("text") or reason == "length"):
             raise HandshakeRefused("the server does not return token ids (return_token_ids, vLLM 0.10.2 on)")
-        piece = ServerPiece(_token_ids(ids or [], "token_ids"), None, reason)
+        tokens = _token_ids(ids or [], "token_ids")
+        logprobs = read_vllm_logprobs(choice.get("logprobs"), self._logprobs) if tokens else ()
+        piece = ServerPiece(tokens, None, reason, logprobs)
         if reason is not None:
             self.last = piece
             return None

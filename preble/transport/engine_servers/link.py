@@ -43,6 +43,7 @@ from ..tasks import first_of, within
 from .http_client import EngineServer, Unreachable
 from .kv_event_codec import LoadReport
 from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters
+from .request_forms import FIELDS, RESUMABLE_FIELDS
 from .server_info import ServerInfo, ServerOptions, digits
 
 logger = logging.getLogger("preble.transport")
@@ -157,6 +158,8 @@ class ServerLink:
             events_endpoint=info.events[self.rank].endpoint if info.events else "",
             next_event_seq=self.next_event_seq,
             max_frame_bytes=wire.FRAME_BYTES_MAX,
+            sampling_fields=FIELDS[info.engine],
+            resumable_fields=RESUMABLE_FIELDS[info.engine],
         )
 
     async def run(self) -> str:
@@ -248,7 +251,7 @@ class ServerLink:
     async def _stream(self, submit: wire.GenerationRequest) -> wire.Rejected | None:
         """Pass the answer on; the refusal to report if it did not come to its end."""
         index = submit.output_offset
-        sampling = replace(submit.sampling, max_new_tokens=max(submit.sampling.max_new_tokens - index, 1))
+        sampling = submit.sampling.left(max(submit.sampling.max_new_tokens - index, 1), index)
         salt, lora = keys_of(submit.namespace)
         pieces = self._server.generate(
             submit.token_ids,
@@ -264,7 +267,12 @@ class ServerLink:
                 self._still_seconds = 0.0
                 self._listener.on_message(
                     wire.OutputChunk(
-                        submit.request_id, index, piece.token_ids, piece.cached_tokens, piece.finish_reason
+                        submit.request_id,
+                        index,
+                        piece.token_ids,
+                        piece.cached_tokens,
+                        piece.finish_reason,
+                        logprobs=piece.logprobs,
                     )
                 )
                 index += len(piece.token_ids)
