@@ -8,7 +8,7 @@ quotes with a colon behind it is a field.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -20,6 +20,7 @@ TAIL_BYTES = 16 << 10
 
 _END = re.compile(rb"\r?\n\r?\n")
 _OF_INTEREST = re.compile(rb'"(?:usage|prompt_tokens)"\s*:\s*[{\d]|"(?:finish_reason|stop_reason)"\s*:\s*["{]')
+_ENDS_CHOICE = re.compile(rb'"finish_reason"\s*:\s*"')
 _OUTPUT = re.compile(rb"delta|content_block|output_item")
 _NUMBER = re.compile(rb'"([a-z_]+_tokens)"\s*:\s*(\d{1,10})')
 _ID = re.compile(rb'"response"\s*:\s*\{\s*"id"\s*:\s*"([\w-]{1,120})"')
@@ -31,7 +32,8 @@ class UsageReader:
     """Reads one answer as its bytes pass. `first_token`: output has begun. Counts are None while they are not known.
 
     `remove_usage`: take the event with nothing but the usage out of the stream; events pass whole then, and what has
-    come of one that is not whole yet is held back, at most `EVENT_BYTES_MAX`.
+    come of one that is not whole yet is held back, at most `EVENT_BYTES_MAX`. So is an event that ends a choice until
+    the next one is there: vLLM's last event has the `system_fingerprint`, which goes back to where it would have been.
     """
 
     def __init__(self, endpoint: Endpoint, stream: bool, *, remove_usage: bool = False) -> None:
@@ -80,7 +82,7 @@ class UsageReader:
 
     def _feed_removing(self, chunk: bytes) -> bytes:
         data = self._held + chunk if self._held else chunk
-        last = _last_end(data)
+        last = _end_to_pass(data)
         self._held = data[last:]
         whole = data[:last]
         if len(self._held) > EVENT_BYTES_MAX:
@@ -196,18 +198,37 @@ def _last_end(data: bytes) -> int:
     return max(plain + 2 if plain >= 0 else 0, other + 4 if other >= 0 else 0)
 
 
+def _end_to_pass(data: bytes) -> int:
+    """Where the last whole event ends that need not wait for the next one."""
+    last = _last_end(data)
+    start = _last_end(data[: max(last - 2, 0)])
+    return start if _ENDS_CHOICE.search(data, start, last) else last
+
+
 def _without_usage(data: bytes) -> bytes:
     """Whole events without those that hold nothing but the usage."""
-    kept, at = [], 0
+    kept: list[bytes] = []
+    at = 0
     for end in _END.finditer(data):
         event = data[at : end.end()]
         at = end.end()
-        if b'"usage"' not in event or not _is_usage(_json_of(event)):
+        value = _json_of(event) if b'"usage"' in event else None
+        if not _is_usage(value):
             kept.append(event)
+        elif kept:
+            kept[-1] = _with_fingerprint(kept[-1], value.get("system_fingerprint"))
     return b"".join(kept) + data[at:]
 
 
-def _is_usage(value: Any) -> bool:
+def _with_fingerprint(event: bytes, fingerprint: Any) -> bytes:
+    """A choice's last event as the engine writes it where nobody asks for the usage."""
+    end = event.rfind(b"}")
+    if end < 0 or not isinstance(fingerprint, str) or b'"system_fingerprint"' in event:
+        return event
+    return event[:end] + b',"system_fingerprint":' + msgspec.json.encode(fingerprint) + event[end:]
+
+
+def _is_usage(value: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and value.get("choices") == [] and isinstance(value.get("usage"), dict)
 
 

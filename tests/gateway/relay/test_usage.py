@@ -408,3 +408,23 @@ def test_both_ends_of_lines_are_ends(ends: str) -> None:
     passed = b"".join(reader.feed(bytes([one])) for one in answer) + reader.end()
     assert passed.count(ends.encode()) == 4 and b'"usage":{' not in passed
     assert counts(reader) == (11, 8, 3)
+
+
+def test_the_fingerprint_of_a_removed_usage_event_goes_where_it_would_have_been() -> None:
+    """vLLM writes it into its last event, which is the usage where that is asked for."""
+    ends = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"b"},"finish_reason":"stop"}]}\n\n'
+    usage = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":3},"system_fingerprint":"vllm-0.32.0-1"}\n\n'
+    begins = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+    answer = begins + ends + usage + b"data: [DONE]\n\n"
+    wanted = begins + ends.replace(b"}\n\n", b',"system_fingerprint":"vllm-0.32.0-1"}\n\n') + b"data: [DONE]\n\n"
+    for cut in range(len(answer) + 1):
+        reader = usage_reader(BY_PATH["/v1/chat/completions"], True, remove_usage=True)
+        assert reader.feed(answer[:cut]) + reader.feed(answer[cut:]) + reader.end() == wanted, cut
+        assert (reader.prompt_tokens, reader.finish_reasons) == (3, ("stop",))
+
+
+def test_an_event_that_ends_a_choice_is_passed_on_with_the_next_one_or_at_the_end() -> None:
+    ends = b'data: {"choices":[{"index":0,"finish_reason":"stop"}]}\n\n'
+    reader = usage_reader(BY_PATH["/v1/chat/completions"], True, remove_usage=True)
+    assert (reader.feed(ends), reader.feed(ends)) == (b"", ends)
+    assert reader.end() == ends and reader.finish_reasons == ("stop", "stop")
