@@ -24,6 +24,16 @@ from .text_key import BILLING, media_ids
 MEDIA_MAX = 1024  # of one chat
 # With these a prompt is what only the engine makes of it.
 ELSEWHERE = ("chat_template", "truncate_prompt_tokens", "mm_processor_kwargs", "audio")
+CHAT_FIELDS: tuple[str, ...] = (
+    *ELSEWHERE,
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "documents",
+)
+CHAT_FIELDS += ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 _MARK = re.compile("\ue000preble-part-(\\d{1,6})\ue001")
 _FUNCTION = ("name", "description", "parameters", "strict", "defer_loading")
 _PART = ("type", "text", "refusal", "thinking", "closed", "uuid")
@@ -60,20 +70,25 @@ class ChatPrompt:
         return [*pieces, self.prefix] if self.prefix else pieces
 
 
-def chat_prompt(body: RelayedBody, template: ChatTemplate, engine: str) -> ChatPrompt | None:
-    """The chat of a body as `engine` ("sglang", else vLLM's way) would render it; None where that cannot be known.
+def chat_of(body: RelayedBody) -> dict[str, Any]:
+    """The fields of a body that a chat's prompt depends on, as objects."""
+    return {name: body.value(name) for name in CHAT_FIELDS if name in body.fields}
+
+
+def chat_prompt(chat: Mapping[str, Any], template: ChatTemplate, engine: str) -> ChatPrompt | None:
+    """A chat (`chat_of`) as `engine` ("sglang", else vLLM's way) would render it; None where that cannot be known.
 
     Raises `InvalidInput` for messages that no engine takes.
     """
-    messages = body.value("messages")
+    messages = chat.get("messages")
     if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
         raise InvalidInput("messages: must be a list of objects")
-    if any(body.given(name) for name in ELSEWHERE) or body.small("add_special_tokens") is True:
+    if any(chat.get(name) is not None for name in ELSEWHERE) or chat.get("add_special_tokens") is True:
         return None
-    tools = body.value("tools")
+    tools = chat.get("tools")
     if not isinstance(tools, list | None):
         raise InvalidInput("tools: must be a list")
-    return (_sglang if engine == "sglang" else _vllm)(body, template, messages, tools)
+    return (_sglang if engine == "sglang" else _vllm)(chat, template, messages, tools)
 
 
 class _Media:
@@ -97,28 +112,28 @@ class _Media:
 
 
 def _vllm(
-    body: RelayedBody, template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None
+    chat: Mapping[str, Any], template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> ChatPrompt:
     media = _Media()
     given = [_vllm_message(message, template.takes_parts, media) for message in messages]
     if "developer" not in template.source:
         given = [_as_system(one) if one["role"] == "developer" else one for one in given]
-    variables = _object(body, "chat_template_kwargs")
-    effort = body.small("reasoning_effort")
+    variables = _object(chat, "chat_template_kwargs")
+    effort = chat.get("reasoning_effort")
     if effort is not None:
         variables.setdefault("enable_thinking", effort != "none")
         variables["reasoning_effort"] = effort
-    if body.given("documents"):
-        variables["documents"] = body.value("documents")
+    if chat.get("documents") is not None:
+        variables["documents"] = chat.get("documents")
     generation, going_on = (variables.pop(name, None) for name in ("add_generation_prompt", "continue_final_message"))
-    if body.given("add_generation_prompt"):
-        generation = body.small("add_generation_prompt")
+    if chat.get("add_generation_prompt") is not None:
+        generation = chat.get("add_generation_prompt")
     return ChatPrompt(
         given,
         None if tools is None else [_tool(tool, ordered=True) for tool in tools],
         variables,
         add_generation_prompt=generation is not False,
-        continue_final_message=bool(body.small("continue_final_message") or going_on),
+        continue_final_message=bool(chat.get("continue_final_message") or going_on),
         media=media.found,
     )
 
@@ -190,24 +205,24 @@ def _without_billing(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sglang(
-    body: RelayedBody, template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None
+    chat: Mapping[str, Any], template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> ChatPrompt:
     media = _Media()
     takes_parts = template.takes_parts or any(word in template.source for word in _SGLANG_MEDIA)
     given = [_sglang_message(message, takes_parts, media) for message in messages]
     prefix = ""
     if given[-1]["role"] == "assistant" and isinstance(given[-1]["content"], str):
-        if body.small("continue_final_message"):
+        if chat.get("continue_final_message"):
             prefix = given.pop()["content"]
         else:
             given[-1] = {"role": "user", "content": given[-1]["content"]}
-    effort = body.small("reasoning_effort")
+    effort = chat.get("reasoning_effort")
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    variables.update(_object(body, "chat_template_kwargs"))
+    variables.update(_object(chat, "chat_template_kwargs"))
     if effort is not None:
         for name in ("thinking", "enable_thinking"):
             variables.setdefault(name, effort != "none")
-    choice = body.small("tool_choice")
+    choice = chat.get("tool_choice")
     chosen = _function_of(choice).get("name") if isinstance(choice, dict) else None
     kept = [] if choice == "none" else _objects(tools or [])
     kept = [tool for tool in kept if chosen is None or _function_of(tool).get("name") == chosen]
@@ -262,8 +277,8 @@ def _role(message: dict[str, Any]) -> str:
     return role
 
 
-def _object(body: RelayedBody, name: str) -> dict[str, Any]:
-    value = body.value(name)
+def _object(chat: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = chat.get(name)
     if not isinstance(value, dict | None):
         raise InvalidInput(f"{name}: must be an object")
     return value or {}

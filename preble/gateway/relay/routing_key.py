@@ -21,7 +21,8 @@ from ...errors import InvalidInput, QueueFull
 from ...transport.namespaces import joined
 from ..text.tokenizing import Piece, PromptTooLong, TextCodec
 from .body import RelayedBody
-from .chat_prompt import chat_prompt
+from .chat_prompt import chat_of, chat_prompt
+from .messages_prompt import chat_of_messages
 from .text_key import text_key
 
 TokenIds = npt.NDArray[np.int32]
@@ -114,7 +115,7 @@ async def _tokens(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: 
     """The prompt's tokens, and whether they are exactly the engine's; None where they cannot be known. Raises as the
     codec does."""
     kind = body.endpoint.kind
-    if kind == "chat" and not body.given("input_ids"):
+    if kind in ("messages", "count_tokens") or (kind == "chat" and not body.given("input_ids")):
         return await _chat(body, codec, engine, tokens_max)
     if kind == "generate" and any(body.given(f"{medium}_data") for medium in ("image", "audio", "video")):
         return None
@@ -131,7 +132,8 @@ async def _chat(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: in
 
     def make() -> list[Piece]:
         nonlocal media
-        prompt = chat_prompt(body, template, engine)
+        chat = chat_of(body) if body.endpoint.kind == "chat" else chat_of_messages(body, engine)
+        prompt = None if chat is None else chat_prompt(chat, template, engine)
         if prompt is None:
             raise InvalidInput("messages: this chat is rendered by the engine only")
         media = bool(prompt.media)

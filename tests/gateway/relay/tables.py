@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from preble.gateway.relay.body import RelayedBody, read_body
-from preble.gateway.relay.chat_prompt import ELSEWHERE, chat_prompt
+from preble.gateway.relay.chat_prompt import CHAT_FIELDS, ELSEWHERE, chat_of, chat_prompt
 from preble.gateway.relay.endpoints import ENDPOINTS, POSTS, Endpoint
 from preble.gateway.relay.routing_key import namespace_of
 from preble.gateway.relay.text_key import text_key
@@ -32,6 +32,8 @@ LETTERS = {
     "/generate": "G",
 }
 ROUTED_BY = {
+    "messages": "tokens, else text",
+    "count_tokens": "tokens, else text",
     "chat": "tokens, else text",
     "completions": "tokens, else text",
     "generate": "tokens, else text",
@@ -106,9 +108,8 @@ def read_by_relay(path: str) -> set[str]:
     if body.endpoint.kind == "chat":
         plain = {name: raw for name, raw in body.fields.items() if name not in ELSEWHERE}
         for engine in ("sglang", "vllm"):
-            shown = Watched(plain)
-            assert chat_prompt(RelayedBody(body.data, body.endpoint, shown), ChatTemplate("", {}), engine) is not None
-            watched.read |= shown.read
+            assert chat_prompt(chat_of(RelayedBody(body.data, body.endpoint, plain)), ChatTemplate("", {}), engine)
+        watched.read |= set(CHAT_FIELDS)
     return watched.read & body.fields.keys() | {"prompt_cache_key", "user"} & body.fields.keys()
 
 

@@ -1,6 +1,7 @@
 """Chats as engines give them to the model's template: held against what SGLang and vLLM have made of them, and against
 transformers. `tests/data/rendered_chats.json` was asked of SGLang 0.5.23 (`return_prompt_token_ids`) and vLLM 0.32
-(`return_token_ids`), with templates that show everything they are given.
+(`return_token_ids`), with templates that show everything they are given; of Anthropic's messages, the engines told the
+number of tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from preble.errors import InvalidInput
-from preble.gateway.relay.body import RelayedBody, read_body
-from preble.gateway.relay.chat_prompt import MEDIA_MAX, chat_prompt
+from preble.gateway.relay.body import read_body
+from preble.gateway.relay.chat_prompt import MEDIA_MAX, chat_of, chat_prompt
 from preble.gateway.relay.endpoints import POSTS
+from preble.gateway.relay.messages_prompt import chat_of_messages
+from preble.gateway.relay.text_key import media_ids
 from preble.gateway.text.chat_template import ChatTemplate
 from tests.support.paths import ROOT
 
@@ -29,8 +32,8 @@ PNG = "data:image/png;base64,iVBORw0KGgo="
 IMAGE = {"type": "image_url", "image_url": {"url": PNG}}
 
 
-def chat(**fields: Any) -> RelayedBody:
-    return read_body(json.dumps(fields).encode(), POSTS["/v1/chat/completions"])
+def chat(**fields: Any) -> dict[str, Any]:
+    return chat_of(read_body(json.dumps(fields).encode(), POSTS["/v1/chat/completions"]))
 
 
 SEEN = [(way, i) for i, case in enumerate(RENDERED["chats"]) for way, text in case["rendered"].items() if text]
@@ -43,6 +46,54 @@ def test_a_chat_is_rendered_as_the_engine_rendered_it(way: str, number: int) -> 
     prompt = chat_prompt(chat(**case["chat"]), TEMPLATES[form], engine)
     assert prompt is not None
     assert "".join(map(str, prompt.pieces(TEMPLATES[form]))) == case["rendered"][way]
+
+
+TURNS = [(way, i) for i, case in enumerate(RENDERED["messages"]) for way, text in case["rendered"].items() if text]
+
+
+@pytest.mark.parametrize(("engine", "number"), TURNS)
+def test_anthropics_messages_are_rendered_as_long_as_the_engine_said(engine: str, number: int) -> None:
+    case = RENDERED["messages"][number]
+    body = read_body(json.dumps(case["chat"]).encode(), POSTS["/v1/messages"])
+    fields = chat_of_messages(body, engine)
+    assert fields is not None
+    prompt = chat_prompt(fields, TEMPLATES["tools"], engine)
+    assert prompt is not None and "".join(map(str, prompt.pieces(TEMPLATES["tools"]))) == case["rendered"][engine]
+
+
+USER = {"role": "user", "content": "x"}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields"),
+    [
+        ("sglang", {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}]}]}),
+        ("sglang", {"messages": [{"role": "user", "content": [{"type": "search_result"}]}]}),
+        ("vllm", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
+        ("vllm", {"messages": [{"role": "system", "content": "x"}]}),
+        ("vllm", {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+        ("vllm", {"messages": [USER], "output_config": {"effort": "low"}}),
+        ("vllm", {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "x"}]}]}]}),
+    ],
+)
+def test_what_only_the_engine_knows_of_messages_is_not_guessed(engine: str, fields: dict[str, Any]) -> None:
+    assert chat_of_messages(read_body(json.dumps(fields).encode(), POSTS["/v1/messages"]), engine) is None
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_images_in_messages_and_in_results_of_tools_are_runs_of_ids(engine: str) -> None:
+    image = {"type": "image", "source": SOURCE}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "see"}, image]}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, image]},
+        {"role": "user", "content": [result]},
+    ]
+    body = read_body(json.dumps({"messages": messages}).encode(), POSTS["/v1/messages"])
+    fields = chat_of_messages(body, engine)
+    assert fields is not None
+    prompt = chat_prompt(fields, PLAIN, engine)
+    assert prompt is not None and len(prompt.media) == 2 and prompt.media[0] == prompt.media[1] == media_ids(IMAGE)
 
 
 def test_enough_was_compared() -> None:
