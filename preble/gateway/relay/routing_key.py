@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..text.tokenizing import Piece, PromptTooLong, TextCodec
 from .body import RelayedBody
 from .chat_prompt import chat_of, chat_prompt
 from .messages_prompt import chat_of_messages
+from .responses_prompt import chat_of_responses
 from .text_key import text_key
 
 TokenIds = npt.NDArray[np.int32]
@@ -31,6 +32,12 @@ logger = logging.getLogger("preble.gateway")
 LOOP_BYTES = 64 << 10  # a key of so long a body is made on the loop; of a longer one, beside it
 TEXT = "text"
 KINDS_MAX = 1024  # of endpoints and models that mismatches are counted of
+# Endpoints whose bodies engines make a chat of.
+_CHATS: dict[str, Callable[[RelayedBody, str], dict[str, Any] | None]] = {
+    "messages": chat_of_messages,
+    "count_tokens": chat_of_messages,
+    "responses": chat_of_responses,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,7 @@ async def _tokens(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: 
     """The prompt's tokens, and whether they are exactly the engine's; None where they cannot be known. Raises as the
     codec does."""
     kind = body.endpoint.kind
-    if kind in ("messages", "count_tokens") or (kind == "chat" and not body.given("input_ids")):
+    if kind in _CHATS or (kind == "chat" and not body.given("input_ids")):
         return await _chat(body, codec, engine, tokens_max)
     if kind == "generate" and any(body.given(f"{medium}_data") for medium in ("image", "audio", "video")):
         return None
@@ -126,20 +133,21 @@ async def _tokens(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: 
 
 async def _chat(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: int) -> tuple[TokenIds, bool] | None:
     template = codec.chat_template
-    if template is None or "messages" not in body.fields:
+    if template is None:
         return None
     media = False
 
     def make() -> list[Piece]:
         nonlocal media
-        chat = chat_of(body) if body.endpoint.kind == "chat" else chat_of_messages(body, engine)
+        make_chat = _CHATS.get(body.endpoint.kind)
+        chat = chat_of(body) if make_chat is None else make_chat(body, engine)
         prompt = None if chat is None else chat_prompt(chat, template, engine)
         if prompt is None:
             raise InvalidInput("messages: this chat is rendered by the engine only")
         media = bool(prompt.media)
         return prompt.pieces(template)
 
-    ids = await codec.encode_made(memoryview(body.fields["messages"]).nbytes, make, tokens_max=tokens_max)
+    ids = await codec.encode_made(len(body.data), make, tokens_max=tokens_max)
     return ids, not media
 
 

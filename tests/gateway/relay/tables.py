@@ -33,6 +33,7 @@ LETTERS = {
 }
 ROUTED_BY = {
     "messages": "tokens, else text",
+    "responses": "tokens, else text",
     "count_tokens": "tokens, else text",
     "chat": "tokens, else text",
     "completions": "tokens, else text",

@@ -1,7 +1,7 @@
 """Chats as engines give them to the model's template: held against what SGLang and vLLM have made of them, and against
 transformers. `tests/data/rendered_chats.json` was asked of SGLang 0.5.23 (`return_prompt_token_ids`) and vLLM 0.32
-(`return_token_ids`), with templates that show everything they are given; of Anthropic's messages, the engines told the
-number of tokens.
+(`return_token_ids`), with templates that show everything they are given; of messages and responses, the engines told
+the number of tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from preble.gateway.relay.body import read_body
 from preble.gateway.relay.chat_prompt import MEDIA_MAX, chat_of, chat_prompt
 from preble.gateway.relay.endpoints import POSTS
 from preble.gateway.relay.messages_prompt import chat_of_messages
+from preble.gateway.relay.responses_prompt import chat_of_responses
 from preble.gateway.relay.text_key import media_ids
 from preble.gateway.text.chat_template import ChatTemplate
 from tests.support.paths import ROOT
@@ -48,17 +49,41 @@ def test_a_chat_is_rendered_as_the_engine_rendered_it(way: str, number: int) -> 
     assert "".join(map(str, prompt.pieces(TEMPLATES[form]))) == case["rendered"][way]
 
 
-TURNS = [(way, i) for i, case in enumerate(RENDERED["messages"]) for way, text in case["rendered"].items() if text]
+MADE = {"messages": chat_of_messages, "responses": chat_of_responses}
+TURNS = [
+    (kind, engine, i)
+    for kind in MADE
+    for i, case in enumerate(RENDERED[kind])
+    for engine, text in case["rendered"].items()
+    if text
+]
 
 
-@pytest.mark.parametrize(("engine", "number"), TURNS)
-def test_anthropics_messages_are_rendered_as_long_as_the_engine_said(engine: str, number: int) -> None:
-    case = RENDERED["messages"][number]
-    body = read_body(json.dumps(case["chat"]).encode(), POSTS["/v1/messages"])
-    fields = chat_of_messages(body, engine)
+@pytest.mark.parametrize(("kind", "engine", "number"), TURNS)
+def test_other_apis_are_rendered_as_long_as_the_engine_said(kind: str, engine: str, number: int) -> None:
+    case = RENDERED[kind][number]
+    fields = MADE[kind](read_body(json.dumps(case["chat"]).encode(), POSTS[f"/v1/{kind}"]), engine)
     assert fields is not None
     prompt = chat_prompt(fields, TEMPLATES["tools"], engine)
     assert prompt is not None and "".join(map(str, prompt.pieces(TEMPLATES["tools"]))) == case["rendered"][engine]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "x", "previous_response_id": "resp_1"},
+        {"input": "x", "reasoning": {"effort": "low"}},
+        {"input": [{"type": "reasoning", "summary": []}]},
+        {"input": [{"role": "developer", "content": "x"}]},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text"}]}]},
+        {"input": "x", "tools": [{"type": "web_search"}]},
+        {"input": "x", "instructions": ["x"]},
+        {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "a"}] * 2}]},
+    ],
+)
+def test_what_only_the_engine_knows_of_responses_is_not_guessed(fields: dict[str, Any]) -> None:
+    for engine in ("sglang", "vllm"):
+        assert chat_of_responses(read_body(json.dumps(fields).encode(), POSTS["/v1/responses"]), engine) is None
 
 
 USER = {"role": "user", "content": "x"}
