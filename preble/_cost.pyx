@@ -6,7 +6,6 @@ never drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLT
 """
 
 from collections.abc import Iterable
-from contextlib import suppress
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.long cimport PyLong_AsLongLongAndOverflow
@@ -199,8 +198,10 @@ cdef class CostModel:
         if len(prefills) + len(decodes) < 3:
             raise InvalidInput(f"CostModel.fit needs at least 3 samples, got {len(prefills) + len(decodes)}")
         for coefficients in fitted(prefills, decodes):
-            with suppress(InvalidConfig):    # something falls: the next best
+            try:
                 return CostModel(name=name, **coefficients)
+            except InvalidConfig:            # something falls: the next best
+                continue
         raise AssertionError("the last fit falls nowhere")
 
     def save(self, path, measured=None) -> None:

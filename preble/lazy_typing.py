@@ -42,12 +42,12 @@ class _Literal:
 class _Later:
     """An attribute of a class that is made when it is first asked for, and then put in this one's place."""
 
-    def __init__(self, cls: type, name: str, make: Callable[[str], Any]) -> None:
-        self.cls, self.name, self.make = cls, name, make
+    def __init__(self, plan: _Plan, name: str) -> None:
+        self.plan, self.name = plan, name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        value = self.make(self.name)
-        setattr(self.cls, self.name, value)
+        value = self.plan.init() if self.name == "__init__" else self.plan.by_dataclasses(self.name)
+        setattr(self.plan.cls, self.name, value)
         return value.__get__(instance, owner) if callable(value) else value
 
 
@@ -82,7 +82,7 @@ class _Plan:
         names = tuple(self.fields)
         self.body |= {"__slots__": names, "__match_args__": () if options["kw_only"] else names}
         self.body |= {"__qualname__": plain.__qualname__, "__dataclass_plan__": self}
-        later = ["__repr__", "__dataclass_fields__", "__dataclass_params__"]
+        later = ["__init__", "__repr__", "__dataclass_fields__", "__dataclass_params__"]
         later += ["__replace__"] if sys.version_info >= (3, 13) else []
         if options["frozen"]:
             later += ["__getstate__", "__setstate__"]
@@ -90,10 +90,8 @@ class _Plan:
         if options["eq"]:
             later += ["__eq__", "__hash__"] if options["frozen"] else ["__eq__"]
             self.body |= {} if options["frozen"] else {"__hash__": None}
+        self.body |= {name: _Later(self, name) for name in later}
         self.cls = type(plain.__name__, plain.__bases__, self.body)
-        for name in later:
-            setattr(self.cls, name, _Later(self.cls, name, self.by_dataclasses))
-        setattr(self.cls, "__init__", _Later(self.cls, "__init__", self.init))  # noqa: B010
 
     def by_dataclasses(self, name: str) -> Any:
         """An attribute, from a class that has the same fields and no methods of its own."""
@@ -106,7 +104,7 @@ class _Plan:
         twin = type(self.cls.__name__, (), {**body, "__annotations__": self.fields})
         return vars(dataclasses.dataclass(**self.options)(twin))[name]
 
-    def init(self, name: str) -> Any:
+    def init(self) -> Any:
         """`__init__`, compiled for the fields."""
         known: dict[str, Any] = {f"_default_{key}": value for key, value in self.defaults.items()}
         parameters = ["self", "*"] if self.options["kw_only"] else ["self"]

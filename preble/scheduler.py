@@ -9,9 +9,7 @@ it may be called from any thread and from asyncio. Paper sections 4.1 and 4.2.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from functools import partial
 
 from ._cost import CostModel, LoadTracker
 from ._kv_index.block_index import BlockIndex
@@ -33,6 +31,8 @@ from .scheduling.membership import Handover, Membership
 from .types import AllBlocksCleared, BlockKeys, CacheEvent, SessionHint, WorkerSpec, check_int
 
 if TYPE_CHECKING:
+    import threading
+
     from .scheduling.policy_state import PolicyState
     from .scheduling.rebalancer import Rebalancer, WarmUp
     from .scheduling.recording import Recorder
@@ -116,7 +116,7 @@ class GlobalScheduler(RequestApi):
         self._lock = core.tree  # the writers' lock: recursive, and let go of Python's while it waits
         self._counts_here = dict.fromkeys(COUNTED, 0)
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop: threading.Event | None = None
         self._ahead_seconds = 0.0  # of the caller's clock; not 0 once restored where another clock counts
         for worker in iterable("workers", workers, InvalidConfig):
             self.add_worker(worker)
@@ -353,9 +353,8 @@ class GlobalScheduler(RequestApi):
     def _bookings_of_peers(self) -> peer_bookings.PeerBookings:
         """Made anew each time: one that was kept would keep its scheduler alive. What a subclass makes of the calls is
         for its own requests."""
-        first_token = partial(RequestApi.first_token, self)
         return peer_bookings.PeerBookings(
-            self.core, self._book_on, first_token, self._end, self._give_back, self._count
+            self.core, self._book_on, super().first_token, self._end, self._give_back, self._count
         )
 
     def apply_raw(
@@ -493,6 +492,8 @@ class GlobalScheduler(RequestApi):
 
     def start(self) -> None:
         """Tick in a background thread until `close`. Idempotent."""
+        import threading
+
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 self._stop = threading.Event()
@@ -503,9 +504,12 @@ class GlobalScheduler(RequestApi):
 
     def close(self) -> None:
         """Stop the background thread, and let the records' sink catch up. Idempotent; the scheduler stays usable."""
+        import threading
+
         with self._lock:
             thread, self._thread = self._thread, None
-            self._stop.set()
+            if self._stop is not None:
+                self._stop.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         if self._recorder is not None:
