@@ -28,7 +28,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_COLUMNS = 12
 UNKNOWN = "-"
 ROWS_MIN = 3  # of each table, however small the terminal is
-ROWS_AROUND = 8  # titles, headings and lines between tables
+ROWS_AROUND = 9  # titles, headings and lines between tables
 ONCE_ROWS = 40
 TERMS_COLUMNS = 120  # in a narrower terminal a price is shown without its terms
 
@@ -72,7 +72,7 @@ def frame(state: State, width: int, height: int, trouble: str = "") -> Renderabl
 
 
 def header(state: State, trouble: str) -> Text:
-    """The fleet in two lines; in a third what is wrong."""
+    """The fleet in three lines; in a fourth what is wrong."""
     gateway, totals, fleet = state["gateway"], state["totals"], state["fleet"]
     ready = sum(worker["state"] == "ready" for worker in state["workers"])
     word = "draining" if gateway["draining"] else "ready" if gateway["ready"] else "no workers"
@@ -81,8 +81,11 @@ def header(state: State, trouble: str) -> Text:
         f"  {ready} of {len(state['workers']) + state['workers_left_out']} workers",
         f"  policy {printable(totals['policy'])}  up {duration(state['uptime_seconds'])}\n",
         f"{number(fleet['requests_per_second'], '.1f')} requests/s  {totals['live_requests']} live",
-        f"  cached {share(fleet['hit'])}  first token {seconds(fleet['first_token_p50'])}",
-        f" (p99 {seconds(fleet['first_token_p99'])})  {number(fleet['waiting'], '.0f')} waiting",
+        f"  {number(fleet['output_tokens_per_second'], ',.0f')} tokens/s  errors {number(fleet['errors'], '.1%')}",
+        f"  {number(fleet['waiting'], '.0f')} waiting\n",
+        f"cached {share(fleet['hit'])}  first token {seconds(fleet['first_token_p50'])}",
+        f" (p99 {seconds(fleet['first_token_p99'])})  per token {seconds(fleet['seconds_per_token_p50'])}",
+        f" (p99 {seconds(fleet['seconds_per_token_p99'])})",
     )  # fmt: skip
     if trouble:
         text.append(f"\n{printable(trouble)}", "bold red")

@@ -152,7 +152,10 @@ class Middleware:
     def _note(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", OTHER)
         self._gateway.metrics.request(route, status or CLIENT_GONE, seconds, context)
-        if is_unlogged(route) or not logger.isEnabledFor(logging.INFO):
+        if is_unlogged(route):
+            return
+        self._gateway.live.answered(status or CLIENT_GONE, context)
+        if not logger.isEnabledFor(logging.INFO):
             return
         progress = context.progress
         first = progress.choices[0] if progress.choices else None

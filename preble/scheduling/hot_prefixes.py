@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,20 +63,22 @@ class HotPrefixes:
         with scheduler.core.tree:
             scheduler.core.groups.start()
 
-    def top(self, scheduler: GlobalScheduler, count: int) -> list[SharedPrefix]:
-        """The `count` prefixes with most load since `watch`, the most loaded first. Watches, and changes nothing else
-        but names. The writers' lock is held for slices: 512 counted places, or one prefix and all
-        workers."""
+    def top(self, scheduler: GlobalScheduler, count: int, *, without: Collection[str] = ()) -> list[SharedPrefix]:
+        """The `count` prefixes with most load since `watch`, the most loaded first. No worker of `without`, such as one
+        that is lost, is named as a holder. Watches, and changes nothing else but names. The writers' lock is held for
+        slices: 512 counted places, or one prefix and all workers."""
         check_int("count", count, 1, 1000)
         self.watch(scheduler)
         if scheduler is not self._names_of:
             self._names, self._names_of = {}, scheduler
         shares = by_node(counted_groups(scheduler.core, scheduler.now(), 0.0))
         ranked = sorted(shares, key=lambda node: (-sum(share.load for share in shares[node]), node))
-        found = (self._prefix(scheduler, shares[node]) for node in ranked[:count])
+        found = (self._prefix(scheduler, shares[node], without) for node in ranked[:count])
         return [prefix for prefix in found if prefix is not None]
 
-    def _prefix(self, scheduler: GlobalScheduler, shares: Sequence[Group]) -> SharedPrefix | None:
+    def _prefix(
+        self, scheduler: GlobalScheduler, shares: Sequence[Group], without: Collection[str] = ()
+    ) -> SharedPrefix | None:
         """One prefix; None if it has been forgotten in the meantime."""
         core, group = scheduler.core, shares[0]
         with scheduler.core.tree:
@@ -84,7 +86,11 @@ class HotPrefixes:
                 return None
             name = self._name(core, group)
             has_namespace = core.groups.namespace(group.node) is not None
-            held = [(worker, core.groups.held(group.node, i)) for i, worker in enumerate(core.names) if worker]
+            held = [
+                (worker, core.groups.held(group.node, i))
+                for i, worker in enumerate(core.names)
+                if worker and worker not in without
+            ]
             names = {share.worker: core.names[share.worker] for share in shares}
         asked = {names[share.worker]: share for share in shares}
         holders = sorted(

@@ -41,6 +41,8 @@ def worker(name: str, state: str = "ready") -> dict[str, Any]:
 def state(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
     """All of it."""
     fleet = {"requests_per_second": 7.25, "hit": 0.5, "first_token_p50": 0.012, "first_token_p99": 2.5, "waiting": 3.0}
+    fleet |= {"errors": 0.0125, "output_tokens_per_second": 1234.5}
+    fleet |= {"seconds_per_token_p50": 0.016, "seconds_per_token_p99": 0.05}
     chosen = {"queue_seconds": 0.25, "prefill_seconds": 0.02, "others_seconds": 1.5, "decode_seconds": 0.04}
     chosen |= {"eviction_seconds": 0.0, "balance_seconds": 0.09, "credit_seconds": 0.0, "total_seconds": 1.9}
     decision = {"seconds_ago": 3.4, "worker": "a", "reason": "exploit", "prompt_tokens": 1234, "outcome": None}
@@ -80,7 +82,8 @@ def framed(told: dict[str, Any], width: int, height: int = 40) -> list[str]:
 def test_a_frame_has_the_fleet_the_workers_and_what_happened() -> None:
     text = printed(state(worker("a"), worker("b", "lost")))
     assert "ready  1 of 2 workers  policy e2  up 1 h 2 min" in text
-    assert "7.2 requests/s  4 live  cached 50%  first token 12 ms (p99 2.5 s)  3 waiting" in text
+    assert "7.2 requests/s  4 live  1,234 tokens/s  errors 1.2%  3 waiting" in text
+    assert "cached 50%  first token 12 ms (p99 2.5 s)  per token 16 ms (p99 50 ms)" in text
     lines = text.splitlines()
     first, second = (next(i for i, line in enumerate(lines) if line.startswith(name)) for name in ("b  ", "a  "))
     assert first < second, "trouble comes first"

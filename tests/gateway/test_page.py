@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +189,34 @@ def test_the_terms_of_a_price_fill_its_bar(page: Any, browser: Any, gateway: Gat
     headings = page.locator("#decision th").all_text_contents()
     assert headings == ["Worker", "Cached", *(name.title() for name in PRICE), "Credit", "Total", "", "Load", "Backlog"]
     cells = [rows.nth(1).locator("td").nth(number).text_content() for number in range(2, 13)]
-    assert cells == [*(f"{number}.00 s" for number in range(1, 7)), "-1.00 s", "20.0 s", "", "70 s", "8.00 s"]
+    assert cells == [*(f"{number},000" for number in range(1, 7)), "-1,000", "20,000", "", "70 s", "8.00 s"]
+    expect(page.locator("#decision .scroll .note")).to_have_text("Prices in ms; the terms add up to the total.")
     shares = rows.evaluate_all(BARS)
     assert shares[0] == pytest.approx({**dict.fromkeys(PRICE, 0.0), "queue": 0.75 / 21, "balance": 1.5 / 21}, abs=0.01)
     assert shares[1] == pytest.approx({name: number / 21 for number, name in enumerate(PRICE, 1)}, abs=0.01)
     colours = "parts => parts.map(part => getComputedStyle(part).backgroundColor)"
     for where, kinds in (("#decision .legend i", 7), ("#decision tbody tr:nth-child(2) .parts i", 6)):
         assert len(set(page.locator(where).evaluate_all(colours))) == kinds, "no two look the same"
+
+
+@pytest.mark.parametrize("size", [1e-7, 3e-5, 0.004, 0.7, 12.0, 400.0])
+def test_the_terms_that_are_shown_add_up_to_the_total_that_is_shown(
+    page: Any, gateway: GatewayProcess, size: float
+) -> None:
+    told = decision_of(page, gateway)
+    rng = random.Random(size)
+    for terms in told["terms"]:
+        terms |= {f"{name}_seconds": rng.choice((0.0, rng.random() * size)) for name in PRICE}
+        terms["credit_seconds"] = -rng.random() * size / 5
+        total = sum(terms[f"{name}_seconds"] for name in (*PRICE, "credit"))
+        terms |= {"total_seconds": total, "score": total}
+    answer_with(page, {**told, "chosen": told["terms"][0], "worker": told["terms"][0]["worker"]})
+    rows = page.locator("#decision tbody tr")
+    expect(rows).to_have_count(2)
+    for row in range(2):
+        cells = rows.nth(row).locator("td").all_text_contents()[2:10]
+        numbers = [Decimal(cell.replace(",", "")) for cell in cells]
+        assert sum(numbers[:7]) == numbers[7], cells
 
 
 @pytest.mark.parametrize("reason", REASON_NAMES)
@@ -252,23 +275,132 @@ def brightness(colour: str) -> float:
     return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
 
 
-def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any, gateway: GatewayProcess) -> None:
-    state = state_of(gateway)
-    state["workers"] = [
-        {**state["workers"][0], "id": f"w{i}", "address": f"tcp://{i}", "state": "suspect" if i == 499 else "ready"}
-        for i in range(500)
+def many(state: dict[str, Any], count: int, **more: Any) -> dict[str, Any]:
+    """The state of a larger fleet: number n has a load of n / count, and the last one is silent."""
+    cards = [
+        {
+            **state["workers"][0],
+            **{"id": f"w{i}", "address": f"tcp://{i}", "state": "suspect" if i == count - 1 else "ready"},
+            **{
+                "load": i / count,
+                "waiting": i % 7,
+                "history": {"load": [i / count], "waiting": [1], "kv": [0], "hit": [None]},
+            },
+        }
+        for i in range(count)
     ]
-    state["workers_left_out"] = 7
+    return {**state, "workers": cards, **more}
+
+
+@contextlib.contextmanager
+def shown(browser: Any, gateway: GatewayProcess, state: dict[str, Any]) -> Iterator[Any]:
+    """The page of a gateway that reports this."""
     with opened(browser, "about:blank") as page:
         page.route("**/v1/preble/state*", lambda route: route.fulfill(json=state))
         page.goto(gateway.url)
-        expect(page.locator(".worker")).to_have_count(24)
+        expect(page.locator(".worker").first).to_be_visible()
+        yield page
+
+
+def names_in(page: Any) -> list[str]:
+    """The workers in the order of their rows."""
+    return list(page.locator(".worker .name").all_text_contents())
+
+
+def test_five_hundred_workers_are_shown_in_part_and_all_when_asked(browser: Any, gateway: GatewayProcess) -> None:
+    with shown(browser, gateway, many(state_of(gateway), 500, workers_left_out=7)) as page:
+        expect(page.locator(".worker.compact")).to_have_count(256)
         expect(page.locator(".worker .name").first).to_have_text("w499")  # the one in trouble
         expect(page.locator("#workers-count")).to_have_text("1 suspect499 ready")
         page.get_by_role("button", name="Show all 500 (7 more are not listed)").click()
         expect(page.locator(".worker")).to_have_count(500)
         page.get_by_role("button", name="Show fewer").click()
-        expect(page.locator(".worker")).to_have_count(24)
+        expect(page.locator(".worker")).to_have_count(256)
+        page.get_by_role("button", name="Charts").click()
+        expect(page.locator(".worker.workers-grid")).to_have_count(24)
+        expect(page.locator(".compact")).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [1440, 820, 390])
+def test_sixty_four_workers_fit_on_one_screen(browser: Any, gateway: GatewayProcess, width: int) -> None:
+    with shown(browser, gateway, many(state_of(gateway), 64)) as page:
+        page.set_viewport_size({"width": width, "height": 900})
+        expect(page.locator(".worker.compact")).to_have_count(64)
+        boxes = [one.bounding_box() for one in page.locator(".worker").all()]
+        bottom, top = max(box["y"] + box["height"] for box in boxes), min(box["y"] for box in boxes)
+        assert bottom - top <= 760, "from the first row to the last"
+        assert width < 1440 or bottom <= 900, "and with all that is above them"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+
+
+def test_workers_are_sorted_and_filtered(browser: Any, gateway: GatewayProcess) -> None:
+    with shown(browser, gateway, many(state_of(gateway), 40)) as page:
+        assert names_in(page) == ["w39", *(f"w{i}" for i in range(39))], "trouble first"
+        order, words = page.locator("#workers-order"), page.locator("#workers-filter")
+        order.select_option("load")
+        assert names_in(page) == [f"w{i}" for i in reversed(range(40))]
+        order.select_option("queue")
+        assert names_in(page)[:6] == ["w6", "w13", "w20", "w27", "w34", "w5"]
+        order.select_option("name")
+        words.fill("W3")
+        expect(page.locator(".worker")).to_have_count(11)
+        assert names_in(page)[:3] == ["w3", "w30", "w31"]
+        expect(page.locator("#loads > span")).to_have_count(11)
+        page.locator("#workers-count").get_by_role("button", name="1 suspect").click()
+        assert names_in(page) == ["w39"]
+        words.fill("nobody")
+        expect(page.locator("#workers + .none")).to_have_text("No worker is like that.")
+        words.fill("")
+        page.locator("#workers-count").get_by_role("button", name="1 suspect").click()
+        expect(page.locator(".worker")).to_have_count(40)
+
+
+def test_the_strip_has_every_load_and_a_worker_opens_with_its_charts(browser: Any, gateway: GatewayProcess) -> None:
+    with shown(browser, gateway, many(state_of(gateway), 20)) as page:
+        page.locator("#workers-order").select_option("name")
+        bars = page.locator("#loads > span > i")
+        heights = bars.evaluate_all("bars => bars.map(bar => bar.offsetHeight / bar.parentNode.offsetHeight)")
+        assert heights == pytest.approx([i / 20 for i in range(20)], abs=0.05)
+        page.locator("#loads > span").nth(10).hover()
+        expect(page.locator("#bubble")).to_have_text("w10: load 50 %, 3 waiting")
+        page.locator("#loads > span").nth(10).click()
+        expect(page.locator("#worker-title")).to_have_text("w10")
+        expect(page.locator("#worker-charts .tile")).to_have_count(4)
+        expect(page.locator("#worker-details")).to_contain_text("tcp://10")
+        page.keyboard.press("Escape")
+        expect(page.locator("#worker")).to_be_hidden()
+        page.locator('[data-worker="w7"]').press("Enter")
+        expect(page.locator("#worker-title")).to_have_text("w7")
+
+
+def test_a_chart_says_its_scale_and_what_is_under_the_pointer(browser: Any, gateway: GatewayProcess) -> None:
+    state = state_of(gateway)
+    history = {name: [float(i) for i in range(101)] for name in state["fleet_history"]}
+    with shown(browser, gateway, {**state, "fleet_history": history, "tick": 10_000}) as page:
+        tile = page.locator("#tile-requests_per_second")
+        expect(tile.locator(".scale")).to_have_text("100 /s")
+        box = tile.locator(".chart").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 20)
+        expect(page.locator("#bubble")).to_have_text("25 /s, 75 s ago")
+        hair = tile.locator(".hair").bounding_box()
+        assert hair["x"] == pytest.approx(box["x"] + box["width"] * 0.25, abs=2)
+        page.mouse.move(0, 0)
+        expect(page.locator("#bubble")).to_be_hidden()
+
+
+def test_errors_throughput_and_time_per_token_are_tiles(browser: Any, gateway: GatewayProcess) -> None:
+    state = state_of(gateway)
+    fleet = {**state["fleet"], "errors": 0.0125, "output_tokens_per_second": 1234.5, "seconds_per_token_p50": 0.0164}
+    totals = {**state["totals"], "failed_answers": 3, "refused_answers": 7, "output_tokens": 99_000}
+    with shown(browser, gateway, {**state, "fleet": {**fleet, "seconds_per_token_p99": 0.2}, "totals": totals}) as page:
+        expect(page.locator("#fleet .tile")).to_have_count(7)
+        told = {
+            name: page.locator(f"#tile-{name} > div").first for name in fleet if "p99" not in name and name != "running"
+        }
+        expect(told["errors"]).to_have_text("Errors1.3 %3 failed, 7 refused")
+        expect(told["output_tokens_per_second"]).to_have_text("Output tokens1,235 /s99,000 so far")
+        expect(told["seconds_per_token_p50"]).to_have_text("Time per token16 msmedian; p99 200 ms")
 
 
 def test_plans_are_reported_with_where_they_lead(browser: Any, gateway: GatewayProcess) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from preble import GlobalScheduler, ManualClock
 from preble.errors import TransportError
+from preble.gateway.core.request_context import RequestContext
 from preble.gateway.dashboard import events as events_module
 from preble.gateway.dashboard import state as live_module
 from preble.gateway.dashboard.events import DashboardEvents
@@ -36,10 +37,10 @@ FACTS = {"version": "0", "models": ["m"], "record_share": 1.0, "ready": True, "d
 def test_a_series_keeps_the_latest_values_in_order() -> None:
     series = Series(4)
     assert series.last(4) == []
-    for value in (1.0, UNKNOWN, 0.12345):
+    for value in (1.0, UNKNOWN, 0.01642):
         series.push(value)
     first, unknown, third = series.last(9)
-    assert (first, third) == (1.0, 0.123) and unknown != unknown
+    assert (first, third) == (1.0, 0.0164) and unknown != unknown
     for value in range(5):
         series.push(float(value))
     assert series.last(9) == [1.0, 2.0, 3.0, 4.0], "the oldest went"
@@ -133,7 +134,7 @@ class Stage:
         """A request from its beginning to its end."""
         decision = self.scheduler.schedule(prompt)
         choice = SimpleNamespace(
-            decision=decision, worker=decision.worker, cached_tokens=cached, job=SimpleNamespace(token_ids=prompt)
+            decision=decision, worker=decision.worker, cached_tokens=cached, prompt_tokens=len(prompt)
         )
         self.live.placed(choice)
         self.router.counters.requests += 1
@@ -210,6 +211,72 @@ def test_first_tokens_are_of_the_last_seconds() -> None:
     assert [stage.told()["fleet"][f"first_token_{p}"] for p in ("p50", "p99")] == [0.2, 0.9]
     stage.tick(RECENT_TICKS)
     assert stage.told()["fleet"]["first_token_p50"] is None
+
+
+def ended(*seconds_per_token: float | None) -> RequestContext:
+    """A request with so many choices."""
+    context = RequestContext("id", 0.0)
+    choices: list[Any] = [SimpleNamespace(seconds_per_token=one) for one in seconds_per_token]
+    context.progress.choices = choices
+    return context
+
+
+def test_errors_are_a_share_of_the_answers_of_the_last_seconds() -> None:
+    stage = Stage("a")
+    stage.tick()
+    assert stage.told()["fleet"]["errors"] is None, "nothing was answered"
+    for status in (200, 200, 404, 499, 429, 500, 503, 200):
+        stage.live.answered(status, ended())
+    stage.tick()
+    told = stage.told()
+    assert told["fleet"]["errors"] == 3 / 8
+    assert [told["totals"][name] for name in ("answers", "failed_answers", "refused_answers")] == [8, 2, 1]
+    for _ in range(RECENT_TICKS):
+        stage.tick()
+    assert stage.told()["fleet"]["errors"] is None and stage.told()["totals"]["failed_answers"] == 2
+
+
+def test_throughput_and_the_time_per_token_are_of_the_last_seconds() -> None:
+    stage = Stage("a")
+    stage.tick()
+    stage.live.answered(200, ended(0.01642, None, 0.03))
+    stage.live.answered(200, ended(0.02))
+    stage.router.counters.output_tokens += 300
+    stage.tick(2.0)
+    fleet = stage.told(after=0)["fleet"]
+    assert [fleet[f"seconds_per_token_{name}"] for name in ("p50", "p99")] == [0.02, 0.03]
+    assert fleet["output_tokens_per_second"] == 150.0
+    stage.tick(RECENT_TICKS + 1)
+    assert stage.told()["fleet"]["seconds_per_token_p50"] is None
+
+
+def test_times_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "TIMES_MAX", 3)
+    stage = Stage("a")
+    for number in range(9):
+        stage.live.answered(200, ended(float(number)))
+        stage.live.first_token(float(number))
+    stage.tick()
+    fleet = stage.told()["fleet"]
+    assert fleet["seconds_per_token_p50"] == fleet["first_token_p50"] == 7.0
+
+
+def test_a_lost_worker_holds_no_hot_prefix() -> None:
+    stage = Stage("a", "b")
+    prompt = list(range(600))
+    first = stage.place([*prompt, 1]).worker
+    for number in range(4):
+        stage.place([*prompt, 1000 + number])
+    stage.tick()
+    holders = {one["worker"] for one in stage.told()["prefixes"][0]["holders"]}
+    assert first in holders
+    stage.workers[f"tcp://{first}"].state = "lost"
+    stage.tick()
+    (prefix,) = stage.told()["prefixes"][:1]
+    assert first not in {one["worker"] for one in prefix["holders"]} and prefix["holders_count"] == len(holders) - 1
+    stage.workers[f"tcp://{first}"].state = "suspect"
+    stage.tick()
+    assert first in {one["worker"] for one in stage.told()["prefixes"][0]["holders"]}, "it may wake up with its cache"
 
 
 def test_what_becomes_of_workers_is_reported_as_events() -> None:

@@ -57,6 +57,17 @@ def test_who_has_a_prefix_and_is_not_asked_for_it_is_reported_too(scheduler: Glo
     assert {holder.worker: holder.cached_tokens for holder in prefix.holders} == {busy: 600, other: 600}
 
 
+def test_a_worker_that_is_left_out_holds_nothing(scheduler: GlobalScheduler) -> None:
+    (busy,) = ask(scheduler, LONG, 3)
+    other = "b" if busy == "a" else "a"
+    scheduler.finish(scheduler.schedule([*LONG, 99, 98], exclude=[busy]).request_id)
+    (all_of_it,) = HotPrefixes(b"key").top(scheduler, 1)
+    (prefix,) = HotPrefixes(b"key").top(scheduler, 1, without={busy})
+    assert {holder.worker for holder in all_of_it.holders} == {busy, other}
+    assert [holder.worker for holder in prefix.holders] == [other] and prefix.holders_count == 1
+    assert (prefix.requests, prefix.load) == (all_of_it.requests, all_of_it.load), "it was asked for all the same"
+
+
 def test_a_name_is_of_the_key_the_namespace_and_the_tokens(scheduler: GlobalScheduler) -> None:
     ask(scheduler, LONG, 3)
     ask(scheduler, LONG, 3, namespace=("salt", "secret"))

@@ -13,7 +13,7 @@ UNKNOWN = math.nan
 
 
 class Series:
-    """The latest `size` values of one number, 8 bytes each, kept with 3 digits; `UNKNOWN` where there was none."""
+    """The latest `size` values of one number, 8 bytes each, kept with 4 digits; `UNKNOWN` where there was none."""
 
     __slots__ = ("_at", "_values", "count")
 
@@ -24,7 +24,7 @@ class Series:
 
     def push(self, value: float) -> None:
         """Add a value; at the bound the oldest goes."""
-        self._values[self._at] = round(value, 3)
+        self._values[self._at] = round(value, 4)
         self._at = (self._at + 1) % len(self._values)
         self.count = min(self.count + 1, len(self._values))
 
@@ -37,12 +37,13 @@ class Series:
 
 
 class Ratio:
-    """What part of one running sum another is, over the latest `ticks`."""
+    """What part of one running sum another is, over the latest `ticks`; or a rate, where the whole is time, which does
+    not begin with the sums (`from_zero` False)."""
 
     __slots__ = ("_sums",)
 
-    def __init__(self, ticks: int) -> None:
-        self._sums: deque[tuple[float, float]] = deque(((0.0, 0.0),), maxlen=ticks + 1)
+    def __init__(self, ticks: int, *, from_zero: bool = True) -> None:
+        self._sums: deque[tuple[float, float]] = deque([(0.0, 0.0)] if from_zero else [], maxlen=ticks + 1)
 
     def push(self, part: float, whole: float) -> float:
         """Add the sums so far; the ratio, `UNKNOWN` where the whole has not grown."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ...router.router import Router
     from ...scheduling.records import DecisionRecord
     from ...transport import wire
+    from ..core.request_context import RequestContext
     from ..text.choices import Choice
 
 logger = logging.getLogger("preble.gateway")
@@ -41,11 +42,24 @@ WORKERS_MAX = 1000
 DECISIONS_SHOWN = 50
 RECORDS_PER_SECOND = 10  # beside `record_share`, so that of an idle fleet every decision is there
 PREFIXES_SHOWN = 20
-FIRST_TOKENS_MAX = 4096
+TIMES_MAX = 4096  # of first tokens, and of times between tokens
 ANSWERS_MAX = 4  # kept of one tick; who comes in between ticks gets the same bytes
 OBSERVED_SECONDS_MIN = 10.0  # a worker that has just come is not said to be busy for its first request
 WORKER_SERIES = ("load", "waiting", "kv", "hit")
-FLEET_SERIES = ("requests_per_second", "hit", "first_token_p50", "first_token_p99", "waiting", "running")
+FLEET_SERIES = (
+    "requests_per_second",
+    "errors",
+    "output_tokens_per_second",
+    "hit",
+    "first_token_p50",
+    "first_token_p99",
+    "seconds_per_token_p50",
+    "seconds_per_token_p99",
+    "waiting",
+    "running",
+)
+GONE = frozenset({"lost", "refused"})  # states in which nothing of a cache is of use
+REFUSED = 429
 
 
 class Look(NamedTuple):
@@ -64,6 +78,17 @@ class Look(NamedTuple):
     cached_tokens: int
 
 
+class Recent(NamedTuple):
+    """What requests did lately and since the start, as the loop saw it."""
+
+    first_tokens: list[float]
+    seconds_per_token: list[float]
+    requests: int
+    output_tokens: int
+    answers: int
+    errors: int
+
+
 class _Tracked:
     """What is kept of one address from tick to tick."""
 
@@ -77,21 +102,25 @@ class _Tracked:
 
 
 class Live:
-    """The state of one gateway. `placed` and `run` belong to its loop, `state` and `decision` to any thread."""
+    """The state of one gateway. What counts and `run` belong to its loop, `state` and `decision` to any thread."""
 
     def __init__(self, router: Router, clock: Clock) -> None:
         self._router = router
         self._clock = clock
         self._started = clock()
         self._tallies: dict[str, list[int]] = {}  # worker -> prompt tokens, cached ones
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS_MAX)  # (at, seconds)
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=TIMES_MAX)  # (at, seconds)
+        self._token_seconds: deque[tuple[float, float]] = deque(maxlen=TIMES_MAX)  # the same
+        self._ended = dict.fromkeys(("answers", "failed_answers", "refused_answers"), 0)
         self._lock = threading.Lock()  # of all below
         self._tick = 0
         self._workers: dict[str, _Tracked] = {}
         self._left_out = 0
         self._fleet = {name: Series(HISTORY_TICKS) for name in FLEET_SERIES}
         self._fleet_hits = Ratio(RECENT_TICKS)
-        self._requests: deque[tuple[float, int]] = deque(maxlen=RECENT_TICKS + 1)
+        self._errors = Ratio(RECENT_TICKS)
+        self._requests = Ratio(RECENT_TICKS, from_zero=False)
+        self._output_tokens = Ratio(RECENT_TICKS, from_zero=False)
         self._totals: dict[str, Any] = {}
         self._events = DashboardEvents()
         self._hot = HotPrefixes(secrets.token_bytes(16))
@@ -113,6 +142,16 @@ class Live:
         """A request has its first token, so long after it came."""
         self._first_tokens.append((self._clock(), seconds))
 
+    def answered(self, status: int, context: RequestContext) -> None:
+        """A request has its answer. Of what failed, 5xx and 429 (refused) are errors; other 4xx are the client's."""
+        self._ended["answers"] += 1
+        self._ended["failed_answers"] += status >= 500
+        self._ended["refused_answers"] += status == REFUSED
+        now = self._clock()
+        for choice in context.progress.choices:
+            if choice.seconds_per_token is not None:
+                self._token_seconds.append((now, choice.seconds_per_token))
+
     async def run(self) -> None:
         """Tick until cancelled."""
         while True:
@@ -124,11 +163,17 @@ class Live:
 
     async def tick(self) -> None:
         """Note how everything stands now."""
-        now, looks = self._clock(), self._looks()
-        recent = [seconds for at, seconds in self._first_tokens if now - at <= RECENT_TICKS * TICK_SECONDS]
-        requests = self._router.counters.requests
-        totals = {name: getattr(self._router.counters, name) for name in _COUNTERS}
-        await asyncio.to_thread(self._digest, now, looks, recent, requests, totals)
+        now, looks, counters, ended = self._clock(), self._looks(), self._router.counters, self._ended
+        first_tokens, token_seconds = (
+            [seconds for at, seconds in times if now - at <= RECENT_TICKS * TICK_SECONDS]
+            for times in (self._first_tokens, self._token_seconds)
+        )
+        errors = ended["failed_answers"] + ended["refused_answers"]
+        recent = Recent(
+            first_tokens, token_seconds, counters.requests, counters.output_tokens, ended["answers"], errors
+        )
+        totals = {**{name: getattr(counters, name) for name in _COUNTERS}, **ended}
+        await asyncio.to_thread(self._digest, now, looks, recent, totals)
 
     def _looks(self) -> list[Look]:
         workers = self._router.fleet.workers
@@ -144,9 +189,7 @@ class Live:
 
     # --- in a thread --------------------------------------------------------------------------------------------------
 
-    def _digest(
-        self, now: float, looks: list[Look], recent: list[float], requests: int, totals: Mapping[str, int]
-    ) -> None:
+    def _digest(self, now: float, looks: list[Look], recent: Recent, totals: Mapping[str, int]) -> None:
         stats = self._router.scheduler.stats()
         with self._lock:
             self._tick += 1
@@ -156,7 +199,7 @@ class Live:
             self._take_workers(now, shown, stats["workers"])
             self._events.plans(stats["plans"], now)
             self._events.policy(stats["policy"], now)
-            self._take_fleet(now, shown, sorted(recent), requests)
+            self._take_fleet(now, shown, recent)
             records = stats.get("records") or {}
             self._totals = {**totals, "live_requests": stats["live_requests"], "reasons": stats["reasons"]}
             self._totals |= {"policy": stats["policy"], "recorded": records.get("made")}
@@ -207,17 +250,20 @@ class Live:
         for name in WORKER_SERIES:
             tracked.series[name].push(tracked.numbers[name])
 
-    def _take_fleet(self, now: float, looks: list[Look], recent: list[float], requests: int) -> None:
-        self._requests.append((now, requests))
-        began, before = self._requests[0]
+    def _take_fleet(self, now: float, looks: list[Look], recent: Recent) -> None:
         numbers = [tracked.numbers for tracked in self._workers.values()]
         prompts = sum(look.prompt_tokens for look in looks)
         cached = sum(look.cached_tokens for look in looks)
+        first_tokens, token_seconds = sorted(recent.first_tokens), sorted(recent.seconds_per_token)
         values = {
-            "requests_per_second": (requests - before) / (now - began) if now > began else 0.0,
+            "requests_per_second": self._requests.push(recent.requests, now),
+            "errors": self._errors.push(recent.errors, recent.answers),
+            "output_tokens_per_second": self._output_tokens.push(recent.output_tokens, now),
             "hit": self._fleet_hits.push(cached, prompts),
-            "first_token_p50": percentile(recent, 0.5),
-            "first_token_p99": percentile(recent, 0.99),
+            "first_token_p50": percentile(first_tokens, 0.5),
+            "first_token_p99": percentile(first_tokens, 0.99),
+            "seconds_per_token_p50": percentile(token_seconds, 0.5),
+            "seconds_per_token_p99": percentile(token_seconds, 0.99),
             "waiting": sum(one["waiting"] for one in numbers),
             "running": sum(one["running"] for one in numbers),
         }
@@ -259,11 +305,15 @@ class Live:
             "fleet_history": {name: series.last(count) for name, series in self._fleet.items()},
             "workers": [self._card(tracked, count, now) for tracked in self._workers.values()],
             "workers_left_out": self._left_out,
-            "prefixes": self._hot.top(scheduler, PREFIXES_SHOWN),
+            "prefixes": self._hot.top(scheduler, PREFIXES_SHOWN, without=self._gone()),
             "events": self._events.latest(now),
             "events_total": self._events.total,
             "decisions": self._decisions(records[-DECISIONS_SHOWN:], now),
         }
+
+    def _gone(self) -> frozenset[str]:
+        """Workers whose caches are of no use now."""
+        return frozenset(one.look.worker_id for one in self._workers.values() if one.state in GONE)
 
     def _decisions(self, records: Sequence[DecisionRecord], now: float) -> list[dict[str, Any]]:
         """The latest first. What was said of a record is kept, for on a large fleet it is long to say."""

@@ -2,8 +2,7 @@
 // the words for reasons and terms.
 
 import { partsBar } from "./charts.js";
-import { $, ago, count, keepList, make, percent, plural, seconds, setText } from "./dom.js";
-import { showNone } from "./views.js";
+import { $, ago, count, keepList, make, percent, plural, seconds, setText, showNone } from "./dom.js";
 
 const WORKERS_EXPLAINED = 200;
 
@@ -133,8 +132,14 @@ function explanation(decision) {
     table(decision),
     legend(),
     outcome(decision),
-    make("p", { class: "note id" }, `request ${decision.request_id}, decision ${decision.sequence}, policy ${decision.policy}, ${ago(decision.seconds_ago)}`),
+    make("p", { class: "note id" }, `${sessionOf(decision)}request ${decision.request_id}, decision ${decision.sequence}, policy ${decision.policy}, ${ago(decision.seconds_ago)}`),
   ];
+}
+
+function sessionOf({ session }) {
+  if (!session) return "";
+  const parts = [["session", session.session], ["agent", session.agent], ["of", session.parent]];
+  return parts.filter(([, name]) => name).map(([word, name]) => `${word} ${name}, `).join("");
 }
 
 function against(decision) {
@@ -145,15 +150,41 @@ function against(decision) {
   return margin < 0 ? `${other} would have cost ${seconds(-margin)} less.` : `The runner-up was ${other}, ${seconds(margin)} behind.`;
 }
 
+// A unit for prices of which this is the highest, and a step of which each shown one is so many.
+function unitFor(most) {
+  if (most >= 100) return { name: "s", step: 0.01, digits: 2, whole: 1 };
+  return most >= 0.01 ? { name: "ms", step: 0.001, digits: 0, whole: 0.001 } : { name: "µs", step: 1e-6, digits: 0, whole: 1e-6 };
+}
+
+// The terms of a price as they are shown: rounded so that they add up to the rounded total. Rounding each by itself may miss
+// it by some steps; those go to the terms that were cut most. A policy's total that is no sum is left alone.
+function addingUp(terms, unit) {
+  const values = TERMS.map(({ name }) => terms[name] / unit.step);
+  const total = Math.round(terms.total_seconds / unit.step);
+  const sum = values.reduce((a, b) => a + b, 0);
+  const isSum = Math.abs(sum - terms.total_seconds / unit.step) < 0.5;
+  const shown = values.map(isSum ? Math.floor : Math.round);
+  if (isSum) {
+    const order = values.map((value, i) => ({ i, cut: value - Math.floor(value) })).sort((a, b) => b.cut - a.cut || a.i - b.i);
+    const missing = total - shown.reduce((a, b) => a + b, 0);
+    order.slice(0, missing).forEach(({ i }) => (shown[i] += 1));
+  }
+  const word = (steps) => ((steps * unit.step) / unit.whole).toLocaleString("en-US", { minimumFractionDigits: unit.digits, maximumFractionDigits: unit.digits }).replace(/^-0(?=$|\.0*$)/, "0");
+  return { terms: shown.map(word), total: word(total) };
+}
+
 function table(decision) {
   const rank = (terms) => (terms.worker === decision.worker ? 0 : terms.candidate ? 1 : 2);
   const rows = [...decision.terms].sort((a, b) => rank(a) - rank(b) || a.score - b.score);
   const most = Math.max(...rows.map((terms) => terms.total_seconds - terms.credit_seconds), 0);
   const scored = rows.some((terms) => terms.score !== terms.total_seconds);
   const names = ["Worker", "Cached", ...TERMS.map(titleOf), "Total", ...(scored ? ["Score"] : []), "", ...BESIDE.map(titleOf)];
+  const unit = unitFor(Math.max(...rows.map((terms) => Math.abs(terms.total_seconds)), most));
   const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
-  const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, most, scored));
-  const box = make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...shown)));
+  const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, { most, scored, unit }));
+  const caption = make("p", { class: "note" }, `Prices in ${unit.name}; the terms add up to the total.`);
+  if (scored) setText(caption, `Prices in ${unit.name}; the policy compared the score.`);
+  const box = make("div", { class: "scroll" }, caption, make("table", {}, make("thead", {}, head), make("tbody", {}, ...shown)));
   const rest = rows.length - shown.length;
   if (rest > 0) box.append(make("p", { class: "note" }, `and ${plural(rest, "worker")} that cost more`));
   return box;
@@ -163,16 +194,17 @@ function titleOf({ title }) {
   return title;
 }
 
-function tableRow(terms, decision, most, scored) {
+function tableRow(terms, decision, { most, scored, unit }) {
+  const shown = addingUp(terms, unit);
   const bar = partsBar();
   bar.update(partsOf(TERMS.filter(({ kind }) => kind !== "credit"), terms, most));
   const isChosen = terms.worker === decision.worker;
   const note = isChosen ? "chosen" : terms.candidate ? "" : "no candidate";
   const cells = [
-    make("td", {}, make("b", { class: "name" }, terms.worker), note ? make("span", { class: `tag ${isChosen ? "chosen" : ""}` }, note) : ""),
+    make("td", {}, make("b", { class: "name" }, terms.worker), note ? make("span", { class: `tag ${isChosen ? "chosen" : ""}` }, note) : "", make("span", { class: "sum" }, `${shown.total} ${unit.name}`)),
     make("td", {}, count(terms.matched_tokens)),
-    ...TERMS.map(({ name }) => make("td", {}, seconds(terms[name]))),
-    make("td", {}, make("b", {}, seconds(terms.total_seconds))),
+    ...shown.terms.map((word) => make("td", { class: word === "0" || /^0\.0*$/.test(word) ? "nothing" : "" }, word)),
+    make("td", {}, make("b", {}, shown.total)),
     ...(scored ? [make("td", {}, terms.score === null ? "∞" : terms.score.toPrecision(4))] : []),
     make("td", { class: "bar" }, bar.node),
     ...BESIDE.map(({ name }) => make("td", { class: "beside" }, seconds(terms[name]))),

@@ -52,6 +52,14 @@ export function keepList(parent, items, keyOf, create) {
   }
 }
 
+// One line in place of a list that is empty.
+export function showNone(list, isEmpty, text) {
+  const there = list.nextElementSibling?.classList.contains("none") ? list.nextElementSibling : null;
+  if (isEmpty && there === null) list.after(make("p", { class: "note none" }, text));
+  else if (isEmpty) setText(there, text);
+  else if (there !== null) there.remove();
+}
+
 // --- words ---
 
 const UNKNOWN = "–";

@@ -3,7 +3,9 @@
 
 import { $, duration, make, setAttribute, setText } from "./dom.js";
 import { showDecisions } from "./decisions.js";
-import { showEvents, showFleet, showPrefixes, showWorkers } from "./views.js";
+import { describeAgain } from "./hover.js";
+import { showEvents, showFleet, showPrefixes } from "./views.js";
+import { showWorkers } from "./workers.js";
 
 const SHOWN_MIN = 60; // ticks that a chart is wide, at the least
 const KEY = "preble-admin-key";
@@ -105,6 +107,7 @@ function show(state) {
   showDecisions(state, ask);
   showPrefixes(state);
   showEvents(state);
+  describeAgain();
 }
 
 function showHeader(state) {

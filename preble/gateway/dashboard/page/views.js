@@ -1,35 +1,44 @@
-// The page's parts but decisions: fleet, workers, prefixes, events. Each `show...` brings one part up to date with a
+// The page's smaller parts: fleet, prefixes, events. Each `show...` brings one part up to date with a
 // state of the gateway. Owns their markup and their words.
 
 import { lineChart, partsBar } from "./charts.js";
-import { $, ago, count, duration, keepList, make, percent, plural, rate, seconds, setAttribute, setText } from "./dom.js";
+import { $, ago, count, duration, keepList, make, percent, plural, rate, seconds, setAttribute, setText, showNone } from "./dom.js";
 
-const WORKERS_SHOWN = 24;
 const HOLDERS_SHOWN = 6;
-const TROUBLE = ["lost", "refused", "suspect", "connecting", "draining", "ready"]; // the order of workers
-let showsAll = false;
 
 // --- fleet ---
 
+const perSecond = (value) => `${rate(value)} /s`;
 const TILES = [
   {
-    name: "requests_per_second", title: "Requests", kind: "blue", top: 1,
-    big: ({ fleet }) => `${rate(fleet.requests_per_second)} /s`,
+    name: "requests_per_second", title: "Requests", kind: "blue", top: 1, word: perSecond,
     small: ({ totals }) => `${count(totals.live_requests)} live, ${count(totals.requests)} so far`,
   },
   {
-    name: "hit", title: "Prompt tokens from cache", kind: "green", top: 1,
-    big: ({ fleet }) => percent(fleet.hit),
-    small: () => "of the last 30 s",
+    name: "errors", title: "Errors", kind: "red", top: 0.01, word: percent,
+    small: ({ totals }) => `${count(totals.failed_answers)} failed, ${count(totals.refused_answers)} refused`,
+    hint: "Answers of the last 30 s that were errors of ours (5xx) or refusals (429); below, since the start",
   },
   {
-    name: "first_token_p50", title: "Time to first token", kind: "violet", top: 0.01,
-    big: ({ fleet }) => seconds(fleet.first_token_p50),
+    name: "output_tokens_per_second", title: "Output tokens", kind: "teal", top: 10, word: perSecond,
+    small: ({ totals }) => `${count(totals.output_tokens)} so far`,
+  },
+  {
+    name: "first_token_p50", title: "Time to first token", kind: "violet", top: 0.01, word: seconds,
     small: ({ fleet }) => `median; p99 ${seconds(fleet.first_token_p99)}`,
   },
   {
-    name: "waiting", title: "Waiting at engines", kind: "orange", top: 4,
-    big: ({ fleet }) => count(fleet.waiting),
+    name: "seconds_per_token_p50", title: "Time per token", kind: "pink", top: 0.005, word: seconds,
+    small: ({ fleet }) => `median; p99 ${seconds(fleet.seconds_per_token_p99)}`,
+    hint: "Between the output tokens of a choice, its mean, of choices that ended in the last 30 s",
+  },
+  {
+    name: "hit", title: "From cache", kind: "green", top: 1, word: percent,
+    small: () => "of prompt tokens",
+    hint: "Prompt tokens of the last 30 s that were found in caches",
+  },
+  {
+    name: "waiting", title: "Waiting at engines", kind: "orange", top: 4, word: count,
     small: ({ fleet }) => `${count(fleet.running)} running`,
   },
 ];
@@ -41,94 +50,15 @@ export function showFleet(parent, state, history, shown) {
     const small = make("span", { class: "note" });
     const chart = lineChart();
     const head = make("div", {}, make("h2", {}, tile.title), big, small);
+    if (tile.hint) head.setAttribute("title", tile.hint);
     const node = make("div", { class: `tile ${tile.kind}`, id: `tile-${tile.name}` }, head, chart.node);
     const update = (item) => {
-      setText(big, tile.big(item.state));
+      setText(big, tile.word(item.state.fleet[tile.name]));
       setText(small, tile.small(item.state));
-      chart.update(item.values, item.shown, tile.top);
+      chart.update(item.values, { shown: item.shown, top: tile.top, word: tile.word, seconds: item.state.tick_seconds });
     };
     return { node, update };
   });
-}
-
-// --- workers ---
-
-export function showWorkers(state, histories, shown) {
-  const order = (worker) => TROUBLE.indexOf(worker.state);
-  const compare = (a, b) => order(a) - order(b) || a.id.localeCompare(b.id, "en", { numeric: true });
-  const sorted = [...state.workers].sort(compare);
-  // One scale for all workers, so that their charts can be compared.
-  const highest = (name) => Math.max(...sorted.map((worker) => Math.max(...histories.get(worker.address)[name])));
-  const tops = { load: Math.max(1, highest("load")), waiting: Math.max(4, highest("waiting")), kv: 1, hit: 1 };
-  const items = (showsAll ? sorted : sorted.slice(0, WORKERS_SHOWN)).map((worker) => {
-    return { worker, past: histories.get(worker.address), shown, tops };
-  });
-  keepList($("workers"), items, ({ worker }) => worker.address, workerRow);
-  const states = TROUBLE.map((name) => ({ name, number: sorted.filter((worker) => worker.state === name).length }));
-  keepList($("workers-count"), states.filter(({ number }) => number), ({ name }) => name, ({ name }) => {
-    const node = make("span", { class: `state ${name}` });
-    return { node, update: ({ number }) => setText(node, `${count(number)} ${name}`) };
-  });
-  const more = $("workers-more");
-  more.hidden = sorted.length <= WORKERS_SHOWN && !state.workers_left_out;
-  const beyond = state.workers_left_out ? ` (${count(state.workers_left_out)} more are not listed)` : "";
-  setText(more, `${showsAll ? "Show fewer" : `Show all ${count(sorted.length)}`}${beyond}`);
-  more.onclick = () => {
-    showsAll = !showsAll;
-    showWorkers(state, histories, shown);
-  };
-}
-
-const METERS = [
-  { name: "load", title: "Load", kind: "blue", word: (worker) => percent(worker.load),
-    hint: () => "Work given to it in the window, prefill and expected decoding, as a share of its time" },
-  { name: "waiting", title: "Queue", kind: "orange", word: (worker) => count(worker.waiting),
-    more: (worker) => `${count(worker.running)} running`, hint: () => "Requests that wait at the engine" },
-  { name: "kv", title: "KV cache", kind: "violet", word: (worker) => percent(worker.kv),
-    hint: (worker) => `${count(worker.cached_tokens)} of ${count(worker.kv_capacity_tokens)} tokens estimated cached` },
-  { name: "hit", title: "Hit rate", kind: "green", word: (worker) => percent(worker.hit),
-    hint: () => "Prompt tokens found in its cache, of the last 30 s" },
-];
-
-function workerRow({ worker: first }) {
-  const name = make("b", { class: "name" });
-  const state = make("span", { class: "state" });
-  const why = make("span", { class: "note why" });
-  const meters = METERS.map((meter) => {
-    const word = make("b");
-    const more = make("span", { class: "note" });
-    const chart = lineChart();
-    const label = make("span", { class: "label" }, meter.title);
-    const node = make("div", { class: `meter ${meter.kind}` }, label, chart.node, make("span", { class: "value" }, word, more));
-    return { ...meter, node, word_: word, more_: more, chart };
-  });
-  const who = make("div", { class: "who" }, make("div", {}, name, state), why);
-  const node = make("div", { class: "worker workers-grid", role: "listitem", "data-worker": first.id }, who, ...meters.map((one) => one.node));
-  const update = ({ worker, past, shown, tops }) => {
-    setAttribute(node, "class", `worker workers-grid is-${worker.state}`);
-    setAttribute(node, "data-worker", worker.id);
-    setAttribute(who, "title", `${worker.address}\n${engineOf(worker)}\nrestarts ${worker.restarts}, losses ${worker.losses}`);
-    setText(name, worker.id);
-    setText(state, worker.state);
-    setAttribute(state, "class", `state ${worker.state}`);
-    setText(why, whyOf(worker));
-    for (const meter of meters) {
-      setText(meter.word_, meter.word(worker));
-      setText(meter.more_, meter.more ? meter.more(worker) : "");
-      setAttribute(meter.node, "title", meter.hint(worker));
-      meter.chart.update(past[meter.name], shown, tops[meter.name]);
-    }
-  };
-  return { node, update };
-}
-
-function whyOf(worker) {
-  if (worker.state === "ready") return worker.restarts ? `restarted ${count(worker.restarts)}×` : engineOf(worker);
-  return `for ${duration(worker.state_seconds)}${worker.why ? `: ${worker.why}` : ""}`;
-}
-
-function engineOf({ engine, model }) {
-  return engine === model ? engine : `${engine} ${model}`;
 }
 
 // --- prefixes ---
@@ -159,8 +89,8 @@ function prefixRow() {
     setText(name, prefix.name);
     setText(tokens, plural(prefix.prefix_tokens, "token"));
     setText(requests, `${plural(prefix.requests, "request")}${prefix.has_namespace ? ", in a namespace" : ""}`);
-    setText(load, `load ${percent(prefix.load)}`);
-    bar.update(prefix.holders.map((one) => ({ share: one.load / most, kind: "p", title: `${one.worker}: ${percent(one.load)}` })));
+    setText(load, prefix.load < 1 ? `load ${percent(prefix.load)}` : `load of ${prefix.load.toFixed(1)} workers`);
+    bar.update(prefix.holders.map((one) => ({ share: one.load / most, kind: "holder", title: `${one.worker}: ${percent(one.load)}` })));
     const shown = prefix.holders.slice(0, HOLDERS_SHOWN);
     keepList(holders, shown, (one) => one.worker, () => holderChip(prefix.prefix_tokens));
     const rest = prefix.holders_count - shown.length;
@@ -208,12 +138,4 @@ function eventWords(event) {
   const what = `${plural(event.prefix_tokens, "token")} `;
   const why = event.phase === "ended" ? event.why : event.reason;
   return [what, strong(event.from_worker), " → ", strong(event.to_worker), make("div", { class: "note" }, why ?? "")];
-}
-
-// One line in place of a list that is empty.
-export function showNone(list, isEmpty, text) {
-  const there = list.nextElementSibling?.classList.contains("none") ? list.nextElementSibling : null;
-  if (isEmpty && there === null) list.after(make("p", { class: "note none" }, text));
-  else if (isEmpty) setText(there, text);
-  else if (there !== null) there.remove();
 }
