@@ -29,6 +29,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .core.addresses import counted_as
+from .core.doors import NETWORK, PROCESS, SCOPE_KEY, Door
 from .core.http_errors import ApiError, unavailable
 
 logger = logging.getLogger("preble.gateway")
@@ -56,17 +57,24 @@ class ConnectionLimits:
 class Connections:
     """The open connections of one server. `on_refused` is given why one was refused or cut off. Belongs to one loop."""
 
-    def __init__(self, limits: ConnectionLimits, on_refused: Callable[[Why], None]) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        on_refused: Callable[[Why], None],
+        is_proxy: Callable[[str], bool] = lambda address: False,
+    ) -> None:
         self.limits = limits
+        self.is_proxy = is_proxy
         self.open = 0
         self._on_refused = on_refused
         self._of_address: Counter[str] = Counter()
 
     def enter(self, address: str | None) -> Why | None:
-        """Count one more; why it must not be, and then it is not. Other processes of this gateway have no address."""
-        if address is not None:
-            if self.open >= self.limits.open_max:
-                return "many"
+        """Count one more; why it must not be, and then it is not. Other processes of this gateway have no address, and
+        are always let in; trusted proxies and the Unix socket have "", and share no bound of one address."""
+        if address is not None and self.open >= self.limits.open_max:
+            return "many"
+        if address:
             if self._of_address[address] >= self.limits.open_of_address_max:
                 return "many_of_address"
             self._of_address[address] += 1
@@ -76,7 +84,7 @@ class Connections:
     def leave(self, address: str | None) -> None:
         """Count one less."""
         self.open -= 1
-        if address is not None:
+        if address:
             self._of_address[address] -= 1
             if not self._of_address[address]:
                 del self._of_address[address]
@@ -98,8 +106,9 @@ class RefusedConnection(Exception):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. uvicorn's, within the bounds of `connections`."""
 
-    def __init__(self, connections: Connections, **given: Any) -> None:
+    def __init__(self, connections: Connections, door: Door = NETWORK, **given: Any) -> None:
         super().__init__(**given)
+        self._door = door
         self.parser: Any = self.parser
         self._connections = connections
         self._limits = connections.limits
@@ -121,7 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Count it, or refuse it; then the head has to come."""
         super().connection_made(transport)
-        self._address = None if self.client is None else counted_as(self.client[0])
+        self._address = self._counted_as()
         why = self._connections.enter(self._address)
         if why is not None:
             self._refuse(
@@ -131,6 +140,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_counted = True
         _notice_vanishing(transport.get_extra_info("socket"))
         self._wait_for("slow_head", self._limits.head_seconds)
+
+    def _counted_as(self) -> str | None:
+        if self._door == PROCESS:
+            return None
+        if self.client is None or self._connections.is_proxy(self.client[0]):
+            return ""
+        return counted_as(self.client[0])
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give everything back."""
@@ -213,6 +229,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self.scope[SCOPE_KEY] = self._door
         self._begin_message()
 
     def _begin_message(self) -> None:

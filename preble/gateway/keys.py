@@ -8,17 +8,22 @@ looked at.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ..clock import Clock
+from .core.addresses import counted_as, is_loopback_address
+from .core.config_tables import KeyTable
 from .core.http_errors import ApiError
 
 BUCKETS_MAX = 10_000
 WRONG_PER_MINUTE, WRONG_BURST = 30.0, 20
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
 OPEN_FOLDER = "/page/"  # the live page's files, which know nothing
+ANTHROPIC_KEY = "x-api-key"  # where Anthropic's clients put theirs
 CHANGE_PATH = "/workers"  # with any method but GET
 OPERATOR_PATHS = (CHANGE_PATH, "/v1/preble")
 
@@ -60,33 +65,101 @@ class RateLimiter:
         return min(self._burst, tokens + (now - at) * self._per_second), now
 
 
+class KeyLimits:
+    """What one key has left: of its requests and tokens a minute, and of its budget. Tokens are those that were really
+    used, prompt and output, counted when a request ends: one more may begin while there is any left."""
+
+    def __init__(self, table: KeyTable, clock: Clock) -> None:
+        self.table = table
+        self.used_tokens = 0
+        self._requests, self._tokens = (
+            None if rate is None else RateLimiter(rate, max(1, math.ceil(rate)), clock)
+            for rate in (table.requests_per_minute, table.tokens_per_minute)
+        )
+
+    def take(self) -> None:
+        """Begin a request. Raises `ApiError` 429 where the key has nothing left; then nothing was taken."""
+        budget = self.table.token_budget
+        if budget is not None and self.used_tokens >= budget:
+            raise ApiError(
+                429,
+                f"the budget of this key, {budget} tokens, is used up",
+                kind="insufficient_quota",
+                code="insufficient_quota",
+            )
+        for limiter, what in ((self._tokens, "tokens"), (self._requests, "requests")):
+            wait = 0.0 if limiter is None else limiter.lacking_seconds("")
+            if wait > 0.0:
+                raise too_many(f"this key has no {what} left for this minute", f"{what}_per_minute", wait)
+        if self._requests is not None:
+            self._requests.charge("", 1)
+
+    def spend(self, tokens: int) -> None:
+        """So many tokens were used."""
+        self.used_tokens += tokens
+        if self._tokens is not None:
+            self._tokens.charge("", tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyGrant:
+    """What the key of a request allows: `models` None is any, `limits` None is without."""
+
+    name: str = ""
+    models: frozenset[str] | None = None
+    limits: KeyLimits | None = None
+
+
 class Keys:
     """API keys by their digest, so that no comparison takes longer for a better guess. Where there are none, what
-    changes the fleet needs `token`, and nothing else needs anything."""
+    changes the fleet needs `token`, from this machine, and nothing else needs anything. `tables` are keys with limits
+    of their own; what those have used is taken over from `before`."""
 
-    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str], token: str | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str],
+        admin_keys: Iterable[str],
+        token: str | None,
+        clock: Clock,
+        *,
+        tables: Iterable[KeyTable] = (),
+        before: Keys | None = None,
+    ) -> None:
         self._admin = {_digest(key) for key in admin_keys}
-        self._known = {_digest(key) for key in keys} | self._admin
-        self._is_keyless = not self._known
+        plain = {_digest(key) for key in keys} | self._admin
+        self._grants = {digest: KeyGrant(digest[:8]) for digest in plain}
+        for table in tables:
+            digest = _digest(table.key or "")
+            self._grants[digest] = _granted(
+                table, digest, clock, None if before is None else before._grants.get(digest)
+            )
+        self._is_keyless = not self._grants
         if self._is_keyless and token is not None:
-            self._admin = self._known = {_digest(token)}
+            self._admin = {_digest(token)}
+            self._grants = {digest: KeyGrant(digest[:8]) for digest in self._admin}
         self._guesses = RateLimiter(WRONG_PER_MINUTE, WRONG_BURST, clock)
         self._right: OrderedDict[tuple[str, str], None] = OrderedDict()  # addresses and the keys that came from there
 
-    def name_of(self, headers: Any, path: str, method: str, address: str) -> str:
-        """The name of the key in the headers, "" where none is needed. Raises `ApiError` 401, 403 or 429."""
-        operator = path.startswith(OPERATOR_PATHS)
+    def grant_of(self, headers: Any, path: str, method: str, client: str) -> KeyGrant:
+        """What the key in the headers allows; one without a name where none is needed. Raises `ApiError` 401, 403 or
+        429."""
         if is_open(path) or (self._is_keyless and not (path.startswith(CHANGE_PATH) and method != "GET")):
-            return ""
+            return NO_KEY
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip()) if scheme.lower() == "bearer" else ""
-        self._check_guesses(address, digest)
-        if digest not in self._known:
+        if scheme.lower() != "bearer":
+            key = headers.get(ANTHROPIC_KEY, "")
+        digest = _digest(key.strip()) if key else ""
+        self._check_guesses(counted_as(client), digest)
+        grant = self._grants.get(digest)
+        if grant is None:
             what = "the admin token, printed at the start," if self._is_keyless else "the API key"
             raise ApiError(401, f"{what} is missing or wrong", kind="authentication_error", code="invalid_api_key")
-        if operator and digest not in self._admin:
+        if self._is_keyless and not is_loopback_address(client):
+            message = "the admin token is for this machine; from elsewhere, use one of admin_keys"
+            raise ApiError(403, message, kind="permission_error", code="admin_only")
+        if is_operators(path) and digest not in self._admin:
             raise ApiError(403, "this needs one of the admin keys", kind="permission_error", code="admin_only")
-        return digest[:8]
+        return grant
 
     def _check_guesses(self, address: str, digest: str) -> None:
         """Raise `ApiError` 429 where too many wrong keys came from that address, unless this one was right before:
@@ -95,10 +168,8 @@ class Keys:
             return
         wait = self._guesses.lacking_seconds(address)
         if wait > 0.0:
-            raise ApiError(
-                429, "too many wrong keys", kind="rate_limit_error", code="wrong_keys", retry_after_seconds=wait
-            )
-        if digest not in self._known:
+            raise too_many("too many wrong keys", "wrong_keys", wait)
+        if digest not in self._grants:
             self._guesses.charge(address, 1)
             return
         self._right[address, digest] = None
@@ -106,9 +177,33 @@ class Keys:
             self._right.popitem(last=False)
 
 
+def _granted(table: KeyTable, digest: str, clock: Clock, before: KeyGrant | None) -> KeyGrant:
+    """What a table grants; where it is as it was, what is left of it stays, and a budget is used up but once."""
+    earlier = None if before is None else before.limits
+    limits = KeyLimits(table, clock)
+    if earlier is not None:
+        limits.used_tokens = earlier.used_tokens
+        limits = earlier if earlier.table == table else limits
+    models = frozenset(table.models) if table.models else None
+    return KeyGrant(table.name or digest[:8], models, limits)
+
+
+def too_many(message: str, code: str, wait_seconds: float) -> ApiError:
+    """429, with the time after which there is one again."""
+    return ApiError(429, message, kind="rate_limit_error", code=code, retry_after_seconds=wait_seconds)
+
+
+def is_operators(path: str) -> bool:
+    """Whether it changes or shows the fleet."""
+    return path.startswith(OPERATOR_PATHS)
+
+
 def is_open(path: str) -> bool:
     """Whether nobody needs a key there."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+NO_KEY = KeyGrant()
 
 
 def _digest(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The door: request ids, API keys, foreign pages, rates, errors as answers, one log line and the metrics of a request.
+"""The door: request ids, who may come in, time limits, errors as answers, one log line and the metrics of a request.
 
 Owns what holds for every endpoint alike. A log line has ids, times and token counts; it never holds
 a prompt, an output or a key: a key's name is the beginning of its SHA-256.
@@ -13,25 +13,24 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
-from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.responses import Response
 
 from ..clock import Clock
 from ..errors import PrebleError
+from .access import Access, is_unlogged
 from .api.http import Receive, Send, error_response
-from .core.addresses import counted_as
-from .core.config import GatewayConfig, is_keyless
+from .core.config import GatewayConfig
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
 from .core.request_context import RequestContext, now_in
 from .core.sessions import hint_of_headers
 from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
-from .keys import Keys, RateLimiter, is_open
-from .origins import Origins
+from .time_limit import in_time
 
 logger = logging.getLogger("preble.gateway")
 
@@ -39,8 +38,6 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CLIENT_GONE = 499  # never sent; what the log and the metrics call it
-PROBED_PATHS = frozenset({"/health", "/ready"})  # by whatever name; they know nothing
-UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
 OTHER = "other"
 # In how many seconds a client gives up that gets nothing; OpenAI's own clients send the second.
 TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
@@ -58,11 +55,6 @@ def _timeout_of(headers: Any) -> float | None:
     return seconds if 0.0 < seconds <= TIMEOUT_SECONDS_MAX else None
 
 
-def is_unlogged(path: str) -> bool:
-    """Whether it is answered from memory, too often for the log and for rates."""
-    return is_open(path) or path in UNLIMITED_PATHS
-
-
 class Middleware:
     """ASGI: everything that comes in passes here. `configure` may be called again at any time, on the loop."""
 
@@ -72,15 +64,13 @@ class Middleware:
         self._clock = clock
         processes = gateway.processes
         self._own = [] if processes is None else [(b"x-preble-process", str(processes.slot.index).encode())]
+        self._access = Access(gateway.config, gateway.admin_token, clock)
         self.configure(gateway.config)
 
     def configure(self, config: GatewayConfig) -> None:
-        """Take over keys and limits; the buckets start afresh."""
-        self._keys = Keys(config.api_keys, config.admin_keys, self._gateway.admin_token, self._clock)
-        self._origins = Origins([*config.host_names, config.host]) if is_keyless(config) else None
-        self._limiter = None
-        if config.rate_limit_per_minute is not None:
-            self._limiter = RateLimiter(config.rate_limit_per_minute, config.rate_limit_burst, self._clock)
+        """Take over keys and limits. What keys with limits of their own have used stays; other buckets start afresh."""
+        self._access = Access(config, self._gateway.admin_token, self._clock, self._access)
+        self._request_seconds = config.request_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; other kinds of connection are refused."""
@@ -99,12 +89,16 @@ class Middleware:
         scope["preble.context"], scope["app"] = context, self
         now_in(context)
         status = 0
+        own = [(b"x-request-id", context.request_id.encode()), *self._own]
+        own += self._access.cors_headers(scope["path"], headers)
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", context.request_id.encode()), *self._own]
+                message["headers"] = [*message["headers"], *own]
+            elif not message.get("more_body", False):
+                context.settle()  # before the client knows that it may ask again
             await send(message)
 
         try:
@@ -120,6 +114,7 @@ class Middleware:
             defect = ApiError(500, "internal error", kind="server_error", code="internal_error")
             await self._refuse(defect, scope, receive, answer, status)
         finally:
+            context.settle()
             self._note(scope, context, status, self._clock() - started)
             if tracing is not None:
                 route = getattr(scope.get("route"), "path", OTHER)
@@ -129,20 +124,14 @@ class Middleware:
         path = scope["path"]
         if from_other_process(self._gateway.processes, scope):
             await self._app(scope, receive, send)
-            return
-        if self._origins is not None and path not in PROBED_PATHS:
-            self._origins.check(headers)
-        address = counted_as((scope.get("client") or ("unknown",))[0])
-        context.key_name = self._keys.name_of(headers, path, scope["method"], address)
-        if self._limiter is not None and not is_unlogged(path):
-            name = context.key_name or address
-            context.charge = partial(self._limiter.charge, name)
-            wait = self._limiter.wait_seconds(name)
-            if wait > 0.0:
-                raise ApiError(
-                    429, "too many requests", kind="rate_limit_error", code="rate_limit", retry_after_seconds=wait
-                )
-        await self._app(scope, receive, send)
+        elif self._access.is_preflight(scope, headers):
+            await Response(status_code=204)(scope, receive, send)
+        else:
+            self._access.admit(scope, headers, context)
+            if self._request_seconds is None or is_unlogged(path):
+                await self._app(scope, receive, send)
+            else:
+                await in_time(self._request_seconds, self._app, scope, receive, send)
 
     async def _refuse(self, error: PrebleError, scope: Scope, receive: Receive, send: Send, status: int) -> None:
         """Answer with an error, unless an answer has begun."""

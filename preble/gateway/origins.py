@@ -1,7 +1,8 @@
 """Pages of other sites, in a browser that can reach this gateway: what they cause it to send is refused. Owns how such
 requests are known.
 
-Needed where no key is: a key stands in a header that no page of another site can send. Three marks give such a request
+Needed where no key is, and on operators' paths everywhere: a key stands in a header that no page of another site can
+send without being asked. Three marks give such a request
 away, all set by the browser itself:
 
     Host             the name in the page's address. A site may let its name lead here (DNS rebinding), so names must be
@@ -9,7 +10,8 @@ away, all set by the browser itself:
     Origin           the page that asks, with every POST and DELETE; it must be one of this gateway.
     Sec-Fetch-Site   the same for what carries no Origin, such as images; links may lead here.
 
-Other programs send no Origin, and an address or a name that their operator chose. They pass.
+Other programs send no Origin, and an address or a name that their operator chose. They pass. Pages of the sites in
+`allowed_origins` pass, too, but on operators' paths.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from starlette.datastructures import Headers
 
 from .core.http_errors import ApiError
 
+EXPOSED = b"retry-after, x-request-id, x-preble-decision, x-preble-mode, x-preble-process, x-preble-worker"
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -31,11 +34,17 @@ class Origins:
     def __init__(self, host_names: Iterable[str]) -> None:
         self._names = frozenset(name.lower() for name in host_names)
 
-    def check(self, headers: Headers) -> None:
-        """Raise `ApiError` 403 for a request that a page of another site has caused."""
+    def check_host(self, headers: Headers) -> None:
+        """Raise `ApiError` 403 for a request to a name that is not ours: its site may have let it lead here."""
         hosts = headers.getlist("host")
         if len(hosts) > 1 or not all(map(self._is_own_host, hosts)):
             raise _foreign("the Host header is no name of this gateway; host_names lists further ones", "foreign_host")
+
+    def check_page(self, headers: Headers) -> None:
+        """Raise `ApiError` 403 for a request that a page of another site has caused."""
+        hosts = headers.getlist("host")
+        if len(hosts) > 1:
+            raise _foreign("a request has one Host header", "foreign_host")
         for origin in headers.getlist("origin"):
             if not hosts or not _is_of(origin, hosts[0]):
                 raise _foreign("pages of other origins may not use this gateway", "foreign_origin")
@@ -48,6 +57,31 @@ class Origins:
         if name is None:
             return False
         return "." not in name or name.endswith(".localhost") or name in self._names or _is_address(name)
+
+
+class AllowedOrigins:
+    """Other sites whose pages may ask, and read the answers (CORS); operators' paths excepted. Immutable."""
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        self._origins = frozenset(origin.lower() for origin in origins)
+
+    def allows(self, headers: Headers) -> bool:
+        """Whether the page that asks is one of these."""
+        given = headers.getlist("origin")
+        return len(given) == 1 and ("*" in self._origins or given[0].lower() in self._origins)
+
+    def answer_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """What tells the browser so, of an answer or of what it asks beforehand."""
+        found = [(b"access-control-allow-origin", headers["origin"].encode("latin-1")), (b"vary", b"origin")]
+        if "access-control-request-method" not in headers:
+            return [*found, (b"access-control-expose-headers", EXPOSED)]
+        asked = headers.get("access-control-request-headers", "").encode("latin-1")
+        return [
+            *found,
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", asked or b"authorization, content-type"),
+            (b"access-control-max-age", b"600"),
+        ]
 
 
 def _foreign(message: str, code: str) -> ApiError:

@@ -65,6 +65,7 @@ class _Fleet:
         self._flags = {name: value for name, value in vars(args).items() if value is not None}
         self._count, self._directory = config.processes, directory
         self._address = address
+        self._scheme = "http" if config.tls_certificate is None else "https"
         self._admin_token = secrets.token_urlsafe(24) if is_keyless(config) else None
         if self._admin_token is not None:
             self._slot(0).keep_token(self._admin_token)
@@ -74,7 +75,7 @@ class _Fleet:
         limits = SupervisorConfig(
             max_restarts=RESTARTS_MAX,
             start_seconds=config.connect_seconds + START_MARGIN_SECONDS,
-            drain_seconds=config.drain_seconds + END_MARGIN_SECONDS,
+            drain_seconds=config.lame_duck_seconds + config.drain_seconds + END_MARGIN_SECONDS,
         )
         self._supervisor = Supervisor(self._count, self._spawn, limits, clock=time.monotonic)
 
@@ -124,7 +125,7 @@ class _Fleet:
         first = len(self._ready) < self._count
         self._ready.add(number)
         if first and len(self._ready) == self._count:
-            say_ready(self._address, self._admin_token)
+            say_ready(self._address, self._admin_token, scheme=self._scheme)
 
     def _take(self, happening: Happening) -> None:
         happening.log(logger, "process", extra={"fields": {"process": happening.child}})

@@ -1,6 +1,7 @@
 """The gateway's process: its start, its signals and its end. Owns uvicorn and reloading.
 
-SIGTERM, SIGINT   no new connections; answers that go on may end, for at most `drain_seconds`; exit code 0. Twice: now.
+SIGTERM           `/ready` answers 503, and for `lame_duck_seconds` requests are still taken; then as SIGINT.
+SIGINT            no new connections; answers that go on may end, for at most `drain_seconds`; exit code 0. Twice: now.
 SIGHUP            the configuration is read again; what can change without a restart does, the rest is named in the log.
                   One that is wrong changes nothing.
 
@@ -17,17 +18,16 @@ import os
 import resource
 import secrets
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..errors import HandshakeRefused, InvalidConfig, MissingExtra, PrebleError
+from ..errors import HandshakeRefused, MissingExtra, PrebleError
 from ..router.fleet import FleetConfig
 from ..router.router import Router, RouterConfig
 from ..router.sibling_routers import SiblingRouters
@@ -39,6 +39,7 @@ from ..transport.tasks import end_all
 from .core.config import GatewayConfig, changes, is_keyless
 from .core.config_sources import Loaded
 from .core.config_tables import options_of
+from .core.doors import PROCESS
 from .core.logs import log_as_json
 from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
 
@@ -52,15 +53,17 @@ try:
     from .core.otlp_metrics import OtlpMetrics
     from .core.tracing import Tracing
     from .dashboard.state import RECORDS_PER_SECOND
+    from .listeners import BACKLOG, GatewayListener, open_listeners
     from .middleware import Middleware
+    from .proxies import TrustedProxies
     from .text.tokenizing import SWITCH_SECONDS, TextCodec, first_difference
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
 
 logger = logging.getLogger("preble.gateway")
 
-BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle connection: they shall close it, not we
+FAREWELL_SECONDS = 1.0  # of a client with TLS, until its connection is cut
 DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
 RECORDS_KEPT = 1024
 
@@ -90,7 +93,7 @@ def _run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: ProcessSlot | None) -> None:
-    listeners = [_listen(config.host, config.port if slot is None else slot.port, shared=slot is not None)]
+    listeners = open_listeners(config, slot)
     processes = None if slot is None else GatewayProcesses(slot)
     codec = tracing = otlp = None
     try:
@@ -105,7 +108,7 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         siblings = None
         try:
             if slot is not None:
-                listeners.append(slot.listen())
+                listeners.append(GatewayListener(slot.listen(), PROCESS))
                 siblings = _siblings(router, slot)
             token = _admin_token(config, slot)
             gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
@@ -128,14 +131,14 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
                 sender.close()
 
 
-async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket], load: Callable[[], Loaded]) -> None:
+async def _run(app: Middleware, gateway: Gateway, listeners: list[GatewayListener], load: Callable[[], Loaded]) -> None:
     config = gateway.config
     limits = ConnectionLimits(config.max_connections, config.max_connections_per_address)
-    connections = Connections(limits, gateway.metrics.connection_refused)
+    trusted = TrustedProxies(config.trusted_proxies)
+    connections = Connections(limits, gateway.metrics.connection_refused, trusted.trusts)
     server = _Server(
         uvicorn.Config(
             app,
-            http=partial(BoundedProtocol, connections),
             ws="none",
             proxy_headers=False,  # whoever may send them could choose an address
             lifespan="off",
@@ -145,21 +148,32 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket]
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         ),
-        listeners[0],
+        listeners,
+        connections,
         gateway,
     )
-    reloading = Reloading(gateway, app, load)
+    reloading = Reloading(gateway, app, load, listeners)
     showing = asyncio.ensure_future(gateway.live.run())
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        server.force_exit = gateway.draining
+    def drain() -> None:
         server.should_exit = gateway.draining = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    def stop(lame_duck_seconds: float) -> None:
+        """Say that there will be no requests soon, then take none. Asked twice: now."""
+        if gateway.leaving:
+            server.force_exit = True
+            drain()
+        gateway.leaving = True
+        if lame_duck_seconds > 0.0:
+            loop.call_later(lame_duck_seconds, drain)
+        else:
+            drain()
+
+    loop.add_signal_handler(signal.SIGTERM, lambda: stop(gateway.config.lame_duck_seconds))
+    loop.add_signal_handler(signal.SIGINT, stop, 0.0)  # a person waits for it
     loop.add_signal_handler(signal.SIGHUP, reloading.ask)
-    await server.serve(sockets=listeners)
+    await server.serve(sockets=[])
     await reloading.close()
     await end_all(showing)
 
@@ -167,9 +181,12 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[socket.socket]
 class _Server(uvicorn.Server):
     """uvicorn, which says when it is ready and leaves the signals to us."""
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket, gateway: Gateway) -> None:
+    def __init__(
+        self, config: uvicorn.Config, listeners: list[GatewayListener], connections: Connections, gateway: Gateway
+    ) -> None:
         super().__init__(config)
-        self._listener = listener
+        self._listeners = listeners
+        self._connections = connections
         self._gateway = gateway
 
     @contextlib.contextmanager
@@ -177,11 +194,33 @@ class _Server(uvicorn.Server):
         """Signals are the program's."""
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and report that."""
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        """Start to listen at every door, and report that."""
         await super().startup(sockets)
-        if self.started:
-            say_ready(self._listener.getsockname(), self._gateway.admin_token)
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            door = partial(
+                BoundedProtocol,
+                self._connections,
+                listener.door,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+            times: dict[str, Any] = {} if listener.tls is None else _tls_times(loop, self._connections.limits)
+            server = await loop.create_server(door, sock=listener.socket, ssl=listener.tls, backlog=BACKLOG, **times)
+            self.servers.append(server)
+        first = self._listeners[0]
+        scheme = "http" if first.tls is None else "https"
+        say_ready(first.socket.getsockname(), self._gateway.admin_token, scheme=scheme)
+
+
+def _tls_times(loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> dict[str, Any]:
+    """How long a client may take to agree on keys, and to say farewell: one that is idle says nothing."""
+    times = {"ssl_handshake_timeout": limits.head_seconds}
+    if sys.version_info >= (3, 11) or not isinstance(loop, asyncio.BaseEventLoop):  # uvloop has it everywhere
+        times["ssl_shutdown_timeout"] = FAREWELL_SECONDS
+    return times
 
 
 def _admin_token(config: GatewayConfig, slot: ProcessSlot | None) -> str | None:
@@ -203,25 +242,6 @@ def _allow_descriptors(wanted: int) -> None:
             allowed,
             wanted,
         )
-
-
-def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket; `shared` with other processes. Raises `InvalidConfig` if the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shared:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 # --- making the parts -------------------------------------------------------------------------------------------------
@@ -323,7 +343,10 @@ def _compare_tokenizers(codec: TextCodec, welcome: Any) -> None:
 class Reloading:
     """Reads the configuration again, one time after the other. Belongs to the loop."""
 
-    def __init__(self, gateway: Gateway, app: Middleware, load: Callable[[], Loaded]) -> None:
+    def __init__(
+        self, gateway: Gateway, app: Middleware, load: Callable[[], Loaded], listeners: Sequence[GatewayListener]
+    ) -> None:
+        self._listeners = listeners
         self._gateway = gateway
         self._app = app
         self._load = load
@@ -353,6 +376,8 @@ class Reloading:
 
     async def _reload(self, new: GatewayConfig) -> None:
         gateway = self._gateway
+        for listener in self._listeners:
+            listener.read_certificate(new)
         taken, left = changes(gateway.config, new)
         if "policy" in taken:
             before = gateway.router.scheduler

@@ -16,7 +16,9 @@ OWN = Origins(["Gateway.Example.com"])
 def passes(**fields: str) -> bool:
     """Whether a request with these headers is let in."""
     try:
-        OWN.check(Headers({name.replace("_", "-"): value for name, value in fields.items()}))
+        given = Headers({name.replace("_", "-"): value for name, value in fields.items()})
+        OWN.check_host(given)
+        OWN.check_page(given)
     except ApiError as error:
         assert error.status == 403
         return False
@@ -44,7 +46,9 @@ def test_other_names_may_have_been_led_here(host: str) -> None:
 def test_of_two_hosts_none_counts() -> None:
     two = Headers(raw=[(b"host", b"localhost"), (b"host", b"localhost")])
     with pytest.raises(ApiError, match="Host"):
-        OWN.check(two)
+        OWN.check_host(two)
+    with pytest.raises(ApiError, match="Host"):
+        OWN.check_page(two)
     assert passes(), "a program that names no host is no browser"
 
 

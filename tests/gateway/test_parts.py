@@ -105,10 +105,19 @@ def test_a_request_of_many_choices_takes_as_many_of_the_rate() -> None:
 def asked(known: Keys, key: str, address: str = "1.1.1.1") -> int:
     """The status that a request for the models with that key gets."""
     try:
-        known.name_of({"authorization": f"Bearer {key}"} if key else {}, "/v1/models", "GET", address)
+        known.grant_of({"authorization": f"Bearer {key}"} if key else {}, "/v1/models", "GET", address)
     except ApiError as error:
         return error.status
     return 200
+
+
+def test_a_key_stands_where_openais_or_anthropics_clients_put_it() -> None:
+    known = Keys(["right-key"], [], None, ManualClock())
+    for headers in ({"authorization": "Bearer right-key"}, {"x-api-key": "right-key"}):
+        assert known.grant_of(headers, "/v1/messages", "POST", "1.1.1.1").name
+    for headers in ({"authorization": "Basic right-key"}, {"x-api-key": "wrong"}, {"x-api-key": ""}, {}):
+        with pytest.raises(ApiError):
+            known.grant_of(headers, "/v1/messages", "POST", "1.1.1.1")
 
 
 def test_wrong_keys_are_limited_and_right_ones_go_on() -> None:

@@ -68,7 +68,7 @@ async def test_a_server_nobody_vouches_for_is_not_used_and_the_reason_is_said(tm
     secure = await FakeServer("vllm", tls=own.server_context()).start()
     for table in ({"url": secure.url}, {"url": secure.url, "ca_file": str(other.certificate)}):
         file = tmp_path / "gateway.yaml"
-        file.write_text(json.dumps({"servers": [table], "connect_seconds": 0.5}))
+        file.write_text(json.dumps({"servers": [table], "connect_seconds": 4}))
         log = tmp_path / "log"
         try:
             await asyncio.to_thread(partial(GatewayProcess, "--config", str(file), log=log))

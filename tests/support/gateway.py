@@ -83,7 +83,7 @@ class GatewayProcess:
     """`preble serve ARGS...` on a free port, as a process. Ready when constructed."""
 
     def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "preble.cli", "serve", "--port", "0", *arguments]
+        command = [sys.executable, "-m", "preble.cli", "serve", "--port", "0", "--lame-duck-seconds", "0", *arguments]
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         self.log = log
         with log.open("w") as errors:

@@ -48,7 +48,11 @@ class Admin:
         """GET /ready."""
         gateway = self._gateway
         states = [worker.state for worker in gateway.router.fleet.workers.values()]
-        body = {"ready": gateway.ready, "draining": gateway.draining, "workers": states.count("ready")}
+        body = {
+            "ready": gateway.ready,
+            "draining": gateway.leaving or gateway.draining,
+            "workers": states.count("ready"),
+        }
         return json_response(body, 200 if gateway.ready else 503)
 
     async def workers(self, request: Request) -> Response:

@@ -159,18 +159,22 @@ class OpenAI:
         return await self._answer(request, body, prompts, body.max_tokens, chat=False)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        return json_response({"object": "list", "data": self._gateway.models.cards(self._started)})
+        """GET /v1/models: those that the key may use."""
+        may_use = context_of(request).may_use
+        cards = [card for card in self._gateway.models.cards(self._started) if may_use(card["id"])]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
-        return json_response(self._gateway.models.card(request.path_params["name"], self._started))
+        card = self._gateway.models.card(request.path_params["name"], self._started)
+        context_of(request).use_model(card["id"])
+        return json_response(card)
 
     async def _answer(
         self, request: Request, body: Common, prompts: list[TokenIds], asked: int | None, *, chat: bool
     ) -> Response:
         gateway, context = self._gateway, context_of(request)
-        context.model = gateway.check_model(body.model)
+        context.use_model(gateway.check_model(body.model))
         context.stream = bool(body.stream)
         context.session = with_body(context.session, prompt_cache_key=body.prompt_cache_key, user=body.user)
         default = None if chat else COMPLETION_MAX_TOKENS

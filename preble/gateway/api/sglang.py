@@ -70,6 +70,7 @@ class Sglang:
         limit = min(gateway.output_limit(len(prompt), *wanted) for prompt in prompts)
         sampling = sampling_of_sglang(body, limit)
         check_fields(gateway, sampling, body)
+        context.use_model(gateway.check_model(None))
         jobs = gateway.plan(
             context,
             prompts,
@@ -80,7 +81,7 @@ class Sglang:
             keep_stop=bool(asked.no_stop_trim),
             skip_special_tokens=asked.skip_special_tokens is not False,
         )
-        context.stream, context.model = bool(body.stream), gateway.check_model(None)
+        context.stream = bool(body.stream)
         name = body.rid or context.request_id
         answer = _Answer(name, len(jobs), several or len(jobs) > 1, gateway.codec, bool(body.return_text_in_logprobs))
         if not context.stream:

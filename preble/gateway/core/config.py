@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from ...config import SchedulerConfig
-from .config_tables import ServerTable
+from .config_tables import KeyTable, ServerTable
 
 PREFIX = "PREBLE_"
 
@@ -23,7 +23,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Key = Annotated[str, Meta(min_length=8, max_length=512)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
-TABLES = frozenset({"servers"})  # lists of tables: in the file, or as JSON in a variable
+TABLES = frozenset({"servers", "keys"})  # lists of tables: in the file, or as JSON in a variable
 SECRET = frozenset({"api_keys", "admin_keys"}) | TABLES  # no flags, for process lists show those
 # What a running gateway takes over on SIGHUP; the rest needs a restart.
 RELOADABLE = frozenset(
@@ -33,7 +33,11 @@ RELOADABLE = frozenset(
         "policy",
         "api_keys",
         "admin_keys",
+        "keys",
+        "allowed_origins",
         "host_names",
+        "lame_duck_seconds",
+        "request_seconds",
         "rate_limit_per_minute",
         "rate_limit_burst",
         "refuse_wait_seconds",
@@ -76,6 +80,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Name, Meta(description="Address to listen on; one beyond loopback needs `api_keys` or `insecure`.")
     ] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    unix_socket: Annotated[
+        Name | None,
+        Meta(
+            description="Path of a Unix socket to listen on, too. Only the gateway's own user can open it, and needs "
+            "no key there, also for operators' paths."
+        ),
+    ] = None
+    tls_certificate: Annotated[
+        Name | None,
+        Meta(description="Certificates (PEM), the gateway's own first: the port speaks HTTPS. SIGHUP reads them anew."),
+    ] = None
+    tls_key: Annotated[Name | None, Meta(description="The certificate's private key (PEM), without a password.")] = None
     processes: Annotated[
         int, Meta(ge=1, le=64, description="Gateway processes that share the port; each uses one core.")
     ] = 1
@@ -85,12 +101,27 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_connections_per_address: Annotated[
         Count, Meta(description="The same for each client address; IPv6 addresses of one /64 are one.")
     ] = 4096
+    lame_duck_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="After SIGTERM, for so long requests are still taken while `/ready` answers 503, so that load "
+            "balancers turn away first. SIGINT does without."
+        ),
+    ] = 2.0
     drain_seconds: Annotated[
         Seconds, Meta(description="After SIGTERM, answers that go on may take so long to end; then they are cut off.")
     ] = 30.0
     api_keys: Annotated[
         list[Key],
         Meta(description="Keys of clients, of at least 8 characters; without any, everybody who can connect may ask."),
+    ] = []
+    keys: Annotated[
+        list[KeyTable],
+        Meta(
+            max_length=10_000,
+            description="Further keys of clients, each as a table: with the models that it may use, its requests and "
+            "tokens a minute, its budget.",
+        ),
     ] = []
     admin_keys: Annotated[
         list[Key], Meta(description="Keys that may change and look at the fleet, too, beside what `api_keys` may.")
@@ -101,6 +132,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description="Names by which the gateway is reached where there are no keys, beside addresses, "
             "names without a dot and *.localhost."
+        ),
+    ] = []
+    allowed_origins: Annotated[
+        list[Name],
+        Meta(
+            description="Other sites whose pages may use the gateway from a browser (CORS), such as "
+            "https://chat.example.com; * is all of them, and needs keys. Operators' paths are not for them."
+        ),
+    ] = []
+    trusted_proxies: Annotated[
+        list[Name],
+        Meta(
+            description="Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are taken; "
+            "`unix` is whoever connects to `unix_socket`."
         ),
     ] = []
     rate_limit_per_minute: Annotated[
@@ -134,6 +179,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[float, Meta(gt=0, le=1e9)] | None,
         Meta(description="A request whose first token would take longer is refused with 429; null refuses none."),
     ] = 3.0
+    request_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=1e9)] | None,
+        Meta(
+            description="A request may take so long, its whole answer included; then 504, or an error event where a "
+            "stream has begun."
+        ),
+    ] = None
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=1 << 30, description="Bytes of one body; a larger one is answered with 413.")
     ] = 8 << 20
@@ -210,7 +262,9 @@ FIELDS: tuple[FieldPath, ...] = (
     *((name,) for name in GatewayConfig.__struct_fields__ if name != "scheduler"),
     *(("scheduler", one.name) for one in dataclasses.fields(SchedulerConfig)),
 )
-LISTS = frozenset({"workers", "model_names", "api_keys", "admin_keys", "host_names"})
+LISTS = frozenset(
+    {"workers", "model_names", "api_keys", "admin_keys", "host_names", "allowed_origins", "trusted_proxies"}
+)
 
 
 def flag_of(path: FieldPath) -> str:
@@ -225,7 +279,7 @@ def variable_of(path: FieldPath) -> str:
 
 def is_keyless(config: GatewayConfig) -> bool:
     """Whether requests need no key."""
-    return not (config.api_keys or config.admin_keys)
+    return not (config.api_keys or config.admin_keys or config.keys)
 
 
 def value_of(config: GatewayConfig, path: FieldPath) -> Any:

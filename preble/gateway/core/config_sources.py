@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from ...errors import InvalidConfig, InvalidInput, MissingExtra
 from ...policies.base import resolve
 from ...transport.security import is_loopback
 from ...transport.worker_address import check_worker_address
-from .addresses import is_url
+from .addresses import is_network, is_origin, is_url
 from .config import FIELDS, LISTS, PREFIX, TABLES, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
-from .config_tables import check_servers, with_secrets
+from .config_tables import check_servers, keys_with_secrets, with_secrets
 
+SOCKET_PATH_BYTES_MAX = 107
 FILE_BYTES_MAX = 1 << 20
 NEAR = 0.75  # how alike two names are that were meant to be the same
 
@@ -146,15 +148,36 @@ def _checked(
         name = place.rstrip("`").partition("[")[0]
         origin = f" ({origins[name]})" if name in origins else ""
         raise InvalidConfig(f"{name + ': ' if name else ''}{message}{origin}") from error
-    config = msgspec.structs.replace(config, servers=with_secrets(config.servers, environment))
+    config = msgspec.structs.replace(
+        config,
+        servers=with_secrets(config.servers, environment),
+        keys=keys_with_secrets(config.keys, environment),
+    )
     resolve(config.policy)
     _check_addresses(config, origins)
+    _check_access(config)
     if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):
         raise InvalidConfig(
             f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "
             "Set api_keys, or insecure: true where something else keeps strangers out"
         )
     return config
+
+
+def _check_access(config: GatewayConfig) -> None:
+    """Raise `InvalidConfig` for origins, proxies and certificates that can be none."""
+    for origin in config.allowed_origins:
+        if origin == "*" and is_keyless(config):
+            raise InvalidConfig("allowed_origins: * needs keys: without, any page could use the workers")
+        if origin != "*" and not is_origin(origin):
+            raise InvalidConfig(f"allowed_origins: an origin is like https://chat.example.com, got {origin!r}")
+    for name in config.trusted_proxies:
+        if name != "unix" and not is_network(name):
+            raise InvalidConfig(f"trusted_proxies: a proxy is an address, a network like 10.0.0.0/8, got {name!r}")
+    if (config.tls_certificate is None) != (config.tls_key is None):
+        raise InvalidConfig("tls_certificate and tls_key belong together: one of them is missing")
+    if config.unix_socket is not None and len(os.fsencode(config.unix_socket)) > SOCKET_PATH_BYTES_MAX:
+        raise InvalidConfig(f"unix_socket: a path has at most {SOCKET_PATH_BYTES_MAX} bytes, so Linux wants it")
 
 
 def _check_addresses(config: GatewayConfig, origins: Mapping[str, str]) -> None:

@@ -1,5 +1,5 @@
-"""Tables of the gateway's configuration: servers that run already, each with what is known of it. Owns their fields and
-what becomes of them; a secret is given itself or by the name of the variable that holds it."""
+"""Tables of the gateway's configuration: servers that run already, each with what is known of it, and keys, each with
+its limits. Owns their fields; a secret is given itself or by the name of the variable that holds it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ...transport.engine_servers.tls import client_context
 from ...transport.worker_address import check_worker_address, is_server
 
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+Rate = Annotated[float, Meta(gt=0, le=1e12)]
+KEY_CHARS_MIN = 8
 Secret = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
@@ -48,6 +50,52 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     require_events: Annotated[
         bool, Meta(description="Refuse it where it publishes no cache events, rather than estimate what it caches.")
     ] = False
+
+
+class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A client's key with limits of its own; what is not given is not limited."""
+
+    key: Annotated[Annotated[str, Meta(min_length=8, max_length=512)] | None, Meta(description="The key.")] = None
+    key_variable: Annotated[
+        Name | None, Meta(description="Name of the environment variable that holds the key, instead.")
+    ] = None
+    name: Annotated[Name | None, Meta(description="What the log calls it; else the beginning of its SHA-256.")] = None
+    models: Annotated[list[Name], Meta(description="The models that it may use; none named: all.")] = []
+    requests_per_minute: Annotated[
+        Rate | None, Meta(description="Requests a minute, so many at once; beyond them 429 with Retry-After.")
+    ] = None
+    tokens_per_minute: Annotated[
+        Rate | None,
+        Meta(
+            description="Tokens a minute of prompts and outputs, as used; once they are, 429 with Retry-After for the "
+            "next request."
+        ),
+    ] = None
+    token_budget: Annotated[
+        Annotated[int, Meta(ge=1, le=2**62)] | None,
+        Meta(description="Tokens of prompts and outputs in all, since the gateway's process began; then 429."),
+    ] = None
+
+
+def keys_with_secrets(keys: Sequence[KeyTable], environment: Mapping[str, str]) -> list[KeyTable]:
+    """The same with the keys that variables hold. Raises `InvalidConfig` naming the place."""
+    found: list[KeyTable] = []
+    for number, table in enumerate(keys):
+        place = f"keys[{number}]"
+        if (table.key is None) == (table.key_variable is None):
+            raise InvalidConfig(f"{place}: one of key and key_variable must be given")
+        if table.key_variable is not None:
+            key = environment.get(table.key_variable, "")
+            if len(key) < KEY_CHARS_MIN:
+                raise InvalidConfig(
+                    f"{place}.key_variable: the variable {table.key_variable} must be set, to at least "
+                    f"{KEY_CHARS_MIN} characters"
+                )
+            table = msgspec.structs.replace(table, key=key, key_variable=None)
+        if any(table.key == other.key for other in found):
+            raise InvalidConfig(f"{place}: the same key stands in two tables")
+        found.append(table)
+    return found
 
 
 def with_secrets(servers: Sequence[ServerTable], environment: Mapping[str, str]) -> list[ServerTable]:
@@ -93,7 +141,7 @@ def options_of(server: ServerTable) -> ServerOptions:
     return ServerOptions(**{name: value for name, value in given.items() if value is not None})
 
 
-def without_secrets(server: ServerTable) -> dict[str, Any]:
+def without_secrets(table: ServerTable | KeyTable) -> dict[str, Any]:
     """What may be shown of it."""
-    shown: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(server, api_key=None))
-    return shown
+    shown: dict[str, Any] = msgspec.to_builtins(table)
+    return {name: value for name, value in shown.items() if name not in ("api_key", "key")}

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ...config import SchedulerConfig
 from .config import FIELDS, SECRET, SECTIONS, TABLES, FieldPath, GatewayConfig, value_of
 from .config_sources import Loaded
-from .config_tables import ServerTable, without_secrets
+from .config_tables import KeyTable, ServerTable, without_secrets
 
 UNITS = frozenset({"seconds", "bytes", "tokens"})
 _KNOB = re.compile(r"^(\w+): (.+?)(?=^\w+: |\Z)", re.M | re.S)
@@ -91,7 +91,7 @@ def table() -> str:
 
 def _table_of(name: str) -> list[str]:
     """The fields of a list of tables, as Markdown."""
-    kind = {"servers": ServerTable}[name]
+    kind = {"servers": ServerTable, "keys": KeyTable}[name]
     lines = [f"Each of `{name}`:", "", "| field | what |", "|---|---|"]
     hints = get_type_hints(kind, include_extras=True)
     return [*lines, *(f"| `{field}` | {_description(hint)} |" for field, hint in hints.items()), ""]
@@ -117,8 +117,8 @@ def shown(loaded: Loaded) -> str:
         value = value_of(loaded.config, path)
         text = msgspec.json.encode(value).decode()
         if path[-1] in TABLES:
-            hidden = sum(server.api_key is not None for server in value)
-            text = msgspec.json.encode([without_secrets(server) for server in value]).decode()
+            hidden = sum(bool({"api_key", "key"} & set(msgspec.to_builtins(table))) for table in value)
+            text = msgspec.json.encode([without_secrets(table) for table in value]).decode()
             text += f"  # {hidden} keys, not shown" if hidden else ""
         elif path[-1] in SECRET:
             text = f"[]  # {len(value)} keys, not shown"

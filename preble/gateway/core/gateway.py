@@ -65,6 +65,7 @@ class Gateway:
         self.models = Models(router, config, clock)
         self._clock = clock
         router.on_decision = partial(metrics.phase, "decide")
+        self.leaving = False  # requests are still taken, and `ready` says that there will be none soon
         self.draining = False
         self.live_choices = 0
         self.bodies = ByteBudget(config.max_bodies_bytes)
@@ -92,7 +93,9 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Whether a request would find a worker now."""
-        return not self.draining and any(w.state == "ready" for w in self.router.fleet.workers.values())
+        return not (self.leaving or self.draining) and any(
+            w.state == "ready" for w in self.router.fleet.workers.values()
+        )
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer. Raises `ApiError` 404 for another model."""

@@ -1,4 +1,5 @@
-"""What is known of one HTTP request, from the middleware that lets it in to the line in the log. Decides nothing."""
+"""What is known of one HTTP request, from the middleware that lets it in to the line in the log; and the models that
+its key may use. Decides nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 
 from ...types import SessionHint
 from ..text.choices import RequestProgress
+from .http_errors import ApiError
 from .sessions import NO_SESSION
 
 
@@ -36,7 +38,32 @@ class RequestContext:
     progress: RequestProgress = field(default_factory=RequestProgress)
     first_token_seconds: float | None = None
     phases: dict[str, RequestPhase] = field(default_factory=dict)  # "tokenize", "match", "decide"
+    models: frozenset[str] | None = None  # that the key may use; None: any
     charge: Callable[[int], None] = lambda count: None  # takes so many more of the key's rate
+    spend: Callable[[int], None] | None = None  # tells the key's limits what was used, once
+
+    def settle(self) -> None:
+        """Tell the key's limits what the request has used; the first call counts."""
+        spend, self.spend = self.spend, None
+        if spend is not None:
+            spend(self.progress.prompt_tokens + self.progress.output_tokens)
+
+    def use_model(self, name: str) -> None:
+        """Note the model that is asked for. Raises `ApiError` 403 where the key may not use it."""
+        if not self.may_use(name):
+            served = ", ".join(sorted(self.models or ()))
+            raise ApiError(
+                403,
+                f"this key may not use the model {name!r}; it may use {served}",
+                kind="permission_error",
+                param="model",
+                code="model_not_allowed",
+            )
+        self.model = name
+
+    def may_use(self, name: str) -> bool:
+        """Whether the key may use the model."""
+        return self.models is None or name in self.models
 
 
 _CURRENT: ContextVar[RequestContext | None] = ContextVar("preble_request", default=None)

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from ...errors import MissingExtra
 from ...transport.tasks import within
+from .doors import PROCESS, door_of
 
 try:
     import httptools
@@ -91,11 +92,11 @@ class ProcessSlot:
         return listener
 
 
-def say_ready(address: Sequence[Any], admin_token: str | None = None) -> None:
+def say_ready(address: Sequence[Any], admin_token: str | None = None, *, scheme: str = "http") -> None:
     """The line on stdout that says where requests are answered; `address` is a socket's own name. And one with the
     token that changes of the fleet need, where there is one."""
     host, port = address[:2]
-    sys.stdout.write(f"READY http://{f'[{host}]' if ':' in host else host}:{port}\n")
+    sys.stdout.write(f"READY {scheme}://{f'[{host}]' if ':' in host else host}:{port}\n")
     if admin_token is not None:
         sys.stdout.write(f"ADMIN-TOKEN {admin_token}\n")
     sys.stdout.flush()
@@ -199,8 +200,8 @@ class SharedWork(Generic[T]):
 
 
 def from_other_process(processes: GatewayProcesses | None, scope: MutableMapping[str, Any]) -> bool:
-    """Whether a request came in on the other processes' socket, which alone has no port."""
-    return processes is not None and (scope["server"] is None or scope["server"][1] is None)
+    """Whether a request came in on the socket that is for the other processes."""
+    return processes is not None and door_of(scope) == PROCESS
 
 
 def merged(texts: Mapping[int, bytes | None]) -> bytes:

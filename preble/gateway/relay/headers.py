@@ -1,9 +1,9 @@
 """Which header fields of a request go on to a server, and which of its answer go back. Owns the rules.
 
 Fields of one connection (RFC 9110, 7.6.1, and those that `Connection` names) go no further. What the gateway says
-itself is not also said by others: lengths, request ids, its own fields, the trace's name. A client's key for the
-gateway is never shown to a server: `Authorization` goes on only where the gateway asks for no keys and has none for the
-server. Bodies are asked for uncompressed, as the gateway reads them in passing.
+itself is not also said by others: lengths, request ids, its own fields, the trace's name, which pages may ask. A
+client's key for the gateway is never shown to a server: `Authorization` goes on only where the gateway asks for no keys
+and has none for the server. Bodies are asked for uncompressed, as the gateway reads them in passing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ _HOP = frozenset(
 )
 _OURS = frozenset(
     {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"traceparent", b"tracestate"}
+    | {b"origin"}
 )
 KEYS = frozenset({b"authorization", b"x-api-key", b"api-key", b"cookie"})
 _DROPPED = _HOP | _OURS
 _DROPPED_WITH_KEYS = _DROPPED | KEYS
 _NOT_BACK = _HOP | {b"content-length", b"date", b"server", b"x-request-id"}
-_OWN_PREFIX = b"x-preble-"
+_OWN_PREFIXES = (b"x-preble-", b"access-control-")  # which pages may read an answer is not the server's to say
 _RANK = b"x-data-parallel-rank"
 
 
@@ -70,7 +71,7 @@ def answer_headers(given: Fields, own: Mapping[str, str]) -> Fields:
     back = [
         (name, value)
         for name, value in given
-        if name not in _NOT_BACK and name not in named and not name.startswith(_OWN_PREFIX)
+        if name not in _NOT_BACK and name not in named and not name.startswith(_OWN_PREFIXES)
     ]
     back += [(name.encode(), value.encode("latin-1")) for name, value in own.items()]
     return back

@@ -152,7 +152,7 @@ class Exchange:
         if not self._endpoint.by_id:
             self._served = await gateway.models.get_now(body.model)
         served = self._served
-        context.model = served.name
+        context.use_model(served.name)
         context.stream = body.stream
         named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
         context.session = with_body(context.session, **named)

@@ -8,6 +8,7 @@ from urllib.parse import urldefrag, urlsplit
 from ...router.placement import Placement
 from ...router.router import Router
 from ...transport.engine_servers.http_pool import HttpPool, PoolLimits
+from ...transport.engine_servers.tls import client_context
 
 
 class ServerPools:
@@ -15,16 +16,17 @@ class ServerPools:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._pools: dict[str, HttpPool] = {}
+        self._pools: dict[tuple[str, str], HttpPool] = {}  # by URL and who may vouch for it
 
     def of(self, placement: Placement) -> HttpPool:
         """The pool of a placement's server."""
-        url = placement.url
-        pool = self._pools.get(url)
+        url, ca_file = key = placement.url, placement.options.ca_file
+        pool = self._pools.get(key)
         if pool is None:
             self._close_left()
             limits = PoolLimits(connect_seconds=placement.options.answer_seconds)
-            pool = self._pools[url] = HttpPool(_base(url), limits)
+            tls = client_context(ca_file) if url.startswith("https://") else None
+            pool = self._pools[key] = HttpPool(_base(url), limits, tls=tls)
         return pool
 
     def close(self) -> None:
@@ -41,10 +43,10 @@ class ServerPools:
     def _close_left(self) -> None:
         """Close the pools of servers that have left, where nothing runs any more."""
         here = {urldefrag(address)[0] for address in self._router.fleet.workers}
-        for url, pool in list(self._pools.items()):
-            if url not in here and len(pool.open) == pool.idle:
+        for key, pool in list(self._pools.items()):
+            if key[0] not in here and len(pool.open) == pool.idle:
                 pool.close()
-                del self._pools[url]
+                del self._pools[key]
 
 
 def _base(url: str) -> str:

@@ -1,0 +1,133 @@
+"""Where the gateway listens: a port, in HTTP or HTTPS, and a Unix socket. Owns sockets, the socket's file and its
+permissions, and the certificate.
+
+With several processes the first one has the Unix socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InvalidConfig
+from .core.config import GatewayConfig
+from .core.doors import NETWORK, UNIX, Door
+from .core.sibling_processes import ProcessSlot
+
+BACKLOG = 2048
+OWNER_ONLY = 0o177  # what a mask takes away
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayListener:
+    """A socket that listens, by which door its connections come in, and what encrypts them."""
+
+    socket: socket.socket
+    door: Door
+    tls: ssl.SSLContext | None = None
+    path: Path | None = None  # of a Unix socket's file, which goes with it
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self.socket.close()
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # somebody took it away
+                self.path.unlink()
+
+    def read_certificate(self, config: GatewayConfig) -> None:
+        """Take the certificate as it is now for new connections. Raises `InvalidConfig`; then the old one stays."""
+        if self.tls is not None and config.tls_certificate is not None:
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config)  # a pair that does not fit must not get half in
+            _load(self.tls, config)
+
+
+def open_listeners(config: GatewayConfig, slot: ProcessSlot | None) -> list[GatewayListener]:
+    """What the configuration asks for, the port first. Raises `InvalidConfig` for what cannot be had."""
+    tls = None if config.tls_certificate is None else _server_context(config)
+    port = config.port if slot is None else slot.port
+    listeners = [GatewayListener(_listen(config.host, port, shared=slot is not None), NETWORK, tls)]
+    if config.unix_socket is not None and (slot is None or slot.index == 0):
+        try:
+            listeners.append(_unix_listener(Path(config.unix_socket)))
+        except BaseException:
+            listeners[0].close()
+            raise
+    return listeners
+
+
+def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; `shared` with other processes. Raises `InvalidConfig` if the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _unix_listener(path: Path) -> GatewayListener:
+    """A socket that its owner alone can open. One that an earlier life has left is replaced; nothing else is."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _clear(path)
+        mask = os.umask(OWNER_ONLY)  # from its first moment on
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise InvalidConfig(f"unix_socket {path}: {error.strerror or error}") from error
+    except InvalidConfig:
+        listener.close()
+        raise
+    return GatewayListener(listener, UNIX, path=path)
+
+
+def _clear(path: Path) -> None:
+    """Take away a socket at which nobody listens. Raises `InvalidConfig` for anything else that is there."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        raise InvalidConfig(f"unix_socket {path}: there is a file of that name, and it is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise InvalidConfig(f"unix_socket {path}: somebody listens there")
+
+
+def _server_context(config: GatewayConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load(context, config)
+    return context
+
+
+def _load(context: ssl.SSLContext, config: GatewayConfig) -> None:
+    try:
+        # Without an answer to give, a key with a password would be asked for at the terminal.
+        context.load_cert_chain(config.tls_certificate or "", config.tls_key, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or getattr(error, "reason", None) or "they are no certificate and its key"
+        raise InvalidConfig(f"tls_certificate {config.tls_certificate}, tls_key {config.tls_key}: {reason}") from error

@@ -1,0 +1,1 @@
+"""Tests of who may come in: pages, keys, proxies."""
