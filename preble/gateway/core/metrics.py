@@ -77,6 +77,12 @@ class Metrics:
         self._sessions = counter(
             "session_requests", "Generations whose client named a session, a parent of it, an agent", ("names",)
         )
+        self._routed = counter(
+            "relayed_requests", "Relayed requests by kind and what they were routed by: tokens, text", ("kind", "by")
+        )
+        self._mismatches = counter(
+            "prompt_token_mismatches", "Relayed requests of which the engine counts other prompt tokens", ("kind",)
+        )
         self._regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
         self._families = {name: counter(name, text, labels) for name, text, labels in _MODEL_COUNTERS}
         self._families |= {name: seconds(name, text, labels, to) for name, text, labels, to in _MODEL_HISTOGRAMS}
@@ -122,6 +128,14 @@ class Metrics:
     def connection_refused(self, why: str) -> None:
         """A connection was refused, or cut off; `why` is one of `connections.Why`."""
         self._connections_refused.labels(why).inc()
+
+    def relayed(self, kind: str, *, exact: bool) -> None:
+        """A request was placed by its tokens (`exact`), or by its text."""
+        self._routed.labels(kind, "tokens" if exact else "text").inc()
+
+    def tokens_differ(self, kind: str) -> None:
+        """An engine counts other prompt tokens than the gateway."""
+        self._mismatches.labels(kind).inc()
 
     def record(self, record: DecisionRecord) -> None:
         """A recorded decision's request has ended; a sink for `preble.scheduling.records.Recording`."""

@@ -167,6 +167,7 @@ class Exchange:
             tokens_max=served.max_model_tokens,
         )
         gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
+        gateway.metrics.relayed(self._endpoint.kind, exact=key.exact)
         context.charge(max(body.n * body.prompts - 1, 0))
         self._progress = RelayProgress(gateway, context, key)
         placement = self._placement = await gateway.router.place(
@@ -452,7 +453,9 @@ class Exchange:
         self._placement.finish(reader.output_tokens or 0, reader.cached_tokens if key.exact else None, reason)
         self._progress.finished(reader)
         self._pin(reader)
-        self._relay.mismatches.compare(self._endpoint.kind, self._context.model, key, reader.prompt_tokens)
+        kind = self._endpoint.kind
+        if self._relay.mismatches.compare(kind, self._context.model, key, reader.prompt_tokens):
+            self._gateway.metrics.tokens_differ(kind)
 
 
 class Stall:

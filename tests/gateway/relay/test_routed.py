@@ -1,0 +1,92 @@
+"""What relayed requests are routed on, seen from outside: metrics of keys, mismatches, and caches of several models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from preble.gateway.relay.body import read_body
+from preble.gateway.relay.endpoints import POSTS
+from preble.gateway.relay.routing_key import routing_key
+from preble.gateway.text.tokenizing import TextCodec
+from tests.gateway.relay.test_models import CHAT, MESSAGES, ask, gateway, listed, server
+from tests.support.gateway import make_tokenizer
+from tests.support.relay import Call, Front, ScriptedServer, chat_answer
+from tests.support.transport import asynchronous
+
+
+async def metric(front: Front, name: str) -> dict[str, float]:
+    """The samples of a counter, by their labels as written."""
+    async with front.session.get(f"http://127.0.0.1:{front.port}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    samples = (line.rsplit(" ", 1) for line in lines if line.startswith(f"{name}{{"))
+    return {labels.removeprefix(name): float(value) for labels, value in samples}
+
+
+@asynchronous
+async def test_an_engine_that_counts_other_tokens_is_routed_by_text_after_three_requests(tmp_path: Path) -> None:
+    codec = TextCodec(make_tokenizer(tmp_path), threads=1)
+    body = json.dumps({"model": "a", "messages": MESSAGES}).encode()
+    ours = len((await routing_key(read_body(body, POSTS[CHAT]), codec)).token_ids)
+    counts = [ours, ours, ours + 1, ours - 1, ours + 7, ours + 7]
+
+    async def counting(call: Call) -> None:
+        await call.answer(chat_answer(prompt=counts.pop(0)))
+
+    a = ScriptedServer(counting, kind="vllm", model="a")
+    async with gateway(a, codec=codec) as front:
+        for _ in range(len(counts)):
+            assert (await ask(front, "a"))[0] == 200
+        assert await metric(front, "preble_prompt_token_mismatches_total") == {'{kind="chat"}': 3.0}
+        assert await metric(front, "preble_relayed_requests_total") == {
+            '{by="tokens",kind="chat"}': 5.0,
+            '{by="text",kind="chat"}': 1.0,
+        }
+        await front.settled()
+    codec.close()
+
+
+@asynchronous
+async def test_without_a_tokenizer_requests_are_routed_by_text_and_still_find_their_prefix() -> None:
+    a, b = server("a"), server("a")
+    async with gateway(a, b) as front:
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "rules " * 500}]
+        for turn in range(5):
+            messages += [{"role": "user", "content": f"question {turn}"}]
+            status, headers, _ = await front.post(CHAT, {"model": "a", "messages": messages})
+            assert status == 200
+            assert ("matched_tokens=0," in headers["x-preble-decision"]) == (turn == 0)
+            messages += [{"role": "assistant", "content": f"answer {turn}"}]
+        assert sorted((len(a.calls), len(b.calls))) == [0, 5], "a conversation stays where its prefix is"
+        assert await metric(front, "preble_relayed_requests_total") == {'{by="text",kind="chat"}': 5.0}
+
+
+def stored(tokens: list[int], **more: Any) -> bytes:
+    """A batch of vLLM's with one block of four tokens."""
+    event = {"type": "BlockStored", "block_hashes": [sum(tokens)], "parent_block_hash": None, "token_ids": tokens}
+    event |= {"block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None, **more}
+    return bytes(msgpack.packb([1.0, [event], 0]))
+
+
+@asynchronous
+async def test_what_servers_report_of_their_caches_is_kept_apart_by_model_and_adapter() -> None:
+    a, b = server("a"), server("b", "lora-1")
+    async with gateway(a, b) as front:
+        fleet, scheduler = front.router.fleet, front.router.scheduler
+        spaces = {name: front.gateway.models.get(name).namespace for name in ("a", "b", "lora-1")}
+        assert len(set(spaces.values())) == 3
+        for one in (a, b):
+            fleet.apply_raw(fleet.worker(one.worker), stored([1, 2, 3, 4]))
+        fleet.apply_raw(fleet.worker(b.worker), stored([5, 6, 7, 8], lora_name="lora-1"))
+
+        def cached(tokens: list[int], name: str) -> set[str]:
+            found = scheduler.match([*tokens, 9], namespace=spaces[name])
+            return {worker for worker, count in found.matched_tokens.items() if count}
+
+        assert (cached([1, 2, 3, 4], "a"), cached([1, 2, 3, 4], "b")) == ({a.worker}, {b.worker})
+        assert cached([1, 2, 3, 4], "lora-1") == set()
+        assert cached([5, 6, 7, 8], "lora-1") == {b.worker} and cached([5, 6, 7, 8], "b") == set()
+        assert (await listed(front))[0] == 200
