@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -26,7 +27,7 @@ from preble.engines.event_buffer import EventRelay, EventSink
 from preble.engines.kv_event_listener import RankListener
 from preble.errors import DuplicateRequest, EngineError, InvalidConfig, InvalidInput, QueueFull
 from preble.transport.namespaces import salt_of
-from preble.types import AllBlocksCleared, BlockRemoved, BlockStored
+from preble.types import AllBlocksCleared, BlockRemoved, BlockStored, TokenLogprob
 from preble.worker.engine_thread import EngineThread
 
 HANG_SECONDS = 20.0
@@ -276,6 +277,42 @@ def test_what_is_wrong_is_not_passed_on_and_counted(
     assert chunks[0].cached_tokens is None or 0 <= chunks[0].cached_tokens <= 5
     until(lambda: engine.admission.inside == 0, "the place is free again")
     engine.admission.check()
+
+
+def test_a_request_that_the_engine_refuses_is_told_from_one_that_it_failed(make: Make) -> None:
+    engine, _ = make(saying(ValueError("SECRET")))
+    engine.submit(request())
+    (chunk,) = drive(engine)["r"]
+    assert (chunk.finish_reason, chunk.error) == ("invalid", "the engine refuses the request")
+    engine, _ = make(saying(StreamPart(0, [], None, "invalid")))
+    engine.submit(request())
+    assert drive(engine)["r"][-1].finish_reason == "invalid"
+    until(lambda: engine.admission.inside == 0, "the place is free again")
+    engine.admission.check()
+
+
+def test_a_field_that_the_engine_lacks_is_refused_by_name(make: Make) -> None:
+    engine, backend = make(honest)
+    with pytest.raises(InvalidInput, match="^top_k: the engine scripted does not have it"):
+        engine.submit(GenerationRequest("r", np.array([1, 2], np.int32), SamplingParams(3, top_k=5)))
+    assert not engine.has_work() and not backend.jobs
+
+
+def test_log_probabilities_go_with_their_tokens_and_none_may_be_left_out(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "INFO", replace(INFO, sampling_fields=("logprobs",)))
+    said = [TokenLogprob(-float(i)) for i in range(3)]
+    asked = GenerationRequest("r", np.array([1, 2], np.int32), SamplingParams(3, logprobs=0))
+    rest = StreamPart(1, [8, 9, 9], None, "length", [*said[1:], said[0]])
+    repeats = [StreamPart(0, [7, 8], None, None, said[:2]), rest]
+    engine, _ = make(saying(*repeats))
+    engine.submit(asked)
+    chunks = drive(engine)["r"]
+    assert [one for chunk in chunks for one in chunk.logprobs] == said and tokens_of(chunks) == [7, 8, 9]
+    engine, _ = make(saying(StreamPart(0, [7, 8], None, None, said[:1])))
+    engine.submit(asked)
+    assert drive(engine)["r"][-1].finish_reason == "error" and engine.counters.missing_logprobs == 1
 
 
 def test_a_stream_that_repeats_everything_each_time_is_no_fault(make: Make) -> None:

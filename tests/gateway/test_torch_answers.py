@@ -141,3 +141,85 @@ def test_what_does_not_fit_the_model_is_refused(api: Any, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         api.completions.create(model=model, prompt=[5] * 590, max_tokens=50)
     assert refused.value.code == "context_length_exceeded"
+
+
+# --- what engines have beside OpenAI's plain fields -------------------------------------------------------------------
+
+
+def test_log_probabilities_of_a_chat_come_whole_and_streamed(api: Any, model: str, codec: TextCodec) -> None:
+    asked = {"model": model, "messages": MESSAGES, "logprobs": True, "top_logprobs": 3, **GREEDY}
+    choice = api.chat.completions.create(**asked).choices[0]
+    content = choice.logprobs.content
+    assert len(content) == TOKENS
+    for one in content:
+        best = one.top_logprobs[0]
+        assert (one.token, one.logprob) == (best.token, best.logprob), "greedy takes the likeliest"
+        assert len(one.top_logprobs) == 3 and bytes(one.bytes) == one.token.encode()
+        assert 0 >= best.logprob >= one.top_logprobs[1].logprob >= one.top_logprobs[2].logprob
+    assert "".join(one.token for one in content).replace("\ufffd", "") in choice.message.content.replace("\ufffd", "")
+    events = list(api.chat.completions.create(stream=True, **asked))
+    streamed = [one for event in events if event.choices[0].logprobs for one in event.choices[0].logprobs.content]
+    assert streamed == content
+    plain = api.chat.completions.create(model=model, messages=MESSAGES, **GREEDY)
+    assert plain.choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_completion_come_whole_and_streamed(api: Any, model: str) -> None:
+    asked = {"model": model, "prompt": "import os", "logprobs": 2, **GREEDY}
+    found = api.completions.create(**asked).choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == TOKENS
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top[token] == logprob == max(top.values()) and 1 <= len(top) <= 2
+    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(TOKENS)]
+    parts = [event.choices[0].logprobs for event in api.completions.create(stream=True, **asked)]
+    parts = [part for part in parts if part is not None]
+    assert [token for part in parts for token in part.tokens] == found.tokens
+    assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+
+
+def test_sglangs_log_probabilities_are_triples(api: Any, codec: TextCodec) -> None:
+    params = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+    asked = {"text": "import os", "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
+    url = str(api.base_url).removesuffix("v1/") + "generate"
+    answer = api._client.post(url, json=asked).json()
+    meta = answer["meta_info"]
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert [top[0] for top in meta["output_top_logprobs"]] == meta["output_token_logprobs"]
+    assert all(text is None for _, _, text in meta["output_token_logprobs"])
+    texts = api._client.post(url, json={**asked, "return_text_in_logprobs": True}).json()["meta_info"]
+    said = [text for _, _, text in texts["output_token_logprobs"]]
+    assert said == [codec.decode([token], skip_special_tokens=False) for token in answer["output_ids"]]
+    assert (
+        "output_token_logprobs"
+        not in api._client.post(url, json={**asked, "return_logprob": False}).json()["meta_info"]
+    )
+
+
+def test_a_bias_and_a_penalty_reach_the_model(api: Any, model: str, prompt_ids: list[int], codec: TextCodec) -> None:
+    body = {**GREEDY["extra_body"], "repetition_penalty": 1.5, "top_k": 4}
+    asked = {**GREEDY, "extra_body": body, "logit_bias": {"77": 100}, "frequency_penalty": 2.0}
+    reply = api.chat.completions.create(model=model, messages=MESSAGES, **asked)
+    assert reply.choices[0].message.content.startswith(codec.decode([77]))
+
+
+def test_what_torch_does_not_have_is_refused_by_name(api: Any, model: str) -> None:
+    for asked, param in (
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs.regex"),
+        ({"extra_body": {"regex": "a+"}}, "regex"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            api.chat.completions.create(model=model, messages=MESSAGES, **asked)
+        assert refused.value.param == param
+
+
+def test_a_stop_string_may_stay_in_the_text(api: Any, model: str, answer: Answer, prompt_ids: list[int]) -> None:
+    said = answer(prompt_ids)
+    stop = said[len(said) // 2 : len(said) // 2 + 3]
+    cut = said.index(stop)
+    asked = {**GREEDY, "stop": stop}
+    for more, text in (({}, said[:cut]), ({"include_stop_str_in_output": True}, said[: cut + len(stop)])):
+        asked["extra_body"] = {**GREEDY["extra_body"], **more}
+        assert api.chat.completions.create(model=model, messages=MESSAGES, **asked).choices[0].message.content == text
