@@ -454,7 +454,10 @@ class Exchange:
         self._progress.finished(reader)
         self._pin(reader)
         kind = self._endpoint.kind
-        if self._relay.mismatches.compare(kind, self._context.model, key, reader.prompt_tokens):
+        # Of a stream that went on elsewhere, and of several choices of SGLang's, the count is of more than the prompt.
+        is_of_prompt = not self._continuation and (kind != "generate" or self._body.n == 1)
+        counted = reader.prompt_tokens if is_of_prompt else None
+        if self._relay.mismatches.compare(kind, self._context.model, key, counted):
             self._gateway.metrics.tokens_differ(kind)
 
 

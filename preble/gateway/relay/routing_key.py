@@ -31,6 +31,7 @@ logger = logging.getLogger("preble.gateway")
 
 LOOP_BYTES = 64 << 10  # a key of so long a body is made on the loop; of a longer one, beside it
 TEXT = "text"
+PROMPTS_MAX = 1024  # of one request that are tokenised; of more the text is taken
 KINDS_MAX = 1024  # of endpoints and models that mismatches are counted of
 # Endpoints whose bodies engines make a chat of.
 _CHATS: dict[str, Callable[[RelayedBody, str], dict[str, Any] | None]] = {
@@ -127,7 +128,14 @@ async def _tokens(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: 
     if kind == "generate" and any(body.given(f"{medium}_data") for medium in ("image", "audio", "video")):
         return None
     name = {"completions": "prompt", "chat": "input_ids", "generate": "text" if body.given("text") else "input_ids"}
-    ids = await _prompt(body.value(name[kind]), codec, tokens_max) if kind in name else None
+    if kind not in name or body.given("truncate_prompt_tokens") or body.given("prompt_embeds"):
+        return None
+    special_tokens = body.small("add_special_tokens") is not False
+    given = body.value(name[kind])
+    if isinstance(given, list) and given and isinstance(given[0], list | str):
+        ids = await _several(given, codec, special_tokens, tokens_max)
+    else:
+        ids = await _prompt(given, codec, special_tokens, tokens_max)
     return None if ids is None else (ids, True)
 
 
@@ -151,17 +159,19 @@ async def _chat(body: RelayedBody, codec: TextCodec, engine: str, tokens_max: in
     return ids, not media
 
 
-async def _prompt(given: Any, codec: TextCodec, tokens_max: int) -> TokenIds | None:
-    """A prompt, or several one after the other: the first is what is looked for, all of them are work."""
-    if isinstance(given, str):
-        return await codec.encode(given, tokens_max=tokens_max)
-    if not isinstance(given, list) or not given:
+async def _several(prompts: list[Any], codec: TextCodec, special_tokens: bool, tokens_max: int) -> TokenIds | None:
+    """Prompts, one after the other: the first is what is looked for, all of them are work."""
+    if len(prompts) > PROMPTS_MAX:
         return None
-    if type(given[0]) is int:
-        return _ids(given)
-    found = [await _prompt(one, codec, tokens_max) for one in given]
+    found = [await _prompt(one, codec, special_tokens, tokens_max) for one in prompts]
     known = [ids for ids in found if ids is not None]
     return np.concatenate(known) if len(known) == len(found) else None
+
+
+async def _prompt(given: Any, codec: TextCodec, special_tokens: bool, tokens_max: int) -> TokenIds | None:
+    if isinstance(given, str):
+        return await codec.encode(given, special_tokens=special_tokens, tokens_max=tokens_max)
+    return _ids(given) if isinstance(given, list) else None
 
 
 def _ids(given: list[Any]) -> TokenIds | None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from preble.gateway.core.http_errors import ApiError
 from preble.gateway.relay.body import RelayedBody, read_body
 from preble.gateway.relay.endpoints import ENDPOINTS, POSTS
-from preble.gateway.relay.routing_key import Mismatches, RoutingKey, routing_key
+from preble.gateway.relay.routing_key import PROMPTS_MAX, Mismatches, RoutingKey, routing_key
 from preble.gateway.relay.text_key import text_key
 from preble.gateway.text.tokenizing import TextCodec
 from preble.transport.namespaces import check_namespace
@@ -73,9 +73,20 @@ async def test_prompts_are_their_tokens(codec: TextCodec) -> None:
 
 
 @asynchronous
+async def test_a_prompt_that_the_engine_takes_otherwise_is_not_guessed(codec: TextCodec) -> None:
+    path = "/v1/completions"
+    with_begin = (await key(codec, path, prompt="ab")).token_ids.tolist()
+    assert (await key(codec, path, prompt="ab", add_special_tokens=False)).token_ids.tolist() == with_begin[1:]
+    assert not (await key(codec, path, prompt="ab", truncate_prompt_tokens=1)).exact
+    assert not (await key(codec, path, prompt="ab", prompt_embeds="x")).exact
+    assert (await key(codec, path, prompt=["a"] * PROMPTS_MAX)).exact
+    assert not (await key(codec, path, prompt=["a"] * (PROMPTS_MAX + 1))).exact
+
+
 @pytest.mark.parametrize(
     "prompt", [None, [], {}, [[]], [1, "a"], [-1], [2**40], [1.5], [None], True, 7, "", [["a"]], [[[1]]]]
 )
+@asynchronous
 async def test_an_odd_prompt_is_the_servers_to_refuse(codec: TextCodec, prompt: Any) -> None:
     for one in (codec, None):
         found = await key(one, "/v1/completions", prompt=prompt)
@@ -165,13 +176,15 @@ def test_whatever_a_body_holds_it_has_a_key(codec: TextCodec, path: str, fields:
 @asynchronous
 async def test_a_body_nested_deep_has_a_key(codec: TextCodec) -> None:
     for depth in (500, 900, 100_000):
-        data = b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
-        try:
-            body = read_body(data, BY_PATH[CHAT])
-        except ApiError:
-            continue
-        for one in (codec, None):
-            assert len((await routing_key(body, one)).token_ids)
+        nested = b"[" * depth + b"]" * depth
+        data = b'{"messages": ' + nested + b', "prompt": ' + nested + b', "image_data": ' + nested + b"}"
+        for path in (CHAT, "/v1/completions", "/generate", "/v1/messages", "/v1/responses", "/tokenize"):
+            try:
+                body = read_body(data, BY_PATH[path])
+            except ApiError:
+                continue
+            for one in (codec, None):
+                assert len((await routing_key(body, one)).token_ids)
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
