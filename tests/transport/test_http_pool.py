@@ -271,19 +271,21 @@ async def test_an_answer_that_is_given_up_hangs_up() -> None:
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(OK + b"content-length: 9\r\n\r\nab")
+            if server.connections == 1:
+                writer.write(OK + b"content-length: 9\r\n\r\nab")
             await reader.read()
         finally:
             gone.set()
 
-    async with RawServer(meet=meet).pool() as pool:
+    server = RawServer(meet=meet)
+    async with server.pool() as pool:
         answer = await pool.send(HEAD, b"{}")
         answer.close()
         answer.close()
         await gone.wait()
-        asking = asyncio.ensure_future(pool.send(HEAD, b"{}"))
-        await until(lambda: pool.open, "it is connected")
         gone.clear()
+        asking = asyncio.ensure_future(pool.send(HEAD, b"{}"))
+        await until(lambda: server.connections == 2, "it is connected")
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await gone.wait()
