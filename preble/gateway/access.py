@@ -12,12 +12,11 @@ from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
-from starlette.datastructures import Headers
-
 from ..clock import Clock
 from .core.addresses import counted_as
 from .core.config import GatewayConfig, is_keyless
 from .core.doors import UNIX, door_of
+from .core.header_fields import HeaderFields
 from .core.http_errors import ApiError
 from .core.request_context import RequestContext
 from .keys import Keys, RateLimiter, is_open, is_operators, too_many
@@ -50,7 +49,7 @@ class Access:
         if config.rate_limit_per_minute is not None:
             self._limiter = RateLimiter(config.rate_limit_per_minute, config.rate_limit_burst, clock)
 
-    def admit(self, scope: Scope, headers: Headers, context: RequestContext) -> None:
+    def admit(self, scope: Scope, headers: HeaderFields, context: RequestContext) -> None:
         """Let a request in, and note in its context what its key may do. Raises `ApiError`."""
         self._proxies.look_through(scope, headers)
         path, client = scope["path"], (scope.get("client") or ("unknown",))[0]
@@ -72,7 +71,7 @@ class Access:
             if wait > 0.0:
                 raise too_many("too many requests", "rate_limit", wait)
 
-    def _check_page(self, path: str, headers: Headers) -> None:
+    def _check_page(self, path: str, headers: HeaderFields) -> None:
         """Refuse what a page of another site has caused: a key stands in a header that no page can send, so where there
         are keys, only operators' paths are looked at."""
         if self._is_keyless:
@@ -80,20 +79,20 @@ class Access:
         if (self._is_keyless or is_operators(path)) and not self._allows(path, headers):
             self._origins.check_page(headers)
 
-    def _allows(self, path: str, headers: Headers) -> bool:
+    def _allows(self, path: str, headers: HeaderFields) -> bool:
         return not is_operators(path) and self._allowed.allows(headers)
 
-    def cors_headers(self, path: str, headers: Headers) -> list[tuple[bytes, bytes]]:
+    def cors_headers(self, path: str, headers: HeaderFields) -> list[tuple[bytes, bytes]]:
         """What lets the browser show the answer to the page that asked; nothing where it may not."""
         return self._allowed.answer_headers(headers) if self._allows(path, headers) else []
 
-    def is_preflight(self, scope: Scope, headers: Headers) -> bool:
+    def is_preflight(self, scope: Scope, headers: HeaderFields) -> bool:
         """Whether a browser asks beforehand if a page may ask, and it may."""
         asks = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
         return asks and self._allows(scope["path"], headers)
 
 
-def _check_type(headers: Headers) -> None:
+def _check_type(headers: HeaderFields) -> None:
     """Forms are what any page may send: a change that comes with a body is JSON."""
     media_type = headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if media_type != JSON:

@@ -289,11 +289,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    @property
+    def has_request(self) -> bool:
+        """Whether the request that is being answered is here as a whole."""
+        return not self.cycle.more_body
+
     def attend(self, on_gone: Callable[[], object] | None, on_read: Callable[[], object] | None = None) -> bool:
         """Call `on_gone` when the client goes away before its answer is whole, `on_read` when it has read after
         `write_part` said False. Whether the whole request is here and the client too."""
         self._on_gone, self._on_read = on_gone, on_read
-        return not self.cycle.more_body and not self.cycle.disconnected
+        return self.has_request and not self.cycle.disconnected
 
     def write_part(self, data: bytes) -> bool:
         """Write a part of an answer that has begun, at once; False where the client reads too slowly for more. Of one

@@ -10,13 +10,14 @@ for each of its choices.
 from __future__ import annotations
 
 import logging
+import random
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ..clock import Clock
@@ -25,6 +26,7 @@ from .access import Access, is_unlogged
 from .api.http import Receive, Send, error_response
 from .core.config import GatewayConfig
 from .core.gateway import Gateway
+from .core.header_fields import HeaderFields
 from .core.http_errors import ApiError
 from .core.request_context import RequestContext, now_in
 from .core.sessions import hint_of_headers
@@ -42,6 +44,7 @@ OTHER = "other"
 # In how many seconds a client gives up that gets nothing; OpenAI's own clients send the second.
 TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
 TIMEOUT_SECONDS_MAX = 1e6
+_RANDOM = random.Random(secrets.randbits(128))  # of ids, which need to differ and may be guessed
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -77,9 +80,9 @@ class Middleware:
         if scope["type"] != "http":
             raise NotImplementedError(f"no {scope['type']} here")
         started = self._clock()
-        headers = HTTPConnection(scope).headers
+        headers = HeaderFields(scope["headers"])
         given = headers.get("x-request-id", "")
-        context = RequestContext(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12), started)
+        context = RequestContext(given if _REQUEST_ID.fullmatch(given) else f"{_RANDOM.getrandbits(96):024x}", started)
         context.session = hint_of_headers(scope["headers"])
         context.timeout_seconds = _timeout_of(headers)
         tracing = None if is_unlogged(scope["path"]) else self._gateway.tracing

@@ -20,8 +20,7 @@ import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
-
+from .core.header_fields import HeaderFields
 from .core.http_errors import ApiError
 
 EXPOSED = b"retry-after, x-request-id, x-preble-decision, x-preble-mode, x-preble-process, x-preble-worker"
@@ -34,13 +33,13 @@ class Origins:
     def __init__(self, host_names: Iterable[str]) -> None:
         self._names = frozenset(name.lower() for name in host_names)
 
-    def check_host(self, headers: Headers) -> None:
+    def check_host(self, headers: HeaderFields) -> None:
         """Raise `ApiError` 403 for a request to a name that is not ours: its site may have let it lead here."""
         hosts = headers.getlist("host")
         if len(hosts) > 1 or not all(map(self._is_own_host, hosts)):
             raise _foreign("the Host header is no name of this gateway; host_names lists further ones", "foreign_host")
 
-    def check_page(self, headers: Headers) -> None:
+    def check_page(self, headers: HeaderFields) -> None:
         """Raise `ApiError` 403 for a request that a page of another site has caused."""
         hosts = headers.getlist("host")
         if len(hosts) > 1:
@@ -65,12 +64,12 @@ class AllowedOrigins:
     def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(origin.lower() for origin in origins)
 
-    def allows(self, headers: Headers) -> bool:
+    def allows(self, headers: HeaderFields) -> bool:
         """Whether the page that asks is one of these."""
         given = headers.getlist("origin")
         return len(given) == 1 and ("*" in self._origins or given[0].lower() in self._origins)
 
-    def answer_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+    def answer_headers(self, headers: HeaderFields) -> list[tuple[bytes, bytes]]:
         """What tells the browser so, of an answer or of what it asks beforehand."""
         found = [(b"access-control-allow-origin", headers["origin"].encode("latin-1")), (b"vary", b"origin")]
         if "access-control-request-method" not in headers:

@@ -12,9 +12,8 @@ from collections.abc import Iterable, MutableMapping
 from functools import lru_cache
 from typing import Any
 
-from starlette.datastructures import Headers
-
 from .core.doors import UNIX, door_of
+from .core.header_fields import HeaderFields
 
 UNIX_NAME = "unix"  # in `trusted_proxies`: who connects to the Unix socket
 _FORWARDED = ("x-forwarded-for", "forwarded")
@@ -35,7 +34,7 @@ class TrustedProxies:
         found = _address(address)
         return found is not None and any(found in network for network in self._networks)
 
-    def look_through(self, scope: MutableMapping[str, Any], headers: Headers) -> None:
+    def look_through(self, scope: MutableMapping[str, Any], headers: HeaderFields) -> None:
         """Put the client in place of the proxy that it came by; and the scheme that it used."""
         client = scope.get("client")
         is_unix = client is None and door_of(scope) == UNIX
@@ -57,7 +56,7 @@ class TrustedProxies:
             scope["scheme"] = scheme
 
 
-def is_forwarded(headers: Headers) -> bool:
+def is_forwarded(headers: HeaderFields) -> bool:
     """Whether a proxy says that it asks for somebody else."""
     return any(name in headers for name in _FORWARDED)
 

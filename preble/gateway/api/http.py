@@ -46,6 +46,9 @@ async def _read_body(request: Request, bytes_max: int, share: ByteShare) -> byte
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
         raise _too_large(bytes_max)
+    connection = request.scope.get("preble.connection")
+    if connection is not None and connection.has_request:
+        return await _read(request, bytes_max, share)  # it is here, nothing need watch over it
     try:
         return await within(BODY_SECONDS, _read(request, bytes_max, share))
     except asyncio.TimeoutError:

@@ -267,4 +267,6 @@ def decision_headers(progress: RequestProgress) -> dict[str, str]:
 
 
 def _header_safe(text: str) -> str:
+    if len(text) <= 256 and text.isascii() and text.isprintable():
+        return text
     return "".join(c if " " <= c <= "~" else "?" for c in text)[:256]

@@ -87,6 +87,7 @@ class Metrics:
         self._families = {name: counter(name, text, labels) for name, text, labels in _MODEL_COUNTERS}
         self._families |= {name: seconds(name, text, labels, to) for name, text, labels, to in _MODEL_HISTOGRAMS}
         self._of_models: dict[str, ModelMetrics] = {}
+        self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
 
     def of_model(self, name: str) -> ModelMetrics:
         """What is counted of one model; those beyond the bound share one."""
@@ -101,8 +102,8 @@ class Metrics:
     def request(self, route: str, status: int, seconds: float, context: RequestContext) -> None:
         """An HTTP request has ended, which took so long."""
         model = self.of_model(context.model).name if context.progress.choices else ""
-        self._http.labels(route, str(status), model).inc()
-        self._http_seconds.labels(route).observe(seconds)
+        self._child(self._http, route, str(status), model).inc()
+        self._child(self._http_seconds, route).observe(seconds)
         if context.progress.choices:
             self._generated(context)
             if self._otlp is not None:
@@ -112,7 +113,7 @@ class Metrics:
         """The request was placed, or waited for that; whatever came of it."""
         for name in ("session", "parent", "agent"):
             if getattr(context.session, name):
-                self._sessions.labels(name).inc()
+                self._child(self._sessions, name).inc()
         own, progress = self.of_model(context.model), context.progress
         if context.first_token_seconds is None and not progress.output_tokens:
             return
@@ -124,6 +125,13 @@ class Metrics:
         decided = context.phases.get("decide")
         if decided is not None:
             own.gateway_queue_seconds.observe(max(decided.ended - context.started, 0.0))
+
+    def _child(self, family: Any, *labels: str) -> Any:
+        """The metric of some labels. They are few, as is said above, and finding them in their family takes longer."""
+        found = self._children.get((family, labels))
+        if found is None:
+            found = self._children[family, labels] = family.labels(*labels)
+        return found
 
     def connection_refused(self, why: str) -> None:
         """A connection was refused, or cut off; `why` is one of `connections.Why`."""
@@ -144,7 +152,7 @@ class Metrics:
 
     def phase(self, name: str, seconds: float) -> None:
         """A part of placing a request took so long, until now."""
-        self._decision.labels(name).observe(seconds)
+        self._child(self._decision, name).observe(seconds)
         note_phase(name, seconds, self.clock())
 
     def watch(self, scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob], context: RequestContext) -> Watch:

@@ -21,6 +21,7 @@ from ... import __version__
 from ...clock import Clock
 from ...errors import MissingExtra
 from ...transport.engine_servers.http_client import TRACE_HEADERS
+from .header_fields import HeaderFields
 from .request_context import RequestContext
 from .telemetry import CLOSE_SECONDS, end_within, model_attributes, resource_attributes
 
@@ -28,7 +29,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACESTATE_CHARS_MAX = 512
 
 
-def trace_of(headers: Mapping[str, str]) -> dict[str, str]:
+def trace_of(headers: HeaderFields | Mapping[str, str]) -> dict[str, str]:
     """The trace that a request belongs to, as headers; {} where it names none, or nonsense."""
     parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
     if not _TRACEPARENT.fullmatch(parent):
@@ -72,7 +73,7 @@ class Tracing:
         self._error = trace.StatusCode.ERROR
         self._in_span = trace.set_span_in_context
 
-    def begin(self, headers: Mapping[str, str]) -> Any:
+    def begin(self, headers: HeaderFields | Mapping[str, str]) -> Any:
         """The span of a request that has come, and its name handed on."""
         parent = self._propagator.extract(trace_of(headers))
         span = self._tracer.start_span("request", context=parent, kind=self._server_kind)

@@ -12,7 +12,7 @@ A client that goes away ends the request: the connection to the server is closed
 from __future__ import annotations
 
 import asyncio
-import secrets
+import itertools
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,6 +61,7 @@ class Relay:
         self.pools = ServerPools(gateway.router)
         self.mismatches = Mismatches()
         self.pinned = PinnedAnswers()
+        self.numbers = itertools.count(1)  # of requests, whose ids clients may repeat
 
     def at(self, endpoint: Endpoint) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """The handler of one endpoint."""
@@ -173,7 +174,7 @@ class Exchange:
         placement = self._placement = await gateway.router.place(
             key.token_ids,
             namespace=key.namespace,
-            request_id=f"{context.request_id}#{secrets.token_hex(6)}",
+            request_id=f"{context.request_id}#{next(self._relay.numbers)}",
             client=context.key_name,
             first_token_seconds=gateway.left_seconds(context),
             session=context.session or None,
