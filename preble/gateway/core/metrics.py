@@ -9,22 +9,21 @@ A generation's tokens are counted as they come; its lengths and times when its r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...clock import Clock
 from ...errors import MissingExtra
 from ...scheduling.records import DecisionRecord
 from ..text.choices import Choice, ChoiceJob, TextPiece
-from .metric_families import OTHER, Family, read_text
+from .metric_families import OTHER, read_text
 from .request_context import RequestContext, note_phase
+from .tallies import Buckets, Counts
 
 try:
     from prometheus_client import (
         CONTENT_TYPE_LATEST,
         CollectorRegistry,
-        Counter,
-        Histogram,
         ProcessCollector,
         generate_latest,
     )
@@ -44,7 +43,7 @@ TOKENS = (1, 4, 16, 64, 128, 256, 512, *(1 << bits for bits in range(10, 19)), 1
 
 
 class Metrics:
-    """The metrics of one gateway. What it counts itself may be counted from any thread.
+    """The metrics of one gateway. Counted by its loop; `record` alone is called by the thread of the records' sink.
 
     `otlp`: who else is informed of every request that generated.
     """
@@ -57,11 +56,15 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 
-        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Any:
-            return Counter(f"preble_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counts:
+            found = Counts(f"preble_{name}", text, labels)
+            registry.register(found)
+            return found
 
-        def seconds(name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS) -> Any:
-            return Histogram(f"preble_{name}", text, labels, registry=registry, buckets=buckets)
+        def seconds(name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS) -> Buckets:
+            found = Buckets(f"preble_{name}", text, labels, buckets)
+            registry.register(found)
+            return found
 
         self._http = counter("http_requests", "HTTP requests by route, status and model", ("route", "status", "model"))
         self._http_seconds = seconds("http_request_duration_seconds", "HTTP requests, whole streams", ("route",))
@@ -83,11 +86,13 @@ class Metrics:
         self._mismatches = counter(
             "prompt_token_mismatches", "Relayed requests of which the engine counts other prompt tokens", ("kind",)
         )
-        self._regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
-        self._families = {name: counter(name, text, labels) for name, text, labels in _MODEL_COUNTERS}
-        self._families |= {name: seconds(name, text, labels, to) for name, text, labels, to in _MODEL_HISTOGRAMS}
+        regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
+        self._regret = regret.labels()
+        self._families: dict[str, Any] = {
+            **{name: counter(name, text, labels) for name, text, labels in _MODEL_COUNTERS},
+            **{name: seconds(name, text, labels, bounds) for name, text, labels, bounds in _MODEL_HISTOGRAMS},
+        }
         self._of_models: dict[str, ModelMetrics] = {}
-        self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
 
     def of_model(self, name: str) -> ModelMetrics:
         """What is counted of one model; those beyond the bound share one."""
@@ -102,8 +107,8 @@ class Metrics:
     def request(self, route: str, status: int, seconds: float, context: RequestContext) -> None:
         """An HTTP request has ended, which took so long."""
         model = self.of_model(context.model).name if context.progress.choices else ""
-        self._child(self._http, route, str(status), model).inc()
-        self._child(self._http_seconds, route).observe(seconds)
+        self._http.labels(route, str(status), model).inc()
+        self._http_seconds.labels(route).observe(seconds)
         if context.progress.choices:
             self._generated(context)
             if self._otlp is not None:
@@ -113,7 +118,7 @@ class Metrics:
         """The request was placed, or waited for that; whatever came of it."""
         for name in ("session", "parent", "agent"):
             if getattr(context.session, name):
-                self._child(self._sessions, name).inc()
+                self._sessions.labels(name).inc()
         own, progress = self.of_model(context.model), context.progress
         if context.first_token_seconds is None and not progress.output_tokens:
             return
@@ -125,13 +130,6 @@ class Metrics:
         decided = context.phases.get("decide")
         if decided is not None:
             own.gateway_queue_seconds.observe(max(decided.ended - context.started, 0.0))
-
-    def _child(self, family: Any, *labels: str) -> Any:
-        """The metric of some labels. They are few, as is said above, and finding them in their family takes longer."""
-        found = self._children.get((family, labels))
-        if found is None:
-            found = self._children[family, labels] = family.labels(*labels)
-        return found
 
     def connection_refused(self, why: str) -> None:
         """A connection was refused, or cut off; `why` is one of `connections.Why`."""
@@ -152,7 +150,7 @@ class Metrics:
 
     def phase(self, name: str, seconds: float) -> None:
         """A part of placing a request took so long, until now."""
-        self._child(self._decision, name).observe(seconds)
+        self._decision.labels(name).observe(seconds)
         note_phase(name, seconds, self.clock())
 
     def watch(self, scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob], context: RequestContext) -> Watch:
@@ -164,7 +162,7 @@ class Metrics:
 
     def own_text(self) -> bytes:
         """What it counts itself, in Prometheus' text format."""
-        text: bytes = generate_latest(_WithoutCreated(self._registry))
+        text: bytes = generate_latest(self._registry)
         return text
 
     def render(self, scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Mapping[str, Any]) -> bytes:
@@ -322,16 +320,3 @@ def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob]) -> dict[
             seen.add(id(job.token_ids))
             best[job.index] = scheduler.match(job.token_ids, namespace=job.namespace).best_tokens
     return best
-
-
-class _WithoutCreated:
-    """A registry without the time at which each counter and histogram began: a line more for every one of them."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[Family]:
-        """What Prometheus' library asks for."""
-        for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family

@@ -296,6 +296,10 @@ async def test_a_relayed_request_is_counted_as_any_other() -> None:
         assert found["preble_output_tokens_total"] == 3 and found["preble_prompt_tokens_total"] == 5
         assert found["preble_actual_cached_tokens_total"] == 2
         assert found["preble_time_to_first_token_seconds_count"] == 1
+        assert found["preble_time_per_output_token_seconds_count"] == 1
+        assert found["preble_request_prompt_tokens_sum"] == 5 and found["preble_request_output_tokens_sum"] == 3
+        for at in ("gateway", "engine"):
+            assert float(lines[f'preble_queue_seconds_count{{at="{at}",model="tiny"}}']) == 1
         assert front.router.counters.finished == 1 and front.router.counters.output_tokens == 3
 
 
