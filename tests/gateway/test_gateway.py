@@ -481,8 +481,12 @@ def test_what_a_client_says_of_sessions_is_in_the_log_the_metrics_and_the_record
     body = {"prompt": [1, 2, 3], "max_tokens": 2, "user": "somebody@example.org"}
     assert client.call("POST", "/v1/completions", body, headers)[0] == 200
     assert client.call("POST", "/v1/completions", body, {"x-request-id": "of-a-user"})[0] == 200
-    named = {line.get("request_id"): line for line in gateway.log_lines()}
-    line, of_user = named["of-a-session"], named["of-a-user"]
+
+    def named() -> dict[str, Any]:
+        return {line.get("request_id", ""): line for line in gateway.log_lines()}
+
+    wait_until(lambda: {"of-a-session", "of-a-user"} <= named().keys(), "both are in the log")
+    line, of_user = named()["of-a-session"], named()["of-a-user"]
     assert [line[part] for part in ("session", "parent_session", "agent")] == ["talk", "root", "agent-2"]
     assert of_user["session"].startswith("user-") and "somebody" not in gateway.log.read_text()
     state = client.call("GET", "/v1/preble/state")[2]
