@@ -18,7 +18,7 @@ from preble.errors import InvalidConfig, InvalidInput, QueueFull
 from preble.gateway.text import tokenizing
 from preble.gateway.text.chat_template import ChatTemplate, load_chat_template
 from preble.gateway.text.detokenizing import PENDING_TOKENS_MAX, UNFINISHED, Detokenizer, StopStrings
-from preble.gateway.text.tokenizing import PartCache, TextCodec, first_difference
+from preble.gateway.text.tokenizing import PartCache, PromptTooLong, TextCodec, first_difference
 from tests.support.gateway import BOS, END, HAN, SPECIAL, USER, VOCABULARY, make_tokenizer, swap_letters
 from tests.support.transport import asynchronous
 
@@ -144,6 +144,33 @@ def test_parts_are_the_whole(codec: TextCodec, parts: list[str]) -> None:
         else:
             with pytest.raises(InvalidInput, match="no tokens"):
                 codec.encode_now(text, framed)
+
+
+@asynchronous
+async def test_a_chat_of_which_little_is_new_needs_no_thread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = TextCodec(model, threads=1)
+    waited: list[int] = []
+    run = codec._queue.run
+
+    async def counting(size: int, work: Any) -> Any:
+        waited.append(size)
+        return await run(size, work)
+
+    monkeypatch.setattr(codec._queue, "run", counting)
+    talk = [{"role": "user", "content": "a" * 3000}]
+    first = await codec.encode_chat(talk)
+    assert len(waited) == 1, "all of it is new"
+    assert (await codec.encode_chat(talk)).tolist() == first.tolist()
+    longer = [*talk, {"role": "assistant", "content": "b" * 500}]
+    found = await codec.encode_chat(longer)
+    assert len(waited) == 1, "little of it is new"
+    assert codec.chat_template is not None
+    assert found.tolist() == codec.encode_now(codec.chat_template.render(longer), False).tolist()
+    await codec.encode_chat([{"role": "user", "content": "c" * 20_000}])
+    assert len(waited) == 2, "a long one is rendered beside the loop, too"
+    with pytest.raises(PromptTooLong):
+        await codec.encode_chat(talk, tokens_max=100)
+    codec.close()
 
 
 def test_a_tokenizer_whose_parts_depend_on_each_other_is_given_whole_prompts(tmp_path: Path) -> None:

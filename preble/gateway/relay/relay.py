@@ -46,6 +46,7 @@ from .usage import UsageReader, usage_reader
 
 Scope = MutableMapping[str, Any]
 
+READ_BYTES = 256 << 10  # of a body that is looked over on the loop, in a tenth of a millisecond
 WHOLE_BYTES = 1 << 20
 FULL = frozenset({429, 503})  # the server takes no more
 BROKEN = frozenset({502, 504})  # something between us and the server, or behind it
@@ -88,7 +89,7 @@ class Relay:
             async with body_of(Request(scope, receive), gateway) as data:
                 # What asks for an answer by its id has no body, or one that says nothing of where it goes.
                 read = RelayedBody if endpoint.by_id else read_body
-                body = await off_loop(len(data), read, data, endpoint)
+                body = await off_loop(len(data) if len(data) > READ_BYTES else 0, read, data, endpoint)
                 exchange = Exchange(self, endpoint, body, scope, send)
                 await exchange.attended(receive)
         finally:

@@ -29,7 +29,7 @@ from .text_key import text_key
 TokenIds = npt.NDArray[np.int32]
 logger = logging.getLogger("preble.gateway")
 
-LOOP_BYTES = 64 << 10  # a key of so long a body is made on the loop; of a longer one, beside it
+LOOP_BYTES = 128 << 10  # a key of so long a body is made on the loop; of a longer one, beside it
 TEXT = "text"
 PROMPTS_MAX = 1024  # of one request that are tokenised; of more the text is taken
 KINDS_MAX = 1024  # of endpoints and models that mismatches are counted of

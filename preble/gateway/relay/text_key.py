@@ -180,6 +180,8 @@ def _message(message: dict[str, Any], key: KeyBuilder) -> None:
     role = message.get("role")
     others = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
     head = role if isinstance(role, str) else ""
+    if head == "system" and isinstance(content, str) and content.startswith(BILLING):
+        content = content.partition("\n")[2]
     if isinstance(content, str) and not others:
         key.text(f"{head}\n{content}".encode("utf-8", "replace"))
         return

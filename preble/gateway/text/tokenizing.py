@@ -48,6 +48,8 @@ PROBES = (
 SWITCH_SECONDS = 0.0005  # for `sys.setswitchinterval`: so soon a thread that computes lets the event loop go on
 MARKS_TRIED_MAX = 8  # special tokens differ by name only: some speak for all
 SLICE_CHARACTERS = 32 << 10  # tokenised in one call, and of a long text tried at a time
+LOOP_CHARACTERS = 16 << 10  # of a chat that is rendered on the loop, where no more than these are new:
+LOOP_NEW_CHARACTERS = 1024
 MESSAGE_CHARACTERS = 64  # what a message costs beside its text, about
 ENTRY_BYTES = 200  # what a part costs in the cache beside its text and ids, about
 
@@ -219,20 +221,17 @@ class TextCodec:
     ) -> TokenIds:
         """The ids of what `make` returns, texts and ids one after the other, without special tokens around them.
 
-        `make` runs in a thread; `size` says about how many characters it makes. Raises as `encode` does, or as `make`.
+        `size` says about how many characters it makes. What is short, and little of it new, is done on the loop: a
+        thread would cost more than it. The rest runs in a thread. Raises as `encode` does, or as `make`.
         """
+        pieces: Sequence[Piece] | None = None
+        if size <= LOOP_CHARACTERS:
+            pieces = make()
+            if self._new_characters(pieces) <= LOOP_NEW_CHARACTERS:
+                return self._encode_pieces(pieces, TokenLimit(tokens_max, threading.Event()))
 
         def work(stop: threading.Event) -> TokenIds:
-            limit = TokenLimit(tokens_max, stop)
-            ids: array[int] = array("i")
-            for piece in make():
-                if isinstance(piece, str):
-                    for part in self._encode_parts(self._parts(piece), limit):
-                        ids.extend(part)
-                else:
-                    ids.extend(piece)
-                limit.check(len(ids))
-            return _some(ids)
+            return self._encode_pieces(make() if pieces is None else pieces, TokenLimit(tokens_max, stop))
 
         return await self._queue.run(size, work)
 
@@ -255,6 +254,22 @@ class TextCodec:
     def close(self) -> None:
         """End the threads; texts that wait are not tokenised. Idempotent."""
         self._queue.close()
+
+    def _new_characters(self, pieces: Sequence[Piece]) -> int:
+        """How much of the texts is not in the cache."""
+        parts = (part for piece in pieces if isinstance(piece, str) for part in self._parts(piece))
+        return sum(len(part) for part in parts if self.cache.get(part) is None)
+
+    def _encode_pieces(self, pieces: Sequence[Piece], limit: TokenLimit) -> TokenIds:
+        ids: array[int] = array("i")
+        for piece in pieces:
+            if isinstance(piece, str):
+                for part in self._encode_parts(self._parts(piece), limit):
+                    ids.extend(part)
+            else:
+                ids.extend(piece)
+            limit.check(len(ids))
+        return _some(ids)
 
     def _parts(self, text: str) -> list[str]:
         """The text cut after each special token."""

@@ -283,6 +283,17 @@ def test_the_order_in_which_a_client_writes_a_message_is_of_no_matter() -> None:
     assert text(CHAT, messages=[one]) == text(CHAT, messages=[other])
 
 
+def test_the_line_that_an_agent_changes_with_each_request_is_left_out() -> None:
+    def with_line(value: str, path: str) -> list[int]:
+        line = f"x-anthropic-billing-header: cch={value};"
+        if path == CHAT:
+            return text(path, messages=[{"role": "system", "content": f"{line}\nRules."}])
+        return text(path, system=[{"type": "text", "text": line}, {"type": "text", "text": "Rules."}], messages=[])
+
+    for path in (CHAT, "/v1/messages"):
+        assert with_line("1", path) == with_line("2", path)
+
+
 def test_four_letters_are_a_token() -> None:
     assert len(text(CHAT, messages=[{"role": "user", "content": "word" * 1000}])) == pytest.approx(1000, abs=3)
 
