@@ -279,7 +279,7 @@ def test_headers_reports_where_a_request_went_and_why(client: Client) -> None:
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             400,
-            "messages[0].tool_calls",
+            None,
         ),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "bishop", "content": "x"}]}, 400, None),

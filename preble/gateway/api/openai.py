@@ -20,8 +20,10 @@ from ..core.gateway import Gateway, TokenIds, decision_headers
 from ..core.http_errors import wrong
 from ..core.request_context import RequestContext, context_of
 from ..core.sessions import with_body
+from ..text.chat_template import ChatTemplate
 from ..text.choices import Choice, ChoiceJob, RequestProgress, TextPiece
 from ..text.tokenizing import TextCodec
+from ..text.tool_calls import ToolCallReader
 from .http import DONE, EventStream, attended, body_of, json_response, off_loop, sse, token_ids_of
 from .logprobs import of_chat, of_completion
 from .sampling import check_fields, sampling_of_openai, stop_strings
@@ -30,11 +32,13 @@ from .schemas import (
     ChatRequest,
     Common,
     CompletionRequest,
+    check_messages,
     decode,
     plain_messages,
     prompts_of,
     salt_of,
 )
+from .tools import ToolUse, is_plain, prompt_maker, tool_use, with_tools
 
 COMPLETION_MAX_TOKENS = 16  # where a completion names no limit, as in OpenAI's API and in both engines
 
@@ -58,11 +62,20 @@ class _Collected:
 class Shape:
     """How one answer looks: chat or text completion. Bound to one request."""
 
-    def __init__(self, chat: bool, context: RequestContext, include_usage: bool, codec: TextCodec | None) -> None:
+    def __init__(
+        self,
+        chat: bool,
+        context: RequestContext,
+        include_usage: bool,
+        codec: TextCodec | None,
+        tools: ToolUse | None = None,
+    ) -> None:
         self.chat = chat
         self.context = context
         self.include_usage = include_usage
         self._codec = codec
+        self._tools = tools
+        self._readers: dict[int, ToolCallReader] = {}  # by choice
         self._offsets: dict[int, int] = {}  # by choice: characters of a completion's tokens so far
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{context.request_id}"
         self._created = int(time.time())
@@ -71,12 +84,18 @@ class Shape:
         """The answer in one."""
         choices = []
         for choice, found in zip(progress.choices, collected, strict=True):
+            message = self._read_calls(choice.job.index, found.text, last=True)
+            for call in message.get("tool_calls", ()):
+                del call["index"]  # which deltas have
             body: dict[str, Any] = {
                 "index": choice.job.index,
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self._reason(choice),
                 "logprobs": self._logprobs(choice, found.token_ids, found.logprobs),
             }
-            body |= {"message": {"role": "assistant", "content": found.text}} if self.chat else {"text": found.text}
+            if self.chat:
+                body["message"] = {"role": "assistant", "content": None if "tool_calls" in message else "", **message}
+            else:
+                body["text"] = found.text
             choices.append(body)
         return {**self._envelope("chat.completion"), "choices": choices, "usage": usage(progress)}
 
@@ -84,11 +103,39 @@ class Shape:
         """What a chat's choice begins with."""
         return self._event(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def piece(self, piece: TextPiece) -> bytes:
-        """One event of a stream."""
-        body = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
+    def piece(self, piece: TextPiece) -> bytes | None:
+        """One event of a stream; None where there is nothing to say yet."""
+        index = piece.choice.job.index
         logprobs = self._logprobs(piece.choice, piece.token_ids, piece.logprobs) if piece.token_ids else None
-        return self._event(piece.choice.job.index, body, piece.choice.finish_reason if piece.last else None, logprobs)
+        if not self.chat:
+            body: dict[str, Any] = {"text": piece.text}
+        elif self._tools is None:
+            body = {"delta": {"content": piece.text}}
+        else:
+            body = {"delta": self._read_calls(index, piece.text, last=piece.last)}
+            if not (body["delta"] or piece.last or logprobs):
+                return None
+        return self._event(index, body, self._reason(piece.choice) if piece.last else None, logprobs)
+
+    def _read_calls(self, index: int, text: str, *, last: bool) -> dict[str, Any]:
+        """Text and calls of a choice's next text, as a message or a delta has them."""
+        if self._tools is None:
+            return {"content": text}
+        reader = self._readers.setdefault(index, self._tools.reader())
+        said: dict[str, Any] = {}
+        for found in (reader.add(text), reader.flush()) if last else (reader.add(text),):
+            if found.text:
+                said["content"] = said.get("content", "") + found.text
+            first = reader.count - len(found.calls)
+            for number, call in enumerate(found.calls, first):
+                said.setdefault("tool_calls", []).append(self._tools.shown(number, call))
+        return said
+
+    def _reason(self, choice: Choice) -> str | None:
+        """How a choice ended; a function that was named is what was to come, so that is a stop."""
+        reader = self._readers.get(choice.job.index)
+        called = reader is not None and reader.count and self._tools is not None and not self._tools.function
+        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
 
     def _logprobs(
         self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
@@ -140,12 +187,24 @@ class OpenAI:
         """POST /v1/chat/completions."""
         async with body_of(request, self._gateway) as data:
             body = await off_loop(len(data), decode, data, ChatRequest)
-            messages = await off_loop(len(data), plain_messages, body.messages)
-            prompts = [await attended(request.receive, self._gateway.tokens_of_chat(messages))]
-        del data, messages  # the answer may take long
+            tools = await off_loop(len(data), tool_use, body, self._template)
+            prompts = [await attended(request.receive, self._chat_tokens(data, body))]
+        del data  # the answer may take long
         body.messages = []
+        body.tools = body.documents = body.chat_template_kwargs = ABSENT
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await self._answer(request, body, prompts, asked, chat=True)
+        return await self._answer(request, body, prompts, asked, chat=True, tools=tools)
+
+    def _template(self) -> ChatTemplate | None:
+        return None if self._gateway.codec is None else self._gateway.codec.chat_template
+
+    async def _chat_tokens(self, data: bytes, body: ChatRequest) -> TokenIds:
+        template = None if is_plain(body) else self._template()
+        if template is None:
+            messages = await off_loop(len(data), plain_messages, body.messages)
+            return await self._gateway.tokens_of_chat(messages)
+        check_messages(body.messages)
+        return await self._gateway.tokens_of_made(len(data), prompt_maker(data, template, self._gateway.engine))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -171,7 +230,14 @@ class OpenAI:
         return json_response(card)
 
     async def _answer(
-        self, request: Request, body: Common, prompts: list[TokenIds], asked: int | None, *, chat: bool
+        self,
+        request: Request,
+        body: Common,
+        prompts: list[TokenIds],
+        asked: int | None,
+        *,
+        chat: bool,
+        tools: ToolUse | None = None,
     ) -> Response:
         gateway, context = self._gateway, context_of(request)
         context.use_model(gateway.check_model(body.model))
@@ -184,6 +250,8 @@ class OpenAI:
             place = "stream_options.continuous_usage_stats"
             raise wrong(f"{place} is not supported by this gateway", place, "unsupported_parameter")
         sampling = sampling_of_openai(body, limit)
+        if tools is not None:
+            sampling = with_tools(gateway, sampling, tools)
         check_fields(gateway, sampling, body)
         jobs = gateway.plan(
             context,
@@ -192,10 +260,11 @@ class OpenAI:
             choices=body.n or 1,
             stops=stop_strings(body.stop),
             salt=salt_of(body),
-            skip_special_tokens=body.skip_special_tokens is not False,
+            skip_special_tokens=body.skip_special_tokens is not False and not (tools and tools.shows_special_tokens),
             keep_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         )
-        shape = Shape(chat, context, bool(options is not None and options.include_usage), gateway.codec)
+        usage_wanted = bool(options is not None and options.include_usage)
+        shape = Shape(chat, context, usage_wanted, gateway.codec, tools)
         if context.stream:
             return await self._stream(request, shape, jobs)
         return await attended(request.receive, self._whole(shape, jobs))
@@ -233,8 +302,9 @@ async def _events(
         if shape.chat and index not in opened:
             opened.add(index)
             yield shape.opening(index)
-        if piece.text or piece.last or piece.logprobs:
-            yield shape.piece(piece)
+        event = shape.piece(piece) if piece.text or piece.last or piece.logprobs else None
+        if event is not None:
+            yield event
         piece = await anext(stream, None)
     if shape.include_usage:
         yield shape.closing(shape.context.progress)

@@ -89,6 +89,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: msgspec.Raw = NOTHING
+    tool_call_id: msgspec.Raw = NOTHING
     annotations: msgspec.Raw = NOTHING
     audio: msgspec.Raw = NOTHING
     function_call: msgspec.Raw = NOTHING
@@ -168,7 +169,14 @@ class ChatRequest(Common):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+    tools: msgspec.Raw = NOTHING
+    tool_choice: msgspec.Raw = NOTHING
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: msgspec.Raw = NOTHING
+    reasoning_effort: msgspec.Raw = NOTHING
+    documents: msgspec.Raw = NOTHING
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class SglangSampling(Sampling, kw_only=True):
@@ -294,17 +302,23 @@ def salt_of(request: Common | GenerateRequest) -> str | None:
 
 
 # What a template is not given, and so must say nothing; of what answers hold beside their content.
-_NOT_SHOWN = ("tool_calls", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "refusal")
+NEVER_SHOWN = ("annotations", "audio", "function_call", "refusal")
+_NOT_SHOWN = (*NEVER_SHOWN, "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as chat templates expect them: each content one text. Raises `ApiError` for other than text."""
+def check_messages(messages: Sequence[Message], silent: Sequence[str] = NEVER_SHOWN) -> None:
+    """Raise `ApiError` for what no template is given here: fields, some of these, that say something."""
     for i, message in enumerate(messages):
-        for name in _NOT_SHOWN:
+        for name in silent:
             raw = getattr(message, name)
             if raw is not ABSENT and is_given(raw) and not is_one_of(raw, ([], {}, "", 0)):
                 place = f"messages[{i}].{name}"
                 raise ApiError(400, f"{place}: not supported by this gateway", param=place, code="unsupported_content")
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as chat templates expect them: each content one text. Raises `ApiError` for other than text."""
+    check_messages(messages, _NOT_SHOWN)
     return [
         {
             "role": message.role,

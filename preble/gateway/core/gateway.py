@@ -22,7 +22,7 @@ from ...types import SamplingParams
 from ..dashboard.state import Live
 from ..text.choices import ChoiceJob, RequestProgress, TextPiece, jobs_for
 from ..text.generation import pieces
-from ..text.tokenizing import PromptTooLong, TextCodec
+from ..text.tokenizing import Piece, PromptTooLong, TextCodec
 from ..text.unread import UnreadBudget, UnreadPieces
 from .byte_budget import ByteBudget
 from .http_errors import unavailable, wrong
@@ -124,6 +124,18 @@ class Gateway:
         """Token ids of a conversation. Raises `ApiError` or `QueueFull`."""
         codec = self.text_codec("messages")
         return await self._timed(codec.encode_chat(messages, tokens_max=self.max_model_tokens), "messages")
+
+    async def tokens_of_made(self, size: int, make: Callable[[], Sequence[Piece]]) -> TokenIds:
+        """Token ids of a prompt that `make` makes in a thread, out of about so many bytes. Raises `ApiError`,
+        `QueueFull`, or what `make` does."""
+        codec = self.text_codec("messages")
+        return await self._timed(codec.encode_made(size, make, tokens_max=self.max_model_tokens), "messages")
+
+    @property
+    def engine(self) -> str:
+        """The engine of all workers; "" where they differ or none is known."""
+        names = {w.welcome.engine for w in self.router.fleet.workers.values() if w.welcome is not None}
+        return names.pop() if len(names) == 1 else ""
 
     async def _timed(self, tokenizing: Awaitable[TokenIds], param: str) -> TokenIds:
         began = self._clock()

@@ -49,6 +49,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidConfig(f"the chat template does not compile: {error}") from error
         self.source = source
+        self.tool_source = source if tool_source is None else tool_source
         self._special_tokens = dict(special_tokens)
         self._template_error = jinja2.TemplateError
 
