@@ -179,7 +179,8 @@ def test_processes_before_a_server_book_each_others_requests(server: FakeServer,
         text = second.call("GET", "/metrics")[2]
         assert 'preble_leases_of_peers{process="1"} 1.0' in text
         assert 'preble_siblings_connected{process="1"} 1.0' in text
-        assert 'preble_sibling_reports_total{process="0",what="sent"} 2.0' in text  # placed, first token
+        sent = 'preble_sibling_reports_total{process="0",what="sent"} 2.0'
+        until(lambda: sent in second.call("GET", "/metrics")[2], "the first token is reported, too")
         killed = pid_of(gateway, 1)
         os.kill(killed, signal.SIGKILL)
         until(lambda: pid_of(gateway, 1) not in (0, killed), "it was started again")

@@ -301,6 +301,12 @@ async def test_a_relayed_request_is_counted_as_any_other() -> None:
         for at in ("gateway", "engine"):
             assert float(lines[f'preble_queue_seconds_count{{at="{at}",model="tiny"}}']) == 1
         assert front.router.counters.finished == 1 and front.router.counters.output_tokens == 3
+        await gateway.live.tick()
+        state = json.loads(gateway.live.state(None, {}))
+        assert state["totals"]["answers"] == 1 and state["fleet"]["errors"] == 0.0
+        assert state["fleet"]["hit"] == 2 / 5
+        for name in ("first_token_p50", "seconds_per_token_p50"):
+            assert state["fleet"][name] is not None, name
 
 
 @asynchronous
