@@ -165,7 +165,7 @@ class SiblingRouters:
             self._due = self._loop.call_at(max(self._sent_at + self._report_seconds, self._loop.time()), self._flush)
 
     def _flush(self) -> None:
-        """Send what is new, if anything is."""
+        """Send what is new, if anything is. To nobody nothing is sent, but it counts as lost for who comes."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -175,6 +175,8 @@ class SiblingRouters:
             if self._readers:
                 self.counters["sent"] += sum(map(len, news.values()))
                 self._send(news)
+            else:
+                self._number += 1
 
     def _send(self, news: ReportsByWorker | None = None) -> None:
         """The next message, with news or as a sign of life."""
@@ -199,7 +201,6 @@ class SiblingRouters:
         if topic == _REPORTS:
             self._readers += 1 if comes else -1
         elif topic.startswith(_SNAPSHOT) and comes:
-            self._flush()
             self.counters["snapshots_sent"] += 1
             self._publish(topic, self._number, self.own.snapshot())
         return ""

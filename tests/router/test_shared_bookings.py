@@ -4,6 +4,7 @@ nonsense. No socket; those are in test_sibling_routers."""
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -241,6 +242,25 @@ def test_a_restarted_router_has_none_of_its_earlier_requests() -> None:
     assert pair.booked() == {"a:1": (0, 0), "b:1": (0, 0)} and pair.counters["given_back"] == 2
     pair.meet()
     assert pair.booked() == {"a:1": (1, 1), "b:1": (0, 0)}
+
+
+def test_a_snapshot_repeats_no_first_token() -> None:
+    """Policies count them."""
+    pair = Pair()
+    pair.meet()
+    pair.place("1")
+    pair.own.first_token("1", 0)
+    pair.tell()
+    applied: list[type] = []
+
+    def apply(worker: str, reports: Sequence[Any]) -> int:
+        applied.extend(map(type, reports))
+        return pair.scheduler.apply(worker, reports)
+
+    pair.sibling._apply = apply
+    pair.sibling.take_snapshot(pair.snapshot())
+    assert applied == [RequestPlaced], "which is booked already"
+    assert pair.booked()["a:1"] == (1, 0)
 
 
 def test_a_silent_router_has_nothing_until_it_says_so_again() -> None:

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import zmq
 
-from preble import GlobalScheduler
+from preble import GlobalScheduler, SamplingParams
 from preble.errors import InvalidConfig
-from preble.router import shared_bookings
+from preble.router import Router, shared_bookings
 from preble.router.sibling_routers import SiblingRouters
-from tests.support.transport import asynchronous, until
+from tests.support.attach import FakeServer
+from tests.support.transport import assert_bookings_are_even, asynchronous, fast, until
 
 PROMPT = np.arange(1, 9, dtype=np.int32)
 SERVER, OWN_WORKER = "127.0.0.1:30000", "mine"
@@ -118,7 +119,7 @@ async def test_a_newcomer_is_told_all_that_runs(tmp_path: Path) -> None:
 
 @asynchronous
 async def test_one_that_leaves_in_order_takes_its_bookings_along(tmp_path: Path) -> None:
-    async with sides(tmp_path) as made:
+    async with sides(tmp_path, report_seconds=60.0) as made:
         one, two = made
         one.place("1")
         await known(lambda: two.booked() == 1)
@@ -236,12 +237,44 @@ async def test_reports_of_one_moment_share_a_message(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_news_waits_until_some_time_after_the_last_message(tmp_path: Path) -> None:
+    async with sides(tmp_path, report_seconds=60.0) as (one, two):
+        one.place("1")
+        await known(lambda: two.booked() == 1)
+        one.place("2")
+        assert one.siblings._due is not None
+        assert one.siblings._due.when() == one.siblings._sent_at + 60.0
+        one.place("3", prompt=np.zeros(shared_bookings.NEWS_BYTES_MAX // 4, np.int32))  # too much to wait
+        await known(lambda: two.booked() == 3)
+        assert one.siblings._due is None
+
+
+@asynchronous
+async def test_a_snapshot_is_not_asked_for_again_at_once(tmp_path: Path) -> None:
+    async with sides(tmp_path, beat_seconds=30.0) as (one, two):
+        sibling = two.siblings._siblings[0]
+        sibling._ask_beats = 0  # the last asking was long ago
+        asked = sibling._asked
+        for _ in range(10):
+            two.siblings.worker_available()
+        assert sibling._asked == asked + 1
+        await known(lambda: not sibling.bookings.behind)
+        two.siblings.worker_available()
+        assert sibling._asked == asked + 1 and sibling.bookings.behind
+        sibling.beat(100)
+        sibling.beat(100)
+        assert sibling._asked == asked + 2
+        await known(lambda: not sibling.bookings.behind)
+
+
+@asynchronous
 async def test_a_lone_router_sends_nothing_of_its_requests(tmp_path: Path) -> None:
     one = Side(tmp_path, 0, 2)
     try:
         one.place("1")
         await known(lambda: one.siblings._due is None)
         assert one.count("sent") == 0 and one.count("shared") == 1
+        assert one.siblings._number >= 1, "who should have had it will see that it is lost"
     finally:
         await one.siblings.close()
 
@@ -250,3 +283,89 @@ async def test_a_lone_router_sends_nothing_of_its_requests(tmp_path: Path) -> No
 async def test_an_endpoint_that_cannot_be_had_is_said_and_leaves_nothing_open(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="cannot listen"):
         Side(tmp_path / "nowhere", 0, 2)
+
+
+# --- with routers -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def attached(directory: Path, server: FakeServer) -> AsyncIterator[list[Router]]:
+    """Two routers before a server, as two processes have them."""
+    ends = [f"ipc://{directory}/{i}.bookings" for i in range(2)]
+    made = [Router.attach(server.url, config=fast()) for _ in ends]
+    siblings = []
+    try:
+        for router, own, other in zip(made, ends, reversed(ends), strict=True):
+            await router.start()
+            siblings.append(SiblingRouters(router, own, [other], beat_seconds=0.02, silent_seconds=60.0))
+            siblings[-1].start()
+        await known(lambda: all(router.stats()["siblings"]["connected"] for router in made))
+        yield made
+    finally:
+        for router in made:
+            await router.close()
+        for one in siblings:
+            await one.close()
+        await server.kill()
+
+
+def of_peers(router: Router) -> tuple[int, int]:
+    """Bookings for the sibling, and those of them without a first token."""
+    row = next(iter(router.scheduler.stats()["workers"].values()))
+    return int(router.scheduler.stats()["peer_bookings"]), int(row["waiting_requests"])
+
+
+@asynchronous
+async def test_a_request_is_shared_from_its_sending_to_its_end(tmp_path: Path) -> None:
+    server = await FakeServer("sglang", events=False).start()
+    async with attached(tmp_path, server) as (one, two):
+        gate = asyncio.Event()
+
+        async def ask() -> list[int]:
+            tokens, chunks = [], one.generate([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=4))
+            async for chunk in chunks:
+                tokens += chunk.token_ids
+                await gate.wait()
+            return tokens
+
+        server.pause_seconds = 0.02
+        asked = asyncio.ensure_future(ask())
+        await known(lambda: of_peers(two)[0] == 1)
+        gate.set()
+        assert len(await asked) == 4
+        await known(lambda: of_peers(two)[0] == 0)
+        assert two.stats()["siblings"]["received"] == 3
+        placement = await one.place([1, 2, 3], max_new_tokens=5)
+        await known(lambda: of_peers(two) == (1, 1))
+        placement.first_token()
+        placement.first_token()
+        await known(lambda: of_peers(two) == (1, 0))
+        placement.finish(5)
+        await known(lambda: of_peers(two) == (0, 0))
+        assert two.stats()["siblings"]["received"] == 6
+        for router in (one, two):
+            assert_bookings_are_even(router)
+
+
+@asynchronous
+async def test_one_that_is_given_up_or_moved_is_given_back(tmp_path: Path) -> None:
+    server = await FakeServer("sglang", events=False).start()
+    async with attached(tmp_path, server) as (one, two):
+        placement = await one.place([1, 2, 3], max_new_tokens=5)
+        await known(lambda: of_peers(two)[0] == 1)
+        await placement.failed("it broke off")  # and goes on at the only server that there is
+        await known(lambda: two.stats()["siblings"]["received"] == 3)
+        assert of_peers(two)[0] == 1
+        placement.cancel()
+        await known(lambda: of_peers(two)[0] == 0)
+
+
+@asynchronous
+async def test_lost_cache_events_of_a_server_leave_what_siblings_have_there(tmp_path: Path) -> None:
+    server = await FakeServer("sglang", events=False).start()
+    async with attached(tmp_path, server) as (one, two):
+        placement = await one.place([1, 2, 3], max_new_tokens=5)
+        await known(lambda: of_peers(two)[0] == 1)
+        next(iter(two.fleet.workers.values())).on_resync()
+        assert of_peers(two)[0] == 1
+        placement.cancel()
