@@ -11,7 +11,7 @@ from .. import gateway
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the file, for editors")
-    gateway.add_arguments(parser)
+    gateway.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

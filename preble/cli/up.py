@@ -13,6 +13,8 @@ as it gets ready; it serves `--prompts`, one JSON object a line, each answered b
 Lines are read when there is room: at most `--concurrency` requests are live. Standard output has the workers' READY
 lines, or with `--prompts` the answers alone, standard error the logs of all.
 
+With `--serve PORT` a gateway stands before them (`up_serve`).
+
 SIGTERM or SIGINT drains: no more prompts are read, the workers finish what runs; the second one ends them at once.
 Exit codes: 0 drained, and every request answered; 1 a worker was given up or killed, or a request failed; 2 wrong
 usage. When all workers are given up, it ends by itself.
@@ -38,7 +40,7 @@ from ..launch.processes import ChildProcess, LogBook, Place, parse_places, prebl
 from ..launch.supervisor import Happening, Slot, Supervisor, SupervisorConfig
 from ..router.router import Router
 from ..transport.security import ClientKeys, check_bind, load_client_keys, load_server_keys
-from . import up_ray
+from . import up_ray, up_serve
 from .prompt_lines import PromptService, RunTasks, last_answers, log_status, request_counts
 
 logger = logging.getLogger("preble.up")
@@ -80,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-restarts", type=int, default=5, help="of a worker in a row, then it is given up")
     parser.add_argument("--start-seconds", type=float, default=1800.0, help="for a worker to get ready (%(default)s)")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    up_serve.add_arguments(parser)
     up_ray.add_arguments(parser)
     parser.add_argument("worker_arguments", nargs="*", metavar="-- OPTION", help="options of every preble worker")
 
@@ -89,10 +92,12 @@ def run(args: argparse.Namespace) -> int:
     form = "[up] %(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=args.log_level.upper(), stream=sys.stderr, format=form)
     if args.on == "ray":
+        up_serve.make_serve_plan(args)
         return _run_on_ray(args)
     plan = make_plan(args)
     prompts = _open_prompts(args.prompts) if args.prompts else None
-    logs = LogBook(plan.names, plan.log_dir, stream=sys.stderr)
+    names = plan.names if plan.serve is None else (*plan.names, up_serve.NAME)
+    logs = LogBook(names, plan.log_dir, stream=sys.stderr)
     try:
         with logs.including("up", logging.Formatter(form)):
             return asyncio.run(UpRun(plan, logs, prompts).run())
@@ -135,6 +140,7 @@ class UpPlan:
     concurrency: int
     status_seconds: float
     log_dir: Path | None
+    serve: up_serve.ServePlan | None
 
     def command(self, bind: tuple[str, str]) -> list[str]:
         """The command line of a worker at an address."""
@@ -167,6 +173,7 @@ def make_plan(args: argparse.Namespace) -> UpPlan:
         concurrency=args.concurrency,
         status_seconds=args.status_seconds,
         log_dir=Path(args.log_dir) if args.log_dir else None,
+        serve=up_serve.make_serve_plan(args),
     )
     parsed = _parse_worker(plan.worker_arguments(binds[0]))
     _refuse_ours(args.engine, args.worker_arguments)
@@ -225,10 +232,11 @@ class UpRun:
         self._router = Router([], policy=plan.policy, keys=plan.keys)
         self._supervisor = Supervisor(len(plan.names), self._spawn, plan.supervisor, clock=time.monotonic)
         self._service = None if prompts is None else PromptService(self._router, prompts, sys.stdout, plan.concurrency)
+        self._gateway = None if plan.serve is None else up_serve.ServedGateway(plan.serve, self._write_gateway)
         self._addresses: dict[int, str] = {}  # of workers, from their first start on
         self._introduced: set[int] = set()  # workers that the router has met
         self._settled = asyncio.Event()  # every worker serves or was given up
-        self._hurried = False  # asked to end a second time
+        self._draining = self._hurried = False  # asked to end, and a second time
         self._tasks = RunTasks(self._supervisor.drain)
 
     async def run(self) -> int:
@@ -246,15 +254,28 @@ class UpRun:
             if not self._hurried:
                 await last_answers(answers)
         finally:
+            if self._gateway is not None:
+                self._gateway.kill()
             self._supervisor.kill()
             await self._router.close()  # what is still live fails now, and its lines say so
             await self._tasks.close(answers)
         answered = self._service is None or self._service.all_answered(answers)
-        return 0 if self._supervisor.clean and answered else 1
+        served = self._gateway is None or self._gateway.clean
+        return 0 if self._supervisor.clean and answered and served else 1
 
     def _drain(self) -> None:
+        """The gateway first, so that its answers can end; the second time, all at once."""
+        self._hurried = self._draining
+        self._draining = True
+        if self._gateway is not None:
+            self._gateway.drain()
+        if self._hurried and not self._supervisor.draining:
+            self._supervisor.drain()  # so that the next word is the second
+        if self._gateway is None or self._gateway.done or self._hurried:
+            self._drain_workers()
+
+    def _drain_workers(self) -> None:
         logger.info("draining %d workers", len(self._plan.names))
-        self._hurried = self._supervisor.draining
         self._supervisor.drain()
         self._end_prompts()
 
@@ -292,10 +313,26 @@ class UpRun:
         while True:
             for happening in self._supervisor.turn():
                 await self._take_news(happening)
-            if self._supervisor.done:
+            self._look_at_gateway()
+            if self._supervisor.done and (self._gateway is None or self._gateway.done):
                 self._end_prompts()
                 return
             await asyncio.sleep(_TURN_SECONDS)
+
+    def _look_at_gateway(self) -> None:
+        gateway = self._gateway
+        if gateway is None:
+            return
+        gateway.turn()
+        if self._settled.is_set() and not self._draining:
+            gateway.start(list(self._addresses.values()))
+        if (gateway.has_given_up or self._supervisor.done) and not self._draining:
+            self._drain()
+        if self._draining and gateway.done and not self._supervisor.draining:
+            self._drain_workers()
+
+    def _write_gateway(self, line: str) -> None:
+        self._logs.write(up_serve.NAME, line)
 
     async def _take_news(self, news: Happening) -> None:
         news.log(logger, self._plan.names[news.child])
@@ -319,6 +356,7 @@ class UpRun:
         workers = [
             f"{self._plan.names[slot.number]} {self._worker_status(slot, stats)}" for slot in self._supervisor.slots
         ]
+        workers += [] if self._gateway is None else [self._gateway.status]
         return f"{'; '.join(workers)}; requests: {request_counts(stats)}"
 
     def _worker_status(self, slot: Slot, stats: dict[str, Any]) -> str:

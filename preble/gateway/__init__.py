@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidConfig
+from ..launch.processes import end_with_stdin
 
 if TYPE_CHECKING:
     from .core.config import FieldPath
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `preble serve`: one for each field of the configuration that is no secret."""
+    """Add the options of `preble serve`."""
+    parser.add_argument("--until-stdin-closes", action="store_true", help="drain and end when standard input closes")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of the configuration that is no secret."""
     from .core.config import SECRET, flag_of
     from .core.config_text import sections
 
@@ -50,12 +57,16 @@ def _form(path: FieldPath) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises typed errors for a wrong configuration."""
+    from .core.config import end_seconds
+
     config = loaded_from(args).config
     if config.min_workers and not (config.workers or config.servers):
         raise InvalidConfig(
             "workers: none is named. Name those to place requests on (--workers tcp://HOST:PORT ...), or set "
             "min_workers to 0 and add them over HTTP"
         )
+    if args.until_stdin_closes:
+        end_with_stdin(end_seconds(config))
     if config.processes > 1:
         from .processes import serve_processes
 

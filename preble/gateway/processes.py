@@ -36,7 +36,7 @@ from typing import Any
 from ..errors import InvalidConfig, PrebleError
 from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
-from .core.config import GatewayConfig, is_keyless
+from .core.config import GatewayConfig, end_seconds, is_keyless
 from .core.config_sources import load_for
 from .core.logs import log_as_json
 from .core.sibling_processes import ProcessSlot, say_ready
@@ -45,7 +45,6 @@ logger = logging.getLogger("preble.gateway")
 
 TURN_SECONDS = 0.1
 START_MARGIN_SECONDS = 300.0  # what a process may take to start beyond waiting for workers
-END_MARGIN_SECONDS = 10.0  # and to end beyond its drain time
 RESTARTS_MAX = 2**31
 HUNG_SECONDS = 10.0
 PULSE_SECONDS = 1.0  # between two questions whether a process answers
@@ -75,7 +74,7 @@ class _Fleet:
         limits = SupervisorConfig(
             max_restarts=RESTARTS_MAX,
             start_seconds=config.connect_seconds + START_MARGIN_SECONDS,
-            drain_seconds=config.lame_duck_seconds + config.drain_seconds + END_MARGIN_SECONDS,
+            drain_seconds=end_seconds(config),
         )
         self._supervisor = Supervisor(self._count, self._spawn, limits, clock=time.monotonic)
 
@@ -174,7 +173,7 @@ def main(what: str) -> int:
     args = argparse.Namespace(**given["flags"])
     args.config = Path(args.config) if "config" in args else None
     try:
-        end_with_stdin(load_for(args, os.environ).config.drain_seconds + END_MARGIN_SECONDS)
+        end_with_stdin(end_seconds(load_for(args, os.environ).config))
         return serve_until_stopped(lambda: load_for(args, os.environ), slot)
     except PrebleError as error:
         sys.stderr.write(f"preble serve: {error}\n")

@@ -56,6 +56,7 @@ try:
     from .listeners import BACKLOG, GatewayListener, open_listeners
     from .middleware import Middleware
     from .proxies import TrustedProxies
+    from .text.tokenizer_files import tokenizer_directory
     from .text.tokenizing import SWITCH_SECONDS, TextCodec, first_difference
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
@@ -251,7 +252,7 @@ def _codec(config: GatewayConfig) -> TextCodec | None:
     if config.tokenizer is None:
         return None
     return TextCodec(
-        config.tokenizer,
+        tokenizer_directory(config.tokenizer),
         threads=config.tokenizer_threads,
         queue_max=config.tokenizer_queue,
         cache_bytes=config.tokenizer_cache_bytes,

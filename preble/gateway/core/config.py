@@ -17,6 +17,7 @@ from ...config import SchedulerConfig
 from .config_tables import KeyTable, ServerTable
 
 PREFIX = "PREBLE_"
+END_MARGIN_SECONDS = 10.0  # what a process may take to end beyond what it was given
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -201,8 +202,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokenizer: Annotated[
         Name | None,
         Meta(
-            description="Model directory with tokenizer.json, tokenizer_config.json and chat_template.jinja; without "
-            "one, only token ids are taken."
+            description="Model directory with tokenizer.json, tokenizer_config.json and chat_template.jinja, or a "
+            "hub's name for it (org/name), whose files are fetched; without one, only token ids are taken."
         ),
     ] = None
     tokenizer_mismatch: Annotated[
@@ -275,6 +276,11 @@ def flag_of(path: FieldPath) -> str:
 def variable_of(path: FieldPath) -> str:
     """`PREBLE_SCHEDULER_MAX_BYTES`."""
     return PREFIX + "_".join(path).upper()
+
+
+def end_seconds(config: GatewayConfig) -> float:
+    """How long a process may take to end after SIGTERM."""
+    return config.lame_duck_seconds + config.drain_seconds + END_MARGIN_SECONDS
 
 
 def is_keyless(config: GatewayConfig) -> bool:
