@@ -52,11 +52,11 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
         text = await (ours if from_other_process(processes, request.scope) else everybodys).result()
         return Response(text, media_type=gateway.metrics.content_type)
 
-    described = json_response(document())
+    described, relayed = (json_response(document(relayed=relayed)) for relayed in (False, True))
 
     async def openapi_document(request: Request) -> Response:
         """GET /openapi.json."""
-        return described
+        return relayed if gateway.router.fleet.all_servers else described
 
     own = {
         "/v1/chat/completions": openai.chat,

@@ -64,6 +64,40 @@ async def test_without_a_tokenizer_requests_are_routed_by_text_and_still_find_th
         assert await metric(front, "preble_relayed_requests_total") == {'{by="text",kind="chat"}': 5.0}
 
 
+ODD_BODIES = [
+    b"",
+    b"{}",
+    b"[]",
+    b"null",
+    b"{",
+    b'{"model": 5}',
+    b'{"model": "a", "messages": 5, "prompt": {}, "input": [[]], "text": [1, "x"], "tools": {}, "stream": "x"}',
+    b'{"model": "a", "messages": [[]], "n": -1, "max_tokens": 1e99, "stream_options": [], "cache_salt": {}}',
+    b'{"model": "a", "messages": [{"role": 1}], "input": {"a": 1}, "documents": 3, "stream": true}',
+    b'{"model": "a\xff"}',
+    b"[" * 100_000,
+]
+
+
+@asynchronous
+async def test_no_body_makes_an_error_of_the_gateways_own() -> None:
+    a = server("a")
+    async with gateway(a) as front:
+        status, document = await listed(front, "/openapi.json")
+        assert status == 200
+        asked = set()
+        for path, operations in document["paths"].items():
+            if path not in POSTS:
+                continue
+            assert set(operations) == {"post"}
+            asked.add(path)
+            for body in ODD_BODIES:
+                assert (await front.post(path, body))[0] < 500, (path, body[:50])
+        assert asked == POSTS.keys(), "the document has every relayed endpoint"
+        assert document["paths"]["/v1/responses/{id}"]["get"]["parameters"][0]["name"] == "id"
+        await front.settled()
+
+
 def stored(tokens: list[int], **more: Any) -> bytes:
     """A batch of vLLM's with one block of four tokens."""
     event = {"type": "BlockStored", "block_hashes": [sum(tokens)], "parent_block_hash": None, "token_ids": tokens}
