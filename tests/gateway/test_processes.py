@@ -174,11 +174,12 @@ def test_processes_before_a_server_book_each_others_requests(server: FakeServer,
     gateway = GatewayProcess("--workers", server.url, "--processes", "2", log=tmp_path / "log")
     try:
         first, second = connections(gateway)
+        hears = 'preble_siblings_connected{process="1"} 1.0'
+        until(lambda: hears in second.call("GET", "/metrics")[2], "what the first reports reaches the second")
         stream(first)
         until(lambda: booked(second) == 1, "the other process has booked it, too")
         text = second.call("GET", "/metrics")[2]
         assert 'preble_leases_of_peers{process="1"} 1.0' in text
-        assert 'preble_siblings_connected{process="1"} 1.0' in text
         sent = 'preble_sibling_reports_total{process="0",what="sent"} 2.0'
         until(lambda: sent in second.call("GET", "/metrics")[2], "the first token is reported, too")
         killed = pid_of(gateway, 1)
