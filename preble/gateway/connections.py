@@ -298,6 +298,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Call `on_gone` when the client goes away before its answer is whole, `on_read` when it has read after
         `write_part` said False. Whether the whole request is here and the client too."""
         self._on_gone, self._on_read = on_gone, on_read
+        self.flow.resume_reading()  # after a large body nothing is read, and who does not read sees nobody go
         return self.has_request and not self.cycle.disconnected
 
     def write_part(self, data: bytes) -> bool:

@@ -36,10 +36,11 @@ async def body_of(request: Request, gateway: Gateway) -> AsyncIterator[bytes]:
     """The whole body, counted to what the gateway holds until the block ends. Raises `ApiError`: 415 if it is no JSON,
     413 as soon as it is known to be too long, 408 if it does not come, 503 if bodies are too many bytes already."""
     with gateway.bodies.share() as share:
-        yield await _read_body(request, gateway.config.max_body_bytes, share)
+        yield await read_whole(request, gateway.config.max_body_bytes, share)
 
 
-async def _read_body(request: Request, bytes_max: int, share: ByteShare) -> bytes:
+async def read_whole(request: Request, bytes_max: int, share: ByteShare) -> bytes:
+    """The whole body, counted in `share`. Raises as `body_of`."""
     media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if media_type != JSON:  # forms are what pages of other sites may send
         raise ApiError(415, f"the body must be {JSON}", code="unsupported_media_type")

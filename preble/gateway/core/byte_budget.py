@@ -40,9 +40,13 @@ class ByteShare:
             budget.bytes_used += more
             self._held += more
 
+    def give_back(self) -> None:
+        """Hold nothing any more."""
+        self._budget.bytes_used -= self._held
+        self._held = 0
+
     def __enter__(self) -> ByteShare:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._budget.bytes_used -= self._held
-        self._held = 0
+        self.give_back()

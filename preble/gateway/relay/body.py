@@ -39,6 +39,11 @@ class RelayedBody:
     endpoint: Endpoint
     fields: Fields = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Let go of the bytes; what was read of them stays."""
+        self.data = b""
+        self.fields = {}
+
     def given(self, name: str) -> bool:
         """Whether a field is there and is not null."""
         raw = self.fields.get(name)

@@ -24,9 +24,9 @@ from ...errors import PrebleError, TransportError, WorkerLost
 from ...router.placement import Placement
 from ...transport.engine_servers.http_client import TRACE_HEADERS, Unreachable
 from ...transport.engine_servers.http_pool import Answer
-from ..api.http import DONE, Receive, Send, body_of, off_loop, sse
+from ..api.http import DONE, Receive, Send, off_loop, read_whole, sse
 from ..connections import BoundedProtocol
-from ..core.byte_budget import SMALL_BYTES
+from ..core.byte_budget import SMALL_BYTES, ByteShare
 from ..core.config import is_keyless
 from ..core.gateway import Gateway, decision_headers
 from ..core.http_errors import api_error_of, unavailable
@@ -86,12 +86,13 @@ class Relay:
             raise unavailable(f"{gateway.live_choices} requests are live, the bound of this gateway", "queue_full")
         gateway.live_choices += 1
         try:
-            async with body_of(Request(scope, receive), gateway) as data:
+            with gateway.bodies.share() as share:
+                data = await read_whole(Request(scope, receive), gateway.config.max_body_bytes, share)
                 # What asks for an answer by its id has no body, or one that says nothing of where it goes.
                 read = RelayedBody if endpoint.by_id else read_body
                 body = await off_loop(len(data) if len(data) > READ_BYTES else 0, read, data, endpoint)
-                exchange = Exchange(self, endpoint, body, scope, send)
-                await exchange.attended(receive)
+                del data
+                await Exchange(self, endpoint, body, share, scope, send).attended(receive)
         finally:
             gateway.live_choices -= 1
 
@@ -99,11 +100,14 @@ class Relay:
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, relay: Relay, endpoint: Endpoint, body: RelayedBody, scope: Scope, send: Send) -> None:
+    def __init__(
+        self, relay: Relay, endpoint: Endpoint, body: RelayedBody, share: ByteShare, scope: Scope, send: Send
+    ) -> None:
         self._relay = relay
         self._gateway = relay.gateway
         self._endpoint = endpoint
         self._body = body
+        self._share = share
         self._scope = scope
         self._send = send
         self._context: RequestContext = scope["preble.context"]
@@ -302,6 +306,9 @@ class Exchange:
         return b"".join(parts) if len(parts) > 1 else first
 
     async def _begin(self, answer: Answer, mode: str, length: bytes = b"") -> None:
+        if not self._resumable:  # nobody needs it any more
+            self._body.forget()
+            self._share.give_back()
         own = {MODE_HEADER: mode, **decision_headers(self._context.progress)}
         headers = answer_headers(answer.headers, own)
         if length:
@@ -330,8 +337,8 @@ class Exchange:
     async def _pass_stream(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
         """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""
         self._resumable = answer.status == 200 and self._relay.can_remember(self._body)
-        await self._begin(answer, RESUMABLE if self._resumable else RELAY)
         reader = usage_reader(self._endpoint, True, remove_usage=self._adds_usage)
+        await self._begin(answer, RESUMABLE if self._resumable else RELAY)
         stream = PassingStream(
             self._endpoint.kind, reader, resumable=self._resumable, cumulative=self._placement.info.cumulative
         )

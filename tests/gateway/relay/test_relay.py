@@ -341,3 +341,19 @@ async def test_no_more_requests_are_at_a_server_than_its_options_allow() -> None
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await front.settled()
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": True}], ids=["may go on", "may not"])
+@asynchronous
+async def test_a_body_is_held_for_as_long_as_it_may_be_sent_again(asked: Any) -> None:
+    async def slow(call: Call) -> None:
+        await call.stream(*chat_events("he", reason=None), end=False)
+        await asyncio.Event().wait()
+
+    body = {**STREAMED, **asked, "messages": [{"role": "user", "content": "x" * 200_000}]}
+    async with serving(ScriptedServer(slow)) as front:
+        async with front.send(CHAT, body) as answer:
+            await answer.content.readany()
+            used = front.gateway.bodies.bytes_used
+            assert (used > 100_000) == (answer.headers["x-preble-mode"] == "relay-resumable") == (not asked)
+        await front.settled()
