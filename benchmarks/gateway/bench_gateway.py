@@ -12,8 +12,8 @@ saturated and what is added is the gateway's:
 
 "added" is the quantile through a gateway minus the same without one, of the same run. CPU is that of the gateway's
 processes, all threads. Each gateway is started once; the cells go round in an order that is drawn anew each time. The
-gateway has the first core, workers and clients the second. The peers pass the text on; Preble tokenises it, and sends
-token ids to the workers, over HTTP as to a server that runs already (the same mock servers) or over ZeroMQ.
+gateway has the first core, workers and clients the second. The peers pass the text on. So does Preble before the same
+mock servers, which it tokenises only to decide; to workers over ZeroMQ it sends token ids, and makes text of theirs.
 
 A peer that is not installed (`--peers`, made by `make peers`) or does not start is left out, with a message.
 """

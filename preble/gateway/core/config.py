@@ -195,8 +195,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             ge=1024,
             le=1 << 40,
-            description="Bytes of all bodies until their prompts are token ids, or relayed ones are answered, beyond the "
-            "first 64 KiB of each; then 503. One body alone is always read.",
+            description="Bytes of all bodies until their prompts are token ids, or relayed ones are answered, beyond "
+            "the first 64 KiB of each; then 503. One body alone is always read.",
         ),
     ] = 256 << 20
     tokenizer: Annotated[
