@@ -14,6 +14,7 @@ from tests.support.certificates import make_certificate
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.transport import asynchronous
 
+AS_ASKED_OF_A_FAKE = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
 KEY = "the-key-of-the-server"
 
 
@@ -22,6 +23,16 @@ def cards(gateway: GatewayProcess) -> dict[str, Any]:
     client = Client(gateway.address)
     try:
         return {card["address"]: card for card in client.call("GET", "/workers")[2]["workers"]}
+    finally:
+        client.close()
+
+
+def complete(gateway: GatewayProcess, number: int) -> int:
+    """The status of a request whose prompt no other one shares."""
+    client = Client(gateway.address)
+    try:
+        body = {"prompt": [number] * 40, "max_tokens": 2, **AS_ASKED_OF_A_FAKE}
+        return client.call("POST", "/v1/completions", body)[0]
     finally:
         client.close()
 
@@ -43,6 +54,8 @@ async def test_servers_with_keys_and_certificates_of_their_own_serve_and_change_
     try:
         before = await asyncio.to_thread(cards, gateway)
         assert {address: card["state"] for address, card in before.items()} == {plain.url: "ready", secure.url: "ready"}
+        statuses = [await asyncio.to_thread(complete, gateway, number) for number in range(8)]
+        assert statuses == [200] * 8 and plain.bodies and secure.bodies, "requests are passed on to both"
         tables[1]["block_size"] = 2 * before[secure.url]["block_size"]
         file.write_text(json.dumps({"servers": tables}))
         gateway.signal(signal.SIGHUP)
