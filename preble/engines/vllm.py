@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import EngineError, InvalidConfig, MissingExtra
+from ..errors import EngineError, InvalidConfig, InvalidInput, MissingExtra
 from ..transport.engine_servers.request_forms import FIELDS, RESUMABLE_FIELDS, number, vllm_sampling
 from ..transport.engine_servers.server_info import EventSource
 from ..transport.namespaces import salt_of
@@ -155,12 +155,17 @@ class VllmBackend(Backend):
             prompt["cache_salt"] = salt
         rank = job.rank if self._arguments.data_parallel_size > 1 else None
         produced = 0
-        async for output in self._engine.generate(prompt, sampling, job.id, data_parallel_rank=rank):
-            part = output.outputs[0]
-            token_ids = list(part.token_ids)
-            logprobs = _logprobs_of(part.logprobs, token_ids, wanted.logprobs)
-            yield StreamPart(produced, token_ids, output.num_cached_tokens, part.finish_reason, logprobs)
-            produced += len(token_ids)
+        try:
+            async for output in self._engine.generate(prompt, sampling, job.id, data_parallel_rank=rank):
+                part = output.outputs[0]
+                token_ids = list(part.token_ids)
+                logprobs = _logprobs_of(part.logprobs, token_ids, wanted.logprobs)
+                yield StreamPart(produced, token_ids, output.num_cached_tokens, part.finish_reason, logprobs)
+                produced += len(token_ids)
+        except Exception as error:
+            if any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
+                raise InvalidInput("vLLM refuses the request") from error
+            raise
 
     async def abort(self, job_id: str) -> None:
         await self._engine.abort(job_id)

@@ -334,6 +334,25 @@ def test_lengths_are_those_that_are_left(vllm: None) -> None:
         assert given_to_vllm(asked, offset)["min_tokens"] == least
 
 
+class VLLMClientError(Exception):
+    """Named as vLLM's."""
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(VLLMClientError("SECRET"), InvalidInput), (KeyError("x"), KeyError)])
+def test_what_vllm_refuses_is_told_from_what_fails_it(
+    vllm: None, monkeypatch: pytest.MonkeyPatch, raised: Exception, seen: type[Exception]
+) -> None:
+    async def refuses(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        for output in (raised,):
+            raise output
+        yield
+
+    monkeypatch.setattr(FakeVllm, "generate", refuses)
+    with pytest.raises(seen) as error:
+        given_to_vllm(SamplingParams(5))
+    assert "SECRET" not in str(error.value)
+
+
 def test_a_greedy_request_needs_no_seed_in_vllm(vllm: None) -> None:
     assert "seed" not in given_to_vllm(SamplingParams(5, seed=3))
     assert given_to_vllm(SamplingParams(5, temperature=None, seed=3))["seed"] == 3
