@@ -153,6 +153,8 @@ class SamplingParams:
             raise InvalidInput(f"SamplingParams.min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}")
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidInput(f"SamplingParams.grammar must be a Grammar, got {type(self.grammar).__name__}")
 
     def needs(self) -> tuple[str, ...]:
         """The fields that ask for more than any engine has, by name: some of `SAMPLING_FIELDS`. An engine that lacks

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from ..errors import InvalidInput, PrebleError
 from ..router.router import Router
 from ..transport.tasks import end_all, first_of
-from ..types import SamplingParams
+from ..types import Grammar, SamplingParams
 
 logger = logging.getLogger("preble.up")
 
@@ -142,7 +142,12 @@ class PromptService:
             name = request.get("id", number)
             sampling = parse_sampling(request.get("sampling", {}))
             async for chunk in self._router.generate(request["token_ids"], sampling):
-                await self._writer.write({"id": name, **{field: getattr(chunk, field) for field in ANSWER_FIELDS}})
+                answer = {"id": name, **{field: getattr(chunk, field) for field in ANSWER_FIELDS}}
+                if chunk.logprobs:
+                    answer["logprobs"] = [
+                        {"logprob": max(one.logprob, -9999.0), "top": one.top} for one in chunk.logprobs
+                    ]
+                await self._writer.write(answer)
         except PrebleError as error:
             self.failed += 1
             await self._writer.write({"id": name, "error": f"{type(error).__name__}: {error}"})
@@ -171,6 +176,10 @@ def parse_sampling(fields: Any) -> SamplingParams:
     try:
         if "stop_token_ids" in given:
             given["stop_token_ids"] = tuple(int(token) for token in given["stop_token_ids"])
+        if isinstance(given.get("logit_bias"), dict):  # in JSON every key is a text
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        if isinstance(given.get("grammar"), dict):
+            given["grammar"] = Grammar(**given["grammar"])
         return SamplingParams(**given)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"sampling: {error}") from error

@@ -22,8 +22,11 @@ from typing import Any
 import pytest
 
 from preble import SamplingParams
+from preble.cli.prompt_lines import parse_sampling
+from preble.errors import InvalidInput
 from preble.router import Router
 from preble.transport.security import create_keys, load_client_keys
+from preble.types import Grammar
 from tests.support.paths import ROOT
 from tests.support.transport import HANG_SECONDS, asynchronous, collect, expected_tokens
 
@@ -334,3 +337,19 @@ async def test_with_keys_its_own_router_and_others_that_have_them_are_served(sta
         tokens, _ = await collect(router.generate([1, 2], SamplingParams(max_new_tokens=4)))
     assert own.wait() == 0
     assert tokens == tokens_of(own.rest(), 1) == expected_tokens([1, 2], 4)
+
+
+def test_sampling_in_a_line_is_all_that_requests_may_ask_for() -> None:
+    said = {"max_new_tokens": 3, "logit_bias": {"7": -1.5}, "grammar": {"kind": "regex", "text": "a+"}, "logprobs": 2}
+    asked = parse_sampling({**said, "stop_token_ids": [5]})
+    assert asked == SamplingParams(
+        3, stop_token_ids=(5,), logit_bias={7: -1.5}, grammar=Grammar("regex", "a+"), logprobs=2
+    )
+    for wrong in (
+        {"grammar": "a+"},
+        {"grammar": {"kind": "verse", "text": "a"}},
+        {"logit_bias": {"x": 1}},
+        {"top_k": 0.5},
+    ):
+        with pytest.raises(InvalidInput):
+            parse_sampling(wrong)

@@ -12,13 +12,18 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from preble import Router, SamplingParams
 from preble._radix import RadixTree
+from preble.errors import InvalidInput
 from preble.gateway.text.tokenizing import TextCodec
+from preble.router.request import StreamChunk
+from preble.types import Grammar
 from tests.live.live_fleet import (
     CAPACITY_TOKENS,
     ENGINES_DIR,
@@ -164,6 +169,41 @@ def test_streams_at_once_and_aborts(fleet: Fleet) -> None:
         assert told == fleet.long[1:]
         idle = list(router.fleet.workers.values())
         await until(lambda: all(w.pong and w.pong.running + w.pong.waiting == 0 for w in idle), "the engines are idle")
+
+    fleet.run(story)
+
+
+def test_what_engines_have_beside_plain_sampling_reaches_them(fleet: Fleet) -> None:
+    """Each field shows in the answer, and a grammar that is none is the request's fault."""
+    tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    prompt = fleet.asked[0]
+
+    async def story(router: Router) -> None:
+        async def ask(**fields: Any) -> tuple[list[int], list[StreamChunk]]:
+            return await collect(router.generate(prompt, SamplingParams(**{"max_new_tokens": 12, **fields})))
+
+        async def said(**fields: Any) -> str:
+            return tokenizer.decode((await ask(**fields))[0])
+
+        plain, _ = await ask(ignore_eos=True)
+        first = plain[0]
+        for fields in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 2.0}):
+            punished, _ = await ask(ignore_eos=True, **fields)
+            assert punished[0] == first and len(set(punished)) > len(set(plain)), fields
+        assert (await ask(logit_bias={77: 100.0}))[0] == [77] * 12
+        assert len((await ask(stop_token_ids=(first,), min_new_tokens=5))[0]) >= 5
+        assert (await ask(temperature=1.0, top_k=1, ignore_eos=True))[0] == plain
+        assert (await ask(temperature=1.0, min_p=1.0, ignore_eos=True))[0] == plain
+        tokens, chunks = await ask(logprobs=2, ignore_eos=True)
+        logprobs = [one for chunk in chunks for one in chunk.logprobs]
+        best = [(token, one.logprob) for token, one in zip(tokens, logprobs, strict=True)]
+        assert tokens == plain and [one.top[0] for one in logprobs] == best, "greedy takes the likeliest"
+        assert await said(grammar=Grammar("regex", "(yes|no)")) in ("yes", "no")
+        assert await said(grammar=Grammar("choice", '["red", "blue"]')) in ("red", "blue")
+        assert await said(grammar=Grammar("ebnf", 'root ::= "ab" | "cd"')) in ("ab", "cd")
+        assert (await said(grammar=Grammar("json_schema", '{"type": "object"}'))).startswith("{")
+        with pytest.raises(InvalidInput, match="refuses the request, which asks for regex"):
+            await ask(grammar=Grammar("regex", "((("))
 
     fleet.run(story)
 
