@@ -66,6 +66,8 @@ class AllowedOrigins:
 
     def allows(self, headers: HeaderFields) -> bool:
         """Whether the page that asks is one of these."""
+        if not self._origins:
+            return False
         given = headers.getlist("origin")
         return len(given) == 1 and ("*" in self._origins or given[0].lower() in self._origins)
 

@@ -36,6 +36,8 @@ class TrustedProxies:
 
     def look_through(self, scope: MutableMapping[str, Any], headers: HeaderFields) -> None:
         """Put the client in place of the proxy that it came by; and the scheme that it used."""
+        if not (self._networks or self._trusts_unix):
+            return
         client = scope.get("client")
         is_unix = client is None and door_of(scope) == UNIX
         if not (self._trusts_unix if is_unix else client is not None and self.trusts(client[0])):
