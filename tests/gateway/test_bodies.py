@@ -79,7 +79,21 @@ SAMPLING = {
     "model": st.one_of(st.just("simulated"), SCALARS),
     "cache_salt": st.one_of(st.text(max_size=300), SCALARS),
     "logprobs": SCALARS,
-    "tools": ANYTHING,
+    "tools": st.one_of(
+        ANYTHING,
+        st.lists(
+            st.fixed_dictionaries(
+                {"function": st.fixed_dictionaries({"name": st.just("f")}, optional={"parameters": ANYTHING})}
+            ),
+            max_size=2,
+        ),
+    ),
+    "tool_choice": st.one_of(st.sampled_from(["auto", "required"]), ANYTHING),
+    "response_format": st.one_of(st.fixed_dictionaries({"type": st.just("json_object")}), ANYTHING),
+    "chat_template_kwargs": ANYTHING,
+    "documents": ANYTHING,
+    "continue_final_message": SCALARS,
+    "reasoning_effort": SCALARS,
 }
 FEW = st.one_of(
     st.integers(-1, 3), st.just(2), SCALARS

@@ -155,7 +155,10 @@ def _of_structured_outputs(asked: StructuredOutputs | None) -> list[_Asked]:
 def _text_of_json(schema: msgspec.Raw) -> str:
     """A schema is an object, or its text."""
     data = bytes(schema)
-    return msgspec.json.decode(data, type=str) if data.startswith(b'"') else data.decode()
+    try:
+        return msgspec.json.decode(data, type=str) if data.startswith(b'"') else data.decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise wrong("structured_outputs.json must be a schema, or its text", "structured_outputs.json") from error
 
 
 class _Schema(msgspec.Struct):
@@ -181,7 +184,8 @@ def _of_response_format(data: bytes) -> tuple[str, str | None]:
         if asked.type == "structural_tag":
             return "structural_tag", data.decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise wrong("response_format must be an object with a type, and a json_schema where it says so") from error
+        message = "response_format must be an object with a type, and a json_schema where it says so"
+        raise wrong(message, "response_format") from error
     raise wrong(
         "response_format.type must be text, json_object, json_schema (with json_schema) or structural_tag",
         "response_format",

@@ -24,6 +24,7 @@ from .fields import is_given, is_one_of
 from .schemas import ChatRequest, Message
 
 TOOLS_MAX = 1024
+_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _BESIDE_TEXT = ("tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 _FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort", "documents")
 _NOTHING: tuple[Any, ...] = ([], {}, "", 0, None)
@@ -74,8 +75,11 @@ def prompt_maker(body: bytes, template: ChatTemplate, engine: str) -> Callable[[
     """Makes the prompt of a chat, to be called in a thread: it may be long. That raises `InvalidInput`."""
 
     def make() -> list[Any]:
-        chat = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        given = {name: msgspec.json.decode(chat[name]) for name in CHAT_FIELDS if name in chat}
+        try:
+            chat = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            given = {name: msgspec.json.decode(chat[name]) for name in CHAT_FIELDS if name in chat}
+        except _NO_JSON as error:
+            raise InvalidInput(f"the chat is not JSON: {type(error).__name__}") from error
         prompt: ChatPrompt | None = chat_prompt(given, template, engine)
         if prompt is None or prompt.media:
             raise InvalidInput("messages: only text is taken here")
@@ -89,8 +93,11 @@ class _Function(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
 
     def schema(self) -> Any:
-        """What its arguments must be."""
-        return msgspec.json.decode(self.parameters) or {"type": "object"}
+        """What its arguments must be. Raises `ApiError`."""
+        try:
+            return msgspec.json.decode(self.parameters) or {"type": "object"}
+        except _NO_JSON as error:
+            raise wrong("tools: parameters must be a JSON schema", "tools") from error
 
 
 class _Tool(msgspec.Struct):
@@ -139,7 +146,7 @@ def tool_use(request: ChatRequest, template: Callable[[], ChatTemplate | None]) 
 def _tools(raw: msgspec.Raw) -> list[_Tool]:
     try:
         tools = msgspec.json.decode(raw, type=list[_Tool])
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _NO_JSON as error:
         raise wrong("tools must be a list of functions, each with a name", "tools") from error
     if len(tools) > TOOLS_MAX:
         raise wrong(f"tools: {len(tools)} are more than {TOOLS_MAX}", "tools")
@@ -151,7 +158,7 @@ def _choice(raw: msgspec.Raw) -> str | _Choice:
         return "auto"
     try:
         choice: str | _Choice = msgspec.json.decode(raw, type=str | _Choice)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _NO_JSON as error:
         raise wrong("tool_choice must be none, auto, required, or name a function", "tool_choice") from error
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise wrong("tool_choice must be none, auto, required, or name a function", "tool_choice")

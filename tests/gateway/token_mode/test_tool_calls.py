@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from preble.errors import InvalidInput
 from preble.gateway.api import schemas
-from preble.gateway.api.tools import ToolUse, is_plain, tool_use
+from preble.gateway.api.tools import ToolUse, is_plain, prompt_maker, tool_use
 from preble.gateway.core.http_errors import ApiError
 from preble.gateway.text.chat_template import ChatTemplate
 from preble.gateway.text.tool_calls import CALLS_MAX, ToolCall, ToolCallReader, format_of
@@ -124,7 +125,8 @@ HERMES_TEMPLATE = (
 
 def chat(**said: Any) -> schemas.ChatRequest:
     """A chat's body."""
-    return schemas.decode(json.dumps({"messages": USER, **said}).encode(), schemas.ChatRequest)
+    body = json.dumps({"messages": USER, **said}).replace('"HUGE"', "1e999")
+    return schemas.decode(body.encode(), schemas.ChatRequest)
 
 
 def use(template: str = HERMES_TEMPLATE, **said: Any) -> ToolUse | None:
@@ -149,6 +151,11 @@ def test_a_choice_of_tools_is_a_format_or_a_grammar() -> None:
     [
         (TEMPLATE, {"tools": [TOOL]}, "tools"),
         (HERMES_TEMPLATE, {"tools": [{"type": "function"}]}, "tools"),
+        (
+            HERMES_TEMPLATE,
+            {"tools": [{"function": {"name": "f", "parameters": "HUGE"}}], "tool_choice": "required"},
+            "tools",
+        ),
         (HERMES_TEMPLATE, {"tools": {}, "tool_choice": "required"}, "tool_choice"),
         (HERMES_TEMPLATE, {"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
         (HERMES_TEMPLATE, {"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
@@ -176,6 +183,13 @@ def test_what_cannot_be_done_is_refused_by_name(template: str, said: dict[str, A
 )
 def test_plain_chats_take_the_short_way(said: dict[str, Any], plain: bool) -> None:
     assert is_plain(chat(**said)) is plain
+
+
+def test_what_is_no_json_in_a_chat_is_refused_when_it_is_rendered() -> None:
+    template = ChatTemplate(HERMES_TEMPLATE, {})
+    for body in (b'{"messages": [{"role": "tool", "content": 1e999}]}', b'{"messages": [], "documents": ["\xff"]}'):
+        with pytest.raises(InvalidInput):
+            prompt_maker(body, template, "vllm")()
 
 
 # --- through the gateway ----------------------------------------------------------------------------------------------
