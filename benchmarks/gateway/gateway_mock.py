@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
+import re
 import selectors
 import sys
 import threading
@@ -71,7 +72,9 @@ def chunked(body: bytes) -> bytes:
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM_END = b"0\r\n\r\n"
 ENVELOPE = {"id": "chatcmpl-mock", "created": 1, "model": MODEL}
-USAGE = {"prompt_tokens": 600, "completion_tokens": TOKENS, "total_tokens": 600 + TOKENS}
+USAGE = {"prompt_tokens": 100_000, "completion_tokens": TOKENS, "total_tokens": 100_000 + TOKENS}
+REPORTED = b'"prompt_tokens": 100000'  # what whole answers say in its place is what the request says that it has
+GIVEN = re.compile(rb'"prompt_tokens": ?"(\d{1,6})"')
 
 
 def sglang_events(whole: bool) -> list[bytes]:
@@ -142,7 +145,9 @@ class Connection(asyncio.Protocol):
             if b'"stream":true' in body.replace(b" ", b""):
                 self._stream(CHAT_EVENTS, pace.seconds)
             else:
-                self._later(pace.seconds, CHAT_ANSWER)
+                given = GIVEN.search(body)
+                count = b'"prompt_tokens": %6d' % int(given[1]) if given else REPORTED
+                self._later(pace.seconds, CHAT_ANSWER.replace(REPORTED, count))
         elif method == "POST":
             self._transport.write(answer(b"{}"))
         elif path in GETS:
