@@ -138,7 +138,8 @@ def check_base(wheel: Path, version: str) -> None:
         exercise.write_text((ROOT / "tests" / "packaging" / "exercise.py").read_text())
         output = call([str(python), str(exercise)], directory)
         assert f"exercised preble {version}" in output, output
-        done = subprocess.run([directory / "bin" / "preble", "serve"], cwd=directory, capture_output=True, text=True)
+        serve = [directory / "bin" / "preble", "serve", "--workers", "tcp://127.0.0.1:5601"]
+        done = subprocess.run(serve, cwd=directory, capture_output=True, text=True)
         assert done.returncode == 1 and "pip install 'preble[gateway]'" in done.stderr, done.stderr
     say(f"ok  base install: {', '.join(sorted(installed))}")
 
