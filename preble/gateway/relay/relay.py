@@ -231,14 +231,6 @@ class Exchange:
         self._answer = None
         await self._placement.failed(text, full=full, doubt=doubt)
 
-    @property
-    def _adds_usage(self) -> bool:
-        """Whether the stream's usage is asked for by the gateway, and not by the client."""
-        body = self._body
-        if not (body.stream and self._endpoint.usage_option) or body.include_usage:
-            return False
-        return not body.given("stream_options") or isinstance(body.small("stream_options"), dict)
-
     async def _ask(self) -> Answer:
         """The answer of the placement's server, when its head is here. Raises `TransportError`."""
         placement, scope = self._placement, self._scope
@@ -276,10 +268,7 @@ class Exchange:
             changes["routed_dp_rank"] = b"%d" % placement.rank
         if self._served.sent_name is not None and "model" in self._body.fields:
             changes["model"] = msgspec.json.encode(self._served.sent_name)
-        if self._adds_usage:
-            options = self._body.small("stream_options") or {}
-            changes["stream_options"] = msgspec.json.encode({**options, "include_usage": True})
-        return {**changes, **self._continuation}
+        return {**changes, **self._body.usage_changes(), **self._continuation}
 
     def _sent(self, answer: Answer) -> None:
         self._answer = answer
@@ -337,7 +326,7 @@ class Exchange:
     async def _pass_stream(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
         """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""
         self._resumable = answer.status == 200 and self._relay.can_remember(self._body)
-        reader = usage_reader(self._endpoint, True, remove_usage=self._adds_usage)
+        reader = usage_reader(self._endpoint, True, remove_usage=bool(self._body.usage_changes()))
         await self._begin(answer, RESUMABLE if self._resumable else RELAY)
         stream = PassingStream(
             self._endpoint.kind, reader, resumable=self._resumable, cumulative=self._placement.info.cumulative
@@ -359,7 +348,7 @@ class Exchange:
                 if found.finish_reason is not None or found.has_all(self._body.max_tokens):
                     end = closing(found, len(key.token_ids), self._body.include_usage)
                     self._placement.finish(found.tokens)
-                    await self._write(end, more=False)
+                    await self._write(stream.cut() + end, more=False)
                     return
                 answer = await self._go_on(stream, found)
         except PrebleError as error:

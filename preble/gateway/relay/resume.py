@@ -212,8 +212,8 @@ class Continued:
         value |= {name: found.envelope[name] for name in _ENVELOPE if name in found.envelope and name in value}
         usage = value.get("usage")
         if isinstance(usage, dict):
-            _shift(usage, "prompt_tokens", -found.tokens)
-            _shift(usage, "completion_tokens", found.tokens)
+            _add(usage, "prompt_tokens", -found.tokens)
+            _add(usage, "completion_tokens", found.tokens)
         for choice in value.get("choices") or ():
             delta = choice.get("delta") if isinstance(choice, dict) else None
             if not (found.has_role and isinstance(delta, dict) and delta.pop("role", None)):
@@ -226,10 +226,10 @@ class Continued:
         found, meta, text, ids = self._found, value.get("meta_info"), value.get("text"), value.get("output_ids")
         if isinstance(meta, dict):
             meta |= found.envelope
-            _shift(meta, "completion_tokens", found.tokens)
+            _add(meta, "completion_tokens", found.tokens)
             reason = meta.get("finish_reason")
             if isinstance(reason, dict):
-                _shift(reason, "length", found.tokens)
+                _add(reason, "length", found.tokens)
         if found.is_cumulative:
             if isinstance(text, str):
                 value["text"] = found.text + text
@@ -238,7 +238,7 @@ class Continued:
         return value
 
 
-def _shift(counts: dict[str, Any], name: str, by: int) -> None:
+def _add(counts: dict[str, Any], name: str, by: int) -> None:
     if type(counts.get(name)) is int:
         counts[name] += by
 

@@ -66,6 +66,11 @@ class PassingStream:
         rest = self._reader.feed(held) if held else b""
         return rest + self._reader.end()
 
+    def cut(self) -> bytes:
+        """The server is lost; what came whole and waited for the next event goes on to the client."""
+        self._held = b""
+        return self._reader.end()
+
     @property
     def is_ended(self) -> bool:
         """Whether the last event that passed is the one that ends a stream; not known where nothing is remembered."""

@@ -133,6 +133,19 @@ async def test_nothing_is_asked_again_when_all_tokens_have_come() -> None:
 
 
 @asynchronous
+async def test_a_server_that_is_lost_after_the_last_token_has_ended_its_choice() -> None:
+    """The event that ends a choice waits for the usage, which the gateway asked for; it is not lost with the server."""
+    bad = ScriptedServer(then_broken(chat_events("one", " two"), "reset"))
+    async with serving(bad) as front:
+        _, _, body = await front.post(CHAT, ASKED)
+        events = events_of(body)
+        assert text_of(events) == "one two" and events[-1] is None
+        assert [choice["finish_reason"] for one in events[:-1] for choice in one["choices"]][-1] == "stop"
+        assert len(bad.calls) == 1
+        await front.settled()
+
+
+@asynchronous
 async def test_a_completion_goes_on_from_its_text() -> None:
     def text_event(text: str, name: str, reason: str | None = None) -> Any:
         choice = {"index": 0, "text": text, "finish_reason": reason}
