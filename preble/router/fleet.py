@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import zmq.asyncio
 from msgspec import structs
 
+from .._cost import CostModel
 from ..clock import Clock
 from ..errors import (
     HandshakeRefused,
@@ -510,6 +511,7 @@ class Fleet:
             kv_capacity_tokens=welcome.kv_capacity_tokens,
             block_size=welcome.block_size,
             max_running=welcome.max_running,
+            cost_model=_cost_of(worker.options),
         )
         worker.worker_id = welcome.worker_id
         worker.peers.begin()
@@ -597,3 +599,13 @@ class Fleet:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("the supervisor of a worker failed", exc_info=task.exception())
+
+
+def _cost_of(options: ServerOptions | None) -> CostModel | None:
+    """The cost model that a server's options name. Raises `HandshakeRefused` where its file is gone or damaged."""
+    if options is None or not options.cost_model:
+        return None
+    try:
+        return CostModel.preset(options.cost_model)
+    except InvalidConfig as error:
+        raise HandshakeRefused(str(error)) from error

@@ -25,18 +25,23 @@ TINY_MODEL, TINIEST_MODEL = "llama-20m", "llama-1m"  # what "tiny" is, and what 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=("torch", "simulated"), default="torch", help="default: %(default)s")
+    parser.add_argument("--engine", choices=("torch", "simulated"), help="default: torch, unless there is a --url")
+    parser.add_argument("--url", metavar="URL", help="http://host:port of an SGLang or vLLM server that runs, instead")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts, seconds instead of minutes")
     parser.add_argument("--out", type=Path, metavar="DIR", help="model file and figures (default: a new directory)")
     parser.add_argument("--name", metavar="NAME", help="of the fitted model (default: model and device)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="measure no longer (default: 70, quick 5)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs of each point at most (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and their order (default: 0)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="measure no longer (default: 70, quick 5; url: 120, quick 20)"
+    )
+    parser.add_argument("--repeats", type=int, metavar="N", help="runs of each point at most (default: 5, url: 3)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of prompts and their order (default: 0, url: drawn)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="the longest prompt (default: by engine)")
     parser.add_argument("--max-batch", type=int, metavar="N", help="the largest decode batch (default: by engine)")
     torch = parser.add_argument_group("torch engine")
     torch.add_argument(
-        "--model", default="tiny", metavar="DIR", help="a model directory, or tiny: a small random one (the default)"
+        "--model",
+        metavar="DIR",
+        help="a model directory, or tiny: a small random one (the default); with --url the model's name there",
     )
     torch.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     torch.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
@@ -45,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulation.add_argument(
         "--cost-model", default="mistral-7b/a6000", metavar="PRESET", help="what it runs by (default: %(default)s)"
     )
+    server = parser.add_argument_group("running server")
+    server.add_argument("--json", action="store_true", help="print the profile as JSON, and all else on stderr")
+    server.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the server's API key")
+    server.add_argument("--block-size", type=int, metavar="TOKENS", help="of its cache, where it does not say it")
+    server.add_argument("--kv-capacity-tokens", type=int, metavar="TOKENS", help="the same")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +71,11 @@ class Effort:
 def effort_of(args: argparse.Namespace) -> Effort:
     """What the options ask for. The simulated engine has no noise and takes no time: once is enough, and exactly.
 
-    Raises `InvalidInput` naming the option.
+    Fills in the defaults of --engine, --repeats and --seed. Raises `InvalidInput` naming the option.
     """
+    args.engine = args.engine or "torch"
+    args.repeats = 5 if args.repeats is None else args.repeats
+    args.seed = 0 if args.seed is None else args.seed
     seconds = (5.0 if args.quick else 70.0) if args.seconds is None else args.seconds
     if not 0 < seconds < float("inf"):
         raise InvalidInput(f"--seconds must be a number above 0, got {seconds}")
@@ -77,6 +90,14 @@ def effort_of(args: argparse.Namespace) -> Effort:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, draw; 0. Raises `MissingExtra`, `InvalidInput` or `EngineError`."""
+    if args.url is not None:
+        if args.engine is not None:
+            raise InvalidInput(f"--engine {args.engine}: a server that runs, --url, has its own")
+        from .server import run as run_server
+
+        return run_server(args)
+    if args.json or args.api_key_env is not None:
+        raise InvalidInput("--json and --api-key-env are for a server that runs: give its --url")
     effort = effort_of(args)
     if args.engine == "torch":
         need_torch()
@@ -106,7 +127,7 @@ def make_target(args: argparse.Namespace, effort: Effort, out: Path) -> Target:
     config = local_config(effort.limits, DECODE_STEPS)
     if args.engine == "simulated":
         return SimulatedTarget(CostModel.preset(args.cost_model), config)
-    args.model = str(model_directory(args.model, TINIEST_MODEL if args.quick else TINY_MODEL, out))
+    args.model = str(model_directory(args.model or "tiny", TINIEST_MODEL if args.quick else TINY_MODEL, out))
     return TorchTarget(Path(args.model), config, device=args.device, dtype=args.dtype, threads=args.threads)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ..._cost import CostModel
 from ...errors import InvalidConfig, InvalidInput
 from ...transport.engine_servers.server_info import ServerOptions
 from ...transport.engine_servers.tls import client_context
@@ -50,6 +51,13 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     require_events: Annotated[
         bool, Meta(description="Refuse it where it publishes no cache events, rather than estimate what it caches.")
     ] = False
+    cost_model: Annotated[
+        Name | None,
+        Meta(
+            description="What work takes there: a file that `preble profile --url` wrote, or a preset's name; without, "
+            "it is learned from the first requests."
+        ),
+    ] = None
 
 
 class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -126,6 +134,8 @@ def check_servers(servers: Sequence[ServerTable], workers: Sequence[str]) -> Non
             options = options_of(server)
             if options.ca_file:
                 client_context(options.ca_file)
+            if options.cost_model:
+                CostModel.preset(options.cost_model)
         except InvalidInput as error:
             raise InvalidConfig(f"{place}: {error}") from error
         if server.url in seen:

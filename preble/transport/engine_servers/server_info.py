@@ -38,7 +38,8 @@ class ServerOptions:
     """What the operator knows of a server and the server does not say; "" and None mean: take what it reports.
 
     `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
-    `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches. `ca_file`:
+    `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches.
+    `cost_model`: a preset's name or a file that `preble profile` wrote; without, its cost is learned. `ca_file`:
     certificates (PEM) of who may vouch for it, beside the system's. Times in seconds, bodies in bytes. Raises
     `InvalidConfig` naming the field.
     """
@@ -52,6 +53,7 @@ class ServerOptions:
     replay_endpoint: str = ""
     events_topic: str = ""
     require_events: bool = False
+    cost_model: str = ""
     answer_seconds: float = 5.0
     max_body_bytes: int = 8 << 20
     max_line_bytes: int = 8 << 20
