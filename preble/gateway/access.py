@@ -62,6 +62,7 @@ class Access:
             grant = self._keys.grant_of(headers, path, scope["method"], client)
             context.key_name, context.models = grant.name, grant.models
             if grant.limits is not None and scope["method"] == "POST" and not is_operators(path):
+                context.key_label = grant.label
                 grant.limits.take()
                 context.spend = grant.limits.spend
         if self._limiter is not None and not is_unlogged(path):

@@ -103,11 +103,13 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class KeyGrant:
-    """What the key of a request allows: `models` None is any, `limits` None is without."""
+    """What the key of a request allows: `models` None is any, `limits` None is without. `label`: the name that the
+    configuration gives it."""
 
     name: str = ""
     models: frozenset[str] | None = None
     limits: KeyLimits | None = None
+    label: str = ""
 
 
 class Keys:
@@ -185,7 +187,7 @@ def _granted(table: KeyTable, digest: str, clock: Clock, before: KeyGrant | None
         limits.used_tokens = earlier.used_tokens
         limits = earlier if earlier.table == table else limits
     models = frozenset(table.models) if table.models else None
-    return KeyGrant(table.name or digest[:8], models, limits)
+    return KeyGrant(table.name or digest[:8], models, limits, table.name or "")
 
 
 def too_many(message: str, code: str, wait_seconds: float) -> ApiError:

@@ -27,7 +27,7 @@ from .api.http import Receive, Send, error_response
 from .core.config import GatewayConfig
 from .core.gateway import Gateway
 from .core.header_fields import HeaderFields
-from .core.http_errors import ApiError
+from .core.http_errors import ApiError, refusal_of
 from .core.request_context import RequestContext, now_in
 from .core.sessions import hint_of_headers
 from .core.sibling_processes import from_other_process
@@ -139,7 +139,8 @@ class Middleware:
     async def _refuse(self, error: PrebleError, scope: Scope, receive: Receive, send: Send, status: int) -> None:
         """Answer with an error, unless an answer has begun."""
         if status == 0:
-            await error_response(error)(scope, receive, send)
+            scope["preble.context"].refused = refusal_of(error)
+            await error_response(error, scope["path"])(scope, receive, send)
 
     def _note(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", OTHER)

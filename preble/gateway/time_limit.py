@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ..transport.tasks import end_all
-from .api.http import DONE, Receive, Send, sse
+from .api.http import Receive, Send, error_events
 from .core.http_errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -43,7 +43,7 @@ async def in_time(seconds: float, app: App, scope: Scope, receive: Receive, send
     if not has_begun:
         raise late
     if not is_whole and kind.startswith("text/event-stream"):
-        await send({"type": "http.response.body", "body": sse(late.body()) + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": error_events(late, scope["path"]), "more_body": False})
 
 
 async def _run(app: App, scope: Scope, receive: Receive, send: Send) -> None:

@@ -48,6 +48,9 @@ class PlacementOwner(Protocol):
     def end(self, placement: Placement, reason: str | None) -> None:
         """It is over: with a reason it has finished, else it was given up."""
 
+    def fail(self, placement: Placement) -> None:
+        """It has ended with its error."""
+
     def wrong_report(self) -> None:
         """A server said something impossible of what was cached."""
 
@@ -133,6 +136,16 @@ class Placement(PlacedRequest):
         self._note_cached(cached_tokens)
         self._output_tokens = max(output_tokens, self._output_tokens)
         self._router.end(self, reason)
+
+    def broke_off(self, error: PrebleError) -> None:
+        """The answer ended with this error, which its client was sent; its server is asked at once whether it lives. Of
+        one that has ended it does nothing."""
+        if self._ended:
+            return
+        self._end()
+        self._link.doubt()
+        self.error = error
+        self._router.fail(self)
 
     def cancel(self) -> None:
         """Nobody wants the answer any more, or it was no answer. Again, and after `finish`, it does nothing."""

@@ -421,6 +421,11 @@ class Router:
             self._finish(placement, reason)
         self._dismiss(placement)
 
+    def fail(self, placement: Placement) -> None:
+        """A placement has ended with its error."""
+        self.counters.failed += 1
+        self._dismiss(placement)
+
     def wrong_report(self) -> None:
         """A server said something impossible of what was cached."""
         self.counters.wrong_reports += 1

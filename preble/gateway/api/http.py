@@ -7,6 +7,7 @@ the generation at the engine.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ BODY_SECONDS = 60.0
 LOOP_BYTES = 16 << 10  # parsed on the loop; more, beside it
 JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
+ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
+_SEQUENCE = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
 
 
 @asynccontextmanager
@@ -84,10 +87,26 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, media_type=JSON)
 
 
-def error_response(error: PrebleError) -> Response:
-    """An error in OpenAI's shape."""
+def error_response(error: PrebleError, path: str = "") -> Response:
+    """An error, in Anthropic's shape where the path is of their API, else in OpenAI's."""
     api_error = api_error_of(error)
-    return json_response(api_error.body(), api_error.status, api_error.headers())
+    body = api_error.anthropic_body() if path.startswith(ANTHROPIC_PATH) else api_error.body()
+    return json_response(body, api_error.status, api_error.headers())
+
+
+def error_events(error: PrebleError, path: str = "", last: bytes = b"") -> bytes:
+    """What ends a stream at this path with an error, as clients of its API know one. `last`: the latest bytes that were
+    sent, of which the numbers of events go on."""
+    api_error = api_error_of(error)
+    if path.startswith(ANTHROPIC_PATH):
+        return b"event: error\n" + sse(api_error.anthropic_body())
+    body = api_error.body()
+    if not path.startswith(RESPONSES_PATH):
+        return sse(body) + DONE
+    numbers = _SEQUENCE.findall(last)
+    own = {name: body["error"][name] for name in ("code", "message", "param")}
+    number = int(numbers[-1]) + 1 if numbers else 0
+    return b"event: error\n" + sse({"type": "error", "sequence_number": number, **own, **body})
 
 
 def sse(content: Any) -> bytes:
@@ -151,6 +170,5 @@ class EventStream(StreamingResponse):
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except PrebleError as error:
-            body = sse(api_error_of(error).body()) + DONE
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": error_events(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -174,7 +174,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 4096
     stalled_after_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=1e6)],
-        Meta(description="A relayed stream that could go on at another server does so after such a silence."),
+        Meta(
+            description="A relayed stream that can go on at another server does so after such a silence; any other "
+            "ends with an error after four times as long."
+        ),
     ] = 30.0
     refuse_wait_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)] | None,

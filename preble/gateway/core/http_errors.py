@@ -1,4 +1,5 @@
-"""What goes wrong, as HTTP: status, OpenAI's error object, Retry-After. Owns the mapping from Preble's errors to it.
+"""What goes wrong, as HTTP: status, the error object of OpenAI's API or of Anthropic's, Retry-After. Owns the mapping
+from Preble's errors to it.
 
     400 the request is wrong            401, 403 key missing or not enough    404 no such model, worker or path
     413, 415 body too large, not JSON   429 rate used up, or overloaded       499 (log only) the client went away
@@ -26,6 +27,11 @@ from ...errors import (
 )
 
 RETRY_SECONDS = 1.0  # after which a client may hope that an overloaded fleet has room
+# Anthropic's type by status; of others "invalid_request_error" below 500, "api_error" from there on.
+_ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 # Of the first that an error is: status, OpenAI's type, code.
 _ANSWERS: tuple[tuple[Any, ...], ...] = (
     (InvalidInput, 400, "invalid_request_error", None),
@@ -59,6 +65,11 @@ class ApiError(PrebleError):
         """The error in OpenAI's shape."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error in Anthropic's shape."""
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
     def headers(self) -> dict[str, str]:
         """`Retry-After` in whole seconds, where trying again makes sense."""
         if self.retry_after_seconds is None:
@@ -74,6 +85,12 @@ def wrong(message: str, param: str | None = None, code: str | None = None) -> Ap
 def unavailable(message: str, code: str) -> ApiError:
     """Not now; trying again soon makes sense."""
     return ApiError(503, message, kind="overloaded_error", code=code, retry_after_seconds=RETRY_SECONDS)
+
+
+def refusal_of(error: PrebleError) -> str | None:
+    """Why a request was turned away, for want of a right or of room; None for an error of another kind."""
+    api_error = api_error_of(error)
+    return (api_error.code or str(api_error.status)) if api_error.status in (403, 429, 503) else None
 
 
 def api_error_of(error: PrebleError) -> ApiError:

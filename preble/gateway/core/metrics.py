@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 
 MODEL_LABELS_MAX = 100
 MODEL_CHARS_MAX = 128
+KEY_LABELS_MAX = 1000
+KEY_CHARS_MAX = 128
+# Why requests are turned away, by the code of the error that they are answered with.
+REFUSALS = frozenset(
+    {"requests_per_minute", "tokens_per_minute", "insufficient_quota", "rate_limit", "model_not_allowed"}
+    | {"admin_only", "overloaded", "queue_full", "no_workers", "draining"}
+)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 DECISION_SECONDS = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1, 1.0)
@@ -86,6 +93,9 @@ class Metrics:
         self._mismatches = counter(
             "prompt_token_mismatches", "Relayed requests of which the engine counts other prompt tokens", ("kind",)
         )
+        self._broken = counter("relayed_streams_broken", "Relayed streams that ended with an error event", ("kind",))
+        self._of_keys = {name: counter(f"key_{name}", text, labels) for name, text, labels in _KEY_COUNTERS}
+        self._key_labels: set[str] = set()
         regret = seconds("regret_seconds", "First token later than the best prediction for another worker")
         self._regret = regret.labels()
         self._families: dict[str, Any] = {
@@ -109,10 +119,27 @@ class Metrics:
         model = self.of_model(context.model).name if context.progress.choices else ""
         self._http.labels(route, str(status), model).inc()
         self._http_seconds.labels(route).observe(seconds)
+        if context.key_label:
+            self._used(context)
         if context.progress.choices:
             self._generated(context)
             if self._otlp is not None:
                 self._otlp.ended(context, route, status, seconds)
+
+    def _used(self, context: RequestContext) -> None:
+        """Count what the request has used of its key, or why it was turned away."""
+        label, labels, progress = context.key_label[:KEY_CHARS_MAX], self._key_labels, context.progress
+        if label not in labels:
+            if len(labels) >= KEY_LABELS_MAX:
+                label = OTHER
+            labels.add(label)
+        if context.refused is not None:
+            why = context.refused if context.refused in REFUSALS else OTHER
+            self._of_keys["refused"].labels(label, why).inc()
+            return
+        self._of_keys["requests"].labels(label).inc()
+        for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
+            self._of_keys[name].labels(label).inc(getattr(progress, name))
 
     def _generated(self, context: RequestContext) -> None:
         """The request was placed, or waited for that; whatever came of it."""
@@ -143,6 +170,10 @@ class Metrics:
         """An engine counts other prompt tokens than the gateway."""
         self._mismatches.labels(kind).inc()
 
+    def broken_off(self, kind: str) -> None:
+        """A relayed stream has ended with an error event."""
+        self._broken.labels(kind).inc()
+
     def record(self, record: DecisionRecord) -> None:
         """A recorded decision's request has ended; a sink for `preble.scheduling.records.Recording`."""
         if record.regret_seconds is not None:
@@ -169,6 +200,17 @@ class Metrics:
         """Everything in Prometheus' text format. `router` and `gateway` are their `stats`. Any thread may call it."""
         return self.own_text() + read_text(scheduler, router, gateway)
 
+
+# --- by key -----------------------------------------------------------------------------------------------------------
+
+_KEY = ("key",)
+_KEY_COUNTERS = (
+    ("requests", "Requests of a named key that were let in", _KEY),
+    ("prompt_tokens", "Prompt tokens of requests of a named key", _KEY),
+    ("cached_tokens", "Those of them that were cached by the engine's word", _KEY),
+    ("output_tokens", "Output tokens of requests of a named key", _KEY),
+    ("refused", "Requests of a named key that were turned away, by why", ("key", "why")),
+)
 
 # --- by model ---------------------------------------------------------------------------------------------------------
 

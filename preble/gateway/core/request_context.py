@@ -31,6 +31,8 @@ class RequestContext:
     request_id: str
     started: float
     key_name: str = ""
+    key_label: str = ""  # the configured name of its key, where its use is counted
+    refused: str | None = None  # the code of the error that it was answered with, for want of a right or of room
     model: str = ""
     session: SessionHint = NO_SESSION
     timeout_seconds: float | None = None  # after which the client gives up without a token

@@ -2,7 +2,8 @@
 routing key, place, body out, answer back; where it goes on when a server fails; and what is counted of it.
 
 Until the first byte of an answer's body, nothing has been promised: a server that cannot be reached, breaks off, or
-says 502, 503, 504 or 429, is left for another one. What else it answers is the client's answer, whatever its status. A
+says 502, 503, 504 or 429, is left for another one; so is one whose stream begins with an error of its own. What else it
+answers is the client's answer, whatever its status. A
 whole answer of at most `WHOLE_BYTES` is passed on when it is whole, so that one that breaks off is asked for elsewhere,
 too. A stream that breaks off later ends with an error event.
 
@@ -24,12 +25,12 @@ from ...errors import PrebleError, TransportError, WorkerLost
 from ...router.placement import Placement
 from ...transport.engine_servers.http_client import TRACE_HEADERS, Unreachable
 from ...transport.engine_servers.http_pool import Answer
-from ..api.http import DONE, Receive, Send, off_loop, read_whole, sse
+from ..api.http import Receive, Send, error_events, off_loop, read_whole
 from ..connections import BoundedProtocol
 from ..core.byte_budget import SMALL_BYTES, ByteShare
 from ..core.config import is_keyless
 from ..core.gateway import Gateway, decision_headers
-from ..core.http_errors import api_error_of, unavailable
+from ..core.http_errors import unavailable
 from ..core.models import ServedModel
 from ..core.request_context import RequestContext
 from ..core.sessions import with_body
@@ -42,6 +43,7 @@ from .resume import Emitted, can_resume, closing, continuation
 from .routing_key import Mismatches, RoutingKey, routing_key
 from .servers import ServerPools, path_of
 from .stream import PassingStream
+from .stream_errors import is_opening, server_fault
 from .usage import UsageReader, usage_reader
 
 Scope = MutableMapping[str, Any]
@@ -52,6 +54,9 @@ FULL = frozenset({429, 503})  # the server takes no more
 BROKEN = frozenset({502, 504})  # something between us and the server, or behind it
 MODE_HEADER = "x-preble-mode"
 RELAY, RESUMABLE = "relay", "relay-resumable"
+# A stream that cannot go on elsewhere is lost when it is broken off, and engines hold some events back until they are
+# whole (the arguments of a tool's call): it may be silent for so many times the limit of one that can.
+PATIENCE = 4.0
 
 
 class Relay:
@@ -216,6 +221,10 @@ class Exchange:
                     await self._elsewhere(f"the server answers {answer.status}", full=answer.status in FULL)
                     continue
                 first = await self._first_part(answer)
+                fault = server_fault(first) if answer.status == 200 and _is_stream(answer) else None
+                if fault is not None:
+                    await self._elsewhere(fault.text, full=fault.full)
+                    continue
             except TransportError as error:
                 await self._elsewhere(str(error), doubt=isinstance(error, Unreachable))
                 continue
@@ -283,10 +292,12 @@ class Exchange:
     # --- the answer ---------------------------------------------------------------------------------------------------
 
     async def _first_part(self, answer: Answer) -> bytes:
-        """What of the body there must be before a byte of it is passed on: of a stream some, of another one all, if it
-        is not too long."""
+        """What of the body there must be before a byte of it is passed on: of a stream some, an error or output among
+        it; of another one all, if it is not too long."""
         first = await answer.read()
         if _is_stream(answer):
+            while first and is_opening(self._endpoint.kind, first) and (more := await answer.read()):
+                first += more
             return first
         parts, size = [first], len(first)
         while size <= WHOLE_BYTES and (part := await answer.read()):
@@ -336,6 +347,8 @@ class Exchange:
             self._placement.saw_output()
             had = reader.first_token
             part = stream.take(part)
+            if stream.fault_text and self._answer is not None:
+                self._answer.break_off(TransportError(stream.fault_text))
             self._pin(reader)
             if reader.first_token and not had:
                 self._note_first_token(reader, key)
@@ -352,7 +365,9 @@ class Exchange:
                     return
                 answer = await self._go_on(stream, found)
         except PrebleError as error:
-            await self._write(_error_event(error), more=False)
+            self._placement.broke_off(error)
+            self._gateway.metrics.broken_off(self._endpoint.kind)
+            await self._write(error_events(error, self._endpoint.path, stream.last), more=False)
             return
         rest = stream.end()
         self._finish(reader, key)
@@ -363,7 +378,7 @@ class Exchange:
         `TransportError` where it may not."""
         self._answer = answer
         limit = self._gateway.config.stalled_after_seconds
-        stall = Stall(answer, limit) if stream.resumable else None
+        stall = Stall(answer, limit if stream.resumable else limit * PATIENCE)
         connection = self._connection
         try:
             if connection is None:
@@ -379,15 +394,14 @@ class Exchange:
                 answer.flow(sink)
                 await answer.flown()
             if not stream.is_ended:
-                raise TransportError("the stream ended before its end")
+                raise TransportError(stream.fault_text or "the stream ended before its end")
         except TransportError as error:
             if not stream.resumable:
                 raise
             self._lost_text = str(error)
             return False
         finally:
-            if stall is not None:
-                stall.cancel()
+            stall.cancel()
         return True
 
     def _found(self, stream: PassingStream) -> Emitted:
@@ -489,7 +503,3 @@ async def _until_gone(receive: Receive, gone: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     gone()
-
-
-def _error_event(error: PrebleError) -> bytes:
-    return sse(api_error_of(error).body()) + DONE

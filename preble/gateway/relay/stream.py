@@ -8,6 +8,7 @@ A stream that may be gone on with elsewhere passes in whole events, and those th
 from __future__ import annotations
 
 from .resume import DONE_DATA, Continued, Emitted, emitted_by
+from .stream_errors import server_fault
 from .usage import UsageReader
 
 REMEMBERED_BYTES = 1 << 20
@@ -27,11 +28,16 @@ class PassingStream:
         self._events: list[bytes] = []
         self._size = 0
         self._continued: Continued | None = None
+        self.last = b""  # what has passed last
+        self.fault_text = ""  # the server's own error, where it sent one and the stream can go on elsewhere
 
     def take(self, data: bytes) -> bytes:
         """Bytes that came from the server; those that go on to the client now."""
         if not self.resumable and self._continued is None:
-            return self._reader.feed(data)
+            self.last = data = self._reader.feed(data)
+            return data
+        if self.fault_text:
+            return b""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -46,6 +52,9 @@ class PassingStream:
         if self._continued is not None:
             events = [self._continued.event(event) for event in data.split(_END)[:-1]]
             data = b"".join(event + _END for event in events if event)
+        if self.resumable and (fault := server_fault(data)) is not None:
+            self.fault_text, self._held = fault.text, b""
+            data = data[: fault.start]
         if not data:
             return b""
         if self.resumable:
@@ -82,7 +91,7 @@ class PassingStream:
 
     def go_on(self, found: Emitted) -> None:
         """Another server goes on after what was found."""
-        self._held = b""
+        self._held, self.fault_text = b"", ""
         self._continued = Continued(found)
 
     def _forget(self) -> bytes:

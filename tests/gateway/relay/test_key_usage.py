@@ -1,0 +1,93 @@
+"""What keys may use, and what is counted of them, where requests are relayed. Real sockets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from preble.gateway.core import metrics as metrics_module
+from preble.gateway.core.config_tables import KeyTable
+from preble.gateway.core.metrics import Metrics
+from preble.gateway.core.request_context import RequestContext
+from tests.support.relay import Call, Front, ScriptedServer, chat_answer, serving
+from tests.support.transport import asynchronous, fast
+
+CHAT = "/v1/chat/completions"
+KEYS = [
+    KeyTable(key="key-of-team-a", name="team-a", models=["tiny"]),
+    KeyTable(key="key-of-team-b", name="team-b", requests_per_minute=1),
+    KeyTable(key="key-without-name", requests_per_minute=100),
+]
+
+
+async def whole(call: Call) -> None:
+    """A chat, whole."""
+    await call.answer(chat_answer(prompt=7, cached=2, output=3))
+
+
+def asking(model: str) -> dict[str, Any]:
+    """A chat with a model."""
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that has a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def counted(front: Front) -> dict[str, float]:
+    """What is counted of keys."""
+    lines = front.gateway.metrics.own_text().decode().splitlines()
+    return {
+        name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines) if name.startswith("preble_key_")
+    }
+
+
+@asynchronous
+async def test_a_key_may_use_its_models_only_and_sees_no_others() -> None:
+    servers = ScriptedServer(whole, model="tiny"), ScriptedServer(whole, model="big")
+    async with serving(*servers, router_config=fast(several_models=True), keys=KEYS) as front:
+        status, _, body = await front.post(CHAT, asking("big"), bearer("key-of-team-a"))
+        assert status == 403 and json.loads(body)["error"]["code"] == "model_not_allowed"
+        assert not servers[1].calls
+        assert (await front.post(CHAT, asking("tiny"), bearer("key-of-team-a")))[0] == 200
+        for key, seen in (("key-of-team-a", {"tiny"}), ("key-of-team-b", {"tiny", "big"})):
+            async with front.session.get(f"http://127.0.0.1:{front.port}/v1/models", headers=bearer(key)) as answer:
+                assert {card["id"] for card in (await answer.json())["data"]} == seen
+        await front.settled()
+
+
+@asynchronous
+async def test_what_named_keys_use_is_counted_and_why_they_are_refused() -> None:
+    servers = ScriptedServer(whole, model="tiny"), ScriptedServer(whole, model="big")
+    async with serving(*servers, router_config=fast(several_models=True), keys=KEYS) as front:
+        for model, key in (
+            ("tiny", "key-of-team-a"), ("tiny", "key-of-team-a"), ("big", "key-of-team-a"),
+            ("tiny", "key-of-team-b"), ("tiny", "key-of-team-b"), ("tiny", "key-without-name"), ("tiny", "wrong-key"),
+        ):  # fmt: skip
+            await front.post(CHAT, asking(model), bearer(key))
+        await front.settled()
+        assert counted(front) == {
+            'preble_key_requests_total{key="team-a"}': 2.0,
+            'preble_key_prompt_tokens_total{key="team-a"}': 14.0,
+            'preble_key_cached_tokens_total{key="team-a"}': 4.0,
+            'preble_key_output_tokens_total{key="team-a"}': 6.0,
+            'preble_key_refused_total{key="team-a",why="model_not_allowed"}': 1.0,
+            'preble_key_requests_total{key="team-b"}': 1.0,
+            'preble_key_prompt_tokens_total{key="team-b"}': 7.0,
+            'preble_key_cached_tokens_total{key="team-b"}': 2.0,
+            'preble_key_output_tokens_total{key="team-b"}': 3.0,
+            'preble_key_refused_total{key="team-b",why="requests_per_minute"}': 1.0,
+        }
+
+
+def test_names_of_keys_beyond_the_bound_are_counted_together(monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics_module, "KEY_LABELS_MAX", 2)
+    metrics = Metrics(lambda: 0.0)
+    for name in ("a", "b", "c", "d", "a"):
+        context = RequestContext("id", 0.0)
+        context.key_label = name
+        metrics.request("/v1/models", 200, 0.0, context)
+    lines = dict(line.rsplit(" ", 1) for line in metrics.own_text().decode().splitlines() if line[:1] != "#")
+    found = {name: value for name, value in lines.items() if name.startswith("preble_key_requests_total")}
+    assert {name.split('"')[1]: float(value) for name, value in found.items()} == {"a": 2.0, "b": 1.0, "other": 2.0}
