@@ -39,7 +39,7 @@ from .endpoints import Endpoint
 from .headers import answer_headers, request_head, value_of
 from .pinned import PinnedAnswers
 from .progress import RelayProgress
-from .resume import Emitted, can_resume, closing, continuation
+from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
 from .routing_key import Mismatches, RoutingKey, routing_key
 from .servers import ServerPools, path_of
 from .stream import PassingStream
@@ -336,7 +336,8 @@ class Exchange:
 
     async def _pass_stream(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
         """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""
-        self._resumable = answer.status == 200 and self._relay.can_remember(self._body)
+        may_go_on = answer.status == 200 and self._relay.can_remember(self._body)
+        self._resumable = may_go_on and names_enough(self._body, first)
         reader = usage_reader(self._endpoint, True, remove_usage=bool(self._body.usage_changes()))
         await self._begin(answer, RESUMABLE if self._resumable else RELAY)
         stream = PassingStream(
@@ -357,7 +358,7 @@ class Exchange:
         try:
             await self._write(take(first))
             while not await self._flow(answer, stream, take):
-                found = self._found(stream)
+                found = await self._found(stream, key)
                 if found.finish_reason is not None or found.has_all(self._body.max_tokens):
                     end = closing(found, len(key.token_ids), self._body.include_usage)
                     self._placement.finish(found.tokens)
@@ -404,10 +405,12 @@ class Exchange:
             stall.cancel()
         return True
 
-    def _found(self, stream: PassingStream) -> Emitted:
+    async def _found(self, stream: PassingStream, key: RoutingKey) -> Emitted:
         """What the client was sent, and what is asked of another server so that it goes on. Raises `WorkerLost` where
         none can."""
         found = stream.emitted()
+        if found is not None and key.exact:
+            await count_tokens(found, self._gateway.codec)
         changes = None if found is None else continuation(self._body, found)
         if found is None or changes is None:
             raise WorkerLost(f"the stream cannot be gone on with after: {self._lost_text}")

@@ -11,17 +11,21 @@ depend on tokens that the other server would not have made, so such a stream end
 | /v1/completions      | the prompt and the text so far                                                                |
 | /generate            | the same, or the prompt's token ids and those so far                                          |
 
-Its limit on output is less by the tokens that have come. Its events get the first server's id, time and model; the role
-is not said again; tokens in `usage` and `meta_info` are those of both.
+Its limit on output is less by the tokens that have come: as many as /generate says; elsewhere those of the text, by the
+model's tokenizer where there is one, else one for each event. Its events get the first server's id, time and model;
+the role is not said again; tokens in `usage` and `meta_info` are those of both.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from ...errors import InvalidInput, QueueFull
+from ..text.tokenizing import TextCodec
 from .body import RelayedBody
 
 KINDS = frozenset({"chat", "completions", "generate"})
@@ -67,6 +71,19 @@ def can_resume(body: RelayedBody) -> bool:
     return plain and (_is_text(body, "text") or (body.given("input_ids") and not body.given("text")))
 
 
+def names_enough(body: RelayedBody, first: bytes) -> bool:
+    """Whether a stream that begins so says what another server needs: after a prompt of ids, those that came."""
+    return body.endpoint.kind != "generate" or body.given("text") or b'"output_ids"' in first
+
+
+async def count_tokens(found: Emitted, codec: TextCodec | None) -> None:
+    """Count the tokens of the text by the model's tokenizer, where the events do not say and may hold several each."""
+    if codec is None or found.kind == "generate" or not found.text:
+        return
+    with contextlib.suppress(QueueFull, InvalidInput):
+        found.tokens = max(found.tokens, len(await codec.encode(found.text, special_tokens=False)))
+
+
 def _is_text(body: RelayedBody, name: str) -> bool:
     return body.given(name) and bytes(memoryview(body.fields[name])[:1]) == b'"'
 
@@ -78,7 +95,7 @@ class Emitted:
     kind: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)  # of /generate, where the server names them
-    tokens: int = 0  # at least so many
+    tokens: int = 0  # at least so many; see `count_tokens`
     envelope: dict[str, Any] = field(default_factory=dict)  # of the first event
     has_role: bool = False
     finish_reason: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from preble.gateway.relay.body import read_body
 from preble.gateway.relay.endpoints import ENDPOINTS
 from preble.gateway.relay.resume import can_resume, emitted_by
+from preble.gateway.text.tokenizing import TextCodec
+from tests.support.gateway import make_tokenizer
 from tests.support.relay import (
     Call,
     InOrder,
@@ -119,6 +122,54 @@ async def test_a_server_that_is_lost_to_the_router_loses_its_streams_too() -> No
         await front.router.remove_worker(bad.url)
         assert text_of(events_of(await answer.read())).endswith(" two")
         await asyncio.wait_for(bad.calls[0].gone.wait(), 30.0)
+
+
+@asynchronous
+async def test_events_of_several_tokens_are_counted_by_the_tokenizer(tmp_path: Path) -> None:
+    codec = TextCodec(make_tokenizer(tmp_path), threads=1)
+    try:
+        text = "one two three four five"
+        tokens = len(await codec.encode(text, special_tokens=False))
+        assert tokens > 2
+
+        async def goes_on(call: Call) -> None:
+            await call.stream(*chat_events(" six", opening=False), usage_event(prompt=20 + tokens, output=1))
+
+        bad = ScriptedServer(then_broken(chat_events(text, reason=None), "reset"))
+        good = ScriptedServer(goes_on)
+        await bad.start()
+        await good.start()
+        async with serving(bad, good, policy=InOrder(bad, good), codec=codec) as front:
+            _, _, body = await front.post(
+                CHAT, {**ASKED, "max_tokens": tokens + 2, "stream_options": {"include_usage": True}}
+            )
+            assert good.calls[0].json["max_tokens"] == 2
+            usage = events_of(body)[-2]["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (20, tokens + 1)
+            _, _, body = await front.post(CHAT, {**ASKED, "max_tokens": tokens})
+            assert len(good.calls) == 1, "all tokens have come"
+            assert events_of(body)[-2]["choices"][0]["finish_reason"] == "length"
+            await front.settled()
+    finally:
+        codec.close()
+
+
+@pytest.mark.parametrize("ids", [[5], None], ids=["named", "not named"])
+@asynchronous
+async def test_a_prompt_of_ids_goes_on_only_where_the_server_names_those_that_came(ids: list[int] | None) -> None:
+    line: Any = {"text": " b", "meta_info": {"id": "r", "prompt_tokens": 2, "completion_tokens": 1}}
+    if ids is not None:
+        line["output_ids"] = ids
+
+    async def whole(call: Call) -> None:
+        await call.stream(line)
+
+    async with serving(ScriptedServer(whole)) as front:
+        _, headers, _ = await front.post(GENERATE, {"input_ids": [1, 2], "stream": True})
+        assert headers["x-preble-mode"] == ("relay" if ids is None else "relay-resumable")
+        _, headers, _ = await front.post(GENERATE, {"text": "a", "stream": True})
+        assert headers["x-preble-mode"] == "relay-resumable"
+        await front.settled()
 
 
 @asynchronous
