@@ -42,11 +42,11 @@ async def body_of(request: Request, gateway: Gateway) -> AsyncIterator[bytes]:
         yield await read_whole(request, gateway.config.max_body_bytes, share)
 
 
-async def read_whole(request: Request, bytes_max: int, share: ByteShare) -> bytes:
-    """The whole body, counted in `share`. Raises as `body_of`."""
-    media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if media_type != JSON:  # forms are what pages of other sites may send
-        raise ApiError(415, f"the body must be {JSON}", code="unsupported_media_type")
+async def read_whole(request: Request, bytes_max: int, share: ByteShare, media_type: str = JSON) -> bytes:
+    """The whole body, which must be of this type, counted in `share`. Raises as `body_of`."""
+    given = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if given != media_type:  # forms are what pages of other sites may send
+        raise ApiError(415, f"the body must be {media_type}", code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
         raise _too_large(bytes_max)

@@ -52,7 +52,8 @@ def document(*, relayed: bool = False) -> dict[str, Any]:
         summary = f"Relayed: {endpoint.kind}"
         operation = {"summary": summary, "responses": {"default": {"description": summary}}}
         if endpoint.method == "POST" and not endpoint.by_id:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ANY_OBJECT}}}
+            media_type = "multipart/form-data" if endpoint.takes_form else "application/json"
+            operation["requestBody"] = {"required": True, "content": {media_type: {"schema": _ANY_OBJECT}}}
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = {**operation, **_parameters(endpoint.path)}
     info = {"title": "Preble gateway", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

@@ -15,7 +15,7 @@ class Endpoint:
 
     `usage_option`: a stream says its usage only where `stream_options.include_usage` asks for it. `engines`: who has
     it; a worker of another engine answers 404 itself. `by_id`: the path ends in the id of an answer that one server
-    keeps (`{id}`), and only that server can be asked.
+    keeps (`{id}`), and only that server can be asked. `takes_form`: its bodies are uploads, forms with a file.
     """
 
     path: str
@@ -26,6 +26,7 @@ class Endpoint:
     engines: tuple[str, ...] = ("sglang", "vllm")
     method: str = "POST"
     by_id: bool = False
+    takes_form: bool = False
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -57,6 +58,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/inference/v1/generate", "other", generates=True, streams=True, engines=("vllm",)),
     Endpoint("/generative_scoring", "other", engines=("vllm",)),
     Endpoint("/v2/embed", "other", engines=("vllm",)),
+    Endpoint("/v1/audio/transcriptions", "audio", streams=True, takes_form=True),
+    Endpoint("/v1/audio/translations", "audio", streams=True, engines=("vllm",), takes_form=True),
     Endpoint("/v1/chat/completions/render", "other", engines=("vllm",)),
     Endpoint("/v1/completions/render", "other", engines=("vllm",)),
     Endpoint("/v1/messages/render", "other", engines=("vllm",)),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ from ...errors import PrebleError, TransportError, WorkerLost
 from ...router.placement import Placement
 from ...transport.engine_servers.http_client import TRACE_HEADERS, Unreachable
 from ...transport.engine_servers.http_pool import Answer
-from ..api.http import Receive, Send, error_events, off_loop, read_whole
+from ..api.http import JSON, Receive, Send, error_events, off_loop, read_whole
 from ..connections import BoundedProtocol
 from ..core.byte_budget import SMALL_BYTES, ByteShare
 from ..core.config import is_keyless
@@ -36,6 +37,7 @@ from ..core.request_context import RequestContext
 from ..core.sessions import with_body
 from .body import RelayedBody, read_body
 from .endpoints import Endpoint
+from .form import MEDIA_TYPE, read_form
 from .headers import answer_headers, request_head, value_of
 from .pinned import PinnedAnswers
 from .progress import RelayProgress
@@ -92,9 +94,13 @@ class Relay:
         gateway.live_choices += 1
         try:
             with gateway.bodies.share() as share:
-                data = await read_whole(Request(scope, receive), gateway.config.max_body_bytes, share)
+                request = Request(scope, receive)
+                media_type = MEDIA_TYPE if endpoint.takes_form else JSON
+                data = await read_whole(request, gateway.config.max_body_bytes, share, media_type)
                 # What asks for an answer by its id has no body, or one that says nothing of where it goes.
-                read = RelayedBody if endpoint.by_id else read_body
+                read: Callable[[bytes, Endpoint], RelayedBody] = RelayedBody if endpoint.by_id else read_body
+                if endpoint.takes_form:
+                    read = partial(read_form, content_type=request.headers.get("content-type", ""))
                 body = await off_loop(len(data) if len(data) > READ_BYTES else 0, read, data, endpoint)
                 del data
                 await Exchange(self, endpoint, body, share, scope, send).attended(receive)

@@ -18,11 +18,13 @@ import numpy.typing as npt
 
 from ...multimodal import content_token_ids
 from .body import RelayedBody
+from .form import UploadBody
 
 TokenIds = npt.NDArray[np.int32]
 
 TEXT_BYTES_MAX = 4 << 20  # of one prompt that are compared
 MEDIA_TOKENS = {"image": 256, "audio": 256, "video": 1024}  # what a part costs, about: only the engine knows
+UPLOAD_TOKEN_BYTES, UPLOAD_TOKENS_MAX = 512, 16_384  # a token of an audio file, about
 PARTS_MAX = 16_384
 BILLING = "x-anthropic-billing-header"  # begins a line that Claude Code changes with each request; engines drop it
 
@@ -135,6 +137,12 @@ def _rerank(body: RelayedBody, key: KeyBuilder) -> None:
         _content(document, key)
 
 
+def _upload(body: RelayedBody, key: KeyBuilder) -> None:
+    """A file by its content: as many ids as it is long, about."""
+    if isinstance(body, UploadBody):
+        key.ids(content_token_ids(body.digest, min(body.file_bytes // UPLOAD_TOKEN_BYTES, UPLOAD_TOKENS_MAX) + 1))
+
+
 def _rest(body: RelayedBody, key: KeyBuilder) -> None:
     """Endpoints of which only the length matters: tokenising, scoring, pooling."""
     for name in sorted(body.fields.keys() - {"model", "cache_salt", "extra_key"}):
@@ -150,6 +158,7 @@ _ORDERS: dict[str, Callable[[RelayedBody, KeyBuilder], None]] = {
     "generate": _generate,
     "embeddings": _embeddings,
     "rerank": _rerank,
+    "audio": _upload,
 }
 
 

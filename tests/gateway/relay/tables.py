@@ -39,6 +39,7 @@ ROUTED_BY = {
     "completions": "tokens, else text",
     "generate": "tokens, else text",
     "response": "the server that made it",
+    "audio": "model and load",
 }
 SAMPLES: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
