@@ -26,6 +26,12 @@ cdef enum Ending:                # what became of a call about a live request
     LATE = 1                     # it is not live
     TOO_MANY_CACHED = 2          # more tokens cached than the prompt has
 
+cdef struct Asked:               # one of several prompts that are placed by one call
+    TokenView view
+    Placement request
+    Choice choice
+    bint booked
+
 cdef class DecisionCore(E2):
     cdef readonly Groups groups
     cdef readonly Redirects redirects
@@ -51,6 +57,10 @@ cdef class DecisionCore(E2):
     cdef int need_workers(self) except -1
     cdef str decide(self, TokenView* view, object namespace, Placement* request, Choice* choice)
     cdef int walk_and_book(self, TokenView* view, Placement* request, Choice* choice, bint checked) noexcept nogil
+    cdef int decide_many(self, Asked* asked, uint32_t count, object namespace, list names, uint32_t* at) except -1
+    cdef int bind_many(self, Asked* asked, uint32_t count, object namespace, uint32_t* at) except -1
+    cdef uint32_t walk_many(self, Asked* asked, uint32_t count) noexcept nogil
+    cdef int book_many(self, Asked* asked, uint32_t count) noexcept nogil
     cdef int commit(self, const Placement* request, Choice* choice) noexcept nogil
     cdef str chosen_name(self, const Choice* choice)
     cdef int raise_outcome(self, int outcome) except -1

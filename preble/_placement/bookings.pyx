@@ -43,6 +43,7 @@ from ..errors import DuplicateRequest, InvalidInput, InvalidTokens, NoWorkers, Q
 cdef enum:
     NO_GENERATION = 0xFFFFFFFF   # no node has it: the prompt was not remembered
     ROOT_TRIES = 8               # times a namespace may vanish under a call before it goes unremembered
+    SLICE = 32                   # prompts of one call walked as one reader, or booked in one hold of the lock
 REASON_NAMES = ("exploit", "explore", "escape", "rebalance", "replica", "rendezvous")
 
 
@@ -302,6 +303,92 @@ cdef class DecisionCore(E2):
         if choice.worker != NONE:
             outcome = self.commit(request, choice)
         reclaim(t)
+        return outcome
+
+    # --- several prompts at once ---
+
+    cdef int decide_many(self, Asked* asked, uint32_t count, object namespace, list names, uint32_t* at) except -1:
+        """Decide by E2 and book all of these as `decide` would one after the other; `names` receives their workers'
+        ids. `at` says which one an error is about. What is `booked` in spite of an error is the caller's to cancel; a
+        negative token is found before anything is booked."""
+        cdef int outcome = BOOKED
+        cdef uint32_t i
+        cdef str name
+        self.need_eligible()
+        self.bind_many(asked, count, namespace, at)
+        with nogil:
+            at[0] = self.walk_many(asked, count)
+            if at[0] == count:
+                outcome = self.book_many(asked, count)
+            await_python()
+        if at[0] < count:
+            check_tokens(&asked[at[0]].view, 0)
+            raise InvalidTokens("token_ids changed while they were read")
+        if outcome != ROOT_GONE:
+            self.raise_outcome(outcome)
+        for i in range(count):
+            at[0] = i
+            name = self.chosen_name(&asked[i].choice) if asked[i].booked else None
+            if name is None:     # its worker has been removed since, or the namespace, or there is no room for one
+                asked[i].booked = False
+                name = self.decide(&asked[i].view, namespace, &asked[i].request, &asked[i].choice)
+                asked[i].booked = True
+            names.append(name)
+        return 0
+
+    cdef int bind_many(self, Asked* asked, uint32_t count, object namespace, uint32_t* at) except -1:
+        """Start all walks at their namespace's root, made on demand once every token is known to be right."""
+        cdef Placement* first = &asked[0].request
+        cdef uint32_t i
+        self.bind_root(first, namespace, False)
+        if first.root == NONE:
+            for i in range(count):
+                at[0] = i
+                check_tokens(&asked[i].view, 0)
+            self.bind_root(first, namespace, True)
+        for i in range(1, count):
+            asked[i].request.root = first.root
+            asked[i].request.root_generation = first.root_generation
+            asked[i].request.walk = first.walk
+        return 0
+
+    cdef uint32_t walk_many(self, Asked* asked, uint32_t count) noexcept nogil:
+        """Walk all prompts as a reader; returns the first that has a negative token, else `count`."""
+        cdef Tree* t = &self.tree.t
+        cdef Placement* request
+        cdef uint32_t i = 0, end, slot
+        while i < count:
+            end = min(i + <uint32_t> SLICE, count)
+            slot = reader_enter(&t.epochs)
+            while i < end:
+                request = &asked[i].request
+                if request.root != NONE and generation(node_at(t, request.root)) == request.root_generation:
+                    request.walk = tree_walk(t, request.walk, request.tokens, request.count)
+                if has_negative(&asked[i].view, request.walk.matched):
+                    end = 0
+                else:
+                    i += 1
+            reader_leave(&t.epochs, slot)
+            if end == 0:
+                break
+        return i
+
+    cdef int book_many(self, Asked* asked, uint32_t count) noexcept nogil:
+        """Choose for all prompts and book them, as the writer, in slices; returns an Outcome. One that is not BOOKED
+        has left those that are not `booked`."""
+        cdef Tree* t = &self.tree.t
+        cdef int outcome = BOOKED
+        cdef uint32_t i = 0, end
+        while i < count and outcome == BOOKED:
+            end = min(i + <uint32_t> SLICE, count)
+            lock_enter(&t.writer_lock)
+            while i < end and outcome == BOOKED:
+                outcome = ROOT_GONE
+                if asked[i].request.root != NONE:
+                    outcome = self.walk_and_book(&asked[i].view, &asked[i].request, &asked[i].choice, True)
+                asked[i].booked = outcome == BOOKED
+                i += 1
+            lock_leave(&t.writer_lock)
         return outcome
 
     cdef int commit(self, const Placement* request, Choice* choice) noexcept nogil:

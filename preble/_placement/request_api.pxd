@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t
 
 from preble._placement.decision cimport Decision
-from preble._placement.bookings cimport DecisionCore
+from preble._placement.bookings cimport Asked, DecisionCore
 from preble._placement.e2 cimport REASONS
 
 cdef enum Call:                  # what is reported to observers
@@ -26,9 +26,13 @@ cdef class RequestApi:
     cdef int64_t reasons[REASONS]    # of the quick way
     cdef double time(self) except? -1.0
     cdef bint is_observed(self, bint* explain) except -1
-    cdef object claim(self, object request_id)
+    cdef object claim(self, object request_id, int64_t number)
     cdef int give_up(self, object key) except -1
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
+    cdef list place_many(self, list prompts, list request_ids, object namespace, int64_t limit)
+    cdef list answer_many(self, Asked* asked, list names, list keys, list request_ids)
+    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens)
+    cdef int check_many(self, list prompts, list request_ids) except -1
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
                                 object exclude, bint explain)
     cdef int count_reason(self, str reason) except -1

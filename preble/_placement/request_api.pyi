@@ -48,6 +48,14 @@ class RequestApi:
         exclude: Iterable[str] = (),
         explain: bool = False,
     ) -> Decision: ...
+    def schedule_many(
+        self,
+        prompts: Iterable[Any],
+        *,
+        request_ids: Iterable[Hashable] | None = None,
+        namespace: Hashable = None,
+        max_new_tokens: int | None = None,
+    ) -> list[Decision]: ...
     def match(self, token_ids: Any, *, namespace: Hashable = None) -> Match: ...
     def explain(
         self,

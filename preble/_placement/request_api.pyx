@@ -21,12 +21,13 @@ from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.ref cimport PyObject
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from preble._placement.decision cimport Decision, Match, new_decision
 from preble._core.atomic cimport load64
 from preble._core.dict_keys cimport dict_key
-from preble._placement.bookings cimport LATE, PENDING, TOO_MANY_CACHED, DecisionCore
+from preble._placement.bookings cimport LATE, PENDING, TOO_MANY_CACHED, Asked, DecisionCore
 from preble._core.manual_clock cimport ManualClock
 from preble._placement.e2 cimport Choice, Placement, Scratch, Terms, free_scratch, new_scratch, rows_of
 from preble._core.epochs cimport reader_enter, reader_leave
@@ -128,6 +129,13 @@ cdef str numbered(int64_t number):
 def output_limit(max_new_tokens) -> int:
     """0 when none is given, which is how the core says it."""
     return 0 if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 1)
+
+
+cdef object at_index(object error, str what, Py_ssize_t at):
+    """The same error; one that an argument caused names which of several."""
+    if isinstance(error, InvalidInput):
+        error.args = (f"{what}[{at}]: {error}",)
+    return error
 
 
 # --- who looks on -----------------------------------------------------------------------------------------------------
@@ -355,11 +363,10 @@ cdef class RequestApi:
         """Seconds by the scheduler's clock. Raises InvalidTime if that returns no finite number."""
         return self.time()
 
-    cdef object claim(self, object request_id):
-        """Mark a request id as being placed, made up if it is None; returns its key. No code of users runs between the
-        look at what is live and the mark."""
+    cdef object claim(self, object request_id, int64_t number):
+        """Mark a request id as being placed, made up from `number` on if it is None; returns its key. No code of users
+        runs between the look at what is live and the mark."""
         cdef dict leases = self.core.leases
-        cdef int64_t number = self.sequence
         cdef Py_ssize_t known
         while True:
             key = self.key_of(numbered(number) if request_id is None else request_id)
@@ -389,7 +396,7 @@ cdef class RequestApi:
         request.now = self.time()
         request.max_new_tokens = limit
         core.need_workers()
-        key = self.claim(request_id)
+        key = self.claim(request_id, self.sequence)
         try:
             view_tokens(token_ids, &view)
             try:
@@ -406,6 +413,132 @@ cdef class RequestApi:
         return new_decision(key if request_id is None else request_id, name, choice.usable, request.count,
                             REASON_NAMES[<int> choice.reason], None)
 
+    # --- several at once ---
+
+    def schedule_many(self, prompts, *, request_ids=None, namespace=None, max_new_tokens=None) -> list[Decision]:
+        """Place several prompts by one call; returns their Decisions in order: those that `schedule` would have made
+        one after the other at this moment.
+
+        `prompts`: an iterable of what `schedule` takes as `token_ids`, not to be changed while this runs.
+        `request_ids`: as many ids, or None; `namespace` and `max_new_tokens` hold for all. Raises what `schedule` does,
+        with the index of the prompt that is wrong, and then nothing has changed; where only the fleet, the memory or a
+        policy of your own fails in the midst, what was placed before is cancelled. O(tokens + prompts x workers).
+        Thread-safe; Python's lock is let go once, other threads' decisions come in between.
+        """
+        cdef int64_t limit = output_limit(max_new_tokens)
+        cdef list given = list(iterable("prompts", prompts))
+        cdef list ids = None
+        hashable("namespace", namespace)
+        if request_ids is not None:
+            ids = list(iterable("request_ids", request_ids))
+            if len(ids) != len(given):
+                raise InvalidInput(f"request_ids are {len(ids)} for {len(given)} prompts")
+        if not given:
+            return []
+        self.core.need_workers()
+        if PyDict_Size(self.core.leases) + len(given) > self.core.live_max:
+            raise QueueFull(f"{len(given)} more requests than the {PyDict_Size(self.core.leases)} live ones are more "
+                            f"than may be live ({self.core.live_max}, SchedulerConfig.live_requests_max)")
+        if self._observer is not None or self._policy is not None:
+            return self.place_each(given, ids, namespace, max_new_tokens)
+        return self.place_many(given, ids, namespace, limit)
+
+    cdef list place_many(self, list prompts, list request_ids, object namespace, int64_t limit):
+        """The quick way for several prompts."""
+        cdef DecisionCore core = self.core
+        cdef uint32_t i, at = 0, count = <uint32_t> len(prompts)
+        cdef int64_t first = -1
+        cdef double now = self.time()
+        cdef Asked* asked = <Asked*> calloc(count, sizeof(Asked))
+        cdef list keys = [], names = []
+        if asked == NULL:
+            raise MemoryError("GlobalScheduler.schedule_many")
+        what = "prompts"
+        try:
+            for at in range(count):
+                view_tokens(prompts[at], &asked[at].view)
+                asked[at].request.tokens = asked[at].view.data
+                asked[at].request.count = asked[at].view.count
+                asked[at].request.max_new_tokens = limit
+                asked[at].request.now = now
+            what = "request_ids"
+            first = self.sequence
+            self.sequence += count               # so that others make up ids beyond these
+            for at in range(count):
+                keys.append(self.claim(None if request_ids is None else request_ids[at], first + at))
+            what = "prompts"
+            core.decide_many(asked, count, namespace, names, &at)
+            return self.answer_many(asked, names, keys, request_ids)
+        except BaseException as error:
+            for i in range(count):
+                if asked[i].booked:
+                    core.tree.enter()
+                    core.cancelled(asked[i].choice.lease, now)
+                    core.tree.leave()
+            for key in keys:
+                self.give_up(key)
+            if first >= 0:
+                self.sequence -= count
+            raise at_index(error, what, at)
+        finally:
+            for i in range(count):
+                release_tokens(&asked[i].view)
+            free(asked)
+
+    cdef list answer_many(self, Asked* asked, list names, list keys, list request_ids):
+        """Enter the leases, and make the Decisions."""
+        cdef Py_ssize_t i
+        cdef Choice* choice
+        decisions = []
+        for i in range(len(names)):
+            choice = &asked[i].choice
+            request_id = None if request_ids is None else request_ids[i]
+            decisions.append(new_decision(keys[i] if request_id is None else request_id, names[i], choice.usable,
+                                          asked[i].request.count, REASON_NAMES[<int> choice.reason], None))
+        for i in range(len(names)):
+            self.core.leases[keys[i]] = asked[i].choice.lease
+            self.reasons[<int> asked[i].choice.reason] += 1
+        self.scheduled += len(names)
+        return decisions
+
+    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens):
+        """The way where a policy or an observer is asked about every prompt."""
+        cdef Py_ssize_t at = 0
+        decisions = []
+        self.check_many(prompts, request_ids)
+        try:
+            for at in range(len(prompts)):
+                decisions.append(self.schedule(prompts[at], namespace=namespace, max_new_tokens=max_new_tokens,
+                                               request_id=None if request_ids is None else request_ids[at]))
+        except BaseException as error:
+            for decision in reversed(decisions):
+                self.cancel((<Decision> decision).request_id)
+            raise at_index(error, "prompts", at)
+        return decisions
+
+    cdef int check_many(self, list prompts, list request_ids) except -1:
+        """Raise what is wrong with one of several prompts or ids, with its index."""
+        cdef TokenView view
+        cdef Py_ssize_t at = 0
+        what, keys = "prompts", set()
+        try:
+            for at in range(len(prompts)):
+                view_tokens(prompts[at], &view)
+                try:
+                    check_tokens(&view, 0)
+                finally:
+                    release_tokens(&view)
+            what = "request_ids"
+            for at in range(0 if request_ids is None else len(request_ids)):
+                key = None if request_ids[at] is None else self.key_of(request_ids[at])
+                if key in keys or key in self.core.leases:
+                    raise DuplicateRequest(f"request_id {request_ids[at]!r} is live")
+                if key is not None:
+                    keys.add(key)
+        except InvalidInput as error:
+            raise at_index(error, what, at)
+        return 0
+
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
                                 object exclude, bint explain):
         """The way where every worker is weighed, some are left out, or somebody looks on: under both locks."""
@@ -415,7 +548,7 @@ cdef class RequestApi:
         before = None
         with core.tree:
             now = self.time()
-            key = self.claim(request_id)
+            key = self.claim(request_id, self.sequence)
             if request_id is None:
                 request_id = key
             try:
@@ -463,7 +596,7 @@ cdef class RequestApi:
         hashable("namespace of an event", namespace)
         limit = output_limit(max_new_tokens)
         try:
-            key = self.claim(request_id)
+            key = self.claim(request_id, self.sequence)
         except (DuplicateRequest, QueueFull):
             return False
         try:
