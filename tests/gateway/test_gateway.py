@@ -130,6 +130,26 @@ def test_a_stream_says_what_the_whole_answer_says(api: Any, codec: TextCodec) ->
     assert all(event.usage is None for event in events[:-1])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_puts_each_prompt_before_its_output(api: Any, codec: TextCodec, stream: bool) -> None:
+    ids = codec.encode_now("three words here", special_tokens=False).tolist()
+    for prompt, begins in (
+        ("one two", ["one two"]),
+        (ids, [codec.decode(ids)]),
+        (["one two", ids], ["one two", codec.decode(ids)]),
+    ):
+        plain, echoed = ["", ""], ["", ""]
+        for found, more in ((plain, {}), (echoed, {"echo": True})):
+            answer = api.completions.create(
+                model="tiny", prompt=prompt, max_tokens=6, temperature=0, stream=stream, extra_body=more
+            )
+            for event in answer if stream else [answer]:
+                for choice in event.choices:
+                    found[choice.index] += choice.text
+        assert echoed[: len(begins)] == [begin + text for begin, text in zip(begins, plain, strict=False)]
+        assert all(plain[: len(begins)])
+
+
 def test_completions_take_text_ids_and_lists_of_both(api: Any, codec: TextCodec) -> None:
     ids = codec.encode_now("as ids").tolist()
     for prompt in ("as text", ids, ["as text", "more"], [ids, [1, 2, 3]]):
@@ -259,7 +279,8 @@ def test_headers_reports_where_a_request_went_and_why(client: Client) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "contents": "x"}]}, 400, "messages[0].contents"),
         ("/generate", {"text": "x", "sampling_params": {"max_tokens": 5}}, 400, "sampling_params.max_tokens"),
         ("/generate", {"text": "x", "sampling_params": {"watermark": {}}}, 400, "sampling_params.watermark"),
-        ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
+        ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "echo": True}, 400, "echo"),
         ("/v1/completions", {"prompt": "x", "min_tokens": 2}, 400, "min_tokens"),
         ("/v1/completions", {"prompt": "x", "min_tokens": 17}, 400, "min_tokens"),
         ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_object"}}, 400, "response_format"),

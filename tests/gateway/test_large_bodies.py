@@ -212,12 +212,12 @@ def test_a_chat_has_a_bounded_number_of_messages() -> None:
 
 
 def test_a_field_that_asks_for_something_is_refused_without_taking_it_apart() -> None:
-    body = b'{"prompt": "a", "bad_words": [' + b"{}," * MANY + b"{}]}"
-    with pytest.raises(ApiError, match="bad_words is not supported"):
+    body = b'{"prompt": "a", "logprob_token_ids": [' + b"{}," * MANY + b"{}]}"
+    with pytest.raises(ApiError, match="logprob_token_ids is not supported"):
         decode(body, CompletionRequest)
-    fields = {"bad_words": [], "n": 1, "length_penalty": 1.0, "vllm_xargs": None, "echo": False, "metadata": {"a": "b"}}
+    fields = {"logprob_token_ids": [], "n": 1, "length_penalty": 1.0, "vllm_xargs": None, "metadata": {"a": "b"}}
     request: Any = decode(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
-    assert not bytes(request.bad_words) and not bytes(request.echo), "they keep no body"
+    assert not bytes(request.logprob_token_ids) and not bytes(request.length_penalty), "they keep no body"
     assert not bytes(request.metadata), "it keeps no body"
     assert decode(b'{"text": "a", "sampling_params": {"beam_width": 1}}', GenerateRequest).sampling_params is not None
 

@@ -114,7 +114,6 @@ OPENAI: Others = {
     "allowed_token_ids": ([], {}, ""),
     "bad_words": ([], {}, ""),
     "ec_transfer_params": (),
-    "echo": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logprob_token_ids": ([], {}, ""),
@@ -148,6 +147,7 @@ CHAT: Others = {
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
+    "echo": (False,),
     "function_call": (
         "none",
         "auto",

@@ -69,6 +69,7 @@ class Shape:
         include_usage: bool,
         codec: TextCodec | None,
         tools: ToolUse | None = None,
+        echoes: Sequence[str] = (),
     ) -> None:
         self.chat = chat
         self.context = context
@@ -76,6 +77,7 @@ class Shape:
         self._codec = codec
         self._tools = tools
         self._readers: dict[int, ToolCallReader] = {}  # by choice
+        self._echoes = dict(enumerate(echoes))  # by choice: the prompt that its text begins with, until it was said
         self._offsets: dict[int, int] = {}  # by choice: characters of a completion's tokens so far
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{context.request_id}"
         self._created = int(time.time())
@@ -95,7 +97,7 @@ class Shape:
             if self.chat:
                 body["message"] = {"role": "assistant", "content": None if "tool_calls" in message else "", **message}
             else:
-                body["text"] = found.text
+                body["text"] = self._echoes.pop(choice.job.index, "") + found.text
             choices.append(body)
         return {**self._envelope("chat.completion"), "choices": choices, "usage": usage(progress)}
 
@@ -108,7 +110,7 @@ class Shape:
         index = piece.choice.job.index
         logprobs = self._logprobs(piece.choice, piece.token_ids, piece.logprobs) if piece.token_ids else None
         if not self.chat:
-            body: dict[str, Any] = {"text": piece.text}
+            body: dict[str, Any] = {"text": self._echoes.pop(index, "") + piece.text}
         elif self._tools is None:
             body = {"delta": {"content": piece.text}}
         else:
@@ -213,9 +215,23 @@ class OpenAI:
             found = await off_loop(len(data), prompts_of, body.prompt, "prompt", self._gateway.max_model_tokens)
             self._gateway.check_choices(len(found.given) * (body.n or 1))
             prompts = await token_ids_of(request, self._gateway, found.given, "prompt")
+            echoes = await self._echoes_of(body, found.given) if body.echo else []
         del data, found  # the answer may take long
         body.prompt = ABSENT
-        return await self._answer(request, body, prompts, body.max_tokens, chat=False)
+        return await self._answer(request, body, prompts, body.max_tokens, chat=False, echoes=echoes)
+
+    async def _echoes_of(self, body: CompletionRequest, prompts: Sequence[str | TokenIds]) -> list[str]:
+        """The prompts as text, one for each choice. Raises `ApiError`."""
+        if body.logprobs is not None:
+            message = "echo: log probabilities of prompts are not computed by this gateway"
+            raise wrong(message, "echo", "unsupported_parameter")
+        texts: list[str] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                codec = self._gateway.text_codec("echo")
+                prompt = await off_loop(prompt.nbytes, codec.decode, prompt.tolist())
+            texts += [prompt] * (body.n or 1)
+        return texts
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: those that the key may use."""
@@ -238,6 +254,7 @@ class OpenAI:
         *,
         chat: bool,
         tools: ToolUse | None = None,
+        echoes: Sequence[str] = (),
     ) -> Response:
         gateway, context = self._gateway, context_of(request)
         context.use_model(gateway.check_model(body.model))
@@ -264,7 +281,7 @@ class OpenAI:
             keep_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         )
         usage_wanted = bool(options is not None and options.include_usage)
-        shape = Shape(chat, context, usage_wanted, gateway.codec, tools)
+        shape = Shape(chat, context, usage_wanted, gateway.codec, tools, echoes)
         if context.stream:
             return await self._stream(request, shape, jobs)
         return await attended(request.receive, self._whole(shape, jobs))

@@ -160,6 +160,7 @@ class CompletionRequest(Common):
 
     prompt: RawPrompts
     logprobs: Alternatives | None = None
+    echo: bool | None = None
 
 
 class ChatRequest(Common):

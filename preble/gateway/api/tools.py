@@ -32,15 +32,16 @@ _NOTHING: tuple[Any, ...] = ([], {}, "", 0, None)
 
 class ToolUse(msgspec.Struct, frozen=True):
     """What a chat wants done with its tools: the format of calls in the answer, whose arguments it is where a function
-    is named, and the grammar that makes it so."""
+    is named, the grammar that makes it so, and whether one call is all that is wanted."""
 
     format: str
     function: str = ""
     grammar: Grammar | None = None
+    single: bool = False
 
     def reader(self) -> ToolCallReader:
         """For one answer."""
-        return ToolCallReader(self.format, self.function)
+        return ToolCallReader(self.format, self.function, single=self.single)
 
     def shown(self, number: int, call: ToolCall) -> dict[str, Any]:
         """A call as answers have it. Mistral's templates take ids of nine letters and digits only."""
@@ -125,11 +126,9 @@ def tool_use(request: ChatRequest, template: Callable[[], ChatTemplate | None]) 
     choice = _choice(request.tool_choice)
     if choice == "none":
         return None
-    if request.parallel_tool_calls is False:
-        message = "parallel_tool_calls: a model's calls cannot be kept to one here"
-        raise ApiError(400, message, param="parallel_tool_calls", code="unsupported_parameter")
+    single = request.parallel_tool_calls is False
     if choice == "required":
-        return ToolUse("list", grammar=_grammar(_any_call(functions)))
+        return ToolUse("list", grammar=_grammar(_any_call(functions, single)), single=single)
     if isinstance(choice, _Choice):
         function = functions.get(choice.function.name)
         if function is None:
@@ -140,7 +139,7 @@ def tool_use(request: ChatRequest, template: Callable[[], ChatTemplate | None]) 
     if known is None:
         message = "tools: how this model writes calls is not known here; tool_choice may be required, or name one"
         raise ApiError(400, message, param="tools", code="unsupported_parameter")
-    return ToolUse(known)
+    return ToolUse(known, single=single)
 
 
 def _tools(raw: msgspec.Raw) -> list[_Tool]:
@@ -165,8 +164,8 @@ def _choice(raw: msgspec.Raw) -> str | _Choice:
     return choice
 
 
-def _any_call(functions: dict[str, _Function]) -> dict[str, Any]:
-    """One call or more, as a schema."""
+def _any_call(functions: dict[str, _Function], single: bool) -> dict[str, Any]:
+    """One call, or more where not just one is wanted, as a schema."""
     calls = [
         {
             "type": "object",
@@ -175,7 +174,7 @@ def _any_call(functions: dict[str, _Function]) -> dict[str, Any]:
         }
         for name, function in functions.items()
     ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return {"type": "array", "minItems": 1, **({"maxItems": 1} if single else {}), "items": {"anyOf": calls}}
 
 
 def _grammar(schema: Any) -> Grammar:

@@ -53,13 +53,15 @@ def format_of(template_source: str) -> str | None:
 
 
 class ToolCallReader:
-    """Reads one answer as it comes. `function`: whose arguments the answer is, with "arguments". Not thread-safe.
+    """Reads one answer as it comes. `function`: whose arguments the answer is, with "arguments". `single`: only the
+    first call is wanted, further ones are left out. Not thread-safe.
 
     Cost: O(text) over all pieces, but for the mark's length.
     """
 
-    def __init__(self, format: str, function: str = "") -> None:
+    def __init__(self, format: str, function: str = "", *, single: bool = False) -> None:
         self.count = 0
+        self._single = single
         self._function = function
         self._step = {"hermes": self._hermes, "mistral": self._mistral, "llama": self._llama}.get(format, self._hold)
         self._read = {"mistral": _calls_of_list, "llama": _calls_of_objects, "list": _calls_of_list}.get(format)
@@ -85,6 +87,8 @@ class ToolCallReader:
     def _as_calls(self, text: str, calls: Sequence[ToolCall] | None) -> Found:
         if not calls or self.count + len(calls) > CALLS_MAX:
             return Found(text)
+        if self._single:
+            calls = calls[: 1 - self.count]
         self.count += len(calls)
         return Found("", calls)
 
@@ -103,7 +107,7 @@ class ToolCallReader:
                 call = self._as_calls(_BEGIN + before + _END, _one_call(before))
                 texts.append(call.text)
                 calls += call.calls
-                self._after_call = bool(call.calls)
+                self._after_call = not call.text
             elif before.strip() or not self._after_call:
                 texts.append(before)
             self._inside, self._waiting = not self._inside, after

@@ -55,7 +55,14 @@ OURS = {
     *("messages", "prompt", "text", "input_ids", "model", "n", "stream", "stream_options", "sampling_params", "rid"),
     *("stop", "no_stop_trim", "include_stop_str_in_output", "skip_special_tokens", "return_text_in_logprobs"),
     *("cache_salt", "extra_key", "user", "prompt_cache_key", "parallel_tool_calls", "tools", "tool_choice"),
-    *("chat_template_kwargs", "reasoning_effort", "documents", "add_generation_prompt", "continue_final_message"),
+    *(
+        "echo",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
 }
 
 

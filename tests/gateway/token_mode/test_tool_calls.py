@@ -73,6 +73,23 @@ def test_calls_are_read_whole_and_in_any_pieces(
         assert read(ToolCallReader(kind, function), said[:cut], said[cut:]) == (text, calls)
 
 
+@pytest.mark.parametrize(("kind", "function", "said", "text", "calls"), ANSWERS)
+def test_where_one_call_is_wanted_further_ones_are_left_out(
+    kind: str, function: str, said: str, text: str, calls: list[ToolCall]
+) -> None:
+    for pieces in ([said], list(said)):
+        assert read(ToolCallReader(kind, function, single=True), *pieces) == (text, calls[:1])
+
+
+def test_one_call_only_is_asked_for() -> None:
+    one = use(tools=[TOOL], parallel_tool_calls=False)
+    assert one == ToolUse("hermes", single=True) and use(tools=[TOOL], parallel_tool_calls=True) == ToolUse("hermes")
+    required = use(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    assert required is not None and required.grammar is not None and required.single
+    assert json.loads(required.grammar.text)["maxItems"] == 1
+    assert read(one.reader(), HERMES * 2) == ("", [PARSED])
+
+
 def test_text_that_is_no_call_is_shown_at_once() -> None:
     for kind in ("hermes", "mistral", "llama"):
         reader = ToolCallReader(kind)
@@ -159,7 +176,6 @@ def test_a_choice_of_tools_is_a_format_or_a_grammar() -> None:
         (HERMES_TEMPLATE, {"tools": {}, "tool_choice": "required"}, "tool_choice"),
         (HERMES_TEMPLATE, {"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
         (HERMES_TEMPLATE, {"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
-        (HERMES_TEMPLATE, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(template: str, said: dict[str, Any], param: str) -> None:
