@@ -97,6 +97,7 @@ class GlobalScheduler(RequestApi):
             RadixTree(max_bytes=self.config.max_bytes, window_seconds=self.config.history_seconds),
             LoadTracker(self.config.history_seconds, self.config.join_seconds),
             exploit_ratio=self.config.exploit_ratio,
+            peer_delay_seconds=self.config.peer_delay_seconds,
             live_max=self.config.live_requests_max,
             calibrate=bool(self.config.calibrate),
         )

@@ -44,6 +44,7 @@ configs = st.builds(
     history_seconds=st.just(36.0),
     join_seconds=st.just(5.0),
     exploit_ratio=st.sampled_from([0.5, 0.5, 0.5, 0.2]),
+    peer_delay_seconds=st.sampled_from([0.05, 0.05, 0.005, 0.0]),
     live_requests_max=st.just(9),
     lease_seconds=st.just(150.0),
     rebalance_ratio=st.just(0.0),  # load that shifts has its own machine, scheduling/test_rebalancer_machine.py

@@ -29,6 +29,7 @@ class DecisionCore(E2):
         loads: LoadTracker,
         *,
         exploit_ratio: float,
+        peer_delay_seconds: float,
         live_max: int,
         calibrate: bool = True,
     ) -> None: ...

@@ -56,9 +56,9 @@ cdef class DecisionCore(E2):
     """One scheduler's compiled state: tree, load tracker, leases. Whoever changes it holds the tree's lock
     (`with core.tree:`)."""
 
-    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio, uint32_t live_max,
-                 bint calibrate=True):
-        E2.__init__(self, tree, loads, exploit_ratio=exploit_ratio)
+    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
+                 double peer_delay_seconds, uint32_t live_max, bint calibrate=True):
+        E2.__init__(self, tree, loads, exploit_ratio=exploit_ratio, peer_delay_seconds=peer_delay_seconds)
         self.groups = Groups(tree, loads)
         self.redirects = Redirects(tree)
         self.names = []

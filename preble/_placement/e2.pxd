@@ -97,6 +97,7 @@ cdef class E2:
     cdef Scratch scratch         # the writer's
     cdef Credit* credits
     cdef double exploit_ratio
+    cdef double unseen_seconds   # of other routers' work that a decision reckons with
     cdef int grow(self, uint32_t room) except -1
     cdef void discount(self, Scratch* s) noexcept nogil
     cdef uint32_t gather(self, Scratch* s, Walk walk) noexcept nogil

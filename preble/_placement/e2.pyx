@@ -77,7 +77,7 @@ cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more
 cdef double OTHERS_MIN = 0.001
 cdef double WEIGHT_MIN = 1e-9    # seconds; less may be nothing, rounded
-cdef double UNSEEN_SECONDS = 1.0  # of other routers' work that a decision reckons with
+cdef double UNSEEN_DELAYS = 20.0 # so many delays of other routers' reports is their work that a decision reckons with
 cdef double DRAW_QUEUE_WEIGHT = 3.0  # how often a queue counts again in a draw
 
 
@@ -185,11 +185,13 @@ cdef class E2:
         if self.credits == NULL:
             raise MemoryError("E2")
 
-    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio):
+    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
+                 double peer_delay_seconds):
         self.tree = tree
         self.loads = loads
         self.accuracy = CacheAccuracy(tree.t.window_seconds / 3.0)
         self.exploit_ratio = exploit_ratio
+        self.unseen_seconds = UNSEEN_DELAYS * peer_delay_seconds
 
     def __dealloc__(self):
         free(self.credits)
@@ -465,7 +467,7 @@ cdef class E2:
             if terms.whole >= least_held and (home == NONE or self.better(&terms, i, there, home)):
                 home = i
                 there[0] = terms
-        if home != NONE and there.total - least.total <= UNSEEN_SECONDS * load_double(&self.loads.others):
+        if home != NONE and there.total - least.total <= self.unseen_seconds * load_double(&self.loads.others):
             choice.worker = home
             least = there[0]
         choice.usable = least.usable if choice.worker != NONE else 0
@@ -533,7 +535,8 @@ cdef class E2:
                 terms.height = terms.total + DRAW_QUEUE_WEIGHT * terms.queue
                 if terms.whole >= least_held:
                     bound = min(bound, terms.height)
-        unseen = UNSEEN_SECONDS * load_double(&self.loads.others) * load_double(&self.loads.fleet_load) / prices.longest
+        unseen = self.unseen_seconds * load_double(&self.loads.others)
+        unseen *= load_double(&self.loads.fleet_load) / prices.longest
         added = s.terms[choice.worker].prefill * (1.0 + prices.pressure)
         self.draw(s, min(level_of(s, unseen + added), bound), head_of(request, held), choice)
 

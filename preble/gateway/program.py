@@ -27,15 +27,17 @@ from typing import Any
 
 import msgspec
 
+from ..config import PEER_DELAY_SECONDS, SchedulerConfig
 from ..errors import HandshakeRefused, MissingExtra, PrebleError
 from ..router.fleet import FleetConfig
 from ..router.router import Router, RouterConfig
-from ..router.sibling_routers import SiblingRouters
+from ..router.sibling_routers import REPORT_SECONDS, SiblingRouters
 from ..scheduler import GlobalScheduler
 from ..scheduling.records import Recording
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.security import load_client_keys
 from ..transport.tasks import end_all
+from ..transport.worker_address import is_server
 from .core.config import GatewayConfig, changes, is_keyless
 from .core.config_sources import Loaded
 from .core.config_tables import options_of
@@ -266,7 +268,7 @@ def _router(
     recording = Recording(
         share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record, per_second=RECORDS_PER_SECOND
     )
-    scheduler = GlobalScheduler([], policy=config.policy, config=config.scheduler, record=recording)
+    scheduler = GlobalScheduler([], policy=config.policy, config=_scheduler_config(config), record=recording)
     strict = codec is not None and config.tokenizer_mismatch == "refuse"
     known = _endpoints(config)
     # A server's further ranks are found when it answers.
@@ -282,6 +284,15 @@ def _router(
         keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
         tokenizer_fingerprint=codec.fingerprint if codec is not None and strict else "",
     )
+
+
+def _scheduler_config(config: GatewayConfig) -> SchedulerConfig:
+    """The operator's. Where nothing is said of the peers' delay, it is what processes before servers take."""
+    scheduler = config.scheduler
+    servers_only = bool(config.servers) or any(is_server(address) for address in config.workers)
+    if config.processes == 1 or not servers_only or scheduler.peer_delay_seconds != PEER_DELAY_SECONDS:
+        return scheduler
+    return dataclasses.replace(scheduler, peer_delay_seconds=REPORT_SECONDS)
 
 
 def _endpoints(config: GatewayConfig) -> dict[str, ServerOptions | None]:

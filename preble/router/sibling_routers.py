@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("preble.router")
 
-REPORT_SECONDS = 0.05
+REPORT_SECONDS = 0.005
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 5.0
 QUEUE_MESSAGES = 256  # for one sibling, at either end

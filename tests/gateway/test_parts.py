@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preble import GlobalScheduler, ManualClock, SamplingParams
+from preble import GlobalScheduler, ManualClock, SamplingParams, SchedulerConfig
 from preble.errors import EngineError, HandshakeRefused, NoWorkers, Overloaded, QueueFull, TransportError, WorkerLost
 from preble.gateway import keys, program
 from preble.gateway.core import metric_families, metrics
@@ -305,3 +305,16 @@ def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         'preble_worker_losses_total{worker="w1"} 1.0',
         'preble_worker_losses_total{worker="other"} 9.0',
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "delay_seconds"),
+    [
+        ({"workers": ["http://one:8000"], "processes": 4}, 0.005),
+        ({"workers": ["http://one:8000"]}, 0.05),
+        ({"workers": ["tcp://one:5555"], "processes": 4}, 0.05),
+        ({"workers": ["http://one:8000"], "processes": 4, "scheduler": SchedulerConfig(peer_delay_seconds=0.2)}, 0.2),
+    ],
+)
+def test_processes_before_servers_reckon_with_their_own_delay(options: dict[str, Any], delay_seconds: float) -> None:
+    assert program._scheduler_config(GatewayConfig(**options)).peer_delay_seconds == delay_seconds

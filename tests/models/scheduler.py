@@ -28,8 +28,8 @@ HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3,
 TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
 WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0
-UNSEEN_SECONDS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
-    1.0,
+UNSEEN_DELAYS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
+    20.0,
     3.0,
     16,
     256,
@@ -553,7 +553,7 @@ class NaiveScheduler:
             [row if row.whole >= least_held else self.credited(row, home, length, credit, prices) for row in rows],
         )
         best = min(rows, key=lambda row: (row.total, row.tie))
-        if home.total - best.total <= UNSEEN_SECONDS * self.others:
+        if home.total - best.total <= UNSEEN_DELAYS * self.config.peer_delay_seconds * self.others:
             return Choice(home.worker, "exploit", rows, (node, credit))
         bound = min(row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows if row.whole >= least_held)
         chosen = self.agreed(plain, best, path[1], longest, bound, prices, now).worker
@@ -603,7 +603,8 @@ class NaiveScheduler:
         bring all they touch to one level."""
         if self.others == 0.0:
             return best
-        unseen = UNSEEN_SECONDS * self.others * self.assigned() / self.longest_observed(now)
+        unseen = UNSEEN_DELAYS * self.config.peer_delay_seconds * self.others
+        unseen *= self.assigned() / self.longest_observed(now)
         unseen += best.prefill * (1.0 + prices.pressure)
         heights = {row.worker: row.total + DRAW_QUEUE_WEIGHT * row.queue for row in rows}
         lowest = sorted(heights.values())

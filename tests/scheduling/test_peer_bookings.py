@@ -63,14 +63,15 @@ def test_routers_reported_of_each_other_keep_the_same_books() -> None:
         each.check()
 
 
-def among_others(seed: int) -> preble.GlobalScheduler:
+def among_others(seed: int, tokens: int = 500, **knobs: float) -> preble.GlobalScheduler:
     """A router of several, which has reported work on every worker."""
     names = np.random.default_rng(seed).permutation([f"w{number}" for number in range(12)])
     specs = [preble.WorkerSpec(str(name), kv_capacity_tokens=20_000, block_size=1) for name in names]
-    sched = preble.GlobalScheduler(specs, clock=ManualClock(10.0), cost_model="mistral-7b/a6000")
+    config = preble.SchedulerConfig(**knobs)
+    sched = preble.GlobalScheduler(specs, config=config, clock=ManualClock(10.0), cost_model="mistral-7b/a6000")
     for number in range(48):
         name = f"w{number % 12}"
-        told = RequestPlaced("A", str(number), [number * 1000 + at for at in range(500)])
+        told = RequestPlaced("A", str(number), [number * 10_000 + at for at in range(tokens)])
         sched.apply(name, [told, RequestEnded("A", str(number), 10)])
     return sched
 
@@ -195,6 +196,19 @@ def test_a_snapshot_keeps_peer_requests() -> None:
     sched.apply("a", [RequestPlaced("A", "r", PROMPT)])
     again = preble.GlobalScheduler.restore(sched.snapshot(), clock=ManualClock(10.0))
     assert again.stats()["peer_bookings"] == 1
+
+
+def test_where_peers_report_sooner_less_is_left_to_the_draw() -> None:
+    """Queues grow from the first worker to the last; the longer the delay, the more of them are drawn."""
+    prompts = [list(range(50_000 + 1000 * number, 50_400 + 1000 * number)) for number in range(40)]
+    reached = []
+    for delay_seconds in (0.05, 0.005, 0.0):
+        sched = among_others(5, 9000, peer_delay_seconds=delay_seconds)
+        for number in range(1, 12):
+            waiting = range(10**6 + 10_000 * number, 10**6 + 10_100 * number)
+            sched.apply(f"w{number}", [RequestPlaced("A", f"waits {number}", list(waiting))])
+        reached.append(len({sched.explain(prompt).worker for prompt in prompts}))
+    assert reached[0] > reached[1] > reached[2]
 
 
 def test_a_restored_router_draws_as_the_one_before() -> None:
