@@ -29,6 +29,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -376,10 +377,9 @@ class WorkerLink:
 
     def _dispatch(self, message: wire.Message, size_bytes: int) -> str:
         if isinstance(message, wire.OutputChunk):
-            self._apply_events(message.next_event_seq)
-            self._listener.on_message(message)
-            if message.finish_reason is not None:
-                self._await_no_more(message.request_id)
+            self._take_chunks((message,), message.next_event_seq)
+        elif isinstance(message, wire.OutputChunks):
+            self._take_chunks(message.chunks, message.next_event_seq)
         elif isinstance(message, wire.Rejected):
             self._listener.on_message(message)
             self._await_no_more(message.request_id)
@@ -397,6 +397,13 @@ class WorkerLink:
         if self.suspect:
             self._judge()
         return ""
+
+    def _take_chunks(self, chunks: Sequence[wire.OutputChunk], next_event_seq: int) -> None:
+        self._apply_events(next_event_seq)
+        for chunk in chunks:
+            self._listener.on_message(chunk)
+            if chunk.finish_reason is not None:
+                self._await_no_more(chunk.request_id)
 
     def _take_pong(self, pong: wire.Pong) -> None:
         self._stalled = pong.step_ms >= self._config.stalled_after_seconds * 1000

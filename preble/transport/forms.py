@@ -33,6 +33,7 @@ from ..types import (
     TokenLogprob,
 )
 from .messages import (
+    CHUNKS_MAX,
     EVENTS_MAX,
     ID_BYTES_MAX,
     PROMPT_TOKENS_MAX,
@@ -40,8 +41,10 @@ from .messages import (
     TEXT_BYTES_MAX,
     BlockSize,
     Count,
+    FinishReason,
     Id,
     Number,
+    OutputChunk,
     Positive,
     Text,
 )
@@ -228,6 +231,52 @@ def _read_logprobs(found: tuple[_Logprob, ...]) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(one.logprob, one.top) for one in found)
 
 
+# --- what a step made for several requests ----------------------------------------------------------------------------
+
+
+class _Chunk(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """`OutputChunk`, without the number that is that of all."""
+
+    request_id: Id
+    index: Count
+    token_ids: _Words
+    cached_tokens: Count | None
+    finish_reason: FinishReason | None
+    error: Text | None
+    logprobs: _Logprobs
+
+
+def _pack_chunks(chunks: Sequence[OutputChunk]) -> list[tuple[Any, ...]]:
+    if len(chunks) > CHUNKS_MAX:
+        raise Unfit(f": {len(chunks)} chunks do not fit one frame (at most {CHUNKS_MAX})")
+    packed: list[tuple[Any, ...]] = []
+    for one in chunks:
+        if not 0 < len(one.request_id) <= _SHORT:
+            _check_id(one.request_id, f"[{len(packed)}].request_id")
+        error, logprobs = one.error and _clip(one.error), one.logprobs and _pack_logprobs(one.logprobs)
+        words = token_words(one.token_ids)
+        packed.append((one.request_id, one.index, words, one.cached_tokens, one.finish_reason, error, logprobs))
+    return packed
+
+
+def _read_chunks(found: list[_Chunk]) -> tuple[OutputChunk, ...]:
+    chunks: list[OutputChunk] = []
+    for one in found:
+        ids = word_tuple(one.token_ids)
+        if ids is None or one.error is not None or len(one.request_id) > _SHORT:
+            _check_chunk(one, f"[{len(chunks)}]")
+        logprobs = _read_logprobs(one.logprobs) if one.logprobs else ()
+        rest = one.cached_tokens, one.finish_reason, one.error, 0, logprobs
+        chunks.append(OutputChunk(one.request_id, one.index, ids, *rest))  # type: ignore[arg-type]
+    return tuple(chunks)
+
+
+def _check_chunk(chunk: _Chunk, where: str) -> None:
+    _check_id(chunk.request_id, f"{where}.request_id")
+    _read_tuple(chunk.token_ids, f"{where}.token_ids")
+    _check_text(chunk.error, f"{where}.error")
+
+
 # --- cache events: a letter and its fields ----------------------------------------------------------------------------
 
 _HASH_META = Meta(description="a 64-bit int or 1 to 64 bytes")
@@ -403,6 +452,7 @@ def _read_events(events: list[_Event]) -> tuple[CacheEvent, ...]:
 
 # --- by annotation ----------------------------------------------------------------------------------------------------
 
+_CHUNKS_META = Meta(max_length=CHUNKS_MAX, description=f"an array of at most {CHUNKS_MAX} output chunks")
 _EVENTS_META = Meta(max_length=EVENTS_MAX, description=f"an array of at most {EVENTS_MAX} events")
 
 
@@ -415,6 +465,7 @@ FORMS: Mapping[Any, FrameForm] = {
     tuple[int, ...]: FrameForm(_StopWords, _pack_stop, _read_tuple),
     SamplingParams: FrameForm(_Sampling, _pack_sampling, _read_sampling),
     tuple[TokenLogprob, ...]: FrameForm(_Logprobs, _pack_logprobs, _read_logprobs, "not {}"),
+    tuple[OutputChunk, ...]: FrameForm(Annotated[list[_Chunk], _CHUNKS_META], _pack_chunks, _read_chunks),
     Hashable: FrameForm(Raw, pack_namespace, read_namespace, "{} is None"),
     tuple[CacheEvent, ...]: FrameForm(Annotated[list[_AnyEvent], _EVENTS_META], _pack_events, _read_events),
 }

@@ -21,6 +21,7 @@ TEXT_BYTES_MAX = 4096  # names, reasons, endpoints; longer ones are cut when enc
 ID_BYTES_MAX = 256  # request ids and names of workers and routers
 STOP_TOKENS_MAX = 1024
 EVENTS_MAX = 4096  # cache events in one frame
+CHUNKS_MAX = 1024  # output chunks in one frame
 FRAME_BYTES_MAX = 16 << 20  # a longer frame is refused unread
 
 REFUSAL_CODES = ("queue_full", "invalid", "engine", "engine_failed", "draining", "duplicate")
@@ -164,6 +165,16 @@ class OutputChunk(Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class OutputChunks(Struct, frozen=True):
+    """What a step of the engine made for several requests of one router, at most `CHUNKS_MAX` chunks, oldest first.
+
+    `next_event_seq` is that of all; the chunks' own does not travel.
+    """
+
+    chunks: tuple[OutputChunk, ...]
+    next_event_seq: Number = 0
+
+
 class Rejected(Struct, frozen=True):
     """A request was not taken, or given up without fault of its own (`engine_failed`)."""
 
@@ -238,6 +249,7 @@ Message = (
     | Welcome
     | Refused
     | OutputChunk
+    | OutputChunks
     | Rejected
     | Pong
     | Events

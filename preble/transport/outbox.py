@@ -9,11 +9,16 @@ box as small as the number of live requests. At the bound `push` raises `QueueFu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ..errors import QueueFull
 from ..types import TokenLogprob
-from .messages import Message, OutputChunk
+from .messages import CHUNKS_MAX, Message, OutputChunk, OutputChunks
+
+_LOT_TOKENS = 1 << 16  # of one frame, alternatives included; one chunk may have more
+_PEEKED_CHUNKS = 64  # made into one frame at a time: it may not be taken, and is made anew then
 
 
 @dataclass(slots=True)
@@ -53,6 +58,23 @@ def _weight(chunk: OutputChunk) -> int:
     return len(chunk.token_ids) + sum(1 + len(one.top) for one in chunk.logprobs)
 
 
+def chunk_lots(chunks: Sequence[OutputChunk]) -> Iterator[Sequence[OutputChunk]]:
+    """Cut chunks into lots that fit a frame each."""
+    start = tokens = 0
+    for end, chunk in enumerate(chunks):
+        tokens += _weight(chunk)
+        if end > start and (end - start >= CHUNKS_MAX or tokens > _LOT_TOKENS):
+            yield chunks[start:end]
+            start, tokens = end, _weight(chunk)
+    if chunks:
+        yield chunks[start:]
+
+
+def together(chunks: Sequence[OutputChunk]) -> OutputChunk | OutputChunks:
+    """A lot as one message. What is younger than its first chunk is younger than it."""
+    return chunks[0] if len(chunks) == 1 else OutputChunks(tuple(chunks), chunks[0].next_event_seq)
+
+
 class Outbox:
     """Waiting messages in order, at most `max_messages`, with at most `max_tokens` output tokens, alternatives
     included. Not thread-safe."""
@@ -86,13 +108,21 @@ class Outbox:
             self._queue.append(entry)
 
     def peek(self) -> Message:
-        """The oldest message. Changes nothing."""
+        """The oldest message, or as many of the oldest chunks as travel together. Changes nothing."""
         head = self._queue[0]
-        return head.chunk() if isinstance(head, _Merged) else head
+        if not isinstance(head, _Merged):
+            return head
+        chunks: list[OutputChunk] = []
+        for entry in islice(self._queue, _PEEKED_CHUNKS):
+            if not isinstance(entry, _Merged):
+                break
+            chunks.append(entry.chunk())
+        return together(next(chunk_lots(chunks)))
 
-    def pop(self) -> None:
-        """Drop the oldest message: it has been sent."""
-        head = self._queue.popleft()
-        if isinstance(head, _Merged):
-            self.tokens -= head.weight
-            del self._open[head.first.request_id]
+    def pop(self, count: int = 1) -> None:
+        """Drop the oldest messages: they have been sent."""
+        for _ in range(count):
+            head = self._queue.popleft()
+            if isinstance(head, _Merged):
+                self.tokens -= head.weight
+                del self._open[head.first.request_id]

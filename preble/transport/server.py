@@ -33,7 +33,7 @@ from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, R
 from . import wire
 from .event_stream import Batch, ReplayBuffer
 from .messages import EVENTS_MAX
-from .outbox import Outbox
+from .outbox import Outbox, chunk_lots, together
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
 from .socket_reader import EVENTS, POLLIN, RECEIVE_QUEUE_MESSAGES, set_usual_options
 
@@ -375,15 +375,26 @@ class Server:
 
     def send(self, session: Session, message: wire.Message) -> None:
         """Send to a router, or keep the message in its outbox until it reads. No effect if the session has ended."""
-        if session.open and (session.outbox or not self._try_send(session, message)) and session.open:
-            before = session.outbox.merged
-            try:
+        if session.open and (session.outbox or not self._try_send(session, message)):
+            self._keep(session, (message,))
+
+    def send_chunks(self, session: Session, chunks: Sequence[wire.OutputChunk]) -> None:
+        """`send` what a step made for a router's requests, in as few frames as hold it."""
+        for lot in chunk_lots(chunks):
+            if session.open and (session.outbox or not self._try_send(session, together(lot))):
+                self._keep(session, lot)
+
+    def _keep(self, session: Session, messages: Sequence[wire.Message]) -> None:
+        """Leave messages in the outbox of a session, if it is still open."""
+        before = session.outbox.merged
+        try:
+            for message in messages if session.open else ():
                 session.outbox.push(message)
-            except QueueFull as full:
-                self.counters.sessions_overflowed += 1
-                self.end(session, "slow_reader", str(full))
-                return
-            self.counters.chunks_merged += session.outbox.merged - before
+        except QueueFull as full:
+            self.counters.sessions_overflowed += 1
+            self.end(session, "slow_reader", str(full))
+            return
+        self.counters.chunks_merged += session.outbox.merged - before
 
     def broadcast(self, message: wire.Message) -> None:
         """Send to every router."""
@@ -398,8 +409,11 @@ class Server:
             self._forget(session, code)
 
     def _flush(self, session: Session) -> None:
-        while session.open and session.outbox and self._try_send(session, session.outbox.peek()):
-            session.outbox.pop()
+        while session.open and session.outbox:
+            message = session.outbox.peek()
+            if not self._try_send(session, message):
+                return
+            session.outbox.pop(len(message.chunks) if isinstance(message, wire.OutputChunks) else 1)
 
     def _try_send(self, session: Session, message: wire.Message) -> bool:
         """True if ZeroMQ took the frame; False if this router's queue is full or the session is over."""

@@ -41,6 +41,7 @@ from .messages import (
     Message,
     Number,
     OutputChunk,
+    OutputChunks,
     Ping,
     Pong,
     Refused,
@@ -51,13 +52,13 @@ from .messages import (
 )
 from .namespaces import Unfit
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 _HEADER = ("version", "code", "epoch", "session", "seq")
 _CODES: Mapping[type[Message], int] = {
     **{Hello: 1, GenerationRequest: 2, Abort: 3, Ping: 4, Replay: 5, Bye: 6},
     **{Welcome: 17, Refused: 18, OutputChunk: 19, Rejected: 20, Pong: 21, Events: 22, ReplayEnd: 23},
-    **{Draining: 24, Closed: 25, Fault: 26},
+    **{Draining: 24, Closed: 25, Fault: 26, OutputChunks: 27},
 }
 ROUTER_MESSAGES: frozenset[type] = frozenset(cls for cls, code in _CODES.items() if code < 16) | {Fault}
 WORKER_MESSAGES: frozenset[type] = frozenset(cls for cls, code in _CODES.items() if code > 16)

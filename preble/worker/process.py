@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -219,8 +220,7 @@ class Worker:
                 self.server.publish(output.events)
             for refusal in output.refusals:
                 self._pass_refusal(refusal)
-            for chunk in output.chunks:
-                self._pass_chunk(chunk)
+            self._pass_chunks(output.chunks)
         self.server.publish_reports()
 
     def _pass_refusal(self, refusal: Refusal) -> None:
@@ -230,7 +230,16 @@ class Worker:
             self.server.report(RequestEnded(ticket.session.router_id, ticket.request_id))
             self.server.send(ticket.session, wire.Rejected(ticket.request_id, refusal.code, refusal.text))
 
-    def _pass_chunk(self, chunk: OutputChunk) -> None:
+    def _pass_chunks(self, chunks: Sequence[OutputChunk]) -> None:
+        """Send each router what a step made for its requests."""
+        lots: dict[Session, list[OutputChunk]] = {}
+        for chunk in chunks:
+            self._sort_out(chunk, lots)
+        for session, lot in lots.items():
+            self.server.send_chunks(session, lot)
+
+    def _sort_out(self, chunk: OutputChunk, lots: dict[Session, list[OutputChunk]]) -> None:
+        """Put a chunk with those of its router, under its name there."""
         ticket = self._live.get(chunk.request_id)
         if ticket is not None:
             self._report_progress(ticket, chunk)
@@ -241,8 +250,10 @@ class Worker:
         if ticket is None or not ticket.session.open:
             self.counters.orphan_chunks += 1
         else:
-            outgoing = replace(chunk, request_id=ticket.request_id, next_event_seq=self.server.replay.next_seq)
-            self.server.send(ticket.session, outgoing)
+            event_seq = self.server.replay.next_seq
+            rest = chunk.cached_tokens, chunk.finish_reason, chunk.error, event_seq, chunk.logprobs
+            outgoing = OutputChunk(ticket.request_id, chunk.index, chunk.token_ids, *rest)
+            lots.setdefault(ticket.session, []).append(outgoing)
 
     # --- to the other routers -----------------------------------------------------------------------------------------
 

@@ -292,6 +292,7 @@ def _frames() -> list[bytes]:
         *(wire.Abort("r"), wire.Ping(1), wire.Replay(7), wire.Bye(), wire.Refused("no"), wire.Draining()),
         wire.Welcome("w", "e", "m", "t", 1, 1000, 3, 4096, (2,), "tcp://127.0.0.1:5", 9, 1 << 20, True),
         wire.OutputChunk("r", 3, (1, 2, 3), 4, "length", "text", 12),
+        wire.OutputChunks((wire.OutputChunk("r", 3, (1,)), wire.OutputChunk("s", 0, (2,), 4, "error", "text")), 12),
         *(
             wire.Rejected("r", "invalid", "why"),
             wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True),

@@ -101,6 +101,7 @@ class Peer:
         self.session = 1
         self.seq = 0
         self._pump = pump
+        self._held: list[wire.OutputChunk] = []  # came together with one that was expected
 
     def send(self, message: wire.Message) -> None:
         """Send the next message of the session."""
@@ -131,12 +132,16 @@ class Peer:
         return welcome
 
     def expect(self, kind: type, timeout_seconds: float = HANG_SECONDS) -> Any:
-        """The next message of that class; others are skipped."""
+        """The next message of that class; others are skipped. Chunks that came together count one by one."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
+            if kind is wire.OutputChunk and self._held:
+                return self._held.pop(0)
             message = self.receive(deadline - time.monotonic())
             if isinstance(message, kind):
                 return message
+            if isinstance(message, wire.OutputChunks):
+                self._held += message.chunks
         raise AssertionError(f"no {kind.__name__} came")
 
     def close(self) -> None:

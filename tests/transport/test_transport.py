@@ -22,7 +22,8 @@ from preble.clock import ManualClock
 from preble.errors import InsecureBind, InvalidConfig, QueueFull, TransportError
 from preble.transport import wire
 from preble.transport.event_stream import EventCursor, ReplayBuffer
-from preble.transport.outbox import Outbox
+from preble.transport.messages import CHUNKS_MAX
+from preble.transport.outbox import Outbox, chunk_lots, together
 from preble.transport.security import (
     AllowList,
     check_bind,
@@ -132,9 +133,9 @@ def test_waiting_chunks_of_one_request_merge_and_other_messages_keep_their_place
     sent = []
     while box:
         sent.append(box.peek())
-        box.pop()
+        box.pop(len(sent[-1].chunks) if isinstance(sent[-1], wire.OutputChunks) else 1)
     merged = wire.OutputChunk("a", 0, (1, 2, 3, 4), 7, "length", None, 5)  # events that follow its first part follow it
-    assert sent == [merged, wire.OutputChunk("b", 4, (9,)), wire.Pong(1, 0)]
+    assert sent == [wire.OutputChunks((merged, wire.OutputChunk("b", 4, (9,))), 5), wire.Pong(1, 0)]
     assert box.tokens == 0 and box.merged == 2
 
 
@@ -145,10 +146,13 @@ def test_the_outbox_loses_and_doubles_no_token(pushes: list[tuple[str, int, bool
     got: dict[str, list[int]] = {name: [] for name in "abc"}
 
     def send() -> None:
-        chunk = box.peek()
-        assert isinstance(chunk, wire.OutputChunk) and chunk.index == len(got[chunk.request_id])
-        got[chunk.request_id] += chunk.token_ids
-        box.pop()
+        message = box.peek()
+        assert isinstance(message, wire.OutputChunk | wire.OutputChunks)
+        chunks = message.chunks if isinstance(message, wire.OutputChunks) else (message,)
+        for chunk in chunks:
+            assert chunk.index == len(got[chunk.request_id])
+            got[chunk.request_id] += chunk.token_ids
+        box.pop(len(chunks))
 
     for name, count, router_reads in pushes:
         box.push(wire.OutputChunk(name, made[name], tuple(range(made[name], made[name] + count))))
@@ -159,6 +163,14 @@ def test_the_outbox_loses_and_doubles_no_token(pushes: list[tuple[str, int, bool
     while box:
         send()
     assert got == {name: list(range(count)) for name, count in made.items()}
+
+
+def test_chunks_are_cut_into_lots_that_fit_a_frame() -> None:
+    one, many = wire.OutputChunk("a", 0, (1,)), wire.OutputChunk("b", 0, (1,) * 50_000)
+    assert not list(chunk_lots([]))
+    assert list(map(len, chunk_lots([one] * (2 * CHUNKS_MAX + 1)))) == [CHUNKS_MAX, CHUNKS_MAX, 1]
+    assert list(map(len, chunk_lots([many, one, one, many, one, many]))) == [3, 2, 1]
+    assert together([one]) is one and together([one, many]) == wire.OutputChunks((one, many), 0)
 
 
 def test_a_full_outbox_refuses_and_changes_nothing() -> None:
@@ -429,6 +441,27 @@ def test_a_router_that_does_not_read_gets_merged_chunks_and_no_token_is_lost(ser
         assert isinstance(chunk, wire.OutputChunk) and chunk.index == len(got)
         got += chunk.token_ids
     assert got == list(range(total))
+
+
+def test_what_a_step_made_travels_together_also_where_it_has_waited(serve: Serve, peer: MakePeer) -> None:
+    server = serve(send_queue_messages=2)
+    slow = peer(server, receive_queue=2, receive_bytes=4096)
+    slow.hello()
+    (session,) = server.sessions
+    sent, total = server.counters.frames_sent, 20_000
+    server.send_chunks(session, [wire.OutputChunk(name, 0, (0,)) for name in "abc"])
+    assert server.counters.frames_sent == sent + 1
+    for position in range(1, total):
+        server.send_chunks(session, [wire.OutputChunk(name, position, (position,)) for name in "abc"])
+    assert server.counters.chunks_merged > 0 and session.open
+    got: dict[str, list[int]] = {name: [] for name in "abc"}
+    while len(got["c"]) < total:
+        message = slow.receive()
+        assert isinstance(message, wire.OutputChunks)
+        for chunk in message.chunks:
+            assert chunk.index == len(got[chunk.request_id])
+            got[chunk.request_id] += chunk.token_ids
+    assert got == {name: list(range(total)) for name in "abc"}
 
 
 def test_a_router_that_never_reads_loses_its_session_at_the_bound(serve: Serve, peer: MakePeer) -> None:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from preble.errors import InvalidInput, ProtocolError
 from preble.transport import wire
 from preble.transport.messages import (
+    CHUNKS_MAX,
     CLOSING_CODES,
     EVENTS_MAX,
     FINISH_REASONS,
@@ -171,6 +172,23 @@ MESSAGES = st.one_of(
         INT63,
         LOGPROBS,
     ),
+    st.builds(
+        wire.OutputChunks,
+        st.lists(
+            st.builds(
+                wire.OutputChunk,
+                IDS,
+                INT31,
+                TOKENS,
+                st.none() | INT31,
+                st.none() | st.sampled_from(FINISH_REASONS),
+                st.none() | TEXT,
+                logprobs=LOGPROBS,
+            ),
+            max_size=4,
+        ).map(tuple),
+        INT63,
+    ),
     st.builds(wire.Rejected, IDS, st.sampled_from(REFUSAL_CODES), TEXT),
     st.builds(wire.Pong, INT63, INT63, INT63, INT63, INT63, INT63, INT63, INT63, st.booleans()),
     st.builds(wire.Events, INT63, st.lists(EVENTS, max_size=3).map(tuple), TEXT),
@@ -227,6 +245,11 @@ def test_a_decoded_prompt_is_int32_and_cannot_be_written_to() -> None:
 def test_a_chunk_costs_few_bytes() -> None:
     frame = wire.encode(wire.OutputChunk("123.1", 7, (42,)), epoch=2**62, session=3, seq=100)
     assert len(frame) < 40
+
+
+def test_a_token_among_those_of_a_step_costs_few_bytes() -> None:
+    chunks = tuple(wire.OutputChunk(f"{1000 + i}", 7, (42,)) for i in range(64))
+    assert len(wire.encode(wire.OutputChunks(chunks), epoch=2**62, session=3, seq=100)) < 64 * 18 + 25
 
 
 def test_what_is_reported_of_a_request_costs_as_few_bytes_as_the_page_says() -> None:
@@ -348,6 +371,7 @@ RARE = [
         np.array([7], np.int32),
         SamplingParams(9, None, logprobs=2, top_k=5, logit_bias={3: -1.5}, grammar=Grammar("regex", "a+")),
     ),
+    wire.OutputChunks((wire.OutputChunk("17", 3, (1,)), wire.OutputChunk("18", 0, (), 2, "error", "why")), 9),
     wire.OutputChunk("17", 3, (1,), logprobs=(TokenLogprob(-0.5, ((1, -0.5), (2, -1.25))),)),
     wire.Events(0, (RequestPlaced("A", "r", [1], "lora"),)),
     wire.Events(0, (PrefixEvicted([1, 2], 0, "lora"),)),
@@ -356,10 +380,10 @@ RARE = [
 
 
 DIGESTS = (
-    *("3bbe644dc0e16a5e", "e82ba09fca9eb678", "0ea71b87e721d272", "8d5b6554a7b9d020", "ded1ed24b5f3318a"),
-    *("97d2d62fa91701aa", "2022658e74e4482d", "de8c02ae40083ffa", "3fe0ffa142924441", "50e325841729bf16"),
-    *("cb6ea70c673855f3", "ffe0358a6cc3edec", "c65eb61293c9ee02", "2563265944c6373f", "4605d87e9d6a07c1"),
-    *("b7f8182e3aff9c60", "c1fa85367024efc4"),
+    *("67cf12bc67374ea3", "887c2ed458e4df00", "61ccdcc0344c0cb0", "4be661ff42f0f54c", "9d33be57a4a9ccd5"),
+    *("516bb038c357abb8", "c75206a0fbf48c7d", "d9f2a335116904d9", "d06773bab8a1ff35", "78db0e67ba8738fa"),
+    *("d28ca76f30985c9d", "c6e4c5b31b60c99e", "af2de07f6df37a08", "8972a55421202b70", "74a1e36ad58a6236"),
+    *("242d192dce812ba0", "3b04a3c6cb5d8886", "7fd1806b22cc2a68"),
 )
 
 
@@ -374,24 +398,24 @@ STORED = BlockStored((1, b"h"), None, (1, 2), 2, ("a", 1), "GPU")
 STAYS = [
     (
         wire.Welcome("w", "simulated", "llama", "abc", 16, 1000, None, 4096, (2,), "", 0, 1 << 20),
-        "dc00140511cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
+        "dc00140611cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
         "c40402000000a000ce00100000c29090",
     ),
-    (wire.Hello("r"), "9a0501cf400000000000000002ce00011170a172a0a0a000"),
-    (wire.Abort("r"), "960503cf400000000000000002ce00011170a172"),
-    (wire.Ping(7), "960504cf400000000000000002ce0001117007"),
-    (wire.Replay(300), "960505cf400000000000000002ce00011170cd012c"),
-    (wire.Bye(), "950506cf400000000000000002ce00011170"),
-    (wire.Refused("no"), "960512cf400000000000000002ce00011170a26e6f"),
-    (wire.Rejected("r", "invalid", "t"), "980514cf400000000000000002ce00011170a172a7696e76616c6964a174"),
-    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0515cf400000000000000002ce000111700102030405060708c3"),
-    (wire.ReplayEnd(1, 2, 3, 4), "990517cf400000000000000002ce0001117001020304"),
-    (wire.Draining(), "950518cf400000000000000002ce00011170"),
-    (wire.Closed("gap", "t"), "970519cf400000000000000002ce00011170a3676170a174"),
-    (wire.Fault("t"), "96051acf400000000000000002ce00011170a174"),
+    (wire.Hello("r"), "9a0601cf400000000000000002ce00011170a172a0a0a000"),
+    (wire.Abort("r"), "960603cf400000000000000002ce00011170a172"),
+    (wire.Ping(7), "960604cf400000000000000002ce0001117007"),
+    (wire.Replay(300), "960605cf400000000000000002ce00011170cd012c"),
+    (wire.Bye(), "950606cf400000000000000002ce00011170"),
+    (wire.Refused("no"), "960612cf400000000000000002ce00011170a26e6f"),
+    (wire.Rejected("r", "invalid", "t"), "980614cf400000000000000002ce00011170a172a7696e76616c6964a174"),
+    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0615cf400000000000000002ce000111700102030405060708c3"),
+    (wire.ReplayEnd(1, 2, 3, 4), "990617cf400000000000000002ce0001117001020304"),
+    (wire.Draining(), "950618cf400000000000000002ce00011170"),
+    (wire.Closed("gap", "t"), "970619cf400000000000000002ce00011170a3676170a174"),
+    (wire.Fault("t"), "96061acf400000000000000002ce00011170a174"),
     (
         wire.Events(0, (STORED, BlockRemoved((2**64 - 1, -1)), RequestPlaced("a", "r", (1,), ("x", None), 5))),
-        "980516cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
+        "980616cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
         "5292cfffffffffffffffffffc096a151a161a172c4040100000092a178c005a0",
     ),
 ]
@@ -523,6 +547,16 @@ def test_a_missing_and_an_extra_field_are_refused() -> None:
         (REQUEST, 7, sampling_with(9, ["rhyme", "abab"]), "Grammar.kind must be one of"),
         (REQUEST, 7, sampling_with(9, ["regex", 5]), "GenerationRequest.sampling.more.grammar.text must be a text"),
         (wire.OutputChunk("r", 0, (1,)), 12, [["?", []]], "OutputChunk.logprobs must be an array of log probabilities"),
+        (wire.OutputChunks(()), 5, [["r", 0, b"abc", None, None, None, []]], "chunks.0..token_ids must be whole int32"),
+        (wire.OutputChunks(()), 5, [["", 0, b"", None, None, None, []]], "OutputChunks.chunks must be an array of"),
+        (wire.OutputChunks(()), 5, [["r", 0, b"", None]], "OutputChunks.chunks must be an array of at most"),
+        (
+            wire.OutputChunks(()),
+            5,
+            [["\u20ac" * 86, 0, b"", None, None, None, []]],
+            "chunks.0..request_id must be a text",
+        ),
+        (wire.OutputChunks(()), 5, [["r", 0, b"", None, None, None, []]] * (CHUNKS_MAX + 1), "an array of at most"),
         (wire.Events(0, ()), 6, [["Z"]], "Events.events.0. must be an event array"),
         (wire.Events(0, ()), 6, [["E", b"\0\0\0\0", 2, None]], "kept_tokens must be an int in .0, 1."),
         (
@@ -602,6 +636,8 @@ def test_a_small_frame_cannot_become_a_huge_object() -> None:
         ),
         (replace(REQUEST, namespace=frozenset()), "namespace must be None"),
         (wire.OutputChunk("r", 0, (2**31,)), "token_ids.0. is 2147483648, outside"),
+        (wire.OutputChunks((wire.OutputChunk("", 0, (1,)),)), "chunks.0..request_id must be a text of 1 to"),
+        (wire.OutputChunks((wire.OutputChunk("r", 0, ()),) * (CHUNKS_MAX + 1)), "do not fit one frame"),
         (wire.Ping(2**70), "cannot be encoded"),
         (wire.Events(0, (PrefixStored([1]),)), "events of .*PrefixStored.* do not travel"),
         (wire.Events(0, (RequestEnded("", "r"),)), "Events.events.0..router must be a text of 1 to"),
