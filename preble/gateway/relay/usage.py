@@ -2,7 +2,8 @@
 begun. Owns where engines write it; changes no byte, but for the usage event that the gateway itself asked for.
 
 Only events that hold what is looked for are decoded: a JSON string cannot hold an unescaped quote, so that a name in
-quotes with a colon behind it is a field.
+quotes with a colon behind it is a field. Most of a stream are whole events with one more token each; those pass after
+two searches for bytes (`_is_plain`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _ENDS_CHOICE = re.compile(rb'"finish_reason"\s*:\s*"')
 _OUTPUT = re.compile(rb"delta|content_block|output_item")
 _NUMBER = re.compile(rb'"([a-z_]+_tokens)"\s*:\s*(\d{1,10})')
 _ID = re.compile(rb'"response"\s*:\s*\{\s*"id"\s*:\s*"([\w-]{1,120})"')
+_NULL = (b":null", b": null")
+_REASON, _USAGE, _COUNTS, _INDEX = b'_reason"', b'usage"', b'prompt_tokens"', b'"index"'
 _PROMPT = ("prompt_tokens", "input_tokens")
 _OUTPUTS = ("completion_tokens", "output_tokens")
 
@@ -47,6 +50,8 @@ class UsageReader:
         self._stream = stream
         self._remove = remove_usage and stream
         self._held = b""
+        self._unread = b""  # of /generate: the latest events, whose counts stand for all before them
+        self._begun = False  # the answer's id and that its output has begun are known
         self._whole: list[bytes] = []
         self._size = 0
         self._by_index: dict[int, tuple[int | None, int | None, int | None]] = {}  # /generate with several choices
@@ -56,12 +61,18 @@ class UsageReader:
         if not self._stream:
             self._keep(chunk)
             return chunk
+        if not self._held and chunk.endswith(b"\n\n") and self._is_plain(chunk):
+            if not self._begun:
+                self._read_beginning(chunk)
+            return chunk
         return self._feed_removing(chunk) if self._remove else self._feed_reading(chunk)
 
     def end(self) -> bytes:
         """The answer has ended; what was held back."""
         if self._stream:
             held, self._held = self._held, b""
+            if self._unread:
+                self._read_events(self._unread)
             if held:
                 self._read_event(held)
             return held if self._remove else b""
@@ -70,6 +81,16 @@ class UsageReader:
         return b""
 
     # --- streams ------------------------------------------------------------------------------------------------------
+
+    def _is_plain(self, events: bytes) -> bool:
+        """Whether whole events say nothing that must be read now: no usage, and no choice ends."""
+        if not (_is_null(events, _REASON) and _is_null(events, _USAGE)):
+            return False
+        if self._kind == "generate" and _COUNTS in events:
+            if _INDEX in events or self._by_index.keys() != {0}:
+                return False
+            self._unread = events
+        return True
 
     def _feed_reading(self, chunk: bytes) -> bytes:
         data = self._held + chunk if self._held else chunk
@@ -93,11 +114,10 @@ class UsageReader:
         return _without_usage(whole) if b'"usage"' in whole else whole
 
     def _read_events(self, data: bytes) -> None:
-        if self.answer_id is None and self._kind == "responses":
-            found = _ID.search(data)
-            self.answer_id = None if found is None else found[1].decode()
-        if not self.first_token:
-            self.first_token = self._kind in ("chat", "completions", "generate") or _OUTPUT.search(data) is not None
+        if _COUNTS in data:
+            self._unread = b""
+        if not self._begun:
+            self._read_beginning(data)
         if _OF_INTEREST.search(data) is None:
             return
         events = _END.split(data)
@@ -106,6 +126,14 @@ class UsageReader:
         for event in events:
             if _OF_INTEREST.search(event) is not None:
                 self._read_event(event)
+
+    def _read_beginning(self, data: bytes) -> None:
+        if self.answer_id is None and self._kind == "responses":
+            found = _ID.search(data)
+            self.answer_id = None if found is None else found[1].decode()
+        if not self.first_token:
+            self.first_token = self._kind in ("chat", "completions", "generate") or _OUTPUT.search(data) is not None
+        self._begun = self.first_token and (self.answer_id is not None or self._kind != "responses")
 
     def _read_event(self, event: bytes) -> None:
         self._take(_json_of(event))
@@ -190,6 +218,17 @@ class UsageReader:
 def usage_reader(endpoint: Endpoint, stream: bool, *, remove_usage: bool = False) -> UsageReader:
     """A reader for one answer."""
     return UsageReader(endpoint, stream, remove_usage=remove_usage)
+
+
+def _is_null(events: bytes, name: bytes) -> bool:
+    """Whether a field, whose name ends so, is null wherever it stands."""
+    at = events.find(name)
+    while at >= 0:
+        at += len(name)
+        if not events.startswith(_NULL, at):
+            return False
+        at = events.find(name, at)
+    return True
 
 
 def _last_end(data: bytes) -> int:

@@ -428,3 +428,51 @@ def test_an_event_that_ends_a_choice_is_passed_on_with_the_next_one_or_at_the_en
     reader = usage_reader(BY_PATH["/v1/chat/completions"], True, remove_usage=True)
     assert (reader.feed(ends), reader.feed(ends)) == (b"", ends)
     assert reader.end() == ends and reader.finish_reasons == ("stop", "stop")
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("remove", [False, True])
+def test_events_that_come_whole_say_the_same_wherever_one_is_cut(name: str, remove: bool) -> None:
+    case = STREAMS[name]
+    wanted = b"".join(one for i, one in enumerate(case.events) if not (remove and i == case.usage_at))
+    for number, broken in enumerate(case.events):
+        for cut in range(len(broken)):
+            parts = [*case.events[:number], broken[:cut], broken[cut:], *case.events[number + 1 :]]
+            reader = usage_reader(BY_PATH[case.path], True, remove_usage=remove)
+            assert b"".join([*map(reader.feed, parts), reader.end()]) == wanted, (number, cut)
+            found = counts(reader), reader.finish_reasons, reader.answer_id
+            assert found == (case.counts, case.reasons, case.answer_id), (number, cut)
+
+
+@pytest.mark.parametrize("colon", [b":", b": "])
+def test_events_with_a_token_and_nothing_else_pass_without_being_decoded(
+    colon: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(usage_module, "_json_of", decoded.append)
+    token = b'data: {"choices":[{"index":0,"finish_reason"%bnull}],"usage"%bnull}\n\n' % (colon, colon)
+    last = b'data: {"choices":[{"index":0,"finish_reason":null},{"index":1,"finish_reason":"stop"}]}\n\n'
+    reader = usage_reader(BY_PATH["/v1/chat/completions"], True)
+    for one in [token] * 5 + [token * 3, last, token]:
+        assert reader.feed(one) == one
+    assert decoded == [last.removesuffix(b"\n\n")] and reader.first_token
+
+
+def test_of_a_generation_only_the_first_and_the_latest_counts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = usage_module._json_of
+    decoded: list[bytes] = []
+
+    def json_of(data: bytes) -> Any:
+        decoded.append(data)
+        return real(data)
+
+    monkeypatch.setattr(usage_module, "_json_of", json_of)
+    meta = '{"text":"a","meta_info":{"prompt_tokens":7,"completion_tokens":%d,"cached_tokens":4,"finish_reason":null}}'
+    reader = usage_reader(BY_PATH["/generate"], True)
+    for count in range(1, 10):
+        reader.feed(event(meta % count))
+        assert (reader.prompt_tokens, reader.cached_tokens) == (7, 4)
+    for part in (b"data: [DO", b"NE]\n\n"):
+        reader.feed(part)
+    reader.end()
+    assert counts(reader) == (7, 4, 9) and len(decoded) == 2
