@@ -8,11 +8,10 @@ comes twice the last counts, as it does for the servers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from ..core.http_errors import wrong
 from .endpoints import Endpoint
 
+T = TypeVar("T")
 Fields = dict[str, msgspec.Raw]
 VALUE_BYTES_MAX = 4096  # of a small field: longer names, salts and numbers are nobody's
 SALT_CHARACTERS_MAX = 1024  # of a longer one its hash keeps prompts apart
@@ -29,6 +29,20 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _OPENING = re.compile(rb"\s*\{")
 _LISTED = re.compile(rb'\s*\[\s*["\[{]')  # more than one prompt: no single list of token ids
 _PROMPTS = {"completions": ("prompt",), "generate": ("text", "input_ids"), "embeddings": ("input",)}
+
+
+class Once(Generic[T]):
+    """An attribute that is worked out when it is first asked for. `functools.cached_property` takes a lock for that in
+    Python 3.11, and a body belongs to one thread at a time."""
+
+    def __init__(self, find: Callable[[Any], T]) -> None:
+        self._find = find
+        self._name = find.__name__
+        self.__doc__ = find.__doc__
+
+    def __get__(self, owner: Any, kind: Any = None) -> T:
+        found = owner.__dict__[self._name] = self._find(owner)
+        return found
 
 
 @dataclass
@@ -70,61 +84,62 @@ class RelayedBody:
 
     def usage_changes(self) -> dict[str, bytes]:
         """What must be edited in so that a stream says its usage; {} where it does so anyway, or cannot."""
-        if not self.stream or not self.endpoint.usage_option or self.include_usage:
-            return {}
-        options = self.small("stream_options")
-        if not isinstance(options, dict | None):
-            return {}
-        return {"stream_options": msgspec.json.encode({**(options or {}), "include_usage": True})}
+        return self._usage_changes
 
     # --- what routing reads -------------------------------------------------------------------------------------------
 
-    @cached_property
+    @Once
     def model(self) -> str | None:
         """The model that is asked for by name."""
         return self.text("model") or None
 
-    @cached_property
+    @Once
     def stream(self) -> bool:
         """Whether the answer is to come as events."""
         return self.endpoint.streams and self.small("stream") in (True, "true", "True", 1)
 
-    @cached_property
+    @Once
     def include_usage(self) -> bool:
         """Whether the client itself asks for the usage of a stream."""
         options = self.small("stream_options")
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
-    @cached_property
+    @Once
     def salt(self) -> str | None:
         """What keeps the cache of one tenant from others': `cache_salt`, and SGLang's `extra_key`."""
+        if "cache_salt" not in self.fields and "extra_key" not in self.fields:
+            return None
         salt, key = (_salt(self.small(name)) for name in ("cache_salt", "extra_key"))
         both = salt if not key else f"{salt or ''}\x1f{key}"
         return both if both is None or len(both) <= SALT_CHARACTERS_MAX else sha256(both.encode()).hexdigest()
 
-    @cached_property
+    @Once
     def lora(self) -> str | None:
         """The adapter that SGLang's `lora_path` names."""
+        if "lora_path" not in self.fields:
+            return None
         path = self.small("lora_path")
         first = path[0] if isinstance(path, list) and path else path
         return first if isinstance(first, str) and first else None
 
-    @cached_property
+    @Once
     def max_tokens(self) -> int | None:
         """The most output tokens that are asked for, of one choice."""
         if self.endpoint.kind == "generate":
             return _whole(self._sampling.get("max_new_tokens"))
         names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-        found = (_whole(self.small(name)) for name in names if name in self.fields)
-        return next((count for count in found if count is not None), None)
+        for name in names:
+            if name in self.fields and (count := _whole(self.small(name))) is not None:
+                return count
+        return None
 
-    @cached_property
+    @Once
     def n(self) -> int:
         """How many choices each prompt is to have."""
         given = self._sampling.get("n") if self.endpoint.kind == "generate" else self.small("n")
         return max(_whole(given) or 1, 1)
 
-    @cached_property
+    @Once
     def prompts(self) -> int:
         """How many prompts it holds: each gets `n` choices."""
         names = _PROMPTS.get(self.endpoint.kind, ())
@@ -133,12 +148,23 @@ class RelayedBody:
             return 1
         return max(len(items_of(raw) or ()), 1)
 
-    @cached_property
+    @Once
     def previous_response_id(self) -> str | None:
         """The answer that a call of /v1/responses goes on from; only the server that made it has it."""
         return self.text("previous_response_id") if self.endpoint.kind == "responses" else None
 
-    @cached_property
+    @Once
+    def _usage_changes(self) -> dict[str, bytes]:
+        if not self.stream or not self.endpoint.usage_option or self.include_usage:
+            return {}
+        if "stream_options" not in self.fields:
+            return {"stream_options": b'{"include_usage":true}'}
+        options = self.small("stream_options")
+        if not isinstance(options, dict | None):
+            return {}
+        return {"stream_options": msgspec.json.encode({**(options or {}), "include_usage": True})}
+
+    @Once
     def _sampling(self) -> dict[str, Any]:
         raw = self.fields.get("sampling_params")
         value = None if raw is None else _decoded(raw)
@@ -175,17 +201,18 @@ def items_of(raw: msgspec.Raw) -> list[msgspec.Raw] | None:
 
 
 def _edited(data: bytes, changes: Mapping[str, bytes], fields: Fields) -> bytes:
-    begin = _address(data)
     opening = _OPENING.match(data)
     if opening is None:
         raise msgspec.DecodeError("the body is no object")
     new = [f'"{name}":'.encode() + value for name, value in changes.items() if name not in fields]
     inserted = b",".join(new) + (b"," if new and fields else b"")
     cuts = [(opening.end(), opening.end(), inserted)]
-    for name, value in changes.items():
-        if name in fields:
+    changed = [name for name in changes if name in fields]
+    if changed:
+        begin = _address(data)
+        for name in changed:
             start = _address(fields[name]) - begin
-            cuts.append((start, start + memoryview(fields[name]).nbytes, value))
+            cuts.append((start, start + memoryview(fields[name]).nbytes, changes[name]))
     parts: list[bytes] = []
     at = 0
     for start, end, value in sorted(cuts):
