@@ -30,7 +30,8 @@ class ServedModel:
 
     `namespace`: what its prompts and caches are kept apart by, None for nothing. `exclude`: workers that do not serve
     it. `engine`: "sglang", "vllm", ...; "" where workers differ. `sent_name`: what its servers call it, where that is
-    another name. `max_model_tokens`: the longest prompt and output together.
+    another name. `max_model_tokens`: the longest prompt and output together. `events`: one of its servers publishes
+    what it caches.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ServedModel:
     engine: str = ""
     sent_name: str | None = None
     max_model_tokens: int = _INT31
+    events: bool = False
 
 
 class Models:
@@ -148,6 +150,7 @@ def _served(fleet: Fleet, name: str, base: str, workers: list[FleetWorker]) -> S
         engine,
         f"{base}:{name}" if base and engine == "sglang" else None,
         min(limits, default=_INT31),
+        any(worker.welcome is not None and bool(worker.welcome.events_endpoint) for worker in workers),
     )
 
 

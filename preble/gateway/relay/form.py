@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from hashlib import sha256
 
 import msgspec
 
 from ..core.http_errors import wrong
-from .body import VALUE_BYTES_MAX, Fields, RelayedBody
+from .body import VALUE_BYTES_MAX, Fields, Once, RelayedBody
 from .endpoints import Endpoint
 
 MEDIA_TYPE = "multipart/form-data"
@@ -39,7 +38,7 @@ class UploadBody(RelayedBody):
     digest: bytes = b""  # SHA-256 of its files
     file_bytes: int = 0
 
-    @cached_property
+    @Once
     def stream(self) -> bool:
         """Whether the answer is to come as events."""
         return self.endpoint.streams and (self.text("stream") or "").lower() in _YES

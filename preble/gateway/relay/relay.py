@@ -182,6 +182,7 @@ class Exchange:
             namespace=served.namespace,
             mismatches=self._relay.mismatches,
             tokens_max=served.max_model_tokens,
+            events=served.events,
         )
         gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
         gateway.metrics.relayed(self._endpoint.kind, exact=key.exact)
@@ -364,9 +365,9 @@ class Exchange:
         try:
             await self._write(take(first))
             while not await self._flow(answer, stream, take):
-                found = await self._found(stream, key)
+                found = await self._found(stream)
                 if found.finish_reason is not None or found.has_all(self._body.max_tokens):
-                    end = closing(found, len(key.token_ids), self._body.include_usage)
+                    end = closing(found, await self._prompt_tokens(key), self._body.include_usage)
                     self._placement.finish(found.tokens)
                     await self._write(stream.cut() + end, more=False)
                     return
@@ -411,11 +412,23 @@ class Exchange:
             stall.cancel()
         return True
 
-    async def _found(self, stream: PassingStream, key: RoutingKey) -> Emitted:
+    async def _prompt_tokens(self, key: RoutingKey) -> int:
+        """As many as the prompt has, by the model's tokenizer where there is one."""
+        if not key.exact and self._body.include_usage:
+            key = await routing_key(
+                self._body,
+                self._gateway.codec,
+                model=self._context.model,
+                engine=self._served.engine,
+                mismatches=self._relay.mismatches,
+            )
+        return len(key.token_ids)
+
+    async def _found(self, stream: PassingStream) -> Emitted:
         """What the client was sent, and what is asked of another server so that it goes on. Raises `WorkerLost` where
         none can."""
         found = stream.emitted()
-        if found is not None and key.exact:
+        if found is not None and not self._relay.mismatches.text_only(self._endpoint.kind, self._context.model):
             await count_tokens(found, self._gateway.codec)
         changes = None if found is None else continuation(self._body, found)
         if found is None or changes is None:
@@ -461,8 +474,12 @@ class Exchange:
             self._note_first_token(reader, key)
 
     def _note_first_token(self, reader: UsageReader, key: RoutingKey) -> None:
-        self._placement.first_token(reader.cached_tokens if key.exact else None)
+        self._placement.first_token(self._cached(reader, key))
         self._progress.first_token()
+
+    def _cached(self, reader: UsageReader, key: RoutingKey) -> int | None:
+        decision = self._placement.decision
+        return key.cached(reader.cached_tokens, reader.prompt_tokens, decision.matched_tokens if decision else 0)
 
     def _pin(self, reader: UsageReader) -> None:
         """Remember where an answer is kept that may be asked for again."""
@@ -471,7 +488,7 @@ class Exchange:
 
     def _finish(self, reader: UsageReader, key: RoutingKey) -> None:
         reason = reader.finish_reasons[0] if reader.finish_reasons else "stop"
-        self._placement.finish(reader.output_tokens or 0, reader.cached_tokens if key.exact else None, reason)
+        self._placement.finish(reader.output_tokens or 0, self._cached(reader, key), reason)
         self._progress.finished(reader)
         self._pin(reader)
         kind = self._endpoint.kind

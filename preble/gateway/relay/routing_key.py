@@ -1,8 +1,9 @@
 """What a relayed request is routed on: token ids where they are the engine's own, else its text. Owns which of the two.
 
 An exact key is the prompt as the engine will see it: rendered by the model's chat template with tools and all that the
-template reads, and tokenised. Where there is no tokenizer, a template refuses, or an engine was seen to count other
-tokens (`Mismatches`), the key is the prompt's text, in a namespace of its own: it must never meet real token ids.
+template reads, and tokenised. Only cache events speak of token ids. Where no server of a model publishes any, or there
+is no tokenizer, a template refuses, or an engine was seen to count other tokens (`Mismatches`), the key is the prompt's
+text, which is made in a tenth of the time, in a namespace of its own: it must never meet real token ids.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .body import RelayedBody
 from .chat_prompt import chat_of, chat_prompt
 from .messages_prompt import chat_of_messages
 from .responses_prompt import chat_of_responses
-from .text_key import text_key
+from .text_key import prompt_text
+from .text_lengths import USUAL, TextLengths
 
 TokenIds = npt.NDArray[np.int32]
 logger = logging.getLogger("preble.gateway")
@@ -33,6 +35,8 @@ LOOP_BYTES = 128 << 10  # a key of so long a body is made on the loop; of a long
 TEXT = "text"
 PROMPTS_MAX = 1024  # of one request that are tokenised; of more the text is taken
 KINDS_MAX = 1024  # of endpoints and models that mismatches are counted of
+TRIED_MIN = 8  # requests of an endpoint kind and model, whose tokens are compared although their text would do
+SAME_SHARE = 0.25  # of what was matched: by so much text and tokens may differ in where a cached prefix ends
 # Endpoints whose bodies engines make a chat of.
 _CHATS: dict[str, Callable[[RelayedBody, str], dict[str, Any] | None]] = {
     "messages": chat_of_messages,
@@ -43,30 +47,59 @@ _CHATS: dict[str, Callable[[RelayedBody, str], dict[str, Any] | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class RoutingKey:
-    """int32 token ids, never empty, and the namespace they are compared in. `exact`: they are the engine's own."""
+    """int32 token ids, never empty, and the namespace they are compared in. `exact`: they are the engine's own.
+    `token_bytes`: of a key that is text from one end to the other, the bytes that one id stands for; else 0."""
 
     token_ids: TokenIds
     namespace: Hashable
     exact: bool
+    token_bytes: int = 0
+
+    def cached(self, cached_tokens: int | None, prompt_tokens: int | None, matched: int) -> int | None:
+        """How many ids of this key were cached, by what the engine reports; None where that is not known. `matched` of
+        them were expected: of a key of text, a share of the prompt that is about that is that."""
+        if self.exact or cached_tokens is None:
+            return cached_tokens
+        if not prompt_tokens or cached_tokens > prompt_tokens:
+            return None
+        count = cached_tokens * len(self.token_ids) // prompt_tokens
+        return matched if abs(count - matched) <= SAME_SHARE * matched else count
 
 
 @dataclass(slots=True)
 class Mismatches:
-    """Where engines count other prompt tokens than our exact keys have. After `limit` of an endpoint kind and model the
-    keys there are text. Belongs to one asyncio loop."""
+    """Where engines count other prompt tokens than our keys have. After `limit` of an endpoint kind and model the exact
+    keys there become text; keys of text get other lengths (`lengths`). Belongs to one asyncio loop."""
 
     limit: int = 3
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    tried: dict[tuple[str, str], int] = field(default_factory=dict)
+    lengths: TextLengths = field(default_factory=TextLengths)
 
     def text_only(self, kind: str, model: str) -> bool:
-        """Whether keys of that kind and model are text by now."""
+        """Whether our tokens are others there than the engine's."""
         return self.counts.get((kind, model), 0) >= self.limit
 
+    def may_try(self, kind: str, model: str) -> bool:
+        """Whether too few keys of that kind and model were exact yet to know; counts one more."""
+        place = (kind, model)
+        count = self.tried.get(place, 0)
+        if count >= TRIED_MIN or (count == 0 and len(self.tried) >= KINDS_MAX):
+            return False
+        self.tried[place] = count + 1
+        return True
+
     def compare(self, kind: str, model: str, key: RoutingKey, prompt_tokens: int | None) -> bool:
-        """Hold a key against what the engine reports; whether the two differ."""
-        if not key.exact or prompt_tokens is None or prompt_tokens == len(key.token_ids):
+        """Hold a key against what the engine reports; whether its token ids are others."""
+        if prompt_tokens is None:
+            return False
+        if not key.exact:
+            if key.token_bytes:
+                self.lengths.learn(model, key.token_bytes, len(key.token_ids), prompt_tokens)
             return False
         place = (kind, model)
+        if prompt_tokens == len(key.token_ids):
+            return False
         if place not in self.counts and len(self.counts) >= KINDS_MAX:
             return True
         self.counts[place] = count = self.counts.get(place, 0) + 1
@@ -88,25 +121,37 @@ async def routing_key(
     namespace: Hashable = None,
     mismatches: Mismatches | None = None,
     tokens_max: int = 2**31 - 1,
+    events: bool = True,
 ) -> RoutingKey:
     """The key of a request. `model` is the name it is served by, `engine` what serves it ("sglang", "vllm"; "": not
-    known), `namespace` the model's own. A prompt of more than `tokens_max` tokens is left to the engine to refuse, and
-    routed on by its text."""
+    known), `namespace` the model's own. `events`: a server publishes what it caches; where none does, only the first
+    requests have exact keys, to learn whether they would be. A prompt of more than `tokens_max` tokens is left to the
+    engine to refuse, and routed on by its text."""
     base = namespace_of(body, namespace)
-    if codec is not None and not (mismatches is not None and mismatches.text_only(body.endpoint.kind, model)):
+    kind = body.endpoint.kind
+    if mismatches is None:
+        mismatches = Mismatches()
+    exact = codec if codec is not None and not mismatches.text_only(kind, model) else None
+    if exact is not None and (events or mismatches.may_try(kind, model)):
         try:
-            found = await _tokens(body, codec, engine, tokens_max)
+            found = await _tokens(body, exact, engine, tokens_max)
         except (PromptTooLong, QueueFull, InvalidInput):  # the engine says what is wrong with it, and waits for none
             found = None
         if found is not None and len(found[0]):
             return RoutingKey(found[0], base, found[1])
+    token_bytes = mismatches.lengths.token_bytes(model)
     if len(body.data) > LOOP_BYTES:
-        words = await asyncio.to_thread(text_key, body)
-    else:
-        words = text_key(body)
+        return await asyncio.to_thread(_text_key, body, token_bytes, base)
+    return _text_key(body, token_bytes, base)
+
+
+def _text_key(body: RelayedBody, token_bytes: int, base: Hashable) -> RoutingKey:
+    text = prompt_text(body, token_bytes)
+    words = text.finish()
     if not len(words):
         words = np.zeros(1, np.int32)
-    return RoutingKey(words, joined(TEXT, base), False)
+    kind = TEXT if token_bytes == USUAL else f"{TEXT}/{token_bytes}"
+    return RoutingKey(words, joined(kind, base), False, 0 if text.has_ids else token_bytes)
 
 
 def namespace_of(body: RelayedBody, model: Hashable = None) -> Hashable:

@@ -1,4 +1,5 @@
-"""Prompts as what routing compares where their token ids are not known: their text in prompt order, 4 bytes a "token".
+"""Prompts as what routing compares where their token ids are not known: their text in prompt order, some bytes a
+"token" (4, or what `text_lengths.py` has learned).
 
 Owns which fields of a body bear the prompt and in which order they stand in it. Every message is padded to whole
 tokens, so that a conversation's key begins with the key of the turns before. Images, audio and video are runs of ids by
@@ -29,7 +30,8 @@ PARTS_MAX = 16_384
 BILLING = "x-anthropic-billing-header"  # begins a line that Claude Code changes with each request; engines drop it
 
 _INT31 = 2**31 - 1
-_PADDING = b"\x00\x00\x00"
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_PADDING = bytes(7)
 _encode = msgspec.json.Encoder(order="sorted").encode
 _MEDIA = {
     "image_url": "image",
@@ -48,11 +50,17 @@ _MEDIA = {
 
 
 class KeyBuilder:
-    """A key as it grows: texts, and runs of ids between them. Stops to grow at its bound."""
+    """A key as it grows: texts, and runs of ids between them. Stops to grow at its bound.
 
-    def __init__(self, bytes_max: int = TEXT_BYTES_MAX) -> None:
+    `token_bytes`: so many bytes of text are a token, one of `TOKEN_BYTES`. `has_ids`: there is more in it than text.
+    """
+
+    def __init__(self, token_bytes: int = 4, bytes_max: int = TEXT_BYTES_MAX) -> None:
+        self.has_ids = False
+        self._token_bytes = token_bytes
         self._left = bytes_max
         self._parts: list[bytes] = []
+        self._runs: list[TokenIds] = []
 
     def text(self, data: bytes) -> None:
         """Add text, padded to whole tokens."""
@@ -60,16 +68,36 @@ class KeyBuilder:
             return
         data = data[: self._left]
         self._left -= len(data)
-        self._parts += (data, _PADDING[: -len(data) % 4])
+        self._parts += (data, _PADDING[: -len(data) % self._token_bytes])
 
     def ids(self, ids: array[int]) -> None:
         """Add token ids."""
-        self.text(ids.tobytes())
+        if self._left <= 0:
+            return
+        self.has_ids = True
+        ids = ids[: -(-self._left // 4)]
+        self._left -= 4 * len(ids)
+        if self._parts:
+            self._runs.append(_words(b"".join(self._parts), self._token_bytes))
+            self._parts.clear()
+        self._runs.append(np.frombuffer(ids, dtype=np.int32) & np.int32(_INT31))
 
     def finish(self) -> TokenIds:
         """The key: non-negative int32."""
-        words: TokenIds = np.frombuffer(b"".join(self._parts), dtype="<i4") & np.int32(_INT31)
-        return words
+        words = _words(b"".join(self._parts), self._token_bytes)
+        return np.concatenate((*self._runs, words)) if self._runs else words
+
+
+def _words(text: bytes, token_bytes: int) -> TokenIds:
+    """Whole tokens of so many bytes each as non-negative int32: as they are, or what they are hashed to."""
+    words: TokenIds
+    if token_bytes == 8:
+        words = (np.frombuffer(text, dtype="<u8") * _ODD >> np.uint64(33)).astype(np.int32)
+    elif token_bytes == 4:
+        words = np.frombuffer(text, dtype="<i4") & np.int32(_INT31)
+    else:
+        words = np.frombuffer(text, dtype=f"<u{token_bytes}").astype(np.int32)
+    return words
 
 
 def media_ids(part: Any) -> array[int] | None:
@@ -79,15 +107,20 @@ def media_ids(part: Any) -> array[int] | None:
     return None if medium is None else _content_ids(medium, part)
 
 
-def text_key(body: RelayedBody) -> TokenIds:
+def text_key(body: RelayedBody, token_bytes: int = 4) -> TokenIds:
     """The prompt of a body as far as it can be made out; empty where there is none. Any thread may call it."""
-    key = KeyBuilder()
+    return prompt_text(body, token_bytes).finish()
+
+
+def prompt_text(body: RelayedBody, token_bytes: int) -> KeyBuilder:
+    """The same, before it is finished."""
+    key = KeyBuilder(token_bytes)
     try:
         _ORDERS.get(body.endpoint.kind, _rest)(body, key)
     except RecursionError:  # nested deeper than it can be written again
-        key = KeyBuilder()
+        key = KeyBuilder(token_bytes)
         key.text(body.data)
-    return key.finish()
+    return key
 
 
 # --- by kind of endpoint ----------------------------------------------------------------------------------------------
@@ -189,6 +222,8 @@ def _message(message: dict[str, Any], key: KeyBuilder) -> None:
     role = message.get("role")
     others = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
     head = role if isinstance(role, str) else ""
+    if isinstance(content, list) and len(content) == 1 and _is_text(content[0]):  # the same, written otherwise
+        content = content[0]["text"]
     if head == "system" and isinstance(content, str) and content.startswith(BILLING):
         content = content.partition("\n")[2]
     if isinstance(content, str) and not others:
@@ -208,6 +243,10 @@ def _content(content: Any, key: KeyBuilder) -> None:
             _part(part, key)
     elif content is not None:
         key.text(_encode(content))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _part(part: Any, key: KeyBuilder) -> None:

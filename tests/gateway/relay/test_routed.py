@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import pytest
+import zmq
 
 from preble.gateway.relay.body import read_body
 from preble.gateway.relay.endpoints import POSTS
-from preble.gateway.relay.routing_key import routing_key
+from preble.gateway.relay.routing_key import TRIED_MIN, routing_key
 from preble.gateway.text.tokenizing import TextCodec
+from preble.transport.engine_servers.server_info import ServerOptions
 from tests.gateway.relay.test_models import CHAT, MESSAGES, ask, gateway, listed, server
 from tests.support.gateway import make_tokenizer
 from tests.support.relay import Call, Front, ScriptedServer, chat_answer
@@ -46,6 +49,32 @@ async def test_an_engine_that_counts_other_tokens_is_routed_by_text_after_three_
             '{by="text",kind="chat"}': 1.0,
         }
         await front.settled()
+    codec.close()
+
+
+@pytest.mark.parametrize("events", [False, True])
+@asynchronous
+async def test_servers_that_publish_no_events_get_requests_by_their_text(tmp_path: Path, events: bool) -> None:
+    codec = TextCodec(make_tokenizer(tmp_path), threads=1)
+    body = json.dumps({"model": "a", "messages": MESSAGES}).encode()
+    count = len((await routing_key(read_body(body, POSTS[CHAT]), codec)).token_ids)
+
+    async def answer(call: Call) -> None:
+        await call.answer(chat_answer(prompt=count))
+
+    context = zmq.Context()
+    publisher = context.socket(zmq.PUB)
+    publisher.bind("tcp://127.0.0.1:*")
+    options = ServerOptions(events_endpoint=publisher.last_endpoint.decode() if events else "")
+    async with gateway(ScriptedServer(answer, kind="vllm", model="a"), codec=codec, options=options) as front:
+        for _ in range(TRIED_MIN + 2):
+            assert (await ask(front, "a"))[0] == 200
+        by = {'{by="tokens",kind="chat"}': float(TRIED_MIN + 2 * events)}
+        if not events:
+            by['{by="text",kind="chat"}'] = 2.0
+        assert await metric(front, "preble_relayed_requests_total") == by
+        await front.settled()
+    context.destroy()
     codec.close()
 
 

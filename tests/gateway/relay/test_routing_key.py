@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from preble.gateway.core.http_errors import ApiError
 from preble.gateway.relay.body import RelayedBody, read_body
 from preble.gateway.relay.endpoints import ENDPOINTS, POSTS
-from preble.gateway.relay.routing_key import PROMPTS_MAX, Mismatches, RoutingKey, routing_key
+from preble.gateway.relay.routing_key import PROMPTS_MAX, TRIED_MIN, Mismatches, RoutingKey, routing_key
 from preble.gateway.relay.text_key import text_key
+from preble.gateway.relay.text_lengths import PROMPTS_MIN, TOKEN_BYTES, TOKENS_MIN
 from preble.gateway.text.tokenizing import TextCodec
 from preble.transport.namespaces import check_namespace
 from tests.support.gateway import make_tokenizer
@@ -387,3 +388,74 @@ async def test_after_some_mismatches_a_kind_and_model_are_routed_by_text(codec: 
     assert len(lines) == 1 and "99" in lines[0] and "'m'" in lines[0] and "secret" not in lines[0]
     by_text = await routing_key(body, codec, model="m", mismatches=mismatches)
     assert not mismatches.compare("completions", "m", by_text, 99), "a key of text claims no length"
+
+
+# --- text where no server publishes events ----------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_where_no_server_publishes_events_only_the_first_keys_are_exact(codec: TextCodec) -> None:
+    mismatches = Mismatches()
+
+    async def exact(path: str, model: str, *, events: bool) -> bool:
+        body = body_of(path, prompt="a", text="a")
+        return (await routing_key(body, codec, model=model, mismatches=mismatches, events=events)).exact
+
+    for path, model in (("/v1/completions", "m"), ("/generate", "m"), ("/generate", "other")):
+        found = [await exact(path, model, events=False) for _ in range(TRIED_MIN + 3)]
+        assert found == [True] * TRIED_MIN + [False] * 3
+        assert await exact(path, model, events=True), "events speak of token ids"
+
+
+@asynchronous
+async def test_keys_of_text_get_the_length_that_engines_count(codec: TextCodec) -> None:
+    """The tokenizer here makes a token of each byte."""
+    mismatches = Mismatches()
+    body = body_of(CHAT, messages=[{"role": "user", "content": "x" * 4 * TOKENS_MIN}])
+    counted = len((await routing_key(body, codec)).token_ids)
+
+    async def by_text() -> RoutingKey:
+        return await routing_key(body, None, model="m", mismatches=mismatches)
+
+    before = await by_text()
+    for _ in range(PROMPTS_MIN):
+        key = await by_text()
+        assert key.namespace == before.namespace
+        assert not mismatches.compare("chat", "m", key, counted)
+    after = await by_text()
+    assert len(before.token_ids) < 0.3 * counted and 0.9 * counted < len(after.token_ids) <= counted
+    assert after.namespace != before.namespace and (before.token_bytes, after.token_bytes) == (4, 1)
+    assert (await routing_key(body, None, model="n", mismatches=mismatches)).token_bytes == 4
+
+
+@pytest.mark.parametrize("token_bytes", TOKEN_BYTES)
+def test_keys_of_every_length_begin_with_the_turns_before(token_bytes: int) -> None:
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "Grüße 你好"}, {"role": "assistant", "content": "b"}]
+    image = {"type": "image_url", "image_url": {"url": PNG}}
+    turns += [{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}, {"role": "user", "content": ""}]
+    keys = [text_key(body_of(CHAT, messages=turns[:count]), token_bytes).tolist() for count in range(1, 5)]
+    assert all(map(is_prefix, keys, keys[1:]))
+    assert all(0 <= one < 2**31 for one in keys[-1])
+    text = "0123456789" * 100
+    size = len(text_key(body_of("/v1/completions", prompt=text), token_bytes))
+    assert size == len(text) // token_bytes
+    other = text_key(body_of("/v1/completions", prompt=text[:-1] + "x"), token_bytes)
+    assert other[-1] != text_key(body_of("/v1/completions", prompt=text), token_bytes)[-1]
+
+
+def test_a_message_of_one_text_part_is_the_same_as_its_text() -> None:
+    parts = [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]
+    plain, cut = ([{"role": "user", "content": one}, {"role": "user", "content": "b"}] for one in ("hello", parts))
+    for path in (CHAT, "/v1/messages"):
+        assert text(path, messages=plain) == text(path, messages=cut)
+
+
+def test_what_was_cached_of_a_key_of_text_is_its_share_of_the_prompt() -> None:
+    exact = RoutingKey(np.arange(100, dtype=np.int32), None, True)
+    assert exact.cached(7, None, 50) == 7 and exact.cached(None, 100, 50) is None
+    by_text = RoutingKey(np.arange(100, dtype=np.int32), None, False, 4)
+    assert by_text.cached(160, 200, 50) == 80, "more than was expected"
+    assert by_text.cached(112, 200, 50) == 50, "about what was expected"
+    assert by_text.cached(90, 200, 50) == 50
+    assert by_text.cached(20, 200, 50) == 10 and by_text.cached(0, 200, 50) == 0, "it has gone"
+    assert [by_text.cached(*one, 50) for one in ((None, 200), (5, None), (5, 0), (300, 200))] == [None] * 4
