@@ -219,13 +219,17 @@ class Collector:
     ) -> None:
         """Append a request; parts without tokens are left out. Raises `InvalidInput` for an id twice, an `after`
         that did not come before."""
-        if request_id in self._ids:
-            raise row.wrong(f"request id {request_id!r} is there twice")
-        if after is not None and after not in self._ids:
-            raise row.wrong(f"'after' names {after!r}, which is no earlier request")
         kept = tuple(part for part in parts if len(part))
         if not kept:
             raise row.wrong("the prompt is empty")
-        self._ids.add(request_id)
         tokens, ids = output
-        self.requests.append(PromptRequest(request_id, kept, tokens, group, arrival_seconds, after, output_ids=ids))
+        self.add_request(row, PromptRequest(request_id, kept, tokens, group, arrival_seconds, after, output_ids=ids))
+
+    def add_request(self, row: Row, request: PromptRequest) -> None:
+        """Append a request that is made. Raises `InvalidInput` as `add` does."""
+        if request.request_id in self._ids:
+            raise row.wrong(f"request id {request.request_id!r} is there twice")
+        if request.after is not None and request.after not in self._ids:
+            raise row.wrong(f"'after' names {request.after!r}, which is no earlier request")
+        self._ids.add(request.request_id)
+        self.requests.append(request)

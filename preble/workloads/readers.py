@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import InvalidInput
 from ..types import check_int
+from .agents import read_weka
 from .datasets import ROOM, read_alfworld, read_apps, read_loogle, read_nextqa, read_segmented, read_toolbench
 from .files import Collector, Row, json_list, json_rows, numbered_lines
 from .tokenizers import Tokenizer, words
@@ -23,12 +24,14 @@ READERS: dict[str, Callable[[Collector], None]] = {
     "nextqa": read_nextqa,
     "alfworld": read_alfworld,
     "apps": read_apps,
+    "weka": read_weka,
 }
-TRACES = {"mooncake", "azure"}
+TRACES = {"mooncake", "azure", "weka"}
 # The fields by which a JSON object is known, in the order they are tried.
 FIELDS = [
     ("segments", {"id", "parts"}),
     ("mooncake", {"timestamp", "hash_ids"}),
+    ("weka", {"session", "i", "keep", "new"}),
     ("alfworld", {"traj"}),
     ("toolbench", {"query", "api_list"}),
     ("loogle", {"input", "qa_pairs"}),
@@ -48,11 +51,11 @@ def read(
 ) -> Workload:
     """Read the requests of a file (APPS: of a folder), plain or gzip, in the order they stand there.
 
-    `format`: one of "segments", "mooncake", "azure", "toolbench", "loogle", "nextqa", "alfworld", "apps"; None looks
-    at the file. `tokenizer`: `mistral()`, or None for `words()`, which needs nothing installed. `limit`: at most so
-    many requests, the first ones. `outputs`: "recorded" for the lengths the file has (where it has none they are drawn
-    from Table 1), "table1" for draws from Table 1 throughout; traces have their own lengths only. A recorded length of
-    0 becomes 1. Raises `InvalidInput` naming the argument, or file and line.
+    `format`: one of "segments", "mooncake", "azure", "toolbench", "loogle", "nextqa", "alfworld", "apps", "weka"; None
+    looks at the file. `tokenizer`: `mistral()`, or None for `words()`, which needs nothing installed. `limit`: at most
+    so many requests, the first ones. `outputs`: "recorded" for the lengths the file has (where it has none they are
+    drawn from Table 1), "table1" for draws from Table 1 throughout; traces have their own lengths only. A recorded
+    length of 0 becomes 1. Raises `InvalidInput` naming the argument, or file and line.
     """
     place = Path(path)
     if outputs not in ("recorded", "table1"):

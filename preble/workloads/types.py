@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput
-from ..types import check_int, check_seconds
+from ..types import SessionHint, check_int, check_seconds
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -36,6 +36,9 @@ class PromptRequest:
 
     `arrival_seconds`: when it is sent, from the start of the workload. In a closed loop it is sent `pause_seconds`
     after the request named `after` has finished, and not before `arrival_seconds`.
+
+    What a client says beside: `hint`, its session and that one's parent; `after_tool`, whether the pause before it was
+    a tool's; `tenant`, whose it is; `deadline_seconds`, how long after its arrival its first token is still of use.
     """
 
     request_id: str
@@ -46,6 +49,10 @@ class PromptRequest:
     after: str | None = None
     pause_seconds: float = 0.0
     output_ids: Int32Array | None = None
+    hint: SessionHint | None = None
+    after_tool: bool = False
+    tenant: str = ""
+    deadline_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_int("PromptRequest.output_tokens", self.output_tokens, 1, 2**31 - 1, InvalidInput)
@@ -53,6 +60,8 @@ class PromptRequest:
             raise InvalidInput(f"PromptRequest.parts of {self.request_id!r} are empty")
         for name in ("arrival_seconds", "pause_seconds"):
             check_seconds(f"PromptRequest.{name}", getattr(self, name), InvalidInput)
+        if self.deadline_seconds is not None:
+            check_seconds("PromptRequest.deadline_seconds", self.deadline_seconds, InvalidInput)
 
     @property
     def prompt_tokens(self) -> int:
