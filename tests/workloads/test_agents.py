@@ -131,7 +131,9 @@ def test_a_generated_sub_agent_opens_with_all_of_its_parents_prompt() -> None:
     for request in firsts:
         parent = found[request.after or ""]
         assert shared(parent, request) == parent.prompt_tokens
-        assert request.hint == SessionHint(session=request.request_id.rpartition(".")[0], parent=parent.hint.session)  # type: ignore[union-attr]
+        assert parent.hint is not None
+        own = request.request_id.rpartition(".")[0]
+        assert request.hint == SessionHint(session=own, parent=parent.hint.session)
 
 
 def test_the_same_seed_makes_the_same_sessions() -> None:
