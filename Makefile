@@ -15,6 +15,7 @@
 #   make build   the compiled core, in place
 #   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
 #   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
+#   make agents       its page on agents and tenants alone (20 minutes): docs/agents.md; ARGS="--trace FILE" for real ones
 #   make paper-quick  the same with a tenth of the requests (4 minutes), into build/paper-quick
 #   make instructions            instructions per operation against the baseline (valgrind); fails at 5 % more
 #   make instructions-renew REASON="..."   a new baseline
@@ -38,7 +39,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(shell find preble -name '*.pyx' -o -name '*.pxd')
 
 .PHONY: wheel wheels wheel-test docs quickstart
-.PHONY: demo test test-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick peers instructions instructions-renew clean
+.PHONY: demo test test-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick agents peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -88,8 +89,11 @@ build: $(VENV)/built
 bench: $(VENV)/built peers
 	$(BIN)/python -m benchmarks.decision.bench_schedule --everything --runs 3 --json benchmarks/results/everything.json --docs $(ARGS)
 
-paper: $(VENV)/built
+paper: $(VENV)/built agents
 	$(BIN)/python -m benchmarks.paper.run $(ARGS)
+
+agents: $(VENV)/built
+	$(BIN)/python -m benchmarks.paper.agents $(ARGS)
 
 paper-quick: $(VENV)/built
 	$(BIN)/python -m benchmarks.paper.run --quick $(ARGS)

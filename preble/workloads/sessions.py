@@ -36,10 +36,10 @@ def sessions_at_once(
     spread_seconds: float = 0.0,
     begun: bool = False,
 ) -> Workload:
-    """`live` seats, each with a session; when it has ended, the seat's next one begins. Sessions are shuffled and dealt
+    """`live` lanes, each with a session; when it has ended, the lane's next one begins. Sessions are shuffled and dealt
     in turn; those of fewer than `turns_min` requests are left out.
 
-    `pause_max_seconds` cuts longer pauses: who is away longer is not live. The seats' first sessions begin within
+    `pause_max_seconds` cuts longer pauses: who is away longer is not live. The lanes' first sessions begin within
     `spread_seconds`; with `begun` they are at a turn drawn at random, as sessions are when one looks at them. Raises
     `InvalidInput`.
     """
@@ -54,13 +54,13 @@ def sessions_at_once(
     ends: list[str | None] = [None] * live
     requests: list[PromptRequest] = []
     for turn, place in enumerate(order):
-        seat = turn % live
-        before = ends[seat]
+        lane = turn % live
+        before = ends[lane]
         chain = begun_at(chains[place], float(rng.random())) if begun and before is None else chains[place]
         first = replace(chain[0], after=before, pause_seconds=0.0)
         if before is None:
             first = first.at(float(rng.random()) * spread_seconds)
-        ends[seat] = last_own_turn(chain)
+        ends[lane] = last_own_turn(chain)
         requests.append(first)
         requests += [
             replace(request, arrival_seconds=0.0, pause_seconds=min(request.pause_seconds, pause_max_seconds))

@@ -1,0 +1,300 @@
+"""Simulations of agents, tenants, deadlines and sets of samples: which cells there are, and what is measured of each.
+
+All rules run on the same requests. Workers are of the contest's fleet (`contest_cells.FLEET`); what saturation is, is
+said there, too. Four kinds of cells:
+
+sessions   `LIVE` coding-agent sessions a worker at all times, in closed loop, pauses cut at `PAUSE_MAX_SECONDS`. Caches
+           of all workers together hold `share` of the live sessions' mean prompts. Counted is what happens after
+           `WARM_SECONDS`; the run is broken off at `END_SECONDS`.
+flood      `TENANTS` tenants with tools of their own and equal rates, together at `share` of saturation; from
+           `FLOOD_SECONDS` on one of them sends ten times as much. Beside it the same without the flood.
+deadlines  tools at `share` times saturation; a first token is of use for `DEADLINE_SECONDS`.
+samples    `GROUPS` groups of `SAMPLES` samples of one prompt, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paper.cells import Store, rounded
+from benchmarks.paper.contest_cells import FLEET, ContestCell, arriving, local_config, saturation, warm_requests
+from preble import CostModel, Policy, sim
+from preble.errors import InvalidInput
+from preble.policies.base import RequestView, WorkersView
+from preble.sim.bounds import lower_bounds
+from preble.sim.service import (
+    entitlements,
+    group_makespans,
+    jain_index,
+    makespan,
+    service_seconds,
+    tenants_of,
+    turns_per_hour,
+    within_deadlines,
+)
+from preble.workloads import (
+    Flood,
+    PromptRequest,
+    Workload,
+    coding_agents,
+    generate,
+    read_sessions,
+    sample_groups,
+    sessions_at_once,
+    tenant_arrivals,
+    tenant_rates,
+)
+from preble.workloads.agents import COMMON_BLOCKS
+from preble.workloads.arrivals import chains_of
+
+OURS, IDS = "e2", "session_ids"
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "sessions": (OURS, "cache_aware_spill", IDS, "session_hash", "kv_cost", "least_loaded", "round_robin"),
+    "flood": (OURS, "cache_aware_spill", "kv_cost", "least_loaded"),
+    "deadlines": (OURS, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
+    "samples": (OURS, "cache_aware", "prefix_hash", "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
+}
+SCALE, PROMPT_TOKENS_MAX, TURNS_MIN = 16, 24_000, 5
+COPY_IDS = 1 << 26  # more than the trace has blocks
+LIVE, PAUSE_MAX_SECONDS = 64, 120.0
+WARM_SECONDS, END_SECONDS = 80.0, 240.0
+TENANTS, FLOOD_FACTOR, FLOOD_SECONDS, TENANTS_SECONDS = 8, 10.0, 60.0, 150.0
+DEADLINE_SECONDS, DEADLINE_WORKLOAD = 2.0, "toolbench"
+GROUPS, SAMPLES = 64, 16
+DECODED_TOGETHER = 16  # with which a request shares its iterations, for seconds of service
+
+
+@dataclass(frozen=True)
+class AgentCell:
+    """One cell: `share` is of the live sessions that caches hold, of saturation, or 1. `trace`: a file of sessions;
+    generated ones if ""."""
+
+    kind: str
+    workers: int
+    share: float
+    seed: int
+    trace: str = ""
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Each cell has requests of its own."""
+        return self.kind, self.workers, self.share, self.seed
+
+    @property
+    def cost(self) -> float:
+        """Sessions take longest."""
+        return self.workers * (10.0 if self.kind == "sessions" else 1.0)
+
+
+class SessionIds(Policy):
+    """Session affinity that is told which session a request is of: a session's first request goes to the worker with
+    the fewest live requests, the rest, and its sub-agents, follow. For simulations: it remembers, which rules of the
+    product may not."""
+
+    name = reason = IDS
+
+    def __init__(self, sessions: Mapping[str, str]) -> None:
+        self._sessions = sessions
+        self._homes: dict[str, str] = {}
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        home = self._homes.get(self._sessions[str(request.request_id)])
+        return [float(name != home) for name in workers.ids]
+
+    def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
+        chosen = super().pick(scores, request, workers)
+        self._homes[self._sessions[str(request.request_id)]] = workers.ids[chosen]
+        return chosen
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run_place(cells: Sequence[AgentCell], directory: Path) -> dict[AgentCell, dict[str, Any]]:
+    """Simulate cells one after the other, in this process."""
+    store, found = Store(directory), {}
+    for cell in cells:
+        found[cell] = KINDS[cell.kind](cell, store)
+        store.put(cell, found[cell])
+    return found
+
+
+def config_of(cell: AgentCell, policy: str | Policy, **changes: Any) -> sim.SimConfig:
+    """The fleet of a cell."""
+    local = local_config()
+    if "kv_capacity_tokens" in changes:
+        local = replace(local, kv_capacity_tokens=changes.pop("kv_capacity_tokens"))
+    return sim.SimConfig(
+        workers=cell.workers, policy=policy, cost_model=FLEET.cost_model, local=local, seed=cell.seed, **changes
+    )
+
+
+@lru_cache(maxsize=1)
+def sessions_of(trace: str, seed: int, count: int) -> Workload:
+    """At least so many sessions to deal out: of the file, as often as it takes, or generated."""
+    if not trace:
+        return coding_agents(count, seed, scale=SCALE)
+    made = read_sessions(trace, scale=SCALE, prompt_tokens_max=PROMPT_TOKENS_MAX)
+    enough = sum(len(chain) >= TURNS_MIN for chain in chains_of(made))
+    copies = [copied(made, number) for number in range(max(1, -(-count // (2 * enough))))]
+    return replace(made, requests=[request for copy in copies for request in copy])
+
+
+def copied(workload: Workload, number: int) -> list[PromptRequest]:
+    """The same sessions under other names, with tokens of their own after what all sessions have; 0 is the original."""
+    if number == 0:
+        return list(workload.requests)
+    shifted: dict[int, Any] = {}  # by identity, so that what turns share stays shared
+    made = []
+    for request in workload.requests:
+        for part in request.parts:
+            if id(part) not in shifted:
+                shifted[id(part)] = np.where(part < COMMON_BLOCKS, part, part + number * COPY_IDS).astype(np.int32)
+        made.append(replace(
+            request,
+            request_id=f"{number}:{request.request_id}",
+            parts=tuple(shifted[id(part)] for part in request.parts),
+            group=f"{number}:{request.group}",
+            after=None if request.after is None else f"{number}:{request.after}",
+        ))  # fmt: skip
+    return made
+
+
+def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
+    """Figures by rule of sessions in closed loop."""
+    live = LIVE * cell.workers
+    made = sessions_of(cell.trace, cell.seed, 2 * live)
+    workload = sessions_at_once(
+        made, live, cell.seed, turns_min=TURNS_MIN, pause_max_seconds=PAUSE_MAX_SECONDS, spread_seconds=40.0, begun=True
+    )
+    mean = float(np.mean([request.prompt_tokens for request in workload.requests]))
+    capacity = round(cell.share * live * mean / cell.workers)
+    sessions = {request.request_id: request.group for request in workload.requests}
+    runs = {}
+    for name in POLICIES["sessions"]:
+        policy = SessionIds(sessions) if name == IDS else name
+        config = config_of(cell, policy, kv_capacity_tokens=capacity, until_seconds=END_SECONDS)
+        runs[name] = session_figures(sim.simulate(workload, config))
+    return {"runs": runs, "kv_tokens": capacity}
+
+
+def session_figures(result: sim.Result) -> dict[str, float]:
+    """Of the turns sent after the warm-up. Who has no first token when the run is broken off has waited until then."""
+    sent = result.arrival_seconds > WARM_SECONDS
+    waited = np.where(np.isnan(result.ttft_seconds), END_SECONDS - result.arrival_seconds, result.ttft_seconds)[sent]
+    took = np.where(np.isnan(result.latency_seconds), END_SECONDS - result.arrival_seconds, result.latency_seconds)[
+        sent
+    ]
+    admitted = sent & (result.cached_tokens >= 0)
+    return rounded({
+        "turns_per_hour": turns_per_hour(result, WARM_SECONDS, END_SECONDS),
+        "mean_ttft_seconds": float(waited.mean()),
+        "p99_ttft_seconds": float(np.percentile(waited, 99)),
+        "mean_latency_seconds": float(took.mean()),
+        "p99_latency_seconds": float(np.percentile(took, 99)),
+        "hit_fraction": float(result.cached_tokens[admitted].sum() / result.prompt_tokens[admitted].sum()),
+        "busy": float(result.busy_seconds.mean() / END_SECONDS),
+        "refused": int((result.outcome == sim.results.REFUSED).sum()),
+    })  # fmt: skip
+
+
+def run_flood(cell: AgentCell, store: Store) -> dict[str, Any]:
+    """Figures by rule of tenants, one of whom floods."""
+    rps = saturation(ContestCell(DEADLINE_WORKLOAD, 1.0, 0, 1.0, ()), store).rps * cell.workers / FLEET.workers
+    rates = tenant_rates(TENANTS, cell.share * rps, cell.seed, sigma=0.0)
+    made = generate(DEADLINE_WORKLOAD, requests=6000, groups=10 * TENANTS, seed=cell.seed)
+    flooder = next(iter(rates))
+    flood = Flood(flooder, FLOOD_FACTOR, FLOOD_SECONDS, TENANTS_SECONDS)
+    calm, flooded = (
+        tenant_arrivals(made, rates, TENANTS_SECONDS, cell.seed, floods) for floods in ((), (flood,))
+    )  # fmt: skip
+    runs = {}
+    for name in POLICIES["flood"]:
+        config = config_of(cell, name, until_seconds=TENANTS_SECONDS)
+        before, during = (sim.simulate(workload, config) for workload in (calm, flooded))
+        runs[name] = rounded({
+            "others_p99_calm": others_p99(before, calm, flooder),
+            "others_p99_flooded": others_p99(during, flooded, flooder),
+            "hit_fraction": hits(during),
+            "jain": jain_of(during, flooded),
+        })  # fmt: skip
+        runs[name]["others_p99_ratio"] = runs[name]["others_p99_flooded"] / runs[name]["others_p99_calm"]
+    return {"runs": runs}
+
+
+def others_p99(result: sim.Result, workload: Workload, flooder: str) -> float:
+    """p99 of the TTFT of the other tenants' requests that came while it may have flooded; open waits count so far."""
+    own = np.array([request.tenant != flooder for request in workload.requests])
+    counted = own & (result.arrival_seconds >= FLOOD_SECONDS)
+    waits = np.where(np.isnan(result.ttft_seconds), TENANTS_SECONDS - result.arrival_seconds, result.ttft_seconds)
+    return float(np.percentile(waits[counted], 99))
+
+
+def hits(result: sim.Result) -> float:
+    """Cached over all prompt tokens of the admitted."""
+    admitted = result.cached_tokens >= 0
+    return float(result.cached_tokens[admitted].sum() / result.prompt_tokens[admitted].sum())
+
+
+def jain_of(result: sim.Result, workload: Workload) -> float:
+    """Jain's index of the tenants' service over what each is entitled to, in the time of the flood. A tenant's demand
+    is what it sent, at the mean cost of a request."""
+    seconds = service_seconds(result, CostModel.preset(FLEET.cost_model), DECODED_TOGETHER)
+    served = np.where(result.finish_seconds > FLOOD_SECONDS, seconds, 0.0)
+    rows = tenants_of(workload.requests)
+    mean = float(seconds[seconds > 0.0].mean())
+    demand = {tenant: mean * int((result.arrival_seconds[own] > FLOOD_SECONDS).sum()) for tenant, own in rows.items()}
+    got = {tenant: float(served[own].sum()) for tenant, own in rows.items()}
+    due = entitlements(demand, sum(got.values()))
+    return jain_index([got[tenant] / due[tenant] for tenant in got])
+
+
+def run_deadlines(cell: AgentCell, store: Store) -> dict[str, Any]:
+    """Goodput by rule of an overloaded fleet, and what the bound allows."""
+    if cell.workers != FLEET.workers:
+        raise InvalidInput(f"workers must be {FLEET.workers}, of which saturation is known")
+    rates = saturation(ContestCell(DEADLINE_WORKLOAD, cell.share, cell.seed, 1.0, ()), store)
+    made = arriving(DEADLINE_WORKLOAD, cell.seed, 1.0, rates, cell.share)
+    requests = [replace(request, deadline_seconds=DEADLINE_SECONDS) for request in made.requests]
+    warm = warm_requests(len(requests))
+    bounds = lower_bounds(
+        requests, CostModel.preset(FLEET.cost_model), cell.workers, local_config().token_budget, warmup_requests=warm
+    )
+    counted = [
+        request if count else replace(request, deadline_seconds=None)
+        for request, count in zip(requests, bounds.counted, strict=True)
+    ]
+    runs = {}
+    for name in POLICIES["deadlines"]:
+        result = sim.simulate(made, config_of(cell, name))
+        runs[name] = rounded({
+            "goodput": within_deadlines(result, counted),
+            "of_bound": within_deadlines(result, counted) / bounds.goodput(DEADLINE_SECONDS),
+            "p99_ttft_seconds": float(np.nanpercentile(result.ttft_seconds[bounds.counted], 99)),
+            "hit_fraction": hits(result),
+        })  # fmt: skip
+    return {"runs": runs, "bound": bounds.goodput(DEADLINE_SECONDS)}
+
+
+def run_samples(cell: AgentCell, _: Store) -> dict[str, Any]:
+    """Makespans by rule of groups of samples."""
+    workload = sample_groups(GROUPS, SAMPLES, cell.seed)
+    runs = {}
+    for name in POLICIES["samples"]:
+        result = sim.simulate(workload, config_of(cell, name))
+        runs[name] = rounded({
+            "makespan_seconds": makespan(result),
+            "mean_group_seconds": float(np.mean(list(group_makespans(result, workload.requests).values()))),
+            "hit_fraction": hits(result),
+            "load_spread": float(result.busy_seconds.max() / result.busy_seconds.mean()),
+        })  # fmt: skip
+    return {"runs": runs}
+
+
+KINDS = {"sessions": run_sessions, "flood": run_flood, "deadlines": run_deadlines, "samples": run_samples}
