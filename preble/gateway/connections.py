@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -31,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .core.addresses import counted_as
 from .core.doors import NETWORK, PROCESS, SCOPE_KEY, Door
 from .core.http_errors import ApiError, unavailable
+from .cycle import RequestCycle
 
 logger = logging.getLogger("preble.gateway")
 
@@ -262,12 +264,35 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_answering:
             raise RefusedConnection("pipelined")
         self._has_head = True
-        super().on_headers_complete()
+        self._begin_cycle()
+
+    def _begin_cycle(self) -> None:
+        """Let the request be answered, by a task of its own."""
+        parser, scope = self.parser, self.scope
+        version = parser.get_http_version()
+        scope["method"] = parser.get_method().decode("ascii")
+        if version != "1.1":
+            scope["http_version"] = version
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"], scope["query_string"] = url.path, url.query or b""
+        self.cycle: Any = RequestCycle(
+            scope,
+            self.transport,
+            self.flow,
+            self.on_response_complete,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            default_headers=self.server_state.default_headers,
+            waits_to_be_asked=self.expect_100_continue,
+        )
+        self._start_asgi_task(self.cycle, self.app)
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         self._loose_bytes = 0
-        super().on_body(body)
+        if not self.cycle.response_complete:
+            self.cycle.take(body)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
@@ -275,8 +300,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._offers_upgrade:
             return
         self._is_receiving = False
-        super().on_message_complete()
-        if not self._is_answering:  # it was answered before it was whole
+        if self._is_answering:
+            self.cycle.end_body()
+        else:  # it was answered before it was whole
             self._wait_for_next()
 
     # --- the answer ---------------------------------------------------------------------------------------------------
@@ -296,22 +322,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def attend(self, on_gone: Callable[[], object] | None, on_read: Callable[[], object] | None = None) -> bool:
         """Call `on_gone` when the client goes away before its answer is whole, `on_read` when it has read after
-        `write_part` said False. Whether the whole request is here and the client too."""
+        `RequestCycle.write` said False. Whether the whole request is here and the client too."""
         self._on_gone, self._on_read = on_gone, on_read
         self.flow.resume_reading()  # after a large body nothing is read, and who does not read sees nobody go
         return self.has_request and not self.cycle.disconnected
-
-    def write_part(self, data: bytes) -> bool:
-        """Write a part of an answer that has begun, at once; False where the client reads too slowly for more. Of one
-        that has gone, or was given another end, nothing is written."""
-        cycle = self.cycle
-        if not cycle.disconnected and not cycle.response_complete:
-            if cycle.chunked_encoding:
-                data = b"%x\r\n%b\r\n" % (len(data), data)
-            else:
-                cycle.expected_content_length -= len(data)
-            self.transport.write(data)
-        return not self.flow.write_paused
 
     def on_response_complete(self) -> None:
         """The answer is written. What is left of the request is thrown away, for a moment."""

@@ -26,7 +26,7 @@ from .access import Access, is_unlogged
 from .api.http import Receive, Send, error_response
 from .core.config import GatewayConfig
 from .core.gateway import Gateway
-from .core.header_fields import HeaderFields
+from .core.header_fields import headers_of
 from .core.http_errors import ApiError, refusal_of
 from .core.request_context import RequestContext, now_in
 from .core.sessions import hint_of_headers
@@ -51,6 +51,8 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 def _timeout_of(headers: Any) -> float | None:
     """The time that the headers name, None if none or one that is no time."""
     given = next((value for name in TIMEOUT_HEADERS if (value := headers.get(name))), "")
+    if not given:
+        return None
     try:
         seconds = float(given)
     except ValueError:
@@ -80,7 +82,7 @@ class Middleware:
         if scope["type"] != "http":
             raise NotImplementedError(f"no {scope['type']} here")
         started = self._clock()
-        headers = HeaderFields(scope["headers"])
+        headers = headers_of(scope)
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else f"{_RANDOM.getrandbits(96):024x}", started)
         context.session = hint_of_headers(scope["headers"])

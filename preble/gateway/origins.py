@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from .core.header_fields import HeaderFields
 from .core.http_errors import ApiError
 
 EXPOSED = b"retry-after, x-request-id, x-preble-decision, x-preble-mode, x-preble-process, x-preble-worker"
+HOSTS_KEPT, HOST_CHARS_KEPT = 256, 256  # the answers for so many hosts are kept, of names that are no longer
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -32,6 +34,7 @@ class Origins:
 
     def __init__(self, host_names: Iterable[str]) -> None:
         self._names = frozenset(name.lower() for name in host_names)
+        self._is_known = lru_cache(HOSTS_KEPT)(self._is_own_name)
 
     def check_host(self, headers: HeaderFields) -> None:
         """Raise `ApiError` 403 for a request to a name that is not ours: its site may have let it lead here."""
@@ -52,6 +55,9 @@ class Origins:
             raise _foreign("pages of other sites may not use this gateway", "foreign_origin")
 
     def _is_own_host(self, host: str) -> bool:
+        return self._is_known(host) if len(host) <= HOST_CHARS_KEPT else self._is_own_name(host)
+
+    def _is_own_name(self, host: str) -> bool:
         name = _split(f"//{host}")[0]
         if name is None:
             return False

@@ -20,6 +20,7 @@ from ...errors import PrebleError
 from ...transport.tasks import running, within
 from ..core.byte_budget import ByteShare
 from ..core.gateway import Gateway, TokenIds
+from ..core.header_fields import headers_of
 from ..core.http_errors import ApiError, api_error_of
 
 T = TypeVar("T")
@@ -39,22 +40,27 @@ async def body_of(request: Request, gateway: Gateway) -> AsyncIterator[bytes]:
     """The whole body, counted to what the gateway holds until the block ends. Raises `ApiError`: 415 if it is no JSON,
     413 as soon as it is known to be too long, 408 if it does not come, 503 if bodies are too many bytes already."""
     with gateway.bodies.share() as share:
-        yield await read_whole(request, gateway.config.max_body_bytes, share)
+        yield await read_whole(request.scope, request.receive, gateway.config.max_body_bytes, share)
 
 
-async def read_whole(request: Request, bytes_max: int, share: ByteShare, media_type: str = JSON) -> bytes:
+async def read_whole(
+    scope: MutableMapping[str, Any], receive: Receive, bytes_max: int, share: ByteShare, media_type: str = JSON
+) -> bytes:
     """The whole body, which must be of this type, counted in `share`. Raises as `body_of`."""
-    given = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    headers = headers_of(scope)
+    given = headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if given != media_type:  # forms are what pages of other sites may send
         raise ApiError(415, f"the body must be {media_type}", code="unsupported_media_type")
-    declared = request.headers.get("content-length", "")
+    declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
         raise _too_large(bytes_max)
-    connection = request.scope.get("preble.connection")
-    if connection is not None and connection.has_request:
-        return await _read(request, bytes_max, share)  # it is here, nothing need watch over it
+    connection = scope.get("preble.connection")
+    body: bytes | None = None if connection is None else connection.cycle.whole_body()
+    if body is not None:  # it is here, nothing need watch over it
+        _count(len(body), bytes_max, share)
+        return body
     try:
-        return await within(BODY_SECONDS, _read(request, bytes_max, share))
+        return await within(BODY_SECONDS, _read(Request(scope, receive), bytes_max, share))
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come in {BODY_SECONDS:.0f} s", code="timeout") from None
 
@@ -65,10 +71,14 @@ async def _read(request: Request, bytes_max: int, share: ByteShare) -> bytes:
     async for part in request.stream():
         parts.append(part)
         total += len(part)
-        if total > bytes_max:
-            raise _too_large(bytes_max)
-        share.hold(total)
+        _count(total, bytes_max, share)
     return b"".join(parts)
+
+
+def _count(total: int, bytes_max: int, share: ByteShare) -> None:
+    if total > bytes_max:
+        raise _too_large(bytes_max)
+    share.hold(total)
 
 
 async def off_loop(size: int, function: Callable[..., T], *given: Any) -> T:

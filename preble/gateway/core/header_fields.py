@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+SCOPE_KEY = "preble.headers"
 
 
 class HeaderFields:
@@ -28,3 +31,11 @@ class HeaderFields:
 
     def __contains__(self, name: str) -> bool:
         return name.encode() in self._values
+
+
+def headers_of(scope: MutableMapping[str, Any]) -> HeaderFields:
+    """Those of an ASGI request, looked over once for all who ask."""
+    found: HeaderFields | None = scope.get(SCOPE_KEY)
+    if found is None:
+        found = scope[SCOPE_KEY] = HeaderFields(scope["headers"])
+    return found

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 
 from ...errors import PrebleError, TransportError, WorkerLost
 from ...router.placement import Placement
@@ -31,6 +31,7 @@ from ..connections import BoundedProtocol
 from ..core.byte_budget import SMALL_BYTES, ByteShare
 from ..core.config import is_keyless
 from ..core.gateway import Gateway, decision_headers
+from ..core.header_fields import headers_of
 from ..core.http_errors import unavailable
 from ..core.models import ServedModel
 from ..core.request_context import RequestContext
@@ -94,13 +95,12 @@ class Relay:
         gateway.live_choices += 1
         try:
             with gateway.bodies.share() as share:
-                request = Request(scope, receive)
                 media_type = MEDIA_TYPE if endpoint.takes_form else JSON
-                data = await read_whole(request, gateway.config.max_body_bytes, share, media_type)
+                data = await read_whole(scope, receive, gateway.config.max_body_bytes, share, media_type)
                 # What asks for an answer by its id has no body, or one that says nothing of where it goes.
                 read: Callable[[bytes, Endpoint], RelayedBody] = RelayedBody if endpoint.by_id else read_body
                 if endpoint.takes_form:
-                    read = partial(read_form, content_type=request.headers.get("content-type", ""))
+                    read = partial(read_form, content_type=headers_of(scope).get("content-type"))
                 body = await off_loop(len(data) if len(data) > READ_BYTES else 0, read, data, endpoint)
                 del data
                 await Exchange(self, endpoint, body, share, scope, send).attended(receive)
@@ -393,7 +393,7 @@ class Exchange:
                 while part := await answer.read():
                     await self._write(take(part))
             else:
-                write = connection.write_part
+                write = connection.cycle.write_part
 
                 def sink(part: bytes) -> bool:
                     part = take(part)
