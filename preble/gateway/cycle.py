@@ -208,7 +208,7 @@ class RequestCycle:
         return not self._flow.write_paused
 
     def write_part(self, part: bytes) -> bool:
-        """`write`, with more to come, for who may not be told that the answer was given another end meanwhile."""
+        """`write`, with more to come, for who may not know that the answer was given another end meanwhile."""
         return self.write(part) if self.response_started and not self.response_complete else not self._flow.write_paused
 
     def _complete(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from preble.errors import InvalidConfig, InvalidInput, ProtocolError, TransportError
 from preble.transport.engine_servers.http_client import Unreachable
-from preble.transport.engine_servers.http_pool import Answer, HttpPool, PoolLimits
+from preble.transport.engine_servers.http_pool import Answer, HttpPool, PoolLimits, _Connection
 from tests.support.transport import asynchronous, until
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n"
@@ -324,3 +324,47 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
 def test_limits_are_positive() -> None:
     with pytest.raises(InvalidConfig, match="idle_max"):
         PoolLimits(idle_max=0)
+
+
+class Cut:
+    """A transport to a server whose bytes the test hands over."""
+
+    def write(self, data: bytes) -> None:
+        """A request, which nobody reads."""
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        raise AssertionError("the connection was cut off")
+
+    close = abort
+
+
+CHUNKS = (b"data: 1\r\n\r\n", b"5\r\n", b"\r\n0\r\n\r\n", b"z" * 17, b"end")
+HEAD_OF_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_chunks_that_are_cut_anywhere_make_the_same_body() -> None:
+    """Whole chunks are taken past the parser; what looks like one, within another or across reads, must not be."""
+    framed = [b"%X\r\n%b\r\n" % (len(one), one) for one in CHUNKS]
+    sent = b"".join([*framed, b"0\r\n\r\n"])
+
+    async def run() -> None:
+        pool = HttpPool("http://127.0.0.1:1")
+        for first in range(len(sent) + 1):
+            for second in range(first, len(sent) + 1):
+                connection = _Connection(pool, asyncio.get_running_loop())
+                connection.connection_made(Cut())
+                for _ in range(2):  # the second answer finds the parser as the first has left it
+                    answer = connection.begin(b"", b"")
+                    for part in (HEAD_OF_CHUNKS, sent[:first], sent[first:second], sent[second:]):
+                        if part:
+                            connection.data_received(part)
+                    assert answer.is_whole
+                    assert await answer.read() == b"".join(CHUNKS)
+                pool._idle.clear()  # more than it would keep
+                pool.forget(connection)
+        pool.close()
+
+    asyncio.run(run())

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from .http_client import Unreachable
 
 FEED_BYTES = 4096  # of a head, given to the parser at once: its bounds are exact to so many bytes
 _BODILESS = frozenset({204, 304})
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,6})\r\n")
 
 Fields = list[tuple[bytes, bytes]]
 
@@ -316,6 +318,7 @@ class _Connection(asyncio.Protocol):
         self._error: TransportError | None = None
         self.is_paused = False
         self._ends_with_connection = False
+        self._ended_chunk = self._is_between_chunks = False
         self._head_bytes = self._loose_bytes = self._fields = 0
 
     # --- asyncio's callbacks ------------------------------------------------------------------------------------------
@@ -346,7 +349,9 @@ class _Connection(asyncio.Protocol):
         answer.received = True
         answer.last_at = self._loop.time()
         try:
-            if answer.head_is_here or len(data) <= FEED_BYTES:
+            if self._is_between_chunks and (part := _of_chunks(data)):
+                answer.take(part)
+            elif answer.head_is_here or len(data) <= FEED_BYTES:
                 self._feed(data)
             else:
                 for start in range(0, len(data), FEED_BYTES):
@@ -367,7 +372,10 @@ class _Connection(asyncio.Protocol):
         if self._answer is None:
             raise ProtocolError(f"{self._pool.url} sent more than one answer")
         self._loose_bytes += len(data)
+        self._ended_chunk = False
         self._parser.feed_data(data)
+        # Nothing of the next chunk is here yet, or it would end otherwise.
+        self._is_between_chunks = self._ended_chunk and data.endswith(b"\r\n") and self._answer is not None
         if self._head_bytes + self._loose_bytes > self._limits.head_bytes and self._answer is not None:
             raise self._head_too_large()
 
@@ -385,7 +393,8 @@ class _Connection(asyncio.Protocol):
 
     def begin(self, head: bytes, body: bytes) -> Answer:
         """Send a request."""
-        self._parser = self._pool._parser(self)
+        if self._parser is None:
+            self._parser = self._pool._parser(self)
         self._head_bytes = self._loose_bytes = self._fields = 0
         self._answer = answer = Answer(self, self._loop.time())
         if not self.is_open:
@@ -461,6 +470,14 @@ class _Connection(asyncio.Protocol):
         if answer is not None:
             answer.take(body)
 
+    def on_chunk_header(self) -> None:
+        """The length of a chunk is here, the chunk is not yet whole."""
+        self._ended_chunk = False
+
+    def on_chunk_complete(self) -> None:
+        """A chunk is whole."""
+        self._ended_chunk = True
+
     def on_message_complete(self) -> None:
         """The answer is whole, and the connection free."""
         answer = self._answer
@@ -474,6 +491,24 @@ class _Connection(asyncio.Protocol):
             self._pool.keep(self, self.idle_since)
         else:
             self._transport.close()
+
+
+def _of_chunks(data: bytes) -> bytes:
+    """What whole chunks hold, which an event mostly comes in; b"" where it is anything else, the last chunk included:
+    that is the parser's. It needs none of these, since a whole chunk leaves it where it was."""
+    parts = []
+    at, end = 0, len(data)
+    while at < end:
+        size = _CHUNK_SIZE.match(data, at)
+        if size is None:
+            return b""
+        start = size.end()
+        at = start + int(size[1], 16)
+        if data[at : at + 2] != b"\r\n" or at == start:
+            return b""
+        parts.append(data[start:at])
+        at += 2
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _response_parser() -> Any:
