@@ -3,7 +3,7 @@ a worker.
 
     ROUTER  requests in, output chunks and answers out, one session per router
     PUB     events to all routers; a replay of lost ones goes over ROUTER, page by page
-    a pipe  (in the process) lets the engine's thread wake the loop
+    a pipe  (in the process) lets other threads end a wait for routers
 
 Handshakes, numbering, replay, expiry and errors are settled here; `poll` hands requests, aborts and pings to the
 worker. Nothing here ever waits for a router: what one does not take waits in its bounded outbox, and at the bound its
@@ -12,7 +12,7 @@ session is closed.
 A session lives until the router says Bye, its connection breaks, a frame is missing, its outbox is full, or it has been
 silent for `session_timeout_seconds`. Then its requests are the worker's to abort, and the router may say Hello again.
 
-All methods belong to one thread, except those of `Waker`.
+All methods belong to one thread at a time, except those of `Waker`.
 """
 
 from __future__ import annotations

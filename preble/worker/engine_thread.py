@@ -1,20 +1,20 @@
-"""The engine's thread in a worker process. Owns the loop that drives one engine step by step; knows no socket and no
-router.
+"""The engine's thread in a worker process. Owns the loop that drives one engine step by step, and whose turn it is to
+serve routers; knows no socket and no router.
 
-    loop's thread                                engine's thread
-      submit, abort  -> commands (bounded by       take commands -> engine.submit / engine.abort
-                        the worker's live bound)   engine.step() -> chunks, events
-      take           <- outputs (bounded: at the   put outputs, notify
-                        bound the engine waits)
+    with the turn      pass_on(output of the last step), serve(seconds to wait) -> commands
+    without it         commands -> engine.submit / engine.abort, engine.step() -> output
 
-Only the worker's loop can make the engine wait, and that loop never waits for a router: so no router stalls the engine.
+So between two steps the thread that computes is the one that receives and sends: a request wakes nobody else on its way
+to the engine, nor a token on its way out. Another thread takes the turn while a step is long, so that heartbeats are
+answered, and leaves it when the step has ended. No router stalls the engine, for `serve` and `pass_on` never wait for
+one.
+
 An exception out of the engine, other than a refusal of one request, ends the thread; `failure` keeps it.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import traceback
@@ -30,7 +30,8 @@ from ..types import CacheEvent
 logger = logging.getLogger("preble.worker")
 
 _LOAD_SECONDS = 0.05  # the load is read no more often: routers ask once per heartbeat
-_STOP_POLL_SECONDS = 0.05
+_LONG_STEP_SECONDS = 0.05
+_IDLE_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
 _REFUSAL_CODES = {QueueFull: "queue_full", InvalidInput: "invalid", EngineError: "engine"}
 
 
@@ -53,28 +54,30 @@ class Output:
 
 
 class EngineThread:
-    """Runs `engine` until `stop`. Its thread calls `notify` after each output, and when it ends.
+    """Runs `engine` until `stop`, or until `serve` returns False. `wake` makes a `serve` that waits return.
 
-    `submit`, `abort`, `take` and `stop` belong to the loop's thread. `max_outputs` turns may wait there.
+    `serve` and `pass_on` are called by whoever has the turn, and only then may `submit` and `abort` be.
     """
 
     def __init__(
         self,
         engine: Engine,
-        notify: Callable[[], None],
+        serve: Callable[[float], bool],
+        pass_on: Callable[[Output], None],
+        wake: Callable[[], None],
         *,
-        max_outputs: int = 256,
         clock: Clock = time.monotonic,
     ) -> None:
         self.engine = engine
         self.load = EngineLoad(0, 0, 0, 0)
         self.failure: Exception | None = None
-        self._notify = notify
+        self._serve = serve
+        self._pass_on = pass_on
+        self._wake = wake
         self._clock = clock
+        self._turn = threading.Lock()
         self._commands: deque[GenerationRequest | str] = deque()
-        self._wake = threading.Condition()
         self._stopping = False
-        self._outputs: queue.Queue[Output] = queue.Queue(max_outputs)
         self._step_started: float | None = None
         self._load_read_at = -1.0
         self._self_running = engine if isinstance(engine, SelfRunning) else None
@@ -83,90 +86,102 @@ class EngineThread:
     def start(self) -> None:
         """Start the thread; from now on only it touches the engine."""
         if self._self_running is not None:
-            self._self_running.listen(self._engine_spoke)
+            self._self_running.listen(self._wake)
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """False once the thread has ended."""
-        return self._thread.is_alive()
 
     def step_seconds(self, now: float) -> float:
         """How long the engine has been in its current step, or has said nothing; 0.0 when it has nothing to do."""
         if self._self_running is not None:
             return self._self_running.stalled_seconds()
-        started = self._step_started
-        return 0.0 if started is None else max(0.0, now - started)
+        return self._seconds_in_step(now)
 
     def submit(self, request: GenerationRequest) -> None:
         """Hand a request to the engine; a refusal comes back as an output."""
-        self._command(request)
+        self._commands.append(request)
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request; unknown ids are ignored."""
-        self._command(request_id)
+        self._commands.append(request_id)
 
-    def take(self) -> list[Output]:
-        """All outputs so far, oldest first; [] when there are none."""
-        return [self._outputs.get_nowait() for _ in range(self._outputs.qsize())]  # nobody else takes any
+    def stand_in(self) -> None:
+        """Serve in the thread's place whenever a step is long, until the thread has ended or `serve` returns False."""
+        goes_on = True
+        while goes_on and self._thread.is_alive():
+            self._thread.join(_LONG_STEP_SECONDS)
+            if self._seconds_in_step(self._clock()) < _LONG_STEP_SECONDS:
+                continue
+            with self._turn:
+                while goes_on and self._step_started is not None:
+                    goes_on = self._serve(_IDLE_SECONDS)
 
     def stop(self, timeout_seconds: float = 10.0) -> bool:
-        """End the loop after the step it is in and close the engine. False if the step does not end in time."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        deadline = self._clock() + timeout_seconds
-        while self._thread.is_alive() and self._clock() < deadline:
-            self.take()  # the thread may be waiting for room
-            self._thread.join(_STOP_POLL_SECONDS)
-        return not self._thread.is_alive()
+        """End the loop after the step it is in and close the engine. False if the step does not end in time; then
+        the thread takes no turn any more."""
+        self._stopping = True
+        self._wake()
+        self._thread.join(timeout_seconds)
+        with self._turn:
+            return not self._thread.is_alive()
 
-    def _command(self, command: GenerationRequest | str) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
-    def _engine_spoke(self) -> None:
-        with self._wake:
-            self._wake.notify()
+    def _seconds_in_step(self, now: float) -> float:
+        started = self._step_started
+        return 0.0 if started is None else max(0.0, now - started)
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            output = Output()
+            while self._take_turn(output):
+                output = self._compute()
         except Exception as error:  # noqa: BLE001 - any error of an engine ends it, and is reported
             # Where, but not what it said: a foreign error may quote the prompt.
             where = "".join(traceback.format_tb(error.__traceback__))
             logger.error("the engine failed: %s\n%s", type(error).__name__, where)
             self.failure = error
         finally:
+            self._step_started = None
             self.engine.close()
-            self._notify()
 
-    def _turn(self) -> bool:
-        """One round of commands, step and outputs; False when it is time to stop."""
-        commands = self._next_commands()
-        if commands is None:
+    def _take_turn(self, output: Output) -> bool:
+        """Pass an output on, and serve until there is something to compute; False when it is time to stop."""
+        if not self._turn.acquire(blocking=False):
+            self._wake()  # whoever stands in is waiting for routers
+            self._turn.acquire()
+        try:
+            if not self._stopping and (output.chunks or output.refusals or output.events):
+                self._pass_on(output)
+            wait_seconds = 0.0 if self._engine_has_work() else self._idle_seconds()
+            while not self._stopping:
+                if not self._serve(wait_seconds):
+                    return False
+                if self._commands or self._engine_has_work():
+                    return True
+                wait_seconds = self._idle_seconds()
             return False
-        refusals = [refusal for command in commands if (refusal := self._obey(command)) is not None]
-        self._step_started = self._clock()
-        chunks = self.engine.step() if self._engine_has_work() else []
-        self._step_started = None
-        self._put(Output(chunks, refusals, self.engine.take_events()))
-        return True
+        finally:
+            self._turn.release()
 
-    def _next_commands(self) -> list[GenerationRequest | str] | None:
-        """Commands that wait, without waiting where the engine has work; None to stop."""
-        if not self._engine_has_work():
-            self.load = self.engine.load()
-        with self._wake:
-            while not (self._commands or self._stopping or self._engine_has_work()):
-                self._wake.wait()
-            commands = list(self._commands)
-            self._commands.clear()
-            return None if self._stopping else commands
+    def _idle_seconds(self) -> float:
+        """How long to wait for routers where the engine has nothing to do, of which it says its load."""
+        if self._commands:
+            return 0.0
+        self.load = self.engine.load()
+        return _IDLE_SECONDS
+
+    def _compute(self) -> Output:
+        """Obey the commands and make a step."""
+        commands = list(self._commands)
+        self._commands.clear()
+        self._step_started = self._clock()
+        refusals = [refusal for command in commands if (refusal := self._obey(command)) is not None]
+        chunks = self.engine.step() if self._engine_has_work() else []
+        events = self.engine.take_events()
+        now = self._clock()
+        if now - self._load_read_at >= _LOAD_SECONDS:
+            self.load, self._load_read_at = self.engine.load(), now
+        self._step_started = None
+        return Output(chunks, refusals, events)
 
     def _engine_has_work(self) -> bool:
         """Whether a step is worth while: an engine that runs by itself does the rest without one."""
@@ -182,18 +197,3 @@ class EngineThread:
             code = next(code for kind, code in _REFUSAL_CODES.items() if isinstance(error, kind))
             return Refusal(command.request_id, code, str(error))
         return None
-
-    def _put(self, output: Output) -> None:
-        now = self._clock()
-        if now - self._load_read_at >= _LOAD_SECONDS or self._load_read_at < 0.0:
-            self.load = self.engine.load()
-            self._load_read_at = now
-        if not (output.chunks or output.refusals or output.events):
-            return
-        while not self._stopping:
-            try:
-                self._outputs.put(output, timeout=_STOP_POLL_SECONDS)
-            except queue.Full:
-                continue
-            self._notify()
-            return

@@ -1,7 +1,9 @@
 """The worker process: one engine served to many routers. Owns the loop between transport and engine, and `preble
 worker`.
 
-    routers <-> transport.server.Server <-> Worker (this loop) <-> EngineThread <-> engine
+    routers <-> transport.server.Server <-> Worker <-> EngineThread <-> engine
+
+The engine's thread serves the routers between two steps, `run`'s while one is long (`engine_thread` says how).
 
 At its bounds: over `max_requests` live requests, a new one is answered "queue_full"; a router that does not read loses
 its session (`transport.outbox`), never anybody's time. A router that goes away takes its requests along: they are
@@ -36,13 +38,12 @@ from ..transport.security import ServerKeys, check_bind, load_server_keys
 from ..transport.server import Request, Server, ServerConfig, Session, SessionEnded
 from ..types import RequestEnded, RequestPlaced, RequestPrefilled, check_fields
 from . import engine_options
-from .engine_thread import EngineThread, Refusal
+from .engine_thread import EngineThread, Output, Refusal
 
 logger = logging.getLogger("preble.worker")
 
 _WILDCARDS = ("0.0.0.0", "*", "[::]")
 _LAST_SECONDS = 15.0  # for the engine's last step and the sockets, after a drain
-_POLL_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
 _RESULTS = ("stop", "length")
 
 
@@ -96,7 +97,8 @@ class _Ticket:
 class Worker:
     """One engine behind one server; `run` serves until `drain`. `epoch` must differ at every start.
 
-    Raises `InsecureBind` or `TransportError` when the endpoint cannot be had. All but `drain` belongs to one thread.
+    Raises `InsecureBind` or `TransportError` when the endpoint cannot be had. `run` belongs to one thread;
+    meanwhile only `drain` may be called.
     """
 
     def __init__(
@@ -114,12 +116,13 @@ class Worker:
         self.server = Server(config.server, _welcome(worker_id, engine.info), epoch=epoch, keys=keys, clock=clock)
         if not config.worker_id:
             self.server.welcome = replace(self.server.welcome, worker_id=_default_id(self.server.endpoint))
-        self.engine = EngineThread(engine, self.server.waker.wake, clock=clock)
+        self.engine = EngineThread(engine, self._serve, self._pass_on, self.server.waker.wake, clock=clock)
         self._clock = clock
         self._live: dict[str, _Ticket] = {}  # engine's request id -> whose it is
         self._sessions_opened = 0
         self._drain_asked = False
         self._draining_since: float | None = None
+        self._error: Exception | None = None  # of the transport
 
     @property
     def worker_id(self) -> str:
@@ -141,20 +144,29 @@ class Worker:
         """Serve until drained. Raises `EngineError` when the engine fails, after closing the routers' sessions."""
         self.engine.start()
         try:
-            while not self._done():
-                for session, request in self.server.poll(_POLL_SECONDS):
-                    self._take(session, request)
-                self._report_again()
-                self._pass_on()
-                if not self.engine.alive:
-                    self._fail()
+            self.engine.stand_in()
+            if self._error is not None:
+                raise self._error
+            if self.engine.failure is not None:
+                self._fail()
         finally:
-            stopped = self.engine.stop()
-            if not stopped:
+            if not self.engine.stop():
                 logger.error("the engine's step does not end; leaving it behind")
             self.server.close()
 
     # --- from routers -------------------------------------------------------------------------------------------------
+
+    def _serve(self, wait_seconds: float) -> bool:
+        """Take what routers have sent, waiting for it if need be; False when it is time to end."""
+        try:
+            for session, request in self.server.poll(wait_seconds):
+                self._take(session, request)
+            self._report_again()
+            self.server.publish_reports()
+            return self._error is None and not self._done()
+        except Exception as error:  # noqa: BLE001 - whatever it is, `run` raises it
+            self._error = error
+            return False
 
     def _take(self, session: Session, request: Request) -> None:
         if isinstance(request, GenerationRequest):
@@ -214,14 +226,16 @@ class Worker:
 
     # --- from the engine ----------------------------------------------------------------------------------------------
 
-    def _pass_on(self) -> None:
-        for output in self.engine.take():
+    def _pass_on(self, output: Output) -> None:
+        try:
             if output.events:
                 self.server.publish(output.events)
             for refusal in output.refusals:
                 self._pass_refusal(refusal)
             self._pass_chunks(output.chunks)
-        self.server.publish_reports()
+            self.server.publish_reports()
+        except Exception as error:  # noqa: BLE001 - whatever it is, `run` raises it
+            self._error = error
 
     def _pass_refusal(self, refusal: Refusal) -> None:
         ticket = self._live.pop(refusal.request_id, None)

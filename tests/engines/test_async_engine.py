@@ -642,23 +642,30 @@ def test_namespaces_come_back_from_their_salts_where_engines_put_them(namespace:
 
 def test_the_workers_thread_receives_of_chunks_events_and_failures(make: Make) -> None:
     engine, backend = make(gated)
-    thread = EngineThread(engine, lambda: None)
-    thread.start()
     outputs: list[Any] = []
+    spoken = threading.Event()
+
+    def serve(wait_seconds: float) -> bool:
+        spoken.wait(wait_seconds)
+        spoken.clear()
+        return True
+
+    thread = EngineThread(engine, serve, outputs.append, spoken.set)
+    thread.start()
 
     def seen(what: Callable[[Any], Any]) -> bool:
-        outputs.extend(thread.take())
-        return any(what(output) for output in outputs)
+        return any(what(output) for output in list(outputs))
 
     backend.tell(0, [STORED])
     until(lambda: seen(lambda output: STORED in output.events), "an idle engine's events come")
     thread.submit(request())
+    spoken.set()
     until(lambda: backend.jobs, "the request is in the engine")
     backend.go(0)
     until(lambda: seen(lambda output: output.chunks and output.chunks[-1].finish_reason == "length"), "it ends")
     assert thread.step_seconds(time.monotonic()) == 0.0
     assert thread.load.running == thread.load.waiting == 0
     backend.why = "broken"
-    until(lambda: not thread.alive, "the thread ends")
+    thread.stand_in()  # until the thread ends
     assert isinstance(thread.failure, EngineError)
     assert backend.closed
