@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import inf
+from operator import attrgetter
 
 from .errors import InvalidConfig, InvalidInput
 from .lazy_typing import TYPE_CHECKING, Any, dataclass, field, replace
@@ -95,6 +96,8 @@ _RANGES: Mapping[str, tuple[float, float, tuple[float, ...]]] = {
     "repetition_penalty": (0.01, 2, (1,)),
     "logprobs": (0, LOGPROBS_MAX, ()),
 }
+_ranged_of = attrgetter(*_RANGES)
+_NONE_RANGED = (None,) * len(_RANGES)
 _WHOLE_NUMBERS = frozenset({"top_k", "min_new_tokens", "logprobs"})
 # All names that `SamplingParams.needs` may give, and so that an engine may say it has.
 SAMPLING_FIELDS = (*_RANGES, "logit_bias", *GRAMMAR_KINDS)
@@ -141,6 +144,14 @@ class SamplingParams:
             raise InvalidInput(f"SamplingParams.temperature must be in [0, 1000), got {self.temperature!r}")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InvalidInput(f"SamplingParams.top_p must be in (0, 1], got {self.top_p!r}")
+        if _ranged_of(self) != _NONE_RANGED:
+            self._check_ranges()
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidInput(f"SamplingParams.grammar must be a Grammar, got {type(self.grammar).__name__}")
+
+    def _check_ranges(self) -> None:
         for name, (low, high, _) in _RANGES.items():
             value = getattr(self, name)
             if value is None:
@@ -151,14 +162,12 @@ class SamplingParams:
                 raise InvalidInput(f"SamplingParams.{name} must be in [{low}, {high}], got {value!r}")
         if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidInput(f"SamplingParams.min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}")
-        if self.logit_bias is not None:
-            _check_bias(self.logit_bias)
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise InvalidInput(f"SamplingParams.grammar must be a Grammar, got {type(self.grammar).__name__}")
 
     def needs(self) -> tuple[str, ...]:
         """The fields that ask for more than any engine has, by name: some of `SAMPLING_FIELDS`. An engine that lacks
         one must not run the request (`EngineInfo.sampling_fields`)."""
+        if self.logit_bias is None and self.grammar is None and _ranged_of(self) == _NONE_RANGED:
+            return ()
         asked = [
             name
             for name, (_, _, nothing) in _RANGES.items()

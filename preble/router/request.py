@@ -15,10 +15,11 @@ import math
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 TokenIds = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamChunk:
+class StreamChunk(Struct, frozen=True):
     """New output tokens of a request. `index` is the output position of `token_ids[0]`, counted from the prompt's end.
 
     `cached_tokens` (prompt tokens whose KV the first worker reused) comes once, with the first chunk or as soon as the
@@ -70,8 +70,7 @@ class Setback:
     full: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(NamedTuple):
     """What a chunk brought: tokens that were new, tokens that had come before, tokens beyond what was asked for."""
 
     new: int
@@ -181,7 +180,7 @@ class RoutedRequest(PlacedRequest):
         self._read = 0
         self._hit_reported = False
         self._last_worker = ""
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the consumer, which is one
 
     # --- written by the router ----------------------------------------------------------------------------------------
 
@@ -229,25 +228,30 @@ class RoutedRequest(PlacedRequest):
         self._output.extend(wanted)
         if wanted:
             self._last_worker = worker_id
-            self._changed.set()
+            self._tell()
         return Accepted(len(wanted), len(chunk.token_ids) - len(fresh), len(fresh) - len(wanted))
 
     def conclude(self, reason: str) -> None:
         """No more tokens will come; the first reason counts."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            self._changed.set()
+            self._tell()
 
     def fail(self, error: PrebleError) -> None:
         """The request ends with an error, raised where it is read, after the tokens that have come."""
         if self.error is None:
             self.error = error
-            self._changed.set()
+            self._tell()
 
     def set_back(self, setback: Setback) -> None:
         """The attempt is over, the request is not."""
         self.setback = setback
-        self._changed.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        """There is news for the consumer."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def reason_if_complete(self, eos_token_ids: tuple[int, ...]) -> str | None:
         """The finish reason if the tokens that came are all there will be, though nobody said so; None if not.
@@ -266,14 +270,14 @@ class RoutedRequest(PlacedRequest):
     async def next_chunk(self) -> StreamChunk | None:
         """Wait for news: a chunk, or None after a setback or when all is read. Raises the request's error."""
         while True:
-            self._changed.clear()
             if self._read < len(self._output):
                 return self.read_chunk()
             if self.error is not None:
                 raise self.error
             if self.finish_reason is not None or self.setback is not None:
                 return None
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     def read_chunk(self) -> StreamChunk:
         """All that has not been read, which may be nothing but how it ended."""
