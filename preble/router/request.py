@@ -228,27 +228,27 @@ class RoutedRequest(PlacedRequest):
         self._output.extend(wanted)
         if wanted:
             self._last_worker = worker_id
-            self._tell()
+            self._notify()
         return Accepted(len(wanted), len(chunk.token_ids) - len(fresh), len(fresh) - len(wanted))
 
     def conclude(self, reason: str) -> None:
         """No more tokens will come; the first reason counts."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            self._tell()
+            self._notify()
 
     def fail(self, error: PrebleError) -> None:
         """The request ends with an error, raised where it is read, after the tokens that have come."""
         if self.error is None:
             self.error = error
-            self._tell()
+            self._notify()
 
     def set_back(self, setback: Setback) -> None:
         """The attempt is over, the request is not."""
         self.setback = setback
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """There is news for the consumer."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
