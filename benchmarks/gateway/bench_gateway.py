@@ -13,7 +13,7 @@ saturated and what is added is the gateway's:
 "added" is the quantile through a gateway minus the same without one, of the same run. CPU is that of the gateway's
 processes, all threads. Each gateway is started once; the cells go round in an order that is drawn anew each time. The
 gateway has the first core, workers and clients the second. The peers pass the text on. So does Preble before the same
-mock servers, which it tokenises only to decide (they report as many prompt tokens as there are); to workers over ZeroMQ
+mock servers, and decides by it as they do, since these publish no cache events; to workers over ZeroMQ
 it sends token ids, and makes text of theirs.
 
 A peer that is not installed (`--peers`, made by `make peers`) or does not start is left out, with a message.
@@ -51,6 +51,7 @@ PACES = {  # kind -> connections -> seconds of the workers
 }
 DIRECT = "no gateway"
 PEERS = {"sglang-router": "sglang_router", "smg": "smg"}
+CPU_PEER = "smg"  # whose CPU ours is held against
 WARM_SHARE = 0.2
 TEXTS = 400
 WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
@@ -342,29 +343,34 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The cells as tables, a line for each gateway."""
+    """The cells as tables, a line for each gateway, the one with the most CPU beside `CPU_PEER` first."""
     cells = {(cell["gateway"], cell["kind"], cell["connections"]): cell for cell in result["cells"]}
     names = [name for name in dict.fromkeys(cell["gateway"] for cell in result["cells"]) if name != DIRECT]
-    names.sort()
-    first = "sglang-router"
     lines = []
     for kind, paces in PACES.items():
         what = "whole answers" if kind == "whole" else "streams, to the first token"
-        columns = [f"{name} {n}" for n in paces for name in ("p50", "p99", "CPU us")]
-        lines += [f"**{what}**", "", f"| added ms, connections | {' | '.join(columns)} | CPU / {first} |"]
-        lines.append("|---" * (len(columns) + 2) + "|")
-        for name in names:
-            shown, ratios = [], []
-            for n in paces:
+        columns = [f"{name} {n}" for n in paces for name in ("p50", "p99", "CPU us", f"/ {CPU_PEER}")]
+        lines += [f"**{what}**", "", f"| added ms, connections | {' | '.join(columns)} |"]
+        lines.append("|---" * (len(columns) + 1) + "|")
+        ratios = {name: [cpu_ratio(cells, name, kind, n) for n in paces] for name in names}
+        for name in sorted(names, key=lambda name: (-max(one or 0.0 for one in ratios[name]), name)):
+            shown = []
+            for n, ratio in zip(paces, ratios[name], strict=True):
                 cell = cells[name, kind, n]
                 shown += [f"{cell['added_ms_p50']:.2f}", f"{cell['added_ms_p99']:.2f}", f"{cell['cpu_us']:.0f}"]
-                if (first, kind, n) in cells:
-                    ratios.append(cell["cpu_us"] / cells[first, kind, n]["cpu_us"])
-            ratio = f"{min(ratios):.1f} to {max(ratios):.1f}" if ratios else "-"
-            lines.append(f"| {name} | {' | '.join(shown)} | {ratio} |")
+                shown.append("-" if ratio is None else f"{ratio:.2f}")
+            lines.append(f"| {name} | {' | '.join(shown)} |")
         direct = ", ".join(f"{cells[DIRECT, kind, n]['ms_p50']:.2f}" for n in paces)
         lines += ["", f"Without a gateway the median is {direct} ms.", ""]
     return "\n".join(lines)
+
+
+def cpu_ratio(
+    cells: dict[tuple[str, str, int], dict[str, Any]], name: str, kind: str, connections: int
+) -> float | None:
+    """A gateway's CPU per request over that of `CPU_PEER`; None where that was not measured."""
+    peer = cells.get((CPU_PEER, kind, connections))
+    return None if peer is None else float(cells[name, kind, connections]["cpu_us"] / peer["cpu_us"])
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -41,8 +41,8 @@ from aiohttp import web
 from benchmarks.common.facts import commit, environment, typed_today
 from benchmarks.common.paths import DOCS, ROOT
 from benchmarks.gateway.bench_gateway import free_port
-from benchmarks.gateway.gateway_mock import ENVIRONMENT
 from benchmarks.gateway.overload import listening, running, served
+from benchmarks.gateway.sglang_mock import start_server, stream_tokens
 from preble.gateway.core.sibling_processes import ProcessSlot
 
 PAGE = DOCS / "routers.md"
@@ -52,6 +52,7 @@ SERVERS = 8
 TOKENS_PER_SECOND, TOKEN_SECONDS, OUTPUT_TOKENS = 10_000, 0.010, 16
 LONG_TOKENS, SHORT_TOKENS, LONG_SHARE = 4000, 200, 0.1
 EQUAL_TOKENS = 580
+RUNNING_MAX = 4096
 PROMPTS, LOADS = ("mixed", "equal"), (0.6, 0.8)
 POLICIES = {"e2": (1, 2, 4), "least_loaded": (1, 4), "round_robin": (1, 4)}
 WARM_SECONDS = 5.0  # in which costs are learned; not counted
@@ -79,49 +80,19 @@ class Engine:
             self.waiting -= 1
         self.running += 1
         try:
-            return await self._stream(request, prompt_tokens)
+            return await stream_tokens(request, prompt_tokens, OUTPUT_TOKENS, TOKEN_SECONDS)
         finally:
             self.running -= 1
 
-    async def _stream(self, request: web.Request, prompt_tokens: int) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for number in range(OUTPUT_TOKENS):
-            reason = {"type": "length", "length": OUTPUT_TOKENS} if number == OUTPUT_TOKENS - 1 else None
-            meta = {"id": "r", "finish_reason": reason, "prompt_tokens": prompt_tokens, "cached_tokens": 0}
-            line = json.dumps({"output_ids": [300 + number], "meta_info": {**meta, "completion_tokens": number + 1}})
-            await response.write(b"data: " + line.encode() + b"\n\n")
-            await asyncio.sleep(TOKEN_SECONDS)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def loads(self, _: web.Request) -> web.Response:
-        """SGLang's /v1/loads."""
-        load = {"num_running_reqs": self.running, "num_waiting_reqs": self.waiting, "num_used_tokens": 0, "dp_rank": 0}
-        return web.json_response({"loads": [{**load, "max_total_num_tokens": 1 << 20}]})
+    def load(self) -> tuple[int, int]:
+        """Requests that run, and that wait."""
+        return self.running, self.waiting
 
 
 async def serve_engines(ports: list[int]) -> None:
     """One server on each port, until the process is killed."""
-
-    async def facts(_: web.Request) -> web.Response:
-        return web.json_response(ENVIRONMENT)
-
-    async def fine(_: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "mock", "object": "model", "owned_by": "mock"}]})
-
     for port in ports:
-        engine, app = Engine(), web.Application()
-        app.add_routes([web.get(path, facts) for path in ("/server_info", "/get_server_info", "/get_model_info")])
-        app.add_routes([web.get("/model_info", facts), web.get("/v1/models", models), web.get("/health", fine)])
-        app.add_routes([web.get("/v1/loads", engine.loads), web.post("/generate", engine.generate)])
-        app.add_routes([web.get("/health_generate", fine), web.post("/abort_request", fine)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=1024).start()
+        await start_server(port, Engine(), RUNNING_MAX)
     await asyncio.Event().wait()
 
 

@@ -41,7 +41,7 @@ import preble
 from benchmarks.common.facts import commit, environment, typed_today
 from benchmarks.common.paths import DOCS, ROOT
 from benchmarks.gateway.bench_gateway import free_port, peer_version
-from benchmarks.gateway.gateway_mock import ENVIRONMENT
+from benchmarks.gateway.sglang_mock import start_server, stream_tokens
 from preble.errors import Overloaded, PrebleError, QueueFull
 
 PAGE = DOCS / "faults.md"
@@ -105,52 +105,20 @@ class Engine:
             raise
         try:
             self.running += 1
-            return await self._stream(request, count)
+            return await stream_tokens(request, PROMPT_TOKENS, count, TOKEN_SECONDS)
         finally:
             self.running -= 1
             self.room.release()
 
-    async def _stream(self, request: web.Request, count: int) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for number in range(count):
-            reason = {"type": "length", "length": count} if number == count - 1 else None
-            meta = {"id": "r", "finish_reason": reason, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": 0}
-            line = json.dumps({"output_ids": [300 + number], "meta_info": {**meta, "completion_tokens": number + 1}})
-            await response.write(b"data: " + line.encode() + b"\n\n")
-            await asyncio.sleep(TOKEN_SECONDS)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def loads(self, _: web.Request) -> web.Response:
-        """SGLang's /v1/loads."""
-        waiting = sum(not one.cancelled() for one in self.waiting)
-        load = {"num_running_reqs": self.running, "num_waiting_reqs": waiting, "num_used_tokens": 0, "dp_rank": 0}
-        return web.json_response({"loads": [{**load, "max_total_num_tokens": 1 << 20}]})
+    def load(self) -> tuple[int, int]:
+        """Requests that run, and that wait."""
+        return self.running, sum(not one.cancelled() for one in self.waiting)
 
 
 async def serve_engine(port: int) -> None:
     """One server, until it is killed."""
     engine = Engine()
-
-    async def facts(_: web.Request) -> web.Response:
-        return web.json_response({**ENVIRONMENT, "max_running_requests": RUNNING_MAX})
-
-    async def fine(_: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "mock", "object": "model", "owned_by": "mock"}]})
-
-    app = web.Application()
-    app.add_routes([web.get(path, facts) for path in ("/server_info", "/get_server_info", "/get_model_info")])
-    app.add_routes([web.get(path, facts) for path in ("/model_info",)])
-    app.add_routes([web.get(path, fine) for path in ("/health", "/health_generate")])
-    app.add_routes([web.get("/v1/models", models), web.get("/v1/loads", engine.loads)])
-    app.add_routes([web.post("/generate", engine.generate), web.post("/abort_request", fine)])
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+    await start_server(port, engine, RUNNING_MAX, cancel=True)
     await engine.serve()
 
 
