@@ -15,7 +15,7 @@
 #   make build   the compiled core, in place
 #   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
 #   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
-#   make agents       its page on agents and tenants alone (20 minutes): docs/agents.md; ARGS="--trace FILE" for real ones
+#   make agents       its page on agents and tenants alone (20 minutes): docs/agents.md
 #   make paper-quick  the same with a tenth of the requests (4 minutes), into build/paper-quick
 #   make instructions            instructions per operation against the baseline (valgrind); fails at 5 % more
 #   make instructions-renew REASON="..."   a new baseline
@@ -89,8 +89,9 @@ build: $(VENV)/built
 bench: $(VENV)/built peers
 	$(BIN)/python -m benchmarks.decision.bench_schedule --everything --runs 3 --json benchmarks/results/everything.json --docs $(ARGS)
 
-paper: $(VENV)/built agents
+paper: $(VENV)/built
 	$(BIN)/python -m benchmarks.paper.run $(ARGS)
+	$(BIN)/python -m benchmarks.paper.agents
 
 agents: $(VENV)/built
 	$(BIN)/python -m benchmarks.paper.agents $(ARGS)

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paper.cells import Store, rounded
-from benchmarks.paper.contest_cells import FLEET, ContestCell, arriving, local_config, saturation, warm_requests
+from benchmarks.paper.contest_cells import DATA, FLEET, ContestCell, arriving, local_config, saturation, warm_requests
 from preble import CostModel, Policy, sim
 from preble.errors import InvalidInput
 from preble.policies.base import RequestView, WorkersView
+from preble.policies.known import by_rendezvous, hashed
 from preble.sim.bounds import lower_bounds
 from preble.sim.service import (
     entitlements,
@@ -53,14 +54,15 @@ from preble.workloads import (
 from preble.workloads.agents import COMMON_BLOCKS
 from preble.workloads.arrivals import chains_of
 
-OURS, IDS = "e2", "session_ids"
+OURS, IDS, GROUP_HASH = "e2", "session_ids", "group_hash"
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "sessions": (OURS, "cache_aware_spill", IDS, "session_hash", "kv_cost", "least_loaded", "round_robin"),
     "flood": (OURS, "cache_aware_spill", "kv_cost", "least_loaded"),
     "deadlines": (OURS, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
-    "samples": (OURS, "cache_aware", "prefix_hash", "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
+    "samples": (OURS, "cache_aware", GROUP_HASH, "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
 }
 SCALE, PROMPT_TOKENS_MAX, TURNS_MIN = 16, 24_000, 5
+TRACE = "coding_agents.jsonl.gz"
 COPY_IDS = 1 << 26  # more than the trace has blocks
 LIVE, PAUSE_MAX_SECONDS = 64, 120.0
 WARM_SECONDS, END_SECONDS = 80.0, 240.0
@@ -72,8 +74,8 @@ DECODED_TOGETHER = 16  # with which a request shares its iterations, for seconds
 
 @dataclass(frozen=True)
 class AgentCell:
-    """One cell: `share` is of the live sessions that caches hold, of saturation, or 1. `trace`: a file of sessions;
-    generated ones if ""."""
+    """One cell: `share` is of the live sessions that caches hold, of saturation, or 1. `trace`: a file of
+    sessions in DATA; generated ones if ""."""
 
     kind: str
     workers: int
@@ -113,6 +115,19 @@ class SessionIds(Policy):
         return chosen
 
 
+class GroupHash(Policy):
+    """Consistent hashing that is told which group a request is of: every group has a worker, whatever the loads."""
+
+    name = reason = GROUP_HASH
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        self._groups = groups
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        order = by_rendezvous(hashed(self._groups[str(request.request_id)].encode()), workers.ids)
+        return [float(order.index(place)) for place in range(len(workers))]
+
+
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +155,7 @@ def sessions_of(trace: str, seed: int, count: int) -> Workload:
     """At least so many sessions to deal out: of the file, as often as it takes, or generated."""
     if not trace:
         return coding_agents(count, seed, scale=SCALE)
-    made = read_sessions(trace, scale=SCALE, prompt_tokens_max=PROMPT_TOKENS_MAX)
+    made = read_sessions(DATA / trace, scale=SCALE, prompt_tokens_max=PROMPT_TOKENS_MAX)
     enough = sum(len(chain) >= TURNS_MIN for chain in chains_of(made))
     copies = [copied(made, number) for number in range(max(1, -(-count // (2 * enough))))]
     return replace(made, requests=[request for copy in copies for request in copy])
@@ -285,9 +300,10 @@ def run_deadlines(cell: AgentCell, store: Store) -> dict[str, Any]:
 def run_samples(cell: AgentCell, _: Store) -> dict[str, Any]:
     """Makespans by rule of groups of samples."""
     workload = sample_groups(GROUPS, SAMPLES, cell.seed)
+    groups = {request.request_id: request.group for request in workload.requests}
     runs = {}
     for name in POLICIES["samples"]:
-        result = sim.simulate(workload, config_of(cell, name))
+        result = sim.simulate(workload, config_of(cell, GroupHash(groups) if name == GROUP_HASH else name))
         runs[name] = rounded({
             "makespan_seconds": makespan(result),
             "mean_group_seconds": float(np.mean(list(group_makespans(result, workload.requests).values()))),

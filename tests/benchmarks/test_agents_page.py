@@ -49,6 +49,16 @@ def test_affinity_that_is_told_sessions_keeps_a_sub_agent_with_its_session() -> 
     assert placed["c.0"] == placed["b.0"]  # which has fewer live requests by then
 
 
+def test_consistent_hashing_sends_a_group_to_one_worker_and_groups_to_several() -> None:
+    groups = {f"{group}.{sample}": group for group in "abcdefgh" for sample in range(3)}
+    scheduler = GlobalScheduler(["w0", "w1", "w2"], policy=agents_cells.GroupHash(groups))
+    homes: dict[str, set[str]] = {}
+    for name, group in groups.items():
+        homes.setdefault(group, set()).add(scheduler.schedule([1, 2, 3], request_id=name).worker)
+    assert all(len(workers) == 1 for workers in homes.values())
+    assert len(set.union(*homes.values())) > 1
+
+
 def found(turns: dict[str, list[float]]) -> dict[AgentCell, dict[str, Any]]:
     """Cells of one fleet in which the rules end so many turns an hour, by seed; every other figure is 1."""
     metrics = ("p99_ttft_seconds", "mean_ttft_seconds", "p99_latency_seconds", "hit_fraction")
