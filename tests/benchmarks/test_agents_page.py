@@ -81,7 +81,7 @@ def test_bars_compare_with_the_best_rival_by_seed_and_the_furthest_missed_is_fir
     assert (turns.value, turns.low, turns.high) == pytest.approx((1.1, 1.1, 1.1))
     assert turns.short == pytest.approx(1.15 / 1.1)
     assert waits.value == pytest.approx(1.0) and waits.short == pytest.approx(1.3)
-    assert "missed" in agents.bar_table([turns])
+    assert turns.verdict == "missed"
 
 
 def test_headroom_is_what_the_best_rule_does_with_caches_for_all_over_the_best_rival() -> None:
@@ -93,7 +93,23 @@ def test_headroom_is_what_the_best_rule_does_with_caches_for_all_over_the_best_r
 def test_one_seed_has_no_interval() -> None:
     [_, turns] = agents.bars_of(found({"e2": [120.0], "kv_cost": [100.0]}))
     assert math.isnan(turns.low) and "(" not in agents.bar_table([turns]).split("\n")[-1]
-    assert "held" in agents.bar_table([turns])
+    assert "held, open" in agents.bar_table([turns])
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "at_least", "said"),
+    [
+        (1.2, 1.16, 1.3, True, "held"),
+        (1.2, 1.1, 1.3, True, "held, open"),
+        (1.0, 0.9, 1.1, True, "missed"),
+        (1.0, 0.9, 1.1, False, "held"),
+        (1.3, 1.4, 1.2, False, "missed"),
+    ],
+)
+def test_a_verdict_is_open_where_the_bar_is_inside_of_the_interval(
+    value: float, low: float, high: float, at_least: bool, said: str
+) -> None:
+    assert agents.Bar("x", value, low, high, 1.15, at_least).verdict == said
 
 
 def test_text_goes_between_the_marks_and_nowhere_else(tmp_path: Path) -> None:
