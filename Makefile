@@ -10,6 +10,7 @@
 #   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute (ARGS=--servers)
 #   make fuzz    a million damaged inputs for every decoder (hours; ARGS="--target wire" for one)
 #   make test-live  real SGLang and vLLM workers, installed into .engines (7 GB) the first time
+#   make bench-live  ways to place requests over real engines (a day; it goes on where it was stopped); docs/results-live.md
 #   make test-ray   the router inside a real Ray cluster, in .venv-ray (600 MB; 3 minutes the first time)
 #   make bench-ray  Preble's router against Ray Serve's own (40 minutes); writes its section of docs/results.md
 #   make build   the compiled core, in place
@@ -39,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(shell find preble -name '*.pyx' -o -name '*.pxd')
 
 .PHONY: wheel wheels wheel-test docs quickstart
-.PHONY: demo test test-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick agents peers instructions instructions-renew clean
+.PHONY: demo test test-live bench-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick agents peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -52,6 +53,11 @@ test-live: $(VENV)/built
 	$(BIN)/python tests/live/install.py --engine sglang
 	$(BIN)/python tests/live/install.py --engine vllm
 	PREBLE_LIVE_TESTS=1 $(BIN)/python -m pytest tests/live --timeout=1200 $(ARGS)
+
+bench-live: $(VENV)/built peers
+	$(BIN)/python tests/live/install.py --engine sglang
+	$(BIN)/python tests/live/install.py --engine vllm
+	$(BIN)/python -m benchmarks.live.run_arms --docs $(ARGS)
 
 test-ray: $(RAY)/built
 	$(RAY)/bin/python -m pytest tests/integrations/test_ray_serve.py tests/integrations/test_ray_fleet.py tests/integrations/test_ray_docs.py $(ARGS)

@@ -222,7 +222,14 @@ def core_of(shape: Shape, number: int) -> int | None:
 @contextlib.asynccontextmanager
 async def gateway(python: Path, urls: Sequence[str], base_port: int) -> AsyncIterator[str]:
     """Start a gateway that knows nothing yet; yields its URL once it has found every engine."""
-    with started("gateway", gateway_command(python, urls, base_port), None, OFFLINE) as (process, log):
+    async with gateway_of(gateway_command(python, urls, base_port), urls, base_port) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(command: Sequence[str], urls: Sequence[str], base_port: int) -> AsyncIterator[str]:
+    """Start any gateway on the 50th port; yields its URL once it has found every engine."""
+    with started("gateway", command, None, OFFLINE) as (process, log):
         url = f"http://127.0.0.1:{base_port + 50}"
         await until_answers(process, log, f"{url}/readiness", GATEWAY_SECONDS)
         await _until_it_knows(url, len(urls))

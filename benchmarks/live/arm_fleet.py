@@ -1,0 +1,257 @@
+"""The engines and the ways to ask them of `run_arms.py`: servers, workers with the same engine, gateways. Owns their
+command lines and which of two fleets runs; `engine_fleet` owns processes.
+
+Servers and workers would share the cores, and an idle SGLang engine polls without rest: so the fleet that is not asked
+is stopped (SIGSTOP). Both have one core for each engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.common.paths import ROOT
+from benchmarks.live import engine_fleet
+from benchmarks.live.arm_traffic import TextRequest
+from benchmarks.live.engine_load import Ask, Progress, Request, everyone_ready, posted, routed
+from preble import Router
+
+ENGINES = ("sglang", "vllm")
+ARMS = ("round robin", "least load", "partition", "sglang-router", "smg", "preble attached", "preble workers")
+GATEWAYS = {"sglang-router": "sglang_router", "smg": "smg"}
+BLOCK_SIZES = {"sglang": 16, "vllm": 32}
+CONTEXT_TOKENS = 4096
+READY_SECONDS = 60.0
+FLUSH_TRIES = 600
+SOCKETS = 0  # no limit
+
+Send = Callable[[str, Request], AsyncIterator[Progress]]
+
+
+@dataclass
+class Group:
+    """Engines of one kind, by address, and their processes."""
+
+    addresses: list[str] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To every process and what it started."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+# --- command lines ----------------------------------------------------------------------------------------------------
+
+
+def server_command(engine: str, python: Path, shape: engine_fleet.Shape, number: int) -> list[str]:
+    """A server as its users start it, with cache events."""
+    if engine == "sglang":
+        return engine_fleet.sglang_command(python, shape, number)
+    port = engine_fleet.events_port(shape, number)
+    events = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{port + 5}"}
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(shape.model)]
+    command += ["--host", "127.0.0.1", "--port", str(shape.base_port + number), "--served-model-name", "model"]
+    command += ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    command += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **events})]
+    for name, value in arguments("vllm", shape).items():
+        if value is not True:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    return command
+
+
+def arguments(engine: str, shape: engine_fleet.Shape) -> dict[str, Any]:
+    """What an engine inside a worker is told: the same as servers."""
+    if engine == "vllm":
+        blocks = shape.capacity_tokens // BLOCK_SIZES["vllm"] + 1
+        found = {"dtype": "float32", "block_size": BLOCK_SIZES["vllm"], "max_model_len": CONTEXT_TOKENS}
+        return {**found, "max_num_seqs": shape.max_running, "num_gpu_blocks_override": blocks, "enforce_eager": True}
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "page_size": BLOCK_SIZES["sglang"],
+        "max_total_tokens": shape.capacity_tokens,
+        "max_running_requests": shape.max_running,
+        "context_length": CONTEXT_TOKENS,
+        "mem_fraction_static": 0.3,
+        "dtype": engine_fleet.cpu_dtype(Path("/proc/cpuinfo")),
+    }
+
+
+def worker_command(engine: str, python: Path, shape: engine_fleet.Shape, number: int) -> list[str]:
+    """A worker of Preble with the engine inside, on ZeroMQ."""
+    command = [str(python), "-m", "preble.cli", "worker", "--engine", engine, "--model", str(shape.model)]
+    command += ["--bind", f"tcp://127.0.0.1:{shape.base_port + 20 + number}", "--id", f"worker-{number}"]
+    for name, value in arguments(engine, shape).items():
+        command += ["--engine-arg", f"{name}={json.dumps(value) if isinstance(value, bool) else value}"]
+    return command
+
+
+def gateway_command(name: str, python: Path, urls: Sequence[str], base_port: int) -> list[str]:
+    """A gateway with its command line's defaults and the cache-aware policy, which is sglang-router's default."""
+    command = [str(python), "-m", f"{GATEWAYS[name]}.launch_router", "--worker-urls", *urls]
+    command += ["--host", "127.0.0.1", "--port", str(base_port + 50), "--policy", "cache_aware"]
+    return [*command, "--log-level", "warn", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(base_port + 51)]
+
+
+def peer_version(python: Path, name: str) -> str:
+    """The version of a gateway in an environment, "" if it is not there."""
+    if not python.exists():
+        return ""
+    asked = [str(python), "-c", f"from importlib.metadata import version; print(version({name!r}))"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+class EngineFleet:
+    """Servers and workers of one engine, started when first asked and kept until the end; one group runs at a time."""
+
+    def __init__(self, engine: str, python: Path, shape: engine_fleet.Shape, stack: contextlib.ExitStack) -> None:
+        self.engine, self.python, self.shape = engine, python, shape
+        self._stack = stack
+        self._groups: dict[str, Group] = {}
+
+    async def group(self, kind: str) -> Group:
+        """The servers ("servers") or workers ("workers"), running; the other group is stopped."""
+        for other, group in self._groups.items():
+            if other != kind:
+                group.signal(signal.SIGSTOP)
+        if kind not in self._groups:
+            self._groups[kind] = await self._started(kind)
+        self._groups[kind].signal(signal.SIGCONT)
+        return self._groups[kind]
+
+    async def _started(self, kind: str) -> Group:
+        variables = {**engine_fleet.OFFLINE, **engine_fleet.ON_CPU, "PYTHONPATH": str(ROOT)}
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        group, waiting = Group(), []
+        for number in range(self.shape.engines):
+            make = server_command if kind == "servers" else worker_command
+            command = make(self.engine, self.python, self.shape, number)
+            core = engine_fleet.core_of(self.shape, number)
+            name = f"{self.engine}-{kind}-{number}"
+            process, log = self._stack.enter_context(engine_fleet.started(name, command, core, variables))
+            group.processes.append(process)
+            self._stack.callback(group.signal, signal.SIGCONT)  # a stopped process would not end
+            if kind == "servers":
+                url = f"http://127.0.0.1:{self.shape.base_port + number}"
+                waiting.append(engine_fleet.until_answers(process, log, f"{url}/health", engine_fleet.READY_SECONDS))
+            else:
+                url = f"tcp://127.0.0.1:{self.shape.base_port + 20 + number}"
+                waiting.append(engine_fleet.until_ready_line(process, log, engine_fleet.READY_SECONDS))
+            group.addresses.append(url)
+        await asyncio.gather(*waiting)
+        return group
+
+
+async def emptied(engine: str, urls: Sequence[str]) -> None:
+    """Empty the caches of idle servers. Raises RuntimeError if one refuses for a minute."""
+    path = "flush_cache" if engine == "sglang" else "reset_prefix_cache"
+    async with aiohttp.ClientSession() as session:
+        for url in urls:
+            for _ in range(FLUSH_TRIES):
+                async with session.post(f"{url}/{path}") as response:
+                    if response.status == 200:
+                        break
+                await asyncio.sleep(0.1)
+            else:
+                raise RuntimeError(f"{url}/{path} is still refused after {FLUSH_TRIES // 10} s")
+
+
+# --- the ways to ask --------------------------------------------------------------------------------------------------
+
+
+def sender(engine: str, session: aiohttp.ClientSession, output_tokens: int) -> Send:
+    """How a client of the engine asks a URL."""
+    if engine == "sglang":
+        return lambda url, request: posted(session, url, request, output_tokens, url)
+    return lambda url, request: completed(session, url, request, output_tokens)
+
+
+async def completed(
+    session: aiohttp.ClientSession, url: str, request: Request, output_tokens: int
+) -> AsyncIterator[Progress]:
+    """Ask vLLM, or a gateway before it, for a completion of the request's text."""
+    assert isinstance(request, TextRequest)
+    body = {"model": "model", "prompt": request.text, "max_tokens": output_tokens, "temperature": 0.0, "stream": True}
+    body |= {"ignore_eos": True, "stream_options": {"include_usage": True}, "request_id": secrets.token_hex(8)}
+    pieces = 0
+    async with session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as response:
+        async for line in response.content:
+            data = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                continue
+            told = json.loads(data)
+            if told.get("usage"):
+                details = told["usage"].get("prompt_tokens_details") or {}
+                yield Progress(told["usage"]["completion_tokens"], details.get("cached_tokens") or 0, url)
+            elif told.get("choices"):
+                pieces += 1
+                yield Progress(pieces, None, url)
+
+
+def least_loaded(urls: Sequence[str], send: Send) -> Ask:
+    """A client that sends to the server with the fewest of its own requests; the first of equals."""
+    outstanding = dict.fromkeys(urls, 0)
+
+    async def ask(request: Request) -> AsyncIterator[Progress]:
+        url = min(urls, key=outstanding.__getitem__)
+        outstanding[url] += 1
+        try:
+            async for piece in send(url, request):
+                yield piece
+        finally:
+            outstanding[url] -= 1
+
+    return ask
+
+
+@contextlib.asynccontextmanager
+async def asked(arm: str, fleet: EngineFleet, peers: Path, output_tokens: int) -> AsyncIterator[Ask]:
+    """The way to ask in an arm, knowing nothing yet, before engines with empty caches. Raises ValueError for an unknown
+    arm."""
+    group = await fleet.group("workers" if arm == "preble workers" else "servers")
+    urls = group.addresses
+    if arm.startswith("preble"):
+        if arm == "preble attached":
+            await emptied(fleet.engine, urls)
+        async with Router(urls) as router:
+            await asyncio.wait_for(everyone_ready(router, len(urls)), READY_SECONDS)
+            yield lambda request: routed(router, request, output_tokens)
+        return
+    await emptied(fleet.engine, urls)
+    async with contextlib.AsyncExitStack() as stack:
+        connector = aiohttp.TCPConnector(limit=SOCKETS)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        send = sender(fleet.engine, session, output_tokens)
+        turns = itertools.count()
+        if arm in GATEWAYS:
+            command = gateway_command(arm, peers, urls, fleet.shape.base_port)
+            url = await stack.enter_async_context(engine_fleet.gateway_of(command, urls, fleet.shape.base_port))
+            yield lambda request: send(url, request)
+        elif arm == "round robin":
+            yield lambda request: send(urls[next(turns) % len(urls)], request)
+        elif arm == "least load":
+            yield least_loaded(urls, send)
+        elif arm == "partition":
+            yield lambda request: send(urls[request.document % len(urls)], request)
+        else:
+            raise ValueError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
