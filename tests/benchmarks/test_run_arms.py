@@ -1,0 +1,381 @@
+"""`benchmarks.live.run_arms`: the search for the saturation, pairing, resuming, noise, and the page of what is missing.
+Engines are scripted and time is reckoned, not waited for; nothing is said here of who is faster."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from benchmarks.live import arm_fleet, arm_noise, arm_report, arm_traffic, run_arms
+from benchmarks.live.engine_load import Outcome, Progress, Request
+from tests.support.transport import asynchronous
+
+SERVICE_SECONDS = 1 / 7
+QUIET = {"stolen_share": 0.0, "others_share": 0.01, "load_1_minute_before": 0.5}
+NOISY = {**QUIET, "others_share": 0.5}
+DIALOGUE = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "yes", "tool_calls": [{"name": "look"}]},
+    {"role": "tool", "content": "found"},
+    {"role": "assistant", "content": "done"},
+]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> arm_traffic.Sources:
+    """Files of words, and a tokenizer for which a word is a token."""
+    files = []
+    for number in range(45):
+        files.append(tmp_path / f"{number}.py")
+        files[-1].write_text(" ".join(f"w{number}x{k}" for k in range(1510 + number)))
+    with gzip.open(tmp_path / "agents.json.gz", "wt") as output:
+        json.dump([{"traj": DIALOGUE}] * 3, output)
+    return arm_traffic.Sources(tuple(files), tmp_path / "agents.json.gz", lambda text: list(map(hash, text.split())))
+
+
+class ScriptedBench(run_arms.Bench):
+    """A bench whose engines are one queue that serves a request in a seventh of a second, or half that by "smg"."""
+
+    def __init__(self, args: Any, sources: arm_traffic.Sources, quiet: Any = ()) -> None:
+        super().__init__(args, SimpleNamespace(engine="sglang"), sources, 1000)  # type: ignore[arg-type]
+        self.asked: list[tuple[str, list[arm_traffic.Session]]] = []
+        self.quiet = list(quiet)
+
+    async def measured(self, arm: str, sessions: Any) -> Any:
+        self.asked.append((arm, list(sessions)))
+        each = SERVICE_SECONDS / 2 if arm == "smg" else SERVICE_SECONDS
+        free, outcomes = 0.0, []
+        for one in sessions:
+            free = max(free, one.arrival_seconds) + each
+            waited = free - one.arrival_seconds
+            outcomes.append((one.arrival_seconds, Outcome(10, waited, waited, 5, "a")))
+        return outcomes, self.quiet.pop(0) if self.quiet else QUIET
+
+
+def arguments(tmp_path: Path, *more: str) -> Any:
+    return run_arms.parser().parse_args(
+        ["--json", str(tmp_path / "kept.jsonl"), "--seconds", "15", "--repetitions", "2", *more]
+    )
+
+
+@pytest.fixture(autouse=True)
+def peers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gateway is started here."""
+    monkeypatch.setattr(arm_fleet, "peer_version", lambda python, name: "1.0")
+
+
+# --- the saturation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0.2, 1.0, 2.0, 5.5, 40.0])
+@asynchronous
+async def test_the_search_ends_within_a_tenth_below_what_is_kept_up_with(limit: float) -> None:
+    async def keeps_up(rps: float) -> bool:
+        return rps <= limit
+
+    found = await run_arms.saturation(keeps_up)
+    assert limit / run_arms.RATE_RATIO <= found <= limit
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@asynchronous
+async def test_engines_without_a_limit_or_without_an_answer_are_an_error(answer: bool) -> None:
+    async def keeps_up(rps: float) -> bool:
+        return answer
+
+    with pytest.raises(RuntimeError, match="keep up with"):
+        await run_arms.saturation(keeps_up)
+
+
+@asynchronous
+async def test_a_queue_is_saturated_where_its_service_is_and_the_answer_is_kept(
+    tmp_path: Path, sources: arm_traffic.Sources
+) -> None:
+    bench = ScriptedBench(arguments(tmp_path), sources)
+    rps = await bench.find_saturation("documents")
+    # A queue may take its arrivals' time and 15 %, and their number in a minute is drawn.
+    assert 0.8 / SERVICE_SECONDS < rps < 1.5 / SERVICE_SECONDS
+    assert {arm for arm, _ in bench.asked} == {"partition"}
+    again = ScriptedBench(arguments(tmp_path), sources)
+    assert await again.find_saturation("documents") == pytest.approx(rps, rel=1e-5) and not again.asked
+
+
+@asynchronous
+async def test_a_search_that_was_stopped_goes_on_with_the_rates_it_has_tried(
+    tmp_path: Path, sources: arm_traffic.Sources
+) -> None:
+    whole = ScriptedBench(arguments(tmp_path), sources)
+    rps = await whole.find_saturation("documents")
+    file = tmp_path / "kept.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    resumed = ScriptedBench(arguments(tmp_path), sources)
+    assert await resumed.find_saturation("documents") == pytest.approx(rps, rel=1e-5)
+    assert len(resumed.asked) == len(whole.asked) - 3
+
+
+def test_a_request_that_failed_or_came_late_is_not_kept_up_with() -> None:
+    assert run_arms.kept_up([(39.0, Outcome(1, 1.0, 6.9))], 40.0)
+    assert not run_arms.kept_up([(39.0, Outcome(1, 1.0, 7.1))], 40.0)
+    assert not run_arms.kept_up([(1.0, Outcome(1, error="TimeoutError"))], 40.0)
+
+
+# --- pairing, resuming, noise -----------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_arms_of_a_repetition_meet_the_same_requests_in_an_order_of_its_own(
+    tmp_path: Path, sources: arm_traffic.Sources
+) -> None:
+    bench = ScriptedBench(arguments(tmp_path, "--load", "0.95"), sources)
+    await run_arms.measure_traffic(bench, "documents")
+    runs = bench.asked[-2 * len(arm_fleet.ARMS) :]
+    first, second = runs[: len(arm_fleet.ARMS)], runs[len(arm_fleet.ARMS) :]
+    assert all(sessions == first[0][1] for _, sessions in first)
+    assert all(sessions == second[0][1] != first[0][1] for _, sessions in second)
+    orders = [[arm for arm, _ in one] for one in (first, second)]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(arm_fleet.ARMS) and orders[0] != orders[1]
+    few = run_arms.order_of(("smg", "partition"), 0, 1)
+    assert few == [arm for arm in orders[0] if arm in ("smg", "partition")]
+
+
+@asynchronous
+async def test_what_is_kept_is_not_measured_again_and_a_line_cut_off_is(
+    tmp_path: Path, sources: arm_traffic.Sources
+) -> None:
+    chosen = arguments(tmp_path, "--load", "0.5", "--arms", "smg", "partition")
+    await run_arms.measure_traffic(ScriptedBench(chosen, sources), "documents")
+    file = tmp_path / "kept.jsonl"
+    whole = file.read_text()
+    idle = ScriptedBench(chosen, sources)
+    await run_arms.measure_traffic(idle, "documents")
+    assert not idle.asked and file.read_text() == whole
+    file.write_text(whole[:-20])
+    resumed = ScriptedBench(chosen, sources)
+    await run_arms.measure_traffic(resumed, "documents")
+    assert len(resumed.asked) == 1
+    # Dates aside, the same run: it was given the same requests.
+    last = [json.loads(text.splitlines()[-1]) for text in (whole, file.read_text())]
+    assert last[0]["ttft_seconds"] == last[1]["ttft_seconds"] and last[0]["arm"] == last[1]["arm"]
+
+
+@pytest.mark.parametrize(("noisy", "runs"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+@asynchronous
+async def test_a_noisy_run_is_kept_and_repeated_twice_at_most(
+    tmp_path: Path, sources: arm_traffic.Sources, noisy: int, runs: int
+) -> None:
+    chosen = arguments(tmp_path, "--load", "0.5", "--arms", "smg", "--repetitions", "1")
+    await ScriptedBench(chosen, sources).find_saturation("documents")
+    bench = ScriptedBench(chosen, sources, [NOISY] * noisy)
+    await run_arms.measure_traffic(bench, "documents")
+    kept = [one for one in run_arms.read_lines(chosen.json) if one["kind"] == "run"]
+    assert [one["noisy"] for one in kept] == [number < noisy for number in range(runs)]
+    assert len(bench.asked) == runs
+
+
+def test_noise_is_what_others_used_and_what_was_stolen() -> None:
+    text = "cpu  100 20 30 800 5 1 2 7 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n"
+    assert arm_noise.processor_ticks(text) == (965, 7, 153)
+    first, last = arm_noise.Ticks(0, 0, 0, 0), arm_noise.Ticks(1000, 10, 500, 480)
+    found = arm_noise.between(first, last, 0.3)
+    assert found == {"stolen_share": 0.01, "others_share": 0.02, "load_1_minute_before": 0.3}
+    assert not arm_noise.is_noisy(found)
+    assert arm_noise.is_noisy({**found, "stolen_share": 0.021}) and arm_noise.is_noisy({**found, "others_share": 0.06})
+
+
+def test_what_a_process_started_is_its_own(tmp_path: Path) -> None:
+    parents = {1: 0, 10: 1, 11: 10, 12: 11, 20: 1}
+    for pid, parent in parents.items():
+        (tmp_path / str(pid)).mkdir()
+        fields = f"S {parent} " + "0 " * 9 + "1 2 3 4 " + "0 " * 5
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a name) with ) in it) {fields}")
+    found = arm_noise.process_ticks(tmp_path)
+    assert found[12] == (11, 10)
+    assert arm_noise.ticks_of_family(found, 10) == 30 and arm_noise.ticks_of_family(found, 20) == 10
+
+
+# --- traffic ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traffic", arm_traffic.TRAFFICS)
+def test_the_same_seed_makes_the_same_traffic(sources: arm_traffic.Sources, traffic: str) -> None:
+    made = arm_traffic.make_sessions(traffic, sources, 5.0, 40.0, 1)
+    assert made == arm_traffic.make_sessions(traffic, sources, 5.0, 40.0, 1)
+    assert made != arm_traffic.make_sessions(traffic, sources, 5.0, 40.0, 2)
+    assert 120 < sum(len(one.turns) for one in made) < 280
+    assert all(0.0 <= one.arrival_seconds < 40.0 for one in made)
+
+
+def test_an_unknown_traffic_is_an_error(sources: arm_traffic.Sources) -> None:
+    with pytest.raises(ValueError, match="no traffic 'chat'"):
+        arm_traffic.make_sessions("chat", sources, 5.0, 40.0, 1)
+
+
+def test_one_document_is_viral_in_the_middle_third(sources: arm_traffic.Sources) -> None:
+    made = arm_traffic.make_sessions("viral document", sources, 20.0, 60.0, 1)
+    share = [
+        [one.key == 0 for one in made if low <= one.arrival_seconds < low + 20.0].count(True) / 400
+        for low in (0.0, 20.0, 40.0)
+    ]
+    assert share[1] > 0.7 and max(share[0], share[2]) < 0.15
+
+
+def test_users_share_the_system_prompt_and_then_their_own(sources: arm_traffic.Sources) -> None:
+    made = arm_traffic.make_sessions("system prompt", sources, 20.0, 60.0, 1)
+    texts = [one.turns[0].text for one in made]
+    assert len({text.partition("\n[user")[0] for text in texts}) == 1
+    assert len({text.partition("\nQuestion")[0] for text in texts}) == len({one.key for one in made}) == 40
+
+
+def test_an_agents_turn_goes_on_from_the_one_before(sources: arm_traffic.Sources) -> None:
+    first, second = arm_traffic.make_sessions("agents", sources, 1.0, 10.0, 1)[0].turns
+    assert first.text == "[system] be brief\n[user] hello\n[assistant] " and first.pause_seconds == 0.0
+    assert second.text == first.text + 'yes[{"name": "look"}]\n[tool] found\n[assistant] ' and second.pause_seconds > 0
+
+
+@asynchronous
+async def test_a_turn_is_asked_once_the_one_before_is_answered_and_not_after_a_failure() -> None:
+    running, asked = 0, []
+
+    async def ask(request: Request) -> AsyncIterator[Progress]:
+        nonlocal running
+        assert running == 0, "the turn before has not been answered"
+        running += 1
+        asked.append(request.token_ids)
+        await asyncio.sleep(0)
+        running -= 1
+        if request.token_ids == [3]:
+            raise OSError
+        yield Progress(2, 0, "a")
+
+    turns = [arm_traffic.Turn(str(n), [n]) for n in range(6)]
+    outcomes = await run_arms.send_all(ask, [arm_traffic.Session(0, 0.0, turns)], 2)
+    assert asked == [[0], [1], [2], [3]]
+    assert [one.error for _, one in outcomes] == ["", "", "", "OSError", "not asked", "not asked"]
+    assert run_arms.summary([one for _, one in outcomes])["failures"] == {"OSError": 1, "not asked": 2}
+
+
+# --- ways to ask ------------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_the_least_loaded_server_is_the_one_with_the_fewest_requests() -> None:
+    ends = {name: asyncio.Event() for name in "abc"}
+    sent: list[tuple[int, str]] = []
+
+    async def send(url: str, request: Request) -> AsyncIterator[Progress]:
+        sent.append((request.document, url))
+        await ends["abc"[request.document]].wait() if request.document < 3 else None
+        yield Progress(1)
+
+    ask = arm_fleet.least_loaded(["x", "y"], send)
+
+    async def whole(number: int) -> None:
+        async for _ in ask(Request(number, [1], 0.0)):
+            pass
+
+    tasks = []
+    for number in range(3):
+        tasks.append(asyncio.ensure_future(whole(number)))
+        await asyncio.sleep(0)
+    ends["a"].set()
+    ends["c"].set()
+    await asyncio.gather(tasks[0], tasks[2])
+    await whole(3)
+    assert sent == [(0, "x"), (1, "y"), (2, "x"), (3, "x")]
+    ends["b"].set()
+    await tasks[1]
+
+
+@asynchronous
+async def test_a_completion_of_vllm_is_read_with_its_hit() -> None:
+    bodies = []
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        usage = {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
+        pieces = [{"choices": [{"text": "a"}]}, {"choices": [{"text": ""}]}, {"choices": [], "usage": usage}]
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with ClientSession() as session:
+            request = arm_traffic.TextRequest(0, [1], 0.0, "some text")
+            found = [one async for one in arm_fleet.completed(session, url, request, 2)]
+    finally:
+        await runner.cleanup()
+    assert found == [Progress(1, None, url), Progress(2, None, url), Progress(2, 32, url)]
+    assert bodies[0]["prompt"] == "some text" and bodies[0]["max_tokens"] == 2
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def run_of(arm: str, repetition: int, ttft: float, **more: Any) -> dict[str, Any]:
+    names = ("mean_ttft_seconds", "p99_ttft_seconds", "mean_latency_seconds", "p99_latency_seconds")
+    found = {"kind": "run", "engine": "sglang", "traffic": "documents", "load": 0.95, "repetition": repetition}
+    found |= {"arm": arm, "rps": 4.0, "requests": 100, "failed": 0, "hit_fraction": 0.8, "noisy": False, **QUIET}
+    found |= {"commit": "abc", "machine": "m", "date": "d", "seed": 0, "settings": {"model": "tiny"}}
+    return {**found, **dict.fromkeys(names, ttft), **more}
+
+
+def test_losses_come_first_and_what_lacks_is_told() -> None:
+    kept = [run_of("preble attached", n, 1.0) for n in (1, 2, 3)]
+    kept += [run_of("round robin", n, 2.0 + n / 10) for n in (1, 2, 3)]
+    kept += [run_of("smg", n, 0.5) for n in (1, 2, 3)] + [run_of("partition", 1, 1.0)]
+    page = arm_report.page(kept)
+    losses = page[: page.index("###")]
+    assert "preble attached against round robin: short of 2.5 times: its mean TTFT is 2.20 (2.10 to 2.30)" in losses
+    assert "preble attached against smg: behind, for certain: its mean TTFT is 0.50 (0.50 to 0.50)" in losses
+    assert "partition" not in losses.replace("fixed partition", "") and page.startswith("**Losses.**")
+    assert "| sglang-router | missing |" in page and "| preble workers | missing |" in page
+    assert "- sglang, documents, at 0.5, 0.8" in page and "- vllm, agents, at 0.5, 0.8, 0.95" in page
+
+
+def test_a_quiet_run_counts_before_a_noisy_one_and_arms_are_paired_by_repetition() -> None:
+    kept = [run_of("smg", 1, 9.0, noisy=True), run_of("smg", 1, 2.0), run_of("smg", 2, 8.0)]
+    runs = arm_report.counted([*kept, run_of("preble attached", 1, 1.0), run_of("preble attached", 3, 1.0)])
+    place = ("sglang", "documents", 0.95)
+    others, own = (arm_report.runs_of(runs, *place, arm) for arm in ("smg", "preble attached"))
+    assert arm_report.ratios(others, own) == [2.0]
+
+
+def test_an_interval_needs_three_repetitions() -> None:
+    assert arm_report.shown(arm_report.bootstrapped([2.0, 8.0])) == "4.00"
+    middle, low, high = arm_report.bootstrapped([2.0, 4.0, 8.0])
+    assert low < middle == pytest.approx(4.0) and middle < high
+
+
+def test_a_run_that_nobody_answered_is_no_figure() -> None:
+    dead = {name: value for name, value in run_of("smg", 1, 1.0).items() if "_ttft" not in name}
+    page = arm_report.page([run_of("preble attached", 1, 1.0), {**dead, "failed": 100}])
+    assert "| smg | missing |" in page
+
+
+def test_the_page_is_put_between_its_marks(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text(f"before\n{arm_report.BEGIN}\nold\n{arm_report.END}\nafter\n")
+    arm_report.write_docs([], file)
+    assert file.read_text() == f"before\n{arm_report.BEGIN}\n\nNo run is kept.\n\n{arm_report.END}\nafter\n"
+    file.write_text("no marks")
+    with pytest.raises(ValueError, match="needs the markers"):
+        arm_report.write_docs([], file)
+    assert arm_report.BEGIN in arm_report.PAGE.read_text()
