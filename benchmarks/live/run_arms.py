@@ -24,7 +24,9 @@ import itertools
 import json
 import math
 import os
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -359,6 +361,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure what is missing, then show all."""
     args = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end with this process
     if not args.report:
         for engine in args.engine:
             asyncio.run(measure(args, engine))
