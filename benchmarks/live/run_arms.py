@@ -11,7 +11,7 @@ gateway that has just started: the minute in which it learns is measured with th
 are emptied (SGLang `/flush_cache`, vLLM `/reset_prefix_cache`); workers cannot be, so there each run has other tokens.
 
 Each run is appended to a file of JSON lines as it ends, with what was measured of the machine's quiet; what is in the
-file is not measured again. A noisy run is kept, marked, and repeated, twice at most.
+file is not measured again, if settings and seed are the same. A noisy run is kept, marked, and repeated, twice at most.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, fleet: arm_fleet.EngineFleet, sources: Sources, vocabulary: int):
         self.args, self.fleet, self.sources, self.vocabulary = args, fleet, sources, vocabulary
-        self.kept = read_lines(args.json)
+        mine = (settings_of(args), args.seed)
+        self.kept = [one for one in read_lines(args.json) if (one["settings"], one["seed"]) == mine]
         self._runs = 0
         self._warm: set[str] = set()
 

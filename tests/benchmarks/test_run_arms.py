@@ -167,6 +167,16 @@ async def test_what_is_kept_is_not_measured_again_and_a_line_cut_off_is(
     assert last[0]["ttft_seconds"] == last[1]["ttft_seconds"] and last[0]["arm"] == last[1]["arm"]
 
 
+@asynchronous
+async def test_runs_of_other_settings_or_seeds_do_not_stand_in(tmp_path: Path, sources: arm_traffic.Sources) -> None:
+    chosen = ("--load", "0.5", "--arms", "smg", "--repetitions", "1")
+    await run_arms.measure_traffic(ScriptedBench(arguments(tmp_path, *chosen), sources), "documents")
+    for other in (("--seed", "1"), ("--output-tokens", "3")):
+        bench = ScriptedBench(arguments(tmp_path, *chosen, *other), sources)
+        await run_arms.measure_traffic(bench, "documents")
+        assert [arm for arm, _ in bench.asked].count("smg") == 1 and len(bench.asked) > 1
+
+
 @pytest.mark.parametrize(("noisy", "runs"), [(0, 1), (1, 2), (2, 3), (9, 3)])
 @asynchronous
 async def test_a_noisy_run_is_kept_and_repeated_twice_at_most(
