@@ -39,7 +39,8 @@ from tests.support.gateway import GatewayProcess
 from tests.support.transport import assert_bookings_are_even, collect, fast, until
 
 DOCUMENTS, TURNS, PROMPT_TOKENS, SHORT, LONG, STREAMS = 40, 4, 700, 6, 150, 4
-LIMIT_SECONDS = 900.0
+LENGTHS = (LONG, 300, 600, 1200)  # of streams that are to run at once
+LIMIT_SECONDS, WAIT_SECONDS = 900.0, 300.0  # of a story; of one thing in it
 
 
 @dataclass
@@ -60,9 +61,11 @@ class Fleet:
             config = fast(suspect_after_seconds=4.0, give_up_seconds=600.0, resume_seconds=120.0)
             endpoints = [worker.endpoint for worker in self.workers]
             async with Router(endpoints, config=config) as router:
-                await until(lambda: not router.fleet.unusable and len(router.scheduler.workers) == 2, "both are ready")
+                await eventually(
+                    lambda: not router.fleet.unusable and len(router.scheduler.workers) == 2, "both are ready"
+                )
                 await story(router)
-                await until(lambda: router.stats()["live_requests"] == 0, "all requests have ended")
+                await eventually(lambda: router.stats()["live_requests"] == 0, "all requests have ended")
                 assert_bookings_are_even(router)
 
         asyncio.run(asyncio.wait_for(told(), LIMIT_SECONDS))
@@ -98,21 +101,49 @@ def sampling(new: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=new, ignore_eos=True)
 
 
-async def streams_running(router: Router, fleet: Fleet, started: list[int]) -> list[asyncio.Task[list[int]]]:
-    """Long requests, each with some tokens already."""
+class Streams:
+    """Long requests at once; each result is the beginning that the engine was asked directly for."""
 
-    async def one(number: int) -> list[int]:
+    def __init__(self, router: Router, fleet: Fleet, new: int) -> None:
+        self.new = new
+        self.started = [0] * STREAMS
+        self.tasks = [
+            asyncio.ensure_future(self._one(router, number, fleet.asked[number])) for number in range(STREAMS)
+        ]
+
+    async def _one(self, router: Router, number: int, prompt: list[int]) -> list[int]:
         tokens: list[int] = []
-        async for chunk in router.generate(fleet.asked[number], sampling(LONG)):
+        async for chunk in router.generate(prompt, sampling(self.new)):
             assert chunk.index == len(tokens), "each token once, none left out"
             tokens += chunk.token_ids
-            started[number] = len(tokens)
-        return tokens
+            self.started[number] = len(tokens)
+        assert len(tokens) == self.new
+        return tokens[:LONG]
 
-    tasks = [asyncio.ensure_future(one(number)) for number in range(STREAMS)]
-    await until(lambda: min(started) > 5, "all streams have begun")
-    assert max(started) < LONG, "and none has ended"
-    return tasks
+    def one_has_ended(self) -> bool:
+        """Whether they no longer run all."""
+        return any(task.done() for task in self.tasks)
+
+
+async def streams_running(router: Router, fleet: Fleet) -> list[asyncio.Task[list[int]]]:
+    """Long requests, each with some tokens already and none at its end. Where one ends before all have begun, because
+    something else has the cores, longer ones are started."""
+    for new in LENGTHS:
+        streams = Streams(router, fleet, new)
+
+        def may_go_on(streams: Streams = streams) -> bool:
+            return min(streams.started) > 5 or streams.one_has_ended()
+
+        await eventually(may_go_on, "all streams have begun")
+        if not streams.one_has_ended():
+            return streams.tasks
+        assert await asyncio.gather(*streams.tasks) == fleet.long
+    raise AssertionError(f"of {STREAMS} streams of {LENGTHS[-1]} tokens one has ended before all have begun")
+
+
+async def eventually(condition: Callable[[], Any], what: str) -> None:
+    """Wait for something that engines do when they get to it."""
+    await until(condition, what, WAIT_SECONDS)
 
 
 def busy_worker(router: Router, fleet: Fleet) -> LiveWorker:
@@ -162,13 +193,14 @@ def test_streams_at_once_and_aborts(fleet: Fleet) -> None:
     """Streams that share batches are answered alike; those that nobody wants any more leave the engine."""
 
     async def story(router: Router) -> None:
-        started = [0] * STREAMS
-        tasks = await streams_running(router, fleet, started)
+        tasks = await streams_running(router, fleet)
         tasks[0].cancel()
         told = await asyncio.gather(*tasks[1:])
         assert told == fleet.long[1:]
         idle = list(router.fleet.workers.values())
-        await until(lambda: all(w.pong and w.pong.running + w.pong.waiting == 0 for w in idle), "the engines are idle")
+        await eventually(
+            lambda: all(w.pong and w.pong.running + w.pong.waiting == 0 for w in idle), "the engines are idle"
+        )
 
     fleet.run(story)
 
@@ -240,15 +272,14 @@ def test_the_openai_client_is_answered_through_the_gateway(fleet: Fleet, tmp_pat
 
 def test_a_hung_worker_costs_no_token_and_comes_back(fleet: Fleet) -> None:
     async def story(router: Router) -> None:
-        started = [0] * STREAMS
-        tasks = await streams_running(router, fleet, started)
+        tasks = await streams_running(router, fleet)
         hung = busy_worker(router, fleet)
         hung.signal(signal.SIGSTOP)
         try:
             assert await asyncio.gather(*tasks) == fleet.long
         finally:
             hung.signal(signal.SIGCONT)
-        await until(lambda: not router.fleet.unusable, "the worker is ready again")
+        await eventually(lambda: not router.fleet.unusable, "the worker is ready again")
         tokens, _ = await collect(router.generate(fleet.asked[0], sampling(SHORT)))
         assert tokens == fleet.short[0]
 
@@ -257,8 +288,7 @@ def test_a_hung_worker_costs_no_token_and_comes_back(fleet: Fleet) -> None:
 
 def test_a_killed_worker_costs_no_token_and_its_successor_starts_empty(fleet: Fleet) -> None:
     async def story(router: Router) -> None:
-        started = [0] * STREAMS
-        tasks = await streams_running(router, fleet, started)
+        tasks = await streams_running(router, fleet)
         killed = busy_worker(router, fleet)
         killed.kill()
         assert await asyncio.gather(*tasks) == fleet.long
@@ -266,7 +296,7 @@ def test_a_killed_worker_costs_no_token_and_its_successor_starts_empty(fleet: Fl
         await asyncio.to_thread(killed.start)
         await asyncio.to_thread(killed.wait)
         address = next(worker for worker in router.fleet.workers.values() if worker.address == killed.endpoint)
-        await until(lambda: address.state == "ready", "it is back")
+        await eventually(lambda: address.state == "ready", "it is back")
         assert address.counters.restarts == 1
         held = [router.scheduler.match(ids).matched_tokens.get(name, 0) for ids in fleet.asked]
         assert max(held) == 0, "nothing is estimated of a cache that died"

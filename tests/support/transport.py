@@ -317,9 +317,9 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + HANG_SECONDS
+async def until(condition: Callable[[], Any], what: str, seconds: float = HANG_SECONDS) -> None:
+    """Wait for something to become true, at most so long."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         await asyncio.sleep(0.005)
