@@ -52,6 +52,8 @@ class WorkerSpec:
 
 LOGPROBS_MAX = 20  # alternatives of one output token
 LOGIT_BIAS_MAX = 1024  # tokens
+ALLOWED_TOKENS_MAX = 1 << 18
+BAD_WORDS_MAX, BAD_WORD_CHARS_MAX = 128, 256
 GRAMMAR_BYTES_MAX = 256 << 10
 GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
 
@@ -98,9 +100,11 @@ _RANGES: Mapping[str, tuple[float, float, tuple[float, ...]]] = {
 }
 _ranged_of = attrgetter(*_RANGES)
 _NONE_RANGED = (None,) * len(_RANGES)
+_all_of = attrgetter(*_RANGES, "logit_bias", "grammar", "allowed_token_ids", "bad_words")
+_NONE_OF_ALL = (None,) * (len(_RANGES) + 4)
 _WHOLE_NUMBERS = frozenset({"top_k", "min_new_tokens", "logprobs"})
 # All names that `SamplingParams.needs` may give, and so that an engine may say it has.
-SAMPLING_FIELDS = (*_RANGES, "logit_bias", *GRAMMAR_KINDS)
+SAMPLING_FIELDS = (*_RANGES, "logit_bias", "allowed_token_ids", "bad_words", *GRAMMAR_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,8 @@ class SamplingParams:
     `min_new_tokens`: none of the tokens that end the output before so many others. `frequency_penalty` and
     `presence_penalty` count the output's tokens, `repetition_penalty` what the engine counts. `logit_bias`: added to
     the logits of tokens, by id. `logprobs`: the output tokens' log probabilities are wanted, and of each so many
-    alternatives. `grammar`: what the output must conform to.
+    alternatives. `grammar`: what the output must conform to. `allowed_token_ids`: no others are chosen. `bad_words`:
+    texts that do not come, as the engine tokenises them.
 
     With a `seed` sampling is repeatable: the draw for output position k depends only on (seed, k) where the engine can
     do that (torch), so a request resumed on another worker continues alike. Without one every request draws anew.
@@ -135,6 +140,8 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_int("SamplingParams.max_new_tokens", self.max_new_tokens, 1, 2**31 - 1, InvalidInput)
@@ -150,6 +157,10 @@ class SamplingParams:
             _check_bias(self.logit_bias)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidInput(f"SamplingParams.grammar must be a Grammar, got {type(self.grammar).__name__}")
+        if self.allowed_token_ids is not None:
+            _check_allowed(self.allowed_token_ids)
+        if self.bad_words is not None:
+            _check_bad_words(self.bad_words)
 
     def _check_ranges(self) -> None:
         for name, (low, high, _) in _RANGES.items():
@@ -166,15 +177,14 @@ class SamplingParams:
     def needs(self) -> tuple[str, ...]:
         """The fields that ask for more than any engine has, by name: some of `SAMPLING_FIELDS`. An engine that lacks
         one must not run the request (`EngineInfo.sampling_fields`)."""
-        if self.logit_bias is None and self.grammar is None and _ranged_of(self) == _NONE_RANGED:
+        if _all_of(self) == _NONE_OF_ALL:
             return ()
         asked = [
             name
             for name, (_, _, nothing) in _RANGES.items()
             if (value := getattr(self, name)) is not None and value not in nothing
         ]
-        if self.logit_bias:
-            asked.append("logit_bias")
+        asked += [name for name in ("logit_bias", "allowed_token_ids", "bad_words") if getattr(self, name)]
         if self.grammar is not None:
             asked.append(self.grammar.kind)
         return tuple(asked)
@@ -184,6 +194,20 @@ class SamplingParams:
         least = None if self.min_new_tokens is None else max(self.min_new_tokens - output_tokens, 0)
         least = None if least is None else min(least, max_new_tokens)
         return replace(self, max_new_tokens=max_new_tokens, min_new_tokens=least)
+
+
+def _check_allowed(ids: tuple[int, ...]) -> None:
+    whole = isinstance(ids, tuple) and 0 < len(ids) <= ALLOWED_TOKENS_MAX and all(type(one) is int for one in ids)
+    if not whole or min(ids) < 0 or max(ids) >= 2**31:
+        text = f"a tuple of 1 to {ALLOWED_TOKENS_MAX} token ids"
+        raise InvalidInput(f"SamplingParams.allowed_token_ids must be {text}")
+
+
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    few = isinstance(words, tuple) and 0 < len(words) <= BAD_WORDS_MAX
+    if not few or not all(isinstance(one, str) and 0 < len(one) <= BAD_WORD_CHARS_MAX for one in words):
+        text = f"a tuple of 1 to {BAD_WORDS_MAX} texts, each of 1 to {BAD_WORD_CHARS_MAX} characters"
+        raise InvalidInput(f"SamplingParams.bad_words must be {text}")
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:

@@ -176,6 +176,9 @@ def parse_sampling(fields: Any) -> SamplingParams:
     try:
         if "stop_token_ids" in given:
             given["stop_token_ids"] = tuple(int(token) for token in given["stop_token_ids"])
+        for name in ("allowed_token_ids", "bad_words"):
+            if isinstance(given.get(name), list):
+                given[name] = tuple(given[name])
         if isinstance(given.get("logit_bias"), dict):  # in JSON every key is a text
             given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
         if isinstance(given.get("grammar"), dict):

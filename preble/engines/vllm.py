@@ -189,8 +189,9 @@ class VllmBackend(Backend):
 
 
 def _fields_of(fields: tuple[str, ...], with_tokenizer: bool) -> tuple[str, ...]:
-    """Grammars need vLLM's own tokenizer."""
-    return fields if with_tokenizer else tuple(name for name in fields if name not in GRAMMAR_KINDS)
+    """Grammars and bad words need vLLM's own tokenizer."""
+    without = () if with_tokenizer else ("bad_words", *GRAMMAR_KINDS)
+    return tuple(name for name in fields if name not in without)
 
 
 def _logprobs_of(

@@ -16,6 +16,9 @@ from msgspec.msgpack import Decoder
 
 from .._core.token_ids import token_words, word_count, word_tuple
 from ..types import (
+    ALLOWED_TOKENS_MAX,
+    BAD_WORD_CHARS_MAX,
+    BAD_WORDS_MAX,
     GRAMMAR_BYTES_MAX,
     GRAMMAR_KINDS,
     LOGIT_BIAS_MAX,
@@ -137,6 +140,11 @@ class _Grammar(Struct, array_like=True, forbid_unknown_fields=True, frozen=True)
     text: Annotated[str, Meta(max_length=GRAMMAR_BYTES_MAX, description=f"a text of 1 to {GRAMMAR_BYTES_MAX} bytes")]
 
 
+_AllowedWords = Annotated[bytes, _words(ALLOWED_TOKENS_MAX)]
+_BadWord = Annotated[str, Meta(max_length=BAD_WORD_CHARS_MAX, description=f"at most {BAD_WORD_CHARS_MAX} characters")]
+_BadWords = Annotated[
+    tuple[_BadWord, ...], Meta(max_length=BAD_WORDS_MAX, description=f"an array of at most {BAD_WORDS_MAX} texts")
+]
 _BiasWords = Annotated[bytes, _words(LOGIT_BIAS_MAX)]
 _Biases = Annotated[list[_Real], Meta(max_length=LOGIT_BIAS_MAX, description=f"at most {LOGIT_BIAS_MAX} numbers")]
 
@@ -154,6 +162,8 @@ class _MoreSampling(Struct, array_like=True, forbid_unknown_fields=True, frozen=
     bias_token_ids: _BiasWords
     biases: _Biases
     grammar: _Grammar | None
+    allowed_token_ids: _AllowedWords | None
+    bad_words: _BadWords | None
 
 
 class _Sampling(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -169,8 +179,8 @@ class _Sampling(Struct, array_like=True, forbid_unknown_fields=True, frozen=True
 
 
 _MORE = _MoreSampling.__struct_fields__[:7]
-_more_of = attrgetter(*_MORE, "logit_bias", "grammar")
-_NOTHING_MORE = (None,) * (len(_MORE) + 2)
+_more_of = attrgetter(*_MORE, "logit_bias", "grammar", "allowed_token_ids", "bad_words")
+_NOTHING_MORE = (None,) * (len(_MORE) + 4)
 
 
 def _pack_sampling(value: SamplingParams) -> tuple[Any, ...]:
@@ -181,10 +191,11 @@ def _pack_sampling(value: SamplingParams) -> tuple[Any, ...]:
 
 
 def _pack_more(*more: Any) -> tuple[Any, ...]:
-    *plain, bias, grammar = more
+    *plain, bias, grammar, allowed, bad_words = more
     bias = bias or {}
     packed = None if grammar is None else (grammar.kind, grammar.text)
-    return *plain, token_words(list(bias)), list(bias.values()), packed
+    ids = None if allowed is None else token_words(allowed)
+    return *plain, token_words(list(bias)), list(bias.values()), packed, ids, bad_words
 
 
 def _read_sampling(value: _Sampling) -> SamplingParams:
@@ -199,9 +210,15 @@ def _read_sampling(value: _Sampling) -> SamplingParams:
         raise Unfit(".more.biases must be as many as bias_token_ids, and each id be there once")
     numbers = {name: getattr(more, name) for name in _MORE}
     grammar = None if more.grammar is None else Grammar(more.grammar.kind, more.grammar.text)
-    if bias is None and grammar is None and not any(value is not None for value in numbers.values()):
+    allowed = None
+    if more.allowed_token_ids is not None:
+        allowed = _read_tuple(more.allowed_token_ids, ".more.allowed_token_ids")
+    said = (bias, grammar, allowed, more.bad_words, *numbers.values())
+    if all(value is None for value in said):
         raise Unfit(".more must say something")
-    return SamplingParams(*plain, **numbers, logit_bias=bias, grammar=grammar)
+    return SamplingParams(
+        *plain, **numbers, logit_bias=bias, grammar=grammar, allowed_token_ids=allowed, bad_words=more.bad_words
+    )
 
 
 # --- log probabilities ------------------------------------------------------------------------------------------------

@@ -33,7 +33,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 2.0},
     "repetition": {"repetition_penalty": 1.8},
     "bias": {"logit_bias": {11: 100.0, 12: -100.0}},
-    "all": {"frequency_penalty": 0.5, "presence_penalty": -1.0, "repetition_penalty": 1.3, "logit_bias": {40: 1.0}},
+    "allowed": {"allowed_token_ids": tuple(range(20, 60))},
+    "all": {
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1.0,
+        "repetition_penalty": 1.3,
+        "logit_bias": {40: 1.0},
+        "allowed_token_ids": tuple(range(0, 90, 2)),
+    },
 }
 
 
@@ -47,6 +54,8 @@ def shaped(logits: torch.Tensor, prompt_ids: list[int], output: list[int], asked
         row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
     for token in set(output):
         row[token] -= asked.get("frequency_penalty", 0.0) * output.count(token) + asked.get("presence_penalty", 0.0)
+    for token in set(range(len(row))) - set(asked.get("allowed_token_ids", range(len(row)))):
+        row[token] = -torch.inf
     return row
 
 
@@ -154,6 +163,12 @@ def test_what_the_engine_lacks_is_refused_by_name(make_engine: Callable[..., Tor
     for asked, complaint in (
         ({"grammar": Grammar("regex", "a+")}, "^regex: the engine torch does not have it"),
         ({"logit_bias": {2048: 1.0}}, "^logit_bias: token ids must be below 2048"),
+        ({"allowed_token_ids": (1, 2048)}, "^allowed_token_ids: token ids must be below 2048"),
+        (
+            {"allowed_token_ids": (7,), "stop_token_ids": (7,), "min_new_tokens": 2},
+            "^allowed_token_ids: all of them end",
+        ),
+        ({"bad_words": ("a",)}, "^bad_words: the engine torch does not have it"),
     ):
         with pytest.raises(InvalidInput, match=complaint):
             engine.submit(GenerationRequest("r", PROMPT, greedy(3, **asked)))

@@ -116,7 +116,7 @@ REQUEST = wire.GenerationRequest("r", np.array([1], np.int32))
 
 def sampling_with(place: int, value: Any) -> list[Any]:
     """Sampling on the wire, with one of the fields that few requests have."""
-    more: list[Any] = [None] * 7 + [b"", [], None]
+    more: list[Any] = [None] * 7 + [b"", [], None, None, None]
     more[place] = value
     return [9, 0.0, None, b"", False, None, more]
 
@@ -372,6 +372,8 @@ RARE = [
         SamplingParams(9, None, logprobs=2, top_k=5, logit_bias={3: -1.5}, grammar=Grammar("regex", "a+")),
     ),
     wire.OutputChunks((wire.OutputChunk("17", 3, (1,)), wire.OutputChunk("18", 0, (), 2, "error", "why")), 9),
+    wire.GenerationRequest("1", np.array([7], np.int32), SamplingParams(allowed_token_ids=(3, 2**31 - 1))),
+    wire.GenerationRequest("1", np.array([7], np.int32), SamplingParams(bad_words=("a", "größe"))),
     wire.OutputChunk("17", 3, (1,), logprobs=(TokenLogprob(-0.5, ((1, -0.5), (2, -1.25))),)),
     wire.Events(0, (RequestPlaced("A", "r", [1], "lora"),)),
     wire.Events(0, (PrefixEvicted([1, 2], 0, "lora"),)),
@@ -382,8 +384,8 @@ RARE = [
 DIGESTS = (
     *("67cf12bc67374ea3", "887c2ed458e4df00", "61ccdcc0344c0cb0", "4be661ff42f0f54c", "9d33be57a4a9ccd5"),
     *("516bb038c357abb8", "c75206a0fbf48c7d", "d9f2a335116904d9", "d06773bab8a1ff35", "78db0e67ba8738fa"),
-    *("d28ca76f30985c9d", "c6e4c5b31b60c99e", "af2de07f6df37a08", "8972a55421202b70", "74a1e36ad58a6236"),
-    *("242d192dce812ba0", "3b04a3c6cb5d8886", "7fd1806b22cc2a68"),
+    *("d28ca76f30985c9d", "c6e4c5b31b60c99e", "a396e5080a179212", "8972a55421202b70", "aa8551cb726f3d88"),
+    *("5bbf5a8d112eb73a", "74a1e36ad58a6236", "242d192dce812ba0", "3b04a3c6cb5d8886", "7fd1806b22cc2a68"),
 )
 
 
@@ -546,6 +548,10 @@ def test_a_missing_and_an_extra_field_are_refused() -> None:
         (REQUEST, 7, sampling_with(7, ONE_TOKEN), "more.biases must be as many as bias_token_ids"),
         (REQUEST, 7, sampling_with(9, ["rhyme", "abab"]), "Grammar.kind must be one of"),
         (REQUEST, 7, sampling_with(9, ["regex", 5]), "GenerationRequest.sampling.more.grammar.text must be a text"),
+        (REQUEST, 7, sampling_with(10, b"\xff" * 4), "more.allowed_token_ids must be whole int32 words"),
+        (REQUEST, 7, sampling_with(10, b""), "allowed_token_ids must be a tuple of 1 to"),
+        (REQUEST, 7, sampling_with(11, ["a" * 257]), "more.bad_words"),
+        (REQUEST, 7, sampling_with(11, [""]), "bad_words must be a tuple of 1 to"),
         (wire.OutputChunk("r", 0, (1,)), 12, [["?", []]], "OutputChunk.logprobs must be an array of log probabilities"),
         (wire.OutputChunks(()), 5, [["r", 0, b"abc", None, None, None, []]], "chunks.0..token_ids must be whole int32"),
         (wire.OutputChunks(()), 5, [["", 0, b"", None, None, None, []]], "OutputChunks.chunks must be an array of"),

@@ -38,7 +38,7 @@ from .shaping import LogitShaper, shaper_for
 KV_MEMORY_SHARE_CPU = 0.25
 KV_MEMORY_SHARE_CUDA = 0.85
 KV_DEFAULT_TOKENS_MAX = 1 << 18
-_FIELDS = tuple(name for name in SAMPLING_FIELDS if name not in GRAMMAR_KINDS)
+_FIELDS = tuple(name for name in SAMPLING_FIELDS if name not in (*GRAMMAR_KINDS, "bad_words"))
 
 
 @dataclass(slots=True)
@@ -101,14 +101,21 @@ class TorchEngine(ScheduledEngine[_TorchRequest]):
         self._check_new(request.request_id)
         check_prompt(request, self._vocab_size, self.info.max_model_tokens)
         check_sampling(request, self.info)
-        if any(token >= self._vocab_size for token in request.sampling.logit_bias or ()):
-            raise InvalidInput(f"logit_bias: token ids must be below {self._vocab_size}")
+        asked = request.sampling
+        for name, tokens in (("logit_bias", asked.logit_bias), ("allowed_token_ids", asked.allowed_token_ids)):
+            if tokens and max(tokens) >= self._vocab_size:
+                raise InvalidInput(f"{name}: token ids must be below {self._vocab_size}")
+        ends = {*asked.stop_token_ids, *self.info.eos_token_ids}
+        if asked.allowed_token_ids and asked.min_new_tokens and ends.issuperset(asked.allowed_token_ids):
+            raise InvalidInput("allowed_token_ids: all of them end the output, which min_new_tokens forbids")
         local = self._queue(request)
         if local is not None:
             sampling = self._with_defaults(request.sampling)
-            ends = sorted(local.stop_token_ids | frozenset(self.info.eos_token_ids))
-            asked = (sampling, request.token_ids, request.output_offset, ends, self._vocab_size, self._device)
-            self._live[request.request_id] = _TorchRequest(request.output_offset, sampling, shaper_for(*asked))
+            stops = sorted(local.stop_token_ids | frozenset(self.info.eos_token_ids))
+            shaper = shaper_for(
+                sampling, request.token_ids, request.output_offset, stops, self._vocab_size, self._device
+            )
+            self._live[request.request_id] = _TorchRequest(request.output_offset, sampling, shaper)
 
     def _with_defaults(self, sampling: SamplingParams) -> SamplingParams:
         """Fill in what a request does not say: the model's own way, and a seed that nobody else has."""

@@ -15,12 +15,13 @@ import torch
 from ...types import SamplingParams
 
 _SHAPES = {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "min_new_tokens"}
+_SHAPES |= {"allowed_token_ids"}
 
 
 class LogitShaper:
     """The shaping of one request's logits. `ends`: tokens that end its output. Not thread-safe.
 
-    Cost: a pass over the vocabulary for each token, and 5 bytes of the device for each of the vocabulary.
+    Cost: a pass over the vocabulary for each token, and 5 or 6 bytes of the device for each of the vocabulary.
     """
 
     def __init__(
@@ -37,6 +38,10 @@ class LogitShaper:
         bias = params.logit_bias or {}
         self._bias_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self._biases = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        self._forbidden: torch.Tensor | None = None
+        if params.allowed_token_ids:
+            self._forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self._forbidden[torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)] = False
         counts = np.bincount(output, minlength=vocab_size)[:vocab_size]
         seen = np.bincount(prompt, minlength=vocab_size)[:vocab_size] + counts > 0
         self._counts = torch.tensor(counts, dtype=torch.float32, device=device)
@@ -60,6 +65,8 @@ class LogitShaper:
             row = row - params.presence_penalty * (self._counts > 0)
         if position < (params.min_new_tokens or 0):
             row = row.index_fill(0, self._ends, -torch.inf)
+        if self._forbidden is not None:
+            row = row.masked_fill(self._forbidden, -torch.inf)
         return row
 
 

@@ -12,7 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from ...transport.messages import STOP_TOKENS_MAX
-from ...types import GRAMMAR_BYTES_MAX, LOGIT_BIAS_MAX, LOGPROBS_MAX
+from ...types import (
+    ALLOWED_TOKENS_MAX,
+    BAD_WORD_CHARS_MAX,
+    BAD_WORDS_MAX,
+    GRAMMAR_BYTES_MAX,
+    LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
+)
 
 INT31 = 2**31 - 1
 
@@ -34,6 +41,10 @@ LogitBias = Annotated[
 Alternatives = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Meta(max_length=16)]
+AllowedIds = Annotated[list[TokenId], Meta(max_length=ALLOWED_TOKENS_MAX)]
+BadWords = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=BAD_WORD_CHARS_MAX)]], Meta(max_length=BAD_WORDS_MAX)
+]
 StopIds = Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)]
 Salt = Annotated[str, Meta(max_length=256)]
 GrammarText = Annotated[str, Meta(max_length=GRAMMAR_BYTES_MAX)]
@@ -111,8 +122,6 @@ OPENAI: Others = {
         ),
         IGNORED,
     ),
-    "allowed_token_ids": ([], {}, ""),
-    "bad_words": ([], {}, ""),
     "ec_transfer_params": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),

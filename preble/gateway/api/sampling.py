@@ -40,6 +40,8 @@ def sampling_of_openai(request: Common, max_new_tokens: int) -> SamplingParams:
         seed=_seed(request.seed),
         logprobs=_logprobs(request),
         grammar=_only(_grammars(request)),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
+        bad_words=tuple(request.bad_words or ()) or None,
     )
 
 

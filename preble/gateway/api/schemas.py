@@ -25,7 +25,9 @@ from .fields import (
     IGNORED,
     INT31,
     NOTHING,
+    AllowedIds,
     Alternatives,
+    BadWords,
     Choices,
     Count,
     GrammarChoice,
@@ -146,6 +148,8 @@ class Common(Sampling, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: BadWords | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
     include_stop_str_in_output: bool | None = None

@@ -24,11 +24,16 @@ TokenIds = Sequence[int] | npt.NDArray[np.int32]
 _GRAMMARS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
 # Both count the output's tokens, of which a request that goes on brings none along: its output so far is prompt there.
 _COUNTED = ("frequency_penalty", "presence_penalty")
-FIELDS: Mapping[str, tuple[str, ...]] = {"sglang": SAMPLING_FIELDS, "vllm": SAMPLING_FIELDS}
+_VLLMS = ("allowed_token_ids", "bad_words")  # SGLang has none of these
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "sglang": tuple(name for name in SAMPLING_FIELDS if name not in _VLLMS),
+    "vllm": SAMPLING_FIELDS,
+}
 RESUMABLE_FIELDS: Mapping[str, tuple[str, ...]] = {
     # SGLang's repetition penalty counts the output's tokens, vLLM's those of the prompt as well.
-    "sglang": tuple(name for name in SAMPLING_FIELDS if name not in (*_GRAMMARS, *_COUNTED, "repetition_penalty")),
-    "vllm": tuple(name for name in SAMPLING_FIELDS if name not in (*_GRAMMARS, *_COUNTED)),
+    "sglang": tuple(name for name in FIELDS["sglang"] if name not in (*_GRAMMARS, *_COUNTED, "repetition_penalty")),
+    # Bad words are looked for in the output; one may begin before a loss and end after it.
+    "vllm": tuple(name for name in SAMPLING_FIELDS if name not in (*_GRAMMARS, *_COUNTED, "bad_words")),
 }
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -94,6 +99,9 @@ def vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
             found[name] = value
     if sampling.logit_bias:
         found["logit_bias"] = dict(sampling.logit_bias)
+    for name in _VLLMS:
+        if getattr(sampling, name):
+            found[name] = list(getattr(sampling, name))
     return found
 
 

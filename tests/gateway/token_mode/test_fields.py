@@ -209,6 +209,7 @@ def grammar(place: str, name: str, value: Any, kind: str, text: str, vllm: Any =
     return place, name, value, {"grammar": Grammar(kind, text)}, {f"sampling_params.{sglang[0]}": sglang[1]}, asked
 
 
+NOT_THERE: dict[str, Any] = {}  # an engine that does not have it, so that no request with it comes there
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 RETURN = {"return_logprob": True, "logprob_start_len": -1}
 # Where, which field, what is said; how `SamplingParams`, SGLang and vLLM differ from a request that says nothing.
@@ -228,6 +229,14 @@ CASES: list[Case] = [
         (place, "logit_bias", {"7": -1.5}, {"logit_bias": {7: -1.5}}, sglang, {"logit_bias": {7: -1.5}})
         for place in (CHAT, COMPLETIONS, SAMPLING)
         for sglang in ({"sampling_params.logit_bias": {"7": -1.5}},)
+    ),
+    *(
+        (place, "allowed_token_ids", [3, 4], {"allowed_token_ids": (3, 4)}, NOT_THERE, {"allowed_token_ids": [3, 4]})
+        for place in (CHAT, COMPLETIONS)
+    ),
+    *(
+        (place, "bad_words", ["a", "b c"], {"bad_words": ("a", "b c")}, NOT_THERE, {"bad_words": ["a", "b c"]})
+        for place in (CHAT, COMPLETIONS)
     ),
     *(
         (place, "stop_token_ids", [3, 4], {"stop_token_ids": (3, 4)}, sglang, {"stop_token_ids": [3, 4, 9]})
@@ -448,6 +457,8 @@ LOADED: list[tuple[str, SamplingParams]] = [
     ("repetition_penalty", SamplingParams(repetition_penalty=1.1)),
     ("logprobs", SamplingParams(logprobs=0)),
     ("logit_bias", SamplingParams(logit_bias={1: 1.0})),
+    ("allowed_token_ids", SamplingParams(allowed_token_ids=(1,))),
+    ("bad_words", SamplingParams(bad_words=("a",))),
     *((kind, SamplingParams(grammar=Grammar(kind, '["a"]'))) for kind in GRAMMAR_KINDS),
 ]
 
@@ -471,8 +482,12 @@ def test_what_an_engine_lacks_is_refused_by_name(name: str, sampling: SamplingPa
             check_sampling(request, bare)
     for engine in ("sglang", "vllm"):
         info = EngineInfo(engine, "m", 100, sampling_fields=FIELDS[engine], resumable_fields=RESUMABLE_FIELDS[engine])
+        if engine == "sglang" and name in ("allowed_token_ids", "bad_words"):
+            with pytest.raises(InvalidInput, match=f"^{name}: the engine sglang does not have it"):
+                check_sampling(fresh, info)
+            continue
         check_sampling(fresh, info)
-        counts_afresh = name in GRAMMAR_KINDS or name in ("frequency_penalty", "presence_penalty")
+        counts_afresh = name in GRAMMAR_KINDS or name in ("frequency_penalty", "presence_penalty", "bad_words")
         if counts_afresh or (engine, name) == ("sglang", "repetition_penalty"):
             with pytest.raises(InvalidInput, match=f"^{name}: the engine {engine} cannot go on"):
                 check_sampling(begun, info)
