@@ -142,6 +142,9 @@ cdef class LoadTracker:
     cdef uint32_t expected_output(self, uint32_t worker, int64_t max_new_tokens) noexcept nogil
     cdef int64_t book(self, uint32_t worker, Lease lease, double now) noexcept nogil
     cdef void correct_prefill(self, Lease* lease, int64_t prefill_ns) noexcept nogil
+    cdef void reprice(self, uint32_t worker, double factor) noexcept nogil
+    cdef void book_again(self, uint32_t worker, int64_t sign) noexcept nogil
+    cdef bint is_of(self, Lease* lease, uint32_t worker) noexcept nogil
     cdef void prefilled(self, Lease* lease, double now) noexcept nogil
     cdef void end_lease(self, Lease* lease, int64_t output_tokens, double now) noexcept nogil
     cdef void drop_lease(self, Lease* lease) noexcept nogil

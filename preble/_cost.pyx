@@ -591,6 +591,41 @@ cdef class LoadTracker:
         lease.prefill_ns = prefill_ns
         self.enter(lease, &change, 1)
 
+    cdef void reprice(self, uint32_t worker, double factor) noexcept nogil:
+        """What a worker was assigned takes `factor` times as long as was booked. The caller settles. O(leases)."""
+        cdef WorkerLoad* loads = &self.workers[worker]
+        cdef int64_t before = loads.window.prefill_ns, waiting = 0
+        cdef uint32_t slot, index
+        cdef Lease* lease
+        # Live bookings apart from the rest of their slices, so that a slice never holds less than them.
+        self.book_again(worker, -1)
+        for slot in range(BUCKETS):
+            loads.ring[slot].prefill_ns = nanoseconds(loads.ring[slot].prefill_ns * 1e-9 * factor)
+        for index in range(self.leases.chunk_count << CHUNK_BITS):
+            lease = self.lease_at(index)
+            if self.is_of(lease, worker):
+                lease.prefill_ns = nanoseconds(lease.prefill_ns * 1e-9 * factor)
+                waiting += 0 if lease.prefilled else lease.prefill_ns
+        self.book_again(worker, 1)
+        self.wait_change(loads, waiting - loads.waiting_prefill_ns)
+        loads.window.prefill_ns = 0
+        for slot in range(BUCKETS):
+            loads.window.prefill_ns += loads.ring[slot].prefill_ns
+        self.fleet.prefill_ns += loads.window.prefill_ns - before
+
+    cdef void book_again(self, uint32_t worker, int64_t sign) noexcept nogil:
+        """Add the prefill of a worker's live bookings to their slices, or (-1) take it out."""
+        cdef uint32_t index
+        cdef Lease* lease
+        for index in range(self.leases.chunk_count << CHUNK_BITS):
+            lease = self.lease_at(index)
+            if self.is_of(lease, worker) and self.now_bucket - lease.bucket < BUCKETS:
+                self.workers[worker].ring[lease.bucket % BUCKETS].prefill_ns += sign * lease.prefill_ns
+
+    cdef bint is_of(self, Lease* lease, uint32_t worker) noexcept nogil:
+        """Whether it is a live booking of this very worker."""
+        return lease.serial != 0 and lease.worker == worker and self.is_current(lease)
+
     cdef void prefilled(self, Lease* lease, double now) noexcept nogil:
         """The first token came: the prefill is no longer outstanding."""
         if not lease.prefilled:

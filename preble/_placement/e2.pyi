@@ -8,3 +8,4 @@ class E2:
     tree: RadixTree
     loads: LoadTracker
     accuracy: CacheAccuracy
+    def reprice_credits(self, factor: float) -> None: ...

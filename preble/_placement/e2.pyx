@@ -43,7 +43,7 @@ docs/e2.md has an example in numbers, docs/experiments/one-price.md how each con
 All of this runs as the tree's writer, or as a reader with a slot, for explanations; so it reads with atomic loads.
 """
 
-from libc.math cimport INFINITY, log
+from libc.math cimport INFINITY, log, pow
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -206,6 +206,14 @@ cdef class E2:
             free_scratch(&self.scratch)
             self.scratch = more
         return 0
+
+    def reprice_credits(self, double factor) -> None:
+        """One worker's work takes `factor` times as long as was thought: what is saved up, in seconds of all workers,
+        changes by its share of that. The tree's writer calls it. O(credits)."""
+        cdef double share = pow(factor, 1.0 / max(load32(&self.loads.used), 1))
+        cdef uint32_t i
+        for i in range(CREDITS):
+            store_double(&self.credits[i].seconds, self.credits[i].seconds * share)
 
     # --- looking ---
 

@@ -22,7 +22,7 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 
 from preble._core.atomic cimport load32, store32
-from preble._cost cimport Cost, CostModel, Lease, LoadTracker
+from preble._cost cimport Bucket, Cost, CostModel, Lease, LoadTracker, prefill_seconds
 from preble._core.memory cimport NONE
 from preble._radix cimport RadixTree
 from preble._core.tree.reclaim cimport PLAIN, retire_thing
@@ -148,18 +148,22 @@ cdef bytes ring_bytes(const Sample* ring, uint64_t count):
     return PyBytes_FromStringAndSize(<const char*> ring, min(count, <uint64_t> SAMPLES) * sizeof(Sample))
 
 
-def swap_cost(RadixTree tree not None, LoadTracker loads not None, uint32_t worker, CostModel cost not None) -> None:
-    """Let decisions reckon with another cost model for a worker, as the tree's writer. What is booked stays booked at
-    the old one. O(workers). MemoryError changes nothing."""
+def swap_cost(RadixTree tree not None, LoadTracker loads not None, uint32_t worker, CostModel cost not None) -> float:
+    """Let decisions reckon with another cost model for a worker, as the tree's writer. What is booked, and what the
+    window holds, is priced anew: by as much as the two differ for the worker's mean request. Else a wrong price would
+    be compared with right ones until the window is over. Returns how many times longer that request takes now.
+    O(workers + leases). MemoryError changes nothing."""
     cdef const Cost* old = loads.rows[worker].cost
     cdef Cost* own
     cdef uint32_t i
     cdef uint32_t number = worker
+    cdef double factor
     assert old != NULL, f"no worker has index {worker}"
     own = <Cost*> malloc(sizeof(Cost))
     if own == NULL:
         raise MemoryError("swap_cost")
     memcpy(own, &cost.cost, sizeof(Cost))
+    factor = price_ratio(&loads.workers[worker].window, old, own)
     store32(&loads.rows[worker].alike, NONE)
     store_cost(&loads.rows[worker].cost, own)
     retire_thing(&tree.t, <void*> old, PLAIN, 0)
@@ -169,4 +173,15 @@ def swap_cost(RadixTree tree not None, LoadTracker loads not None, uint32_t work
             number = load32(&loads.rows[i].alike)
             break
     store32(&loads.rows[worker].alike, number)
+    loads.reprice(worker, factor)
     loads.retune()
+    return factor
+
+
+cdef double price_ratio(const Bucket* window, const Cost* old, const Cost* new) noexcept nogil:
+    """How many times longer the mean prefill of a window takes by another model; 1 of an empty window."""
+    cdef double requests = max(<double> window.requests, 1.0)
+    cdef double context = window.prompt_tokens / requests
+    cdef double missed = max((window.prompt_tokens - window.matched_tokens) / requests, 1.0)
+    cdef double before = prefill_seconds(old, missed, context)
+    return prefill_seconds(new, missed, context) / before if window.requests and before > 0.0 else 1.0

@@ -7,8 +7,10 @@ operator what is behind it. Knows nothing of requests, prompts or policies.
 
   1. Each worker's factors are estimated from its samples.
   2. Workers with the same prior are a group, and the factors of its middle worker are taken for all of them, newcomers
-     too, as long as a worker's own are not clearly others. Where few are measured, nobody else is taken for slower than
-     they are: who looks slow without a sample gets no request, and without one no sample.
+     too, as long as a worker's own are not clearly others. Until most are measured, all samples of the group together
+     say what is taken for all: were those that have samples first judged for themselves, a prior far off would make
+     them look another kind than the rest, and one side would get no request. Who is not measured is never taken for
+     slower than those that are: who looks slow without a sample gets no request, and without one no sample.
   3. A prior is kept until it is clearly wrong for what the worker usually does, and a model is published only where
      it differs enough from the one that is: workers that are alike stay exactly alike.
 """
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 FRESH_MIN = 16  # samples since the last fit, for another one at once
 FIT_AGAIN_SECONDS = 10.0  # for fewer
 WORKERS_PER_TICK = 32  # looked at in one tick, in turn; each is some milliseconds
+POOLED_MIN = 4  # samples of a whole group, before they say anything together
+POOLED_WORKERS_MAX = 32
 PRIOR_WRONG = 0.5  # in logarithms: 65 %. The samples' own bias is up to 25 % where a fleet is overloaded
 OTHER_THAN_GROUP = 0.5
 WORTH_PUBLISHING = 0.1
@@ -69,6 +73,7 @@ class Calibrator:
         self._workers: dict[str, _Measured] = {}
         self._groups: dict[Hashable, Logs] = {}  # what is taken for a group's workers
         self._unmeasured: dict[Hashable, Logs] = {}  # and for those of them without samples
+        self._pooled: dict[Hashable, int] = {}  # samples that were last looked at together
 
     def opened(self, name: str, index: int, prior: CostModel, published: CostModel) -> None:
         """A worker joined, whose decisions reckon with `published`: its prior, unless it was restored."""
@@ -86,7 +91,7 @@ class Calibrator:
         microseconds at a time."""
         for name in list(self._workers)[:WORKERS_PER_TICK]:
             self._measure(name, now)
-        self._regroup()
+        self._regroup(now)
         for name in list(self._workers):
             self._publish(name)
 
@@ -98,28 +103,44 @@ class Calibrator:
             self._workers[name] = worker  # in turn: it is the last now
             seen = self._core.timings.counts(worker.index)
             fresh = sum(seen) - sum(worker.seen)
-            if not fresh or (fresh < FRESH_MIN and abs(now - worker.fitted_at) < FIT_AGAIN_SECONDS):
+            soon = fresh < FRESH_MIN and abs(now - worker.fitted_at) < FIT_AGAIN_SECONDS
+            if not fresh or (soon and worker.found is not None):
                 return
             prefills, decodes = self._core.timings.samples(worker.index)
         from .calibration_fit import estimated, rows_of
 
-        worker.seen = seen
-        worker.fitted_at = now
         found = estimated(worker.prior, rows_of(prefills), rows_of(decodes), now - self._window_seconds)
-        worker.found = worker.found if found is None else found
+        worker.seen = seen
+        if found is not None:
+            worker.found, worker.fitted_at = found, now
 
-    def _regroup(self) -> None:
+    def _regroup(self, now: float) -> None:
         """The factors of each group, moved where that is worth it, and who differs from its group."""
         members: dict[Hashable, list[_Measured]] = {}
         with self._core.tree:
             for worker in self._workers.values():
                 members.setdefault(worker.key, []).append(worker)
-            self._groups = {key: _of_group(self._groups.get(key, PRIOR), group) for key, group in members.items()}
+            self._groups = {key: self._groups.get(key, PRIOR) for key in members}
+            pools = {key: self._pool(key, group) for key, group in members.items() if not _is_measured(group)}
         for key, group in members.items():
+            pooled, measured = (
+                _estimate_of_pool(group[0].prior, pools.get(key), now - self._window_seconds),
+                _is_measured(group),
+            )
+            self._groups[key] = _of_group(self._groups[key], group, pooled)
             for worker in group:
                 by = 0.5 * OTHER_THAN_GROUP if worker.own else OTHER_THAN_GROUP
-                worker.own = worker.found is not None and worker.found.differs(self._groups[key], by)
+                own = worker.found is not None and worker.found.differs(self._groups[key], by)
+                worker.own = own and (measured or worker.own)
             self._unmeasured[key] = _of_unmeasured(self._groups[key], group)
+
+    def _pool(self, key: Hashable, group: list[_Measured]) -> list[tuple[bytes, bytes]]:
+        """The samples of a group of which few workers are measured for themselves, if there are new ones."""
+        seen = sum(sum(self._core.timings.counts(worker.index)[:2]) for worker in group)
+        if seen == self._pooled.get(key, 0):
+            return []
+        self._pooled[key] = seen
+        return [self._core.timings.samples(worker.index) for worker in group[-POOLED_WORKERS_MAX:]]
 
     def _publish(self, name: str) -> None:
         with self._core.tree:
@@ -133,7 +154,8 @@ class Calibrator:
                     return
             if wanted == worker.published:
                 return
-            swap_cost(self._core.tree, self._core.loads, worker.index, scaled(worker.prior, wanted))
+            model = scaled(worker.prior, wanted)
+            self._core.reprice_credits(swap_cost(self._core.tree, self._core.loads, worker.index, model))
             worker.published = wanted
             worker.changes += 1
 
@@ -164,14 +186,31 @@ def confidence(error: float) -> float:
     return 1.0 / (1.0 + 10.0 * error)
 
 
-def _of_group(taken: Logs, group: list[_Measured]) -> Logs:
-    """The factors of a group's middle worker, where they are worth a change. Of two in the middle it is the faster
-    one's."""
-    known = [worker.found for worker in group if worker.found is not None]
-    if 2 * len(known) <= len(group):  # else the first one known would speak for all
+def _is_measured(group: list[_Measured]) -> bool:
+    """Whether most of a group's workers have estimates of their own."""
+    return 2 * sum(worker.found is not None for worker in group) > len(group)
+
+
+def _estimate_of_pool(prior: CostModel, samples: list[tuple[bytes, bytes]] | None, since: float) -> Estimate | None:
+    """What all samples of a group together say; None where there are too few, or none is new."""
+    if not samples or not any(kind for each in samples for kind in each):
+        return None
+    from .calibration_fit import estimated, rows_of
+
+    prefills, decodes = (rows_of(b"".join(kind)) for kind in zip(*samples, strict=True))
+    return estimated(prior, prefills, decodes, since, POOLED_MIN)
+
+
+def _of_group(taken: Logs, group: list[_Measured], pooled: Estimate | None) -> Logs:
+    """The factors of a group, where they are worth a change: those of its middle worker, of two in the middle the
+    faster one's; of all samples together as long as most have no estimate."""
+    found = pooled
+    if _is_measured(group):
+        known = [worker.found for worker in group if worker.found is not None]
+        known.sort(key=lambda found: sum(found.factors(found.logs)))
+        found = known[(len(known) - 1) // 2]
+    if found is None:
         return taken
-    known.sort(key=lambda found: sum(found.factors(found.logs)))
-    found = known[(len(known) - 1) // 2]
     kept = taken == PRIOR and group[0].prior.name != NEUTRAL.name
     by = PRIOR_WRONG if kept else WORTH_PUBLISHING
     return rounded(found.logs) if found.differs(taken, by) else taken

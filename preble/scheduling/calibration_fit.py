@@ -26,7 +26,8 @@ HALF_LIFE_SAMPLES = 12  # so many samples of its kind later one weighs half
 OWN_SHARE_MIN = 0.5  # of a decode's time, by the model, that must be its own and not others' prefills
 SURE = 3.0  # standard errors
 SPREAD_MIN = 0.1  # of samples, in logarithms; what is smaller is luck
-APART = 1.5  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
+SPREAD_OF_ONE = 1.0  # the same of few, over the root of their number: four factors fit four samples, whatever these are
+APART = 1.0  # standard deviation of one factor from all, and of all from 1, before any sample: prior of the fit
 TOGETHER = 3.0
 ROUNDS = 25
 
@@ -66,13 +67,15 @@ def rows_of(samples: bytes) -> Floats:
     return rows[np.argsort(rows[:, AT], kind="stable")]
 
 
-def estimated(prior: CostModel, prefills: Floats, decodes: Floats, since: float) -> Estimate | None:
+def estimated(
+    prior: CostModel, prefills: Floats, decodes: Floats, since: float, samples_min: int = SAMPLES_MIN
+) -> Estimate | None:
     """What samples that ended after `since` say; None where they are too few."""
     parts = CostTerms(prior)
     prefills, decodes = prefills[prefills[:, AT] >= since], decodes[decodes[:, AT] >= since]
     prefill_terms, (decode_terms, use) = prefill_expected(parts, prefills), decode_expected(parts, decodes)
     weights = np.concatenate([_recent(len(prefills)), _recent(int(use.sum()))])
-    if len(weights) < SAMPLES_MIN:
+    if len(weights) < samples_min:
         return None
     seconds = np.concatenate([prefills[:, SECONDS], decodes[use, SECONDS]])
     logs, doubt = fitted(np.concatenate([prefill_terms, decode_terms[use]]), seconds, weights)
@@ -125,12 +128,13 @@ def fitted(terms: Floats, seconds: Floats, weights: Floats) -> tuple[Logs, Float
     limit, covariance = math.log(FACTOR_MAX), np.linalg.inv(ridge)
     if not len(logs):
         return PRIOR, covariance
+    least = max(SPREAD_MIN, SPREAD_OF_ONE / math.sqrt(len(logs)))
     found = np.full(4, np.clip(_median(logs - np.log(terms.sum(axis=1)), weights), -limit, limit))
     for _ in range(ROUNDS):
         parts = terms * np.exp(found)
         sums = parts.sum(axis=1)
         errors = logs - np.log(sums)
-        spread = max(SPREAD_MIN, 1.4826 * _median(np.abs(errors), weights))
+        spread = max(least, 1.4826 * _median(np.abs(errors), weights))
         sure = weights / (1.0 + (errors / (2.0 * spread)) ** 2) / spread**2
         slopes = parts / sums[:, None]
         covariance = np.linalg.inv(slopes.T @ (sure[:, None] * slopes) + ridge)

@@ -136,7 +136,8 @@ def lived(seed: int, steps: int, max_bytes: int = 1 << 20) -> tuple[GlobalSchedu
         WorkerSpec("c", kv_capacity_tokens=10**6, cost_model="mistral-7b/a100"),
         WorkerSpec("d", kv_capacity_tokens=200),
     ]
-    config = SchedulerConfig(history_seconds=36.0, lease_seconds=100.0, max_bytes=max_bytes)
+    # Not calibrated: samples of speed are not kept, and what is learned from them would differ from there on.
+    config = SchedulerConfig(history_seconds=36.0, lease_seconds=100.0, max_bytes=max_bytes, calibrate=False)
     scheduler = GlobalScheduler(specs, config=config, clock=clock, seed=seed)
     life = Life(scheduler, clock, seed)
     for _ in range(steps):
