@@ -615,6 +615,29 @@ def test_an_engine_that_fails_ends_the_worker_and_reports_the_routers(leashed: M
     assert isinstance(one.error, EngineError) and isinstance(one.error.__cause__, RuntimeError)
 
 
+@pytest.mark.parametrize("broken", ["poll", "send_chunks"])
+def test_an_error_of_the_transport_ends_the_worker_and_is_raised(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    engine = LeashedEngine()
+    engine.allowed.release(9)
+    worker = Worker(engine, WorkerConfig(ServerConfig(), "leashed"), epoch=5)
+    peer = Peer(worker.server.endpoint)
+    if broken == "send_chunks":
+        peer.send(wire.Hello("raw-router"))
+        while not worker.server.counters.sessions_opened:
+            worker.server.poll(0.01)
+        assert isinstance(peer.receive(), wire.Welcome)
+        peer.send(wire.GenerationRequest("r", np.array([1, 2], np.int32)))
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(worker.server, broken, fail)
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        worker.run()
+    peer.close()
+    assert engine.closed
+
+
 def test_events_go_out_before_the_chunks_of_the_same_step(leashed: Make) -> None:
     one = leashed()
     one.submit("r")
