@@ -209,7 +209,12 @@ class RequestCycle:
 
     def write_part(self, part: bytes) -> bool:
         """`write`, with more to come, for who may not know that the answer was given another end meanwhile."""
-        return self.write(part) if self.response_started and not self.response_complete else not self._flow.write_paused
+        if self.disconnected or self.response_complete or not self.response_started:
+            return not self._flow.write_paused
+        if not self.chunked_encoding or not part:
+            return self.write(part)
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return not self._flow.write_paused
 
     def _complete(self) -> None:
         if self.expected_content_length:
