@@ -70,6 +70,7 @@ def extensions(force: bool) -> list[Extension]:
         "cdivision": not DEBUG,
         "initializedcheck": DEBUG,
         "embedsignature": True,
+        "freethreading_compatible": True,  # without Python's lock the core's own orders threads
     }
     built: list[Extension] = cythonize(modules, build_dir=str(BUILD_DIR), compiler_directives=directives, force=force)
     return built

@@ -21,6 +21,7 @@ cdef struct Held:                # what each worker holds of a prompt
 cdef class RadixTree:
     cdef Tree t
     cdef dict _roots             # key of a namespace (`find_key`) -> root index
+    cdef uint32_t unnamed_root   # (r) of the namespace None, which most prompts are in; NONE: it has none
     cdef dict _names             # root index -> the same key
     cdef object _root_queue      # roots in the order they are looked at for removal
     cdef object __weakref__

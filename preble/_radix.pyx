@@ -101,6 +101,7 @@ cdef class RadixTree:
                 or epochs_init(&self.t.epochs) or lock_init(&self.t.writer_lock)):
             raise MemoryError("RadixTree")
         self._roots = {}
+        self.unnamed_root = NONE
         self._names = {}
         self._root_queue = deque()
 
@@ -154,6 +155,10 @@ cdef class RadixTree:
         cdef TokenRun* run
         cdef uint32_t i
         cdef int64_t name_bytes
+        if namespace is None:
+            i = load32(&self.unnamed_root)
+            if i != NONE:
+                return i
         key = dict_key(self._roots, namespace)   # what users' code does is done by now
         found = self._roots.get(key)
         if found is not None:
@@ -180,6 +185,8 @@ cdef class RadixTree:
         self._roots[key] = i
         self._names[i] = key
         self._root_queue.append(i)
+        if key is None:
+            store32(&self.unnamed_root, i)
         self.t.budget.used += NAMESPACE_BYTES + key_bytes(key)
         return 0
 
@@ -195,6 +202,8 @@ cdef class RadixTree:
             if root.first_child == NONE and root.hits == 0:        # a root's `hits` counts the holds that end on it
                 key = self._names.pop(i)
                 del self._roots[key]
+                if key is None:
+                    store32(&self.unnamed_root, NONE)
                 self.t.budget.used -= NAMESPACE_BYTES + key_bytes(key)
                 forgotten.append(key)
                 free_node(&self.t, i)

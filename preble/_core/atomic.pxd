@@ -41,6 +41,14 @@ cdef extern from * nogil:
     static inline void preble_store_double(double *p, double value) {
         __atomic_store(p, &value, __ATOMIC_RELEASE);
     }
+    /* CPython built with --disable-gil: what Python's lock orders elsewhere needs a lock, or an atomic step. */
+    #ifdef Py_GIL_DISABLED
+    #define PREBLE_FREE_THREADED 1
+    #define preble_count(p, n) ((void)__atomic_fetch_add((p), (n), __ATOMIC_RELAXED))
+    #else
+    #define PREBLE_FREE_THREADED 0
+    #define preble_count(p, n) ((void)(*(p) += (n)))
+    #endif
     static inline void preble_pause(void) {
     #if defined(__x86_64__) || defined(__i386__)
         __builtin_ia32_pause();
@@ -67,5 +75,7 @@ cdef extern from * nogil:
     uint64_t swap64 "preble_swap"(uint64_t* p, uint64_t value)    # a full barrier
     bint claim64 "preble_claim"(uint64_t* p, uint64_t value)      # from 0 to `value`, or False; a full barrier
     void raise32 "preble_raise"(uint32_t* p, uint32_t least)      # to `least` at the least
+    bint FREE_THREADED "PREBLE_FREE_THREADED"                     # a constant
+    void add_count "preble_count"(int64_t* p, int64_t more)           # of what many threads add to
     void pause "preble_pause"()
     uint32_t thread_number "preble_thread_number"()

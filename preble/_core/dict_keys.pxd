@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t
 from cpython.long cimport PyLong_CheckExact
 from cpython.unicode cimport PyUnicode_CheckExact
 
-cdef Py_ssize_t hashed_keys      # alive, in all dictionaries together
+cdef int64_t hashed_keys         # alive, in all dictionaries together
 
 cdef class HashedKey:            # stands for an object whose hash or equality is Python code; equals itself alone
     cdef readonly object value

@@ -15,6 +15,8 @@ cimport cython
 from cpython.object cimport PyTypeObject
 from libc.stdint cimport int64_t
 
+from preble._core.atomic cimport add_count
+
 cdef extern from "Python.h":
     Py_ssize_t PyUnicode_GET_LENGTH(object text)
     int PyUnicode_KIND(object text)
@@ -25,7 +27,7 @@ cdef enum:
     TUPLE_DEPTH_MAX = 32         # tuples within tuples that are their own keys; snapshots keep no deeper ones
     LOOKS_MAX = 1000             # at keys of equal hash that others change meanwhile
 
-cdef Py_ssize_t hashed_keys = 0
+cdef int64_t hashed_keys = 0
 
 
 @cython.final
@@ -34,15 +36,13 @@ cdef class HashedKey:
     """Stands for a user's object in a dictionary. `value`: that object. Immutable, so thread-safe."""
 
     def __cinit__(self):
-        global hashed_keys
-        hashed_keys += 1
+        add_count(&hashed_keys, 1)
 
     def __init__(self):
         raise TypeError("a HashedKey is made by find_key")
 
     def __dealloc__(self):
-        global hashed_keys
-        hashed_keys -= 1
+        add_count(&hashed_keys, -1)
 
     def __hash__(self):
         return self.value_hash

@@ -6,6 +6,7 @@ loop. The functions about words are for Python code that keeps token ids as raw 
 
 from operator import index
 
+cimport cython
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_CheckBuffer,
                              PyObject_GetBuffer)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -147,7 +148,8 @@ cdef int view_tokens(object token_ids, TokenView* view, bint allow_empty=False) 
     view.checked = False
     try:
         if PyList_Check(token_ids) or PyTuple_Check(token_ids):
-            convert_sequence(token_ids, view)
+            with cython.critical_section(token_ids):     # nothing where Python has its lock
+                convert_sequence(token_ids, view)
         else:
             borrow_buffer(token_ids, view)
         if view.count == 0 and not allow_empty:

@@ -16,6 +16,7 @@ from preble._kv_index.decode cimport (BATCH, CLEARED, HASH_BYTES_MAX, HASH_TOO_L
                                       NO_FIT, OUT_OF_MEMORY, REMOVED, STORED, TIME, WRONG_TYPE, Batch, Event, Fault,
                                       Key, Slice, close_batch, decode, empty_batch, keep_event, key_item, need_keys,
                                       need_tokens, take_prints)
+from preble._core.atomic cimport FREE_THREADED
 from preble._core.dict_keys cimport find_key
 from preble._core.msgpack_reader cimport (BAD_TOKEN, BYTES_ITEM, CUT_SHORT, FINE, INT_ITEM, RESERVED_BYTE, TOO_LONG,
                                           Item, Reader, read_item)
@@ -62,8 +63,9 @@ cdef class EventBatch:
 
     def __cinit__(self, object payload=None, *, int64_t fail_after=0):
         global _spare
-        self.batch = _spare
-        memset(&_spare, 0, sizeof(Batch))
+        if not FREE_THREADED:
+            self.batch = _spare
+            memset(&_spare, 0, sizeof(Batch))
         if fail_after:               # an allocation that is not made cannot fail
             close_batch(&self.batch)
             memset(&self.batch, 0, sizeof(Batch))
@@ -91,7 +93,7 @@ cdef class EventBatch:
 
     def __dealloc__(self):
         global _spare
-        if self.batch.budget.used > SPARE_MAX or _spare.budget.used:
+        if FREE_THREADED or self.batch.budget.used > SPARE_MAX or _spare.budget.used:
             close_batch(&self.batch)
         else:
             empty_batch(&self.batch)

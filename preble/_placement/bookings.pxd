@@ -1,5 +1,6 @@
 # Decisions that count: contents of `bookings.pyx`.
 
+from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from preble._placement.decision cimport Decision
@@ -32,11 +33,21 @@ cdef struct Asked:               # one of several prompts that are placed by one
     Choice choice
     bint booked
 
+cdef enum:
+    THREADS_KEPT = 64
+
+cdef struct OwnNames:
+    uint32_t thread              # (r) its number; 0: nobody's
+    uint64_t version             # of names_now
+    PyObject* names
+
 cdef class DecisionCore(E2):
     cdef readonly Groups groups
     cdef readonly Redirects redirects
     cdef readonly list names     # worker id by index, None where free
     cdef tuple names_now         # the same, never changed
+    cdef uint64_t names_version  # (r) +1 with each of these
+    cdef OwnNames[THREADS_KEPT] own_names        # where Python has no lock: each thread's copy, see names_here
     cdef readonly dict leases    # request key (`find_key`) -> lease key, or PENDING
     cdef readonly uint32_t live_max
     cdef readonly TimingSamples timings  # what the workers' speed is known by; None: nobody wants to know
@@ -62,6 +73,10 @@ cdef class DecisionCore(E2):
     cdef uint32_t walk_many(self, Asked* asked, uint32_t count) noexcept nogil
     cdef int book_many(self, Asked* asked, uint32_t count) noexcept nogil
     cdef int commit(self, const Placement* request, Choice* choice) noexcept nogil
+    cdef int publish_names(self) except -1
+    cdef tuple names_here(self)
+    cdef int walk_ahead(self, TokenView* view, object namespace, Placement* request) except -1
+    cdef str decide_walked(self, TokenView* view, object namespace, Placement* request, Choice* choice)
     cdef str chosen_name(self, const Choice* choice)
     cdef int raise_outcome(self, int outcome) except -1
     cdef Lease* live_lease(self, int64_t key) noexcept nogil

@@ -7,14 +7,14 @@ weighed, or a Python policy chooses.
 """
 
 from cpython.dict cimport PyDict_Next
-from cpython.ref cimport PyObject
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
 from libc.math cimport INFINITY, nextafterf
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from preble._placement.decision cimport Decision, new_decision
-from preble._core.atomic cimport load64, store32
+from preble._core.atomic cimport FREE_THREADED, load32, load64, store32, store64, thread_number
 from preble._core.dict_keys cimport dict_key
 from preble._cost cimport Cost, CostModel, Lease, LoadTracker, Row, nanoseconds, prefill_seconds
 from preble._placement.prefix_groups cimport Groups
@@ -96,7 +96,7 @@ cdef class DecisionCore(E2):
         while len(self.names) <= index:
             self.names.append(None)
         self.names[index] = name
-        self.names_now = tuple(self.names)
+        self.publish_names()
         self.set_eligible(index, True)
         return index
 
@@ -117,8 +117,41 @@ cdef class DecisionCore(E2):
         if self.timings is not None:
             self.timings.close(index)
         self.names[index] = None
-        self.names_now = tuple(self.names)
+        self.publish_names()
         return orphans
+
+    cdef int publish_names(self) except -1:
+        """Let everybody see what `names` is now. As the writer."""
+        self.names_now = tuple(self.names)
+        store64(&self.names_version, self.names_version + 1)
+        return 0
+
+    cdef tuple names_here(self):
+        """`names_now`, without a lock. Where Python has none, either, a thread gets its own copy: another thread may be
+        about to let go of the one for all, and threads that count references to one object wait for each other."""
+        cdef uint32_t number
+        cdef OwnNames* own
+        if not FREE_THREADED:
+            return self.names_now
+        number = thread_number()
+        own = &self.own_names[number % <uint32_t> THREADS_KEPT]
+        if load32(&own.thread) == number and own.version == load64(&self.names_version):
+            return <tuple> own.names
+        with self.tree:
+            if own.thread != 0 and own.thread != number:
+                return self.names_now
+            copy = tuple(self.names)
+            Py_XDECREF(own.names)
+            Py_INCREF(copy)
+            own.names = <PyObject*> copy
+            own.version = self.names_version
+            store32(&own.thread, number)
+            return copy
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        for i in range(<uint32_t> THREADS_KEPT):
+            Py_XDECREF(self.own_names[i].names)
 
     def set_eligible(self, uint32_t index, uint32_t eligible) -> None:
         """Which new requests a worker may take: none (0), any (1), or those exploited there (2). Under both locks.
@@ -304,6 +337,36 @@ cdef class DecisionCore(E2):
             outcome = self.commit(request, choice)
         reclaim(t)
         return outcome
+
+    # --- where Python has no lock: what `decide` does with it is done as the writer ---
+
+    cdef int walk_ahead(self, TokenView* view, object namespace, Placement* request) except -1:
+        """Walk a prompt as a reader, for `decide_walked`. Raises InvalidTokens."""
+        cdef Tree* t = &self.tree.t
+        cdef uint32_t slot
+        request.tokens = view.data
+        request.count = view.count
+        request.everyone = False
+        request.from_peer = False
+        self.bind_root(request, namespace, False)
+        if request.root != NONE:
+            slot = reader_enter(&t.epochs)
+            if generation(node_at(t, request.root)) == request.root_generation:
+                request.walk = tree_walk(t, request.walk, view.data, view.count)
+            reader_leave(&t.epochs, slot)
+        check_tokens(view, request.walk.matched)
+        return 0
+
+    cdef str decide_walked(self, TokenView* view, object namespace, Placement* request, Choice* choice):
+        """`decide` from where `walk_ahead` came to, as the writer, who holds workers and names still."""
+        cdef int outcome = ROOT_GONE
+        self.need_eligible()
+        if request.root != NONE:
+            outcome = self.walk_and_book(view, request, choice, True)
+        if outcome == ROOT_GONE:
+            return self.decide(view, namespace, request, choice)
+        self.raise_outcome(outcome)
+        return self.names[choice.worker]
 
     # --- several prompts at once ---
 

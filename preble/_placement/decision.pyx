@@ -55,11 +55,12 @@ cdef class Match:
     def matched_tokens(self) -> dict[str, int]:
         """Tokens by worker id; made when first asked for."""
         cdef uint32_t i
-        if self.by_name is None:
-            self.by_name = {self.names[self.held.met[i]]: self.held.held[self.held.met[i]]
-                            for i in range(self.held.count)
-                            if self.held.held[self.held.met[i]] and self.names[self.held.met[i]] is not None}
-        return self.by_name
+        with cython.critical_section(self):      # nothing where Python has its lock
+            if self.by_name is None:
+                self.by_name = {self.names[self.held.met[i]]: self.held.held[self.held.met[i]]
+                                for i in range(self.held.count)
+                                if self.held.held[self.held.met[i]] and self.names[self.held.met[i]] is not None}
+            return self.by_name
 
     @property
     def best_tokens(self) -> int:

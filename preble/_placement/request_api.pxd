@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t
 
 from preble._placement.decision cimport Decision
 from preble._placement.bookings cimport Asked, DecisionCore
-from preble._placement.e2 cimport REASONS
+from preble._placement.e2 cimport REASONS, Placement
 
 cdef enum Call:                  # what is reported to observers
     FIRST_TOKEN = 0
@@ -29,6 +29,7 @@ cdef class RequestApi:
     cdef object claim(self, object request_id, int64_t number)
     cdef int give_up(self, object key) except -1
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
+    cdef Decision place_walked(self, object token_ids, object request_id, object namespace, Placement* request)
     cdef list place_many(self, list prompts, list request_ids, object namespace, int64_t limit)
     cdef list answer_many(self, Asked* asked, list names, list keys, list request_ids)
     cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens)

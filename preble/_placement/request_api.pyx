@@ -25,7 +25,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from preble._placement.decision cimport Decision, Match, new_decision
-from preble._core.atomic cimport load64
+from preble._core.atomic cimport FREE_THREADED, add_count, load64
 from preble._core.dict_keys cimport dict_key
 from preble._placement.bookings cimport LATE, PENDING, TOO_MANY_CACHED, Asked, DecisionCore
 from preble._core.manual_clock cimport ManualClock
@@ -173,18 +173,18 @@ class RequestObserver:
 
 # --- questions --------------------------------------------------------------------------------------------------------
 
-cdef Match estimated_match(DecisionCore core, object token_ids, object namespace):
+cdef Match estimated_match(RequestApi api, object token_ids, object namespace):
     """What each worker is estimated to cache. Changes nothing, takes no lock."""
     cdef Match match = Match.__new__(Match)
     cdef Terms terms
     cdef uint32_t at, i
-    core.tree.look(token_ids, namespace, &match.held)
+    api.core.tree.look(token_ids, namespace, &match.held)
     match.prompt_tokens = match.held.prompt
     match.known_tokens = match.held.walk.matched
-    match.names = core.names_now
+    match.names = api.core.names_here()
     for at in range(match.held.count):
         i = match.held.met[at]
-        core.size_up(&terms, i, match.held.held[i], match.held.prompt)
+        api.core.size_up(&terms, i, match.held.held[i], match.held.prompt)
         match.held.held[i] = terms.usable
     return match
 
@@ -234,7 +234,7 @@ cdef tuple choose_beside_writers(DecisionCore core, Placement* request, TokenVie
     cdef Scratch own
     cdef Tree* t = &core.tree.t
     cdef uint32_t slot
-    names = core.names_now
+    names = core.names_here()
     core.bind_root(request, namespace, False)
     if new_scratch(&own, len(names)):
         raise MemoryError("GlobalScheduler.explain")
@@ -396,6 +396,8 @@ cdef class RequestApi:
         request.now = self.time()
         request.max_new_tokens = limit
         core.need_workers()
+        if FREE_THREADED:
+            return self.place_walked(token_ids, request_id, namespace, &request)
         key = self.claim(request_id, self.sequence)
         try:
             view_tokens(token_ids, &view)
@@ -410,6 +412,31 @@ cdef class RequestApi:
         self.sequence += 1
         self.scheduled += 1
         self.reasons[<int> choice.reason] += 1
+        return new_decision(key if request_id is None else request_id, name, choice.usable, request.count,
+                            REASON_NAMES[<int> choice.reason], None)
+
+    cdef Decision place_walked(self, object token_ids, object request_id, object namespace, Placement* request):
+        """`place` where Python has no lock: what that does with it is done as the writer, after the walk."""
+        cdef DecisionCore core = self.core
+        cdef TokenView view
+        cdef Choice choice
+        cdef str name
+        view_tokens(token_ids, &view)
+        try:
+            core.walk_ahead(&view, namespace, request)
+            with core.tree:
+                key = self.claim(request_id, self.sequence)
+                try:
+                    name = core.decide_walked(&view, namespace, request, &choice)
+                except BaseException:
+                    self.give_up(key)
+                    raise
+                core.leases[key] = choice.lease
+                self.sequence += 1
+                self.scheduled += 1
+                self.reasons[<int> choice.reason] += 1
+        finally:
+            release_tokens(&view)
         return new_decision(key if request_id is None else request_id, name, choice.usable, request.count,
                             REASON_NAMES[<int> choice.reason], None)
 
@@ -441,21 +468,24 @@ cdef class RequestApi:
                             f"than may be live ({self.core.live_max}, SchedulerConfig.live_requests_max)")
         if self._observer is not None or self._policy is not None:
             return self.place_each(given, ids, namespace, max_new_tokens)
+        if FREE_THREADED:
+            with self.core.tree:
+                return self.place_many(given, ids, namespace, limit)
         return self.place_many(given, ids, namespace, limit)
 
     cdef list place_many(self, list prompts, list request_ids, object namespace, int64_t limit):
         """The quick way for several prompts."""
         cdef DecisionCore core = self.core
-        cdef uint32_t i, at = 0, count = <uint32_t> len(prompts)
+        cdef uint32_t i, at = 0, prompt_count = <uint32_t> len(prompts)
         cdef int64_t first = -1
         cdef double now = self.time()
-        cdef Asked* asked = <Asked*> calloc(count, sizeof(Asked))
+        cdef Asked* asked = <Asked*> calloc(prompt_count, sizeof(Asked))
         cdef list keys = [], names = []
         if asked == NULL:
             raise MemoryError("GlobalScheduler.schedule_many")
         what = "prompts"
         try:
-            for at in range(count):
+            for at in range(prompt_count):
                 view_tokens(prompts[at], &asked[at].view)
                 asked[at].request.tokens = asked[at].view.data
                 asked[at].request.count = asked[at].view.count
@@ -463,14 +493,14 @@ cdef class RequestApi:
                 asked[at].request.now = now
             what = "request_ids"
             first = self.sequence
-            self.sequence += count               # so that others make up ids beyond these
-            for at in range(count):
+            self.sequence += prompt_count               # so that others make up ids beyond these
+            for at in range(prompt_count):
                 keys.append(self.claim(None if request_ids is None else request_ids[at], first + at))
             what = "prompts"
-            core.decide_many(asked, count, namespace, names, &at)
+            core.decide_many(asked, prompt_count, namespace, names, &at)
             return self.answer_many(asked, names, keys, request_ids)
         except BaseException as error:
-            for i in range(count):
+            for i in range(prompt_count):
                 if asked[i].booked:
                     core.tree.enter()
                     core.cancelled(asked[i].choice.lease, now)
@@ -478,10 +508,10 @@ cdef class RequestApi:
             for key in keys:
                 self.give_up(key)
             if first >= 0:
-                self.sequence -= count
+                self.sequence -= prompt_count
             raise at_index(error, what, at)
         finally:
-            for i in range(count):
+            for i in range(prompt_count):
                 release_tokens(&asked[i].view)
             free(asked)
 
@@ -557,7 +587,7 @@ cdef class RequestApi:
                 try:
                     if self._observer is not None:
                         core.need_eligible()     # what is wrong with the request is found before anybody looks at it
-                        estimated_match(core, token_ids, namespace)
+                        estimated_match(self, token_ids, namespace)
                         core.advance(now)
                         before = self._observer.before_decision(core, self._policy, request, now, explain)
                     decision = core.schedule(token_ids, request_id, key, namespace, output_limit(max_new_tokens), now,
@@ -613,8 +643,9 @@ cdef class RequestApi:
 
     def match(self, token_ids, *, namespace=None) -> Match:
         """How much of a prompt each worker is estimated to cache. Changes nothing, takes no lock."""
-        hashable("namespace", namespace)
-        return estimated_match(self.core, token_ids, namespace)
+        if namespace is not None:
+            hashable("namespace", namespace)
+        return estimated_match(self, token_ids, namespace)
 
     def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None) -> Explanation:
         """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
@@ -643,7 +674,7 @@ cdef class RequestApi:
             raise
 
     cdef int64_t lease_of(self, object key) except? -1:
-        """The lease of a live request, PENDING if it has none."""
+        """The lease of a live request, PENDING if it has none. As the writer; a key's hash and equality cannot fail."""
         cdef PyObject* found = PyDict_GetItemWithError(self.core.leases, key)
         return PENDING if found == NULL else <int64_t> <object> found
 
@@ -659,8 +690,8 @@ cdef class RequestApi:
         cdef int ending
         key = self.key_of(request_id)
         now = self.time()
-        lease = self.lease_of(key)
         core.tree.enter()
+        lease = self.lease_of(key)
         ending = core.prefilled(lease, cached, now)
         core.tree.leave()
         return self.answer(ending, FIRST_TOKEN, key, now, cached, -1)
@@ -670,7 +701,7 @@ cdef class RequestApi:
         live. Raises InvalidInput, also for a Decision in place of its id."""
         if not self.end(request_id, output_tokens, cached_tokens):
             return False
-        self.finished += 1
+        add_count(&self.finished, 1)
         return True
 
     def _end(self, request_id, output_tokens) -> bool:
@@ -687,8 +718,8 @@ cdef class RequestApi:
         cdef int ending
         key = self.key_of(request_id)
         now = self.time()
-        lease = self.lease_of(key)
         core.tree.enter()
+        lease = self.lease_of(key)
         ending = core.ended(lease, output, cached, now)
         core.tree.leave()
         return self.answer(ending, FINISHED, key, now, cached, output)
@@ -697,9 +728,9 @@ cdef class RequestApi:
         """The request will not be served here: give its booking back. False if it is not live. Raises InvalidInput."""
         key = self.key_of(request_id)
         if not self.give_back(key, self.time()):
-            self.core.late_calls += 1
+            add_count(&self.core.late_calls, 1)
             return False
-        self.cancelled += 1
+        add_count(&self.cancelled, 1)
         return True
 
     def _give_back(self, request_id, double now) -> bool:
@@ -708,9 +739,10 @@ cdef class RequestApi:
 
     cdef bint give_back(self, object key, double now) except -1:
         cdef DecisionCore core = self.core
-        cdef int64_t lease = self.lease_of(key)
+        cdef int64_t lease
         cdef int ending
         core.tree.enter()
+        lease = self.lease_of(key)
         ending = core.cancelled(lease, now)
         core.tree.leave()
         return ending != LATE and self.answer(ending, CANCELLED, key, now, -1, -1)
@@ -720,7 +752,7 @@ cdef class RequestApi:
         counted, if it is not live. Nothing else renews it but `reconcile`. Raises InvalidInput."""
         key = self.key_of(request_id)
         if not self.core.renew(key, self.time()):
-            self.core.late_calls += 1
+            add_count(&self.core.late_calls, 1)
             return False
         return True
 
@@ -728,7 +760,7 @@ cdef class RequestApi:
                      int64_t output_tokens) except -1:
         """Whether the request was live; reports it to who looks on, and forgets the id of one that is over."""
         if ending == LATE:
-            self.core.late_calls += 1
+            add_count(&self.core.late_calls, 1)
             return False
         if ending == TOO_MANY_CACHED:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
@@ -738,7 +770,11 @@ cdef class RequestApi:
                 self.report_ending(call, key, now, cached_tokens, output_tokens)
         finally:
             if call != FIRST_TOKEN:              # only whoever ended the lease comes here
-                del self.core.leases[key]
+                if FREE_THREADED:
+                    with self.core.tree:
+                        del self.core.leases[key]
+                else:
+                    del self.core.leases[key]
         return True
 
     cdef int report_ending(self, Call call, object key, double now, int64_t cached_tokens,

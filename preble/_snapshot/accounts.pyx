@@ -177,7 +177,7 @@ cdef int read_book(Reader r, DecisionCore core, list specs, list costs) except -
                 refuse(b"an account has a number that was never given")
     loads.generations = head.generations
     loads.serials = head.serials
-    core.names_now = tuple(core.names)
+    core.publish_names()
     read_lease_slab(r, core, &head)
     check_slices(loads)
     loads.find_oldest()
