@@ -77,7 +77,7 @@ cdef double LOAD_SHARE = 0.02    # of a second of load,
 cdef double HALF_BUSY = 0.5      # on a worker that is busy for so much of its time or more
 cdef double OTHERS_MIN = 0.001
 cdef double WEIGHT_MIN = 1e-9    # seconds; less may be nothing, rounded
-cdef double UNSEEN_DELAYS = 20.0 # so many delays of other routers' reports is their work that a decision reckons with
+cdef double UNSEEN_DELAYS = 20.0  # so many delays of other routers' reports is their work that a decision reckons with
 cdef double DRAW_QUEUE_WEIGHT = 3.0  # how often a queue counts again in a draw
 
 
