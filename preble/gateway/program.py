@@ -49,6 +49,7 @@ from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
 try:
     import uvicorn
 
+    from .api.http import start_readers
     from .app import make_app
     from .connections import BoundedProtocol, ConnectionLimits, Connections
     from .core.gateway import Gateway
@@ -186,6 +187,7 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[GatewayListene
     loop.add_signal_handler(signal.SIGTERM, lambda: stop(gateway.config.lame_duck_seconds))
     loop.add_signal_handler(signal.SIGINT, stop, 0.0)  # a person waits for it
     loop.add_signal_handler(signal.SIGHUP, reloading.ask)
+    start_readers()
     _collect_seldom()
     await server.serve(sockets=[])
     await reloading.close()

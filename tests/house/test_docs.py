@@ -30,6 +30,7 @@ PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
 FOREIGN_OPTIONS = {
     *("--api-key", "--kv-events-config", "--load-publish-endpoint", "--incremental-streaming-output"),
     *("--enable-prompt-tokens-details", "--enable-cache-report", "--now", "--system", "--tag", "--file"),
+    "--disable-gil",  # of CPython's configure
 }
 # What Python or a compiler says, not Preble.
 FOREIGN_MESSAGES = {"No such file or directory", "No module named 'preble._core.manual_clock'"}

@@ -7,9 +7,13 @@ the generation at the engine.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import re
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,10 +33,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 BODY_SECONDS = 60.0
 LOOP_BYTES = 16 << 10  # parsed on the loop; more, beside it
+READERS = 2  # threads for that: with one lock to share, more would only hold more memory
 JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
 ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
 _SEQUENCE = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
+_readers = ThreadPoolExecutor(READERS, "preble-bodies")
 
 
 @asynccontextmanager
@@ -82,10 +88,18 @@ def _count(total: int, bytes_max: int, share: ByteShare) -> None:
 
 
 async def off_loop(size: int, function: Callable[..., T], *given: Any) -> T:
-    """`function(*given)`, which takes a body of `size` bytes apart: in a thread, where that would hold the loop."""
+    """`function(*given)`, which takes a body of `size` bytes apart: in a thread, where that would hold the loop. At
+    most `READERS` are at work at once; others wait, at no more cost than their bodies."""
     if size <= LOOP_BYTES:
         return function(*given)
-    return await asyncio.to_thread(function, *given)
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_readers, partial(context.run, function, *given))
+
+
+def start_readers() -> None:
+    """Start the threads in which large bodies are read: none could be started where memory is short."""
+    barrier = threading.Barrier(READERS)
+    wait([_readers.submit(barrier.wait) for _ in range(READERS)])
 
 
 def _too_large(bytes_max: int) -> ApiError:

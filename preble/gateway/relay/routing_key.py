@@ -8,7 +8,6 @@ text, which is made in a tenth of the time, in a namespace of its own: it must n
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Hashable
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from ...errors import InvalidInput, QueueFull
 from ...transport.namespaces import joined
+from ..api.http import off_loop
 from ..text.tokenizing import Piece, PromptTooLong, TextCodec
 from .body import RelayedBody
 from .chat_prompt import chat_of, chat_prompt
@@ -140,9 +140,8 @@ async def routing_key(
         if found is not None and len(found[0]):
             return RoutingKey(found[0], base, found[1])
     token_bytes = mismatches.lengths.token_bytes(model)
-    if len(body.data) > LOOP_BYTES:
-        return await asyncio.to_thread(_text_key, body, token_bytes, base)
-    return _text_key(body, token_bytes, base)
+    beside = len(body.data) if len(body.data) > LOOP_BYTES else 0
+    return await off_loop(beside, _text_key, body, token_bytes, base)
 
 
 def _text_key(body: RelayedBody, token_bytes: int, base: Hashable) -> RoutingKey:
