@@ -71,7 +71,7 @@ KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle c
 FAREWELL_SECONDS = 1.0  # of a client with TLS, until its connection is cut
 DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
 RECORDS_KEPT = 1024
-COLLECT_AFTER_OBJECTS = 20_000  # more than there were, that may be in a cycle
+COLLECT_AFTER_OBJECTS = 5_000  # more than there were, that may be in a cycle
 
 
 def serve_until_stopped(load: Callable[[], Loaded], slot: ProcessSlot | None = None) -> int:
@@ -93,7 +93,7 @@ def _collect_seldom() -> None:
     cycles behind, and their objects are not worth a collection for every 700 of them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(COLLECT_AFTER_OBJECTS, 20, 20)
+    gc.set_threshold(COLLECT_AFTER_OBJECTS, 10, 10)
 
 
 def _run_loop(work: Coroutine[Any, Any, None]) -> None:
