@@ -35,6 +35,7 @@ from tests.live.live_fleet import (
     prompts,
     python_of,
 )
+from tests.live.live_servers import tools_model_dir, without_blanks
 from tests.support.gateway import GatewayProcess
 from tests.support.transport import assert_bookings_are_even, collect, fast, until
 
@@ -266,6 +267,42 @@ def test_the_openai_client_is_answered_through_the_gateway(fleet: Fleet, tmp_pat
             assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
     finally:
         codec.close()
+        code = gateway.stop()
+    assert code == 0
+
+
+def test_a_tool_that_must_be_called_is_called_and_json_is_of_its_schema(fleet: Fleet, tmp_path: Path) -> None:
+    """A random model calls a tool, and writes JSON of a schema, because the engine's grammar leaves it nothing else."""
+    endpoints = [worker.endpoint for worker in fleet.workers]
+    gateway = GatewayProcess("--workers", *endpoints, "--tokenizer", str(tools_model_dir()), log=tmp_path / "log")
+    unit = {"type": "object", "properties": {"unit": {"enum": ["c", "f"]}}, "required": ["unit"]}
+    unit["additionalProperties"] = False
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "warmth", "description": "How warm it is", "parameters": unit},
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "unit", "schema": unit, "strict": True}}
+    asked: Any = {"messages": [{"role": "user", "content": "How warm is it?"}], "max_tokens": 600, "temperature": 0}
+    asked["logit_bias"] = without_blanks()
+    one_call: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    try:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as api:
+            asked["model"] = api.models.list().data[0].id
+            for choice in ("required", {"type": "function", "function": {"name": "warmth"}}):
+                reply = api.chat.completions.create(
+                    tools=[tool], tool_choice=choice, parallel_tool_calls=False, **asked
+                ).choices[0]
+                # As OpenAI answers: who names the function has asked for its arguments.
+                assert reply.finish_reason == ("tool_calls" if choice == "required" else "stop"), reply
+                assert reply.message.tool_calls[0].function.name == "warmth"
+                assert json.loads(reply.message.tool_calls[0].function.arguments)["unit"] in ("c", "f")
+            events = list(api.chat.completions.create(tools=[tool], **one_call, stream=True, **asked))
+            calls = [call for event in events for call in event.choices[0].delta.tool_calls or []]
+            assert calls[0].function.name == "warmth" and calls[0].id
+            assert json.loads("".join(call.function.arguments or "" for call in calls if call.index == 0))
+            text = api.chat.completions.create(response_format=wanted, **asked).choices[0].message.content
+            assert json.loads(text)["unit"] in ("c", "f")
+    finally:
         code = gateway.stop()
     assert code == 0
 
