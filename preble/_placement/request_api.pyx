@@ -507,8 +507,8 @@ cdef class RequestApi:
                     core.tree.leave()
             for key in keys:
                 self.give_up(key)
-            if first >= 0:
-                self.sequence -= prompt_count
+            if first >= 0 and self.sequence == first + prompt_count:
+                self.sequence = first                   # nobody has made up an id since: none is made up twice
             raise at_index(error, what, at)
         finally:
             for i in range(prompt_count):
