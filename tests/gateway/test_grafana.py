@@ -125,6 +125,18 @@ def test_prometheus_can_read_the_alerts(rules: list[dict[str, Any]]) -> None:
         assert named <= (SCRAPED | {"process"} if kept is None else set(kept[1].split(", "))), rule["alert"]
 
 
+def test_every_expression_is_promql(rules: list[dict[str, Any]], dashboard: dict[str, Any]) -> None:
+    """Grammar, functions and types, as Prometheus checks them when it reads a rule."""
+    promql = pytest.importorskip("promql_parser", reason="needs promql-parser: pip install 'preble[test]'")
+    panels = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    asked = [*(rule["expr"] for rule in rules), *(re.sub(r"\[\$\w+\]", "[5m]", one) for one in panels)]
+    for expression in asked:
+        promql.parse(expression)
+    for wrong in ("rate(preble_ready)", "sum by (job preble_ready", 'preble_ready > "1"', "rates(preble_ready[5m])"):
+        with pytest.raises(ValueError):
+            promql.parse(wrong)
+
+
 def test_alerts_of_labels_name_values_that_exist(rules: list[dict[str, Any]]) -> None:
     quoted = {pair for rule in rules for pair in re.findall(r'(\w+)=~?"([^"]*)"', rule["expr"])}
     assert quoted == {("status", "5.."), ("status", "429"), ("at", "engine")}

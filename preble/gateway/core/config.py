@@ -176,7 +176,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[float, Meta(gt=0, le=1e6)],
         Meta(
             description="A relayed stream that can go on at another server does so after such a silence; any other "
-            "ends with an error after four times as long."
+            "ends with an error after four times as long, or goes elsewhere then where it has only begun."
         ),
     ] = 30.0
     refuse_wait_seconds: Annotated[

@@ -310,12 +310,16 @@ class Watch:
 
     def ended(self, choice: Choice) -> None:
         """Count all of a choice at its end, for one whose pieces nobody looks at. The first has the tokens of all."""
-        self._own.output_tokens_total.inc(choice.output_tokens)
-        if choice.job.index == 0:
-            self._saw_decision(choice)
+        self.left(choice)
         self._own.choice_ended(choice.finish_reason)
         if len(self._context.progress.choices) == 1:
             choice.seconds_per_token = self._seconds_per_token(choice)
+
+    def left(self, choice: Choice) -> None:
+        """Count the tokens of such a choice, whose end nobody waits for."""
+        self._own.output_tokens_total.inc(choice.output_tokens)
+        if choice.job.index == 0:
+            self._saw_decision(choice)
 
     def _saw_tokens(self, choice: Choice, count: int) -> None:
         if choice.job.index not in self._first:

@@ -41,7 +41,7 @@ from .endpoints import Endpoint
 from .form import MEDIA_TYPE, read_form
 from .headers import answer_headers, request_head, value_of
 from .pinned import PinnedAnswers
-from .progress import RelayProgress
+from .progress import RelayProgress, tokens_seen
 from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
 from .routing_key import Mismatches, RoutingKey, routing_key
 from .servers import ServerPools, path_of
@@ -60,6 +60,7 @@ RELAY, RESUMABLE = "relay", "relay-resumable"
 # A stream that cannot go on elsewhere is lost when it is broken off, and engines hold some events back until they are
 # whole (the arguments of a tool's call): it may be silent for so many times the limit of one that can.
 PATIENCE = 4.0
+EVENT_END = b"\n\n"
 
 
 class Relay:
@@ -129,6 +130,8 @@ class Exchange:
         self._lost_text = ""
         self._continuation: dict[str, bytes] = {}
         self._resumable = False
+        self._events = 0  # of a stream, that the client was sent
+        self._reader: UsageReader | None = None  # of a stream that is passed on
         self._placement: Placement
         self._served = ServedModel("")
         self._progress: RelayProgress
@@ -201,6 +204,9 @@ class Exchange:
         )
         try:
             await self._pass_on(key)
+        except asyncio.CancelledError:  # the client has gone, or its time is over
+            self._count_unfinished()
+            raise
         finally:
             placement.cancel()
             self._hang_up()
@@ -300,12 +306,17 @@ class Exchange:
 
     async def _first_part(self, answer: Answer) -> bytes:
         """What of the body there must be before a byte of it is passed on: of a stream some, an error or output among
-        it; of another one all, if it is not too long."""
-        first = await answer.read()
+        it; of another one all, if it is not too long. Raises `TransportError`, also for a stream that only begins."""
         if _is_stream(answer):
-            while first and is_opening(self._endpoint.kind, first) and (more := await answer.read()):
-                first += more
-            return first
+            stall = Stall(answer, self._gateway.config.stalled_after_seconds * PATIENCE)
+            try:
+                first = await answer.read()
+                while first and is_opening(self._endpoint.kind, first) and (more := await answer.read()):
+                    first += more
+                return first
+            finally:
+                stall.cancel()
+        first = await answer.read()
         parts, size = [first], len(first)
         while size <= WHOLE_BYTES and (part := await answer.read()):
             parts.append(part)
@@ -345,7 +356,7 @@ class Exchange:
         """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""
         may_go_on = answer.status == 200 and self._relay.can_remember(self._body)
         self._resumable = may_go_on and names_enough(self._body, first)
-        reader = usage_reader(self._endpoint, True, remove_usage=bool(self._body.usage_changes()))
+        reader = self._reader = usage_reader(self._endpoint, True, remove_usage=bool(self._body.usage_changes()))
         await self._begin(answer, RESUMABLE if self._resumable else RELAY)
         stream = PassingStream(
             self._endpoint.kind, reader, resumable=self._resumable, cumulative=self._placement.info.cumulative
@@ -355,6 +366,7 @@ class Exchange:
             self._placement.saw_output()
             had = reader.first_token
             part = stream.take(part)
+            self._events += part.count(EVENT_END)
             if stream.fault_text and self._answer is not None:
                 self._answer.break_off(TransportError(stream.fault_text))
             self._pin(reader)
@@ -368,11 +380,13 @@ class Exchange:
                 found = await self._found(stream)
                 if found.finish_reason is not None or found.has_all(self._body.max_tokens):
                     end = closing(found, await self._prompt_tokens(key), self._body.include_usage)
+                    self._progress.left(reader, found.tokens, found.reason or "length")
                     self._placement.finish(found.tokens)
                     await self._write(stream.cut() + end, more=False)
                     return
                 answer = await self._go_on(stream, found)
         except PrebleError as error:
+            self._count_unfinished()
             self._placement.broke_off(error)
             self._gateway.metrics.broken_off(self._endpoint.kind)
             await self._write(error_events(error, self._endpoint.path, stream.last), more=False)
@@ -485,6 +499,13 @@ class Exchange:
         """Remember where an answer is kept that may be asked for again."""
         if self._endpoint.kind == "responses" and reader.answer_id is not None:
             self._relay.pinned.put(reader.answer_id, self._placement.worker)
+
+    def _count_unfinished(self) -> None:
+        """Count what a client was sent of an answer that ends before it is whole."""
+        self._progress.placed(self._placement)
+        reader = self._reader
+        tokens = 0 if reader is None else tokens_seen(self._endpoint.kind, reader, self._events)
+        self._progress.left(reader, tokens)
 
     def _finish(self, reader: UsageReader, key: RoutingKey) -> None:
         reason = reader.finish_reasons[0] if reader.finish_reasons else "stop"

@@ -101,6 +101,12 @@ class Emitted:
     finish_reason: Any = None
     is_cumulative: bool = False  # each event repeats all text
 
+    @property
+    def reason(self) -> str | None:
+        """Why it ended, in one word; None where it has not."""
+        reason = self.finish_reason.get("type") if isinstance(self.finish_reason, dict) else self.finish_reason
+        return reason if isinstance(reason, str) else None
+
     def has_all(self, limit: int | None) -> bool:
         """Whether as many tokens have come as there may be."""
         return limit is not None and self.tokens >= limit

@@ -2,7 +2,8 @@
 go on elsewhere. Owns their shapes; sends nothing.
 
 SGLang and vLLM answer 200 before they know whether a request will do. What goes wrong then is an event: OpenAI's error
-object with a code that is a status, Anthropic's with a type, or, at /generate, a finish reason "abort" with a status.
+object with a code that is a status, Anthropic's with a type, at /v1/responses a response that failed or an error, both
+with a code in words, or, at /generate, a finish reason "abort" with a status.
 A bad request (4xx, but for 429) is passed on as it is; so is an error that does not say whose fault it is.
 """
 
@@ -15,10 +16,19 @@ from typing import Any
 
 import msgspec
 
-OPENING_BYTES = 64 << 10  # of events that hold no output, held back until it is known how a stream begins
+# Of events that hold no output, held back until it is known how a stream begins; those of /v1/responses repeat the
+# request's instructions and tools, each of them.
+OPENING_BYTES = 64 << 10
+OPENING_BYTES_RESPONSES = 512 << 10
 _END = re.compile(rb"\r?\n\r?\n")
 _SERVERS = frozenset({"server_error", "internal_error", "internalservererror", "api_error"})
 _FULL = frozenset({"overloaded_error", "serviceunavailableerror", "service_unavailable", "rate_limit_error"})
+_FULL |= {"rate_limit_exceeded"}
+_FAILURES = frozenset({"response.failed", "error"})
+_OPENINGS = {
+    "messages": frozenset({"message_start", "ping"}),
+    "responses": frozenset({"response.created", "response.queued", "response.in_progress"}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +54,11 @@ def server_fault(data: bytes) -> ServerFault | None:
 
 def is_opening(kind: str, data: bytes) -> bool:
     """Whether this says only that an answer begins; what comes next may still be an error."""
-    if len(data) > OPENING_BYTES:
+    if len(data) > (OPENING_BYTES_RESPONSES if kind == "responses" else OPENING_BYTES):
         return False
     if _END.search(data) is None:
         return True
-    if kind not in ("chat", "messages") or not data.endswith(b"\n"):
+    if kind not in ("chat", "messages", "responses"):
         return False
     return all(_opens(kind, _json_of(event)) for _, event in _events(data) if event.strip())
 
@@ -77,13 +87,16 @@ def _status_of(value: Any) -> int | None:
     if isinstance(reason, dict) and reason.get("type") == "abort":
         return _whole(reason.get("status_code"))
     error = value if value.get("object") == "error" else value.get("error")
+    if not isinstance(error, dict) and value.get("type") in _FAILURES:
+        response = value.get("response")
+        error = response.get("error") if isinstance(response, dict) else value
     if not isinstance(error, dict):
         return None
     code = _whole(error.get("code"))
     if code is not None:
         return code
-    kind = str(error.get("type") or "").lower()
-    return 503 if kind in _FULL else 500 if kind in _SERVERS else None
+    words = {str(error.get(name) or "").lower() for name in ("type", "code")}
+    return 503 if words & _FULL else 500 if words & _SERVERS else None
 
 
 def _whole(value: Any) -> int | None:
@@ -95,8 +108,8 @@ def _whole(value: Any) -> int | None:
 def _opens(kind: str, value: Any) -> bool:
     if not isinstance(value, dict):
         return value is None  # a comment
-    if kind == "messages":
-        return value.get("type") in ("message_start", "ping")
+    if kind in _OPENINGS:
+        return value.get("type") in _OPENINGS[kind]
     choices = value.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         return False

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
+
+import pytest
 
 from preble.gateway.core import metrics as metrics_module
 from preble.gateway.core.config_tables import KeyTable
 from preble.gateway.core.metrics import Metrics
 from preble.gateway.core.request_context import RequestContext
-from tests.support.relay import Call, Front, ScriptedServer, chat_answer, serving
-from tests.support.transport import asynchronous, fast
+from tests.support.relay import (
+    STREAM_HEAD,
+    Call,
+    Front,
+    ScriptedServer,
+    chat_answer,
+    chat_events,
+    chunk,
+    event,
+    serving,
+)
+from tests.support.transport import asynchronous, fast, until
 
 CHAT = "/v1/chat/completions"
 KEYS = [
@@ -79,6 +92,63 @@ async def test_what_named_keys_use_is_counted_and_why_they_are_refused() -> None
             'preble_key_output_tokens_total{key="team-b"}': 3.0,
             'preble_key_refused_total{key="team-b",why="requests_per_minute"}': 1.0,
         }
+
+
+GENERATED = {"text": "a b c", "meta_info": {"prompt_tokens": 9, "completion_tokens": 5, "cached_tokens": 4}}
+LEFT = {  # path, what is asked, the events that its client reads, and the tokens of prompt and output then counted
+    "chat": (CHAT, {**asking("tiny"), "stream": True}, chat_events("one", " two", " three", reason=None), (None, 3)),
+    "not resumable": (CHAT, {**asking("tiny"), "stream": True, "logprobs": True},
+                      chat_events("one", " two", reason=None), (None, 2)),
+    "generate": ("/generate", {"text": "hi", "stream": True}, [GENERATED], (9, 5)),
+    "only opened": (CHAT, {**asking("tiny"), "stream": True}, chat_events(reason=None), (None, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "asked", "events", "expected"), LEFT.values(), ids=LEFT)
+@asynchronous
+async def test_what_clients_were_sent_that_left_early_is_counted(
+    path: str, asked: Any, events: list[Any], expected: tuple[int | None, int]
+) -> None:
+    async def script(call: Call) -> None:
+        await call.write(STREAM_HEAD + chunk(b"".join(map(event, events))))
+        await asyncio.Event().wait()
+
+    server = ScriptedServer(script)
+    async with serving(server, keys=[KeyTable(key="key-of-team-c", name="c", token_budget=1000)]) as front:
+        if expected[1]:
+            async with front.send(path, asked, bearer("key-of-team-c")) as answer:
+                await answer.content.readuntil(json.dumps(events[-1]).encode())
+                answer.close()
+        else:
+            asking_task = asyncio.ensure_future(front.post(path, asked, bearer("key-of-team-c")))
+            await until(lambda: len(server.calls) == 1, "the server was asked")
+            asking_task.cancel()
+        await front.settled()
+        await until(lambda: counted(front).get('preble_key_requests_total{key="c"}') == 1.0, "it is counted")
+        prompt, output = expected
+        got = counted(front)
+        assert got['preble_key_output_tokens_total{key="c"}'] == output
+        assert got['preble_key_prompt_tokens_total{key="c"}'] > 0
+        if prompt is not None:
+            assert got['preble_key_prompt_tokens_total{key="c"}'] == prompt
+
+
+@asynchronous
+async def test_clients_that_leave_early_use_up_their_budget() -> None:
+    async def script(call: Call) -> None:
+        await call.write(STREAM_HEAD + chunk(event(GENERATED)))
+        await asyncio.Event().wait()
+
+    async with serving(
+        ScriptedServer(script), keys=[KeyTable(key="key-of-team-c", name="c", token_budget=20)]
+    ) as front:
+        for _ in range(2):
+            async with front.send("/generate", {"text": "hi", "stream": True}, bearer("key-of-team-c")) as answer:
+                await answer.content.readuntil(b"\n\n")
+                answer.close()
+            await front.settled()
+        status, _, body = await front.post("/generate", {"text": "hi"}, bearer("key-of-team-c"))
+        assert status == 429 and json.loads(body)["error"]["code"] == "insufficient_quota"
 
 
 def test_names_of_keys_beyond_the_bound_are_counted_together(monkeypatch: Any) -> None:

@@ -113,6 +113,93 @@ async def test_an_error_event_that_comes_in_pieces_is_read_whole() -> None:
         assert events_of(body) == [*chat_events("he", "llo"), None]
 
 
+def named(one: Any) -> bytes:
+    """One event of /v1/responses, with its name."""
+    return f"event: {one['type']}\n".encode() + event(one)
+
+
+def opening_events(name: str = "resp_1", tools: int = 0) -> list[Any]:
+    """What a streamed response begins with; both repeat what was asked."""
+    response = {"id": name, "object": "response", "status": "in_progress", "error": None, "output": []}
+    response["tools"] = [{"type": "function", "name": f"f{i}", "description": "d" * 1000} for i in range(tools)]
+    kinds = enumerate(("response.created", "response.in_progress"))
+    return [{"type": kind, "sequence_number": number, "response": response} for number, kind in kinds]
+
+
+def response_failed(code: str) -> Any:
+    """As SGLang says it."""
+    error = {"code": code, "message": "no"}
+    return {"type": "response.failed", "sequence_number": 2, "response": {"id": "resp_1", "error": error}}
+
+
+RESPONSE_ENDS = [
+    {"type": "response.output_text.delta", "sequence_number": 2, "delta": "he", "item_id": "i", "output_index": 0},
+    {"type": "response.completed", "sequence_number": 3, "response": {"id": "resp_2", "status": "completed"}},
+]
+ASKED_RESPONSE = {"model": "tiny", "input": "a", "stream": True}
+
+
+def sends_named(*events: Any) -> Any:
+    """A script: a streamed response, each event a write of its own."""
+
+    async def script(call: Call) -> None:
+        await call.write(STREAM_HEAD)
+        for one in events:
+            await call.write(chunk(named(one)))
+        await call.write(b"0\r\n\r\n")
+
+    return script
+
+
+RESPONSE_FAULTS = {
+    "failed": response_failed("server_error"),
+    "full": response_failed("rate_limit_exceeded"),
+    "error": {"type": "error", "code": "server_error", "message": "no", "param": None, "sequence_number": 2},
+    "nested": {"type": "error", **failed(500)},
+}
+
+
+@pytest.mark.parametrize("fault", RESPONSE_FAULTS.values(), ids=RESPONSE_FAULTS)
+@pytest.mark.parametrize("tools", [0, 200])
+@asynchronous
+async def test_a_response_that_fails_before_its_output_goes_on_elsewhere(fault: Any, tools: int) -> None:
+    whole = [*opening_events("resp_2"), *RESPONSE_ENDS]
+    bad, other = ScriptedServer(sends_named(*opening_events(tools=tools), fault)), ScriptedServer(sends_named(*whole))
+    await bad.start()
+    await other.start()
+    async with serving(bad, other, policy=InOrder(bad, other)) as front:
+        status, _, body = await front.post(RESPONSES, ASKED_RESPONSE)
+        assert status == 200 and body == b"".join(map(named, whole))
+        assert len(bad.calls) == len(other.calls) == 1
+        await front.settled()
+
+
+@asynchronous
+async def test_a_response_that_fails_for_what_was_asked_is_its_clients() -> None:
+    events = [*opening_events(), response_failed("invalid_prompt")]
+    async with serving(ScriptedServer(sends_named(*events)), ScriptedServer(sends_named(*events))) as front:
+        assert (await front.post(RESPONSES, ASKED_RESPONSE))[2] == b"".join(map(named, events))
+        assert sum(len(server.calls) for server in front.servers) == 1
+        await front.settled()
+
+
+@asynchronous
+async def test_a_response_that_fails_after_output_was_sent_is_its_clients() -> None:
+    has_one = asyncio.Event()
+    events = [*opening_events(), RESPONSE_ENDS[0], response_failed("server_error")]
+
+    async def fails_then(call: Call) -> None:
+        await call.write(STREAM_HEAD + b"".join(chunk(named(one)) for one in events[:-1]))
+        await has_one.wait()
+        await call.write(chunk(named(events[-1])) + b"0\r\n\r\n")
+
+    async with serving(ScriptedServer(fails_then)) as front, front.send(RESPONSES, ASKED_RESPONSE) as answer:
+        body = await answer.content.readuntil(b'"he"')
+        has_one.set()
+        assert body + await answer.read() == b"".join(map(named, events))
+        await front.settled()
+
+
 @asynchronous
 async def test_a_servers_error_amid_text_moves_the_stream_on() -> None:
     async def goes_on(call: Call) -> None:
@@ -199,6 +286,55 @@ async def test_a_stream_that_falls_silent_and_cannot_go_on_ends_with_an_error(
         assert f'preble_relayed_streams_broken_total{{kind="{name}"}} 1' in front.gateway.metrics.own_text().decode()
 
 
+OPENINGS = {
+    "head": (CHAT, ASKED, []),
+    "comment": (CHAT, ASKED, [b": wait\n\n"]),
+    "role": (CHAT, ASKED, [event(chat_events(reason=None)[0])]),
+    "response": (RESPONSES, ASKED_RESPONSE, [named(one) for one in opening_events()]),
+}
+
+
+def says_and_hangs(parts: list[bytes]) -> Any:
+    """A script: the head, these parts, and then nothing."""
+
+    async def script(call: Call) -> None:
+        await call.write(STREAM_HEAD)
+        for part in parts:
+            await call.write(chunk(part))
+        await asyncio.Event().wait()
+
+    return script
+
+
+@pytest.mark.parametrize(("path", "asked", "parts"), OPENINGS.values(), ids=OPENINGS)
+@asynchronous
+async def test_a_stream_that_only_begins_and_falls_silent_goes_on_elsewhere(
+    path: str, asked: Any, parts: list[bytes]
+) -> None:
+    whole = [*opening_events("resp_2"), *RESPONSE_ENDS]
+    answers = sends_named(*whole) if path == RESPONSES else good
+    bad, other = ScriptedServer(says_and_hangs(parts)), ScriptedServer(answers)
+    await bad.start()
+    await other.start()
+    async with serving(bad, other, policy=InOrder(bad, other), stalled_after_seconds=0.05) as front:
+        status, _, body = await front.post(path, asked)
+        assert status == 200
+        if path == RESPONSES:
+            assert body == b"".join(map(named, whole))
+        else:
+            assert events_of(body) == [*chat_events("he", "llo"), None]
+        await asyncio.wait_for(bad.calls[0].gone.wait(), 30.0)
+        await front.settled()
+
+
+@asynchronous
+async def test_where_every_stream_only_begins_the_client_gets_a_status() -> None:
+    async with serving(ScriptedServer(says_and_hangs([])), stalled_after_seconds=0.02) as front:
+        status, _, body = await front.post(CHAT, {**ASKED, **TOOLS})
+        assert status in (502, 503) and "silent for" in json.loads(body)["error"]["message"]
+        await front.settled()
+
+
 @asynchronous
 async def test_the_official_clients_raise_where_a_stream_falls_silent() -> None:
     async def script(call: Call) -> None:
@@ -239,11 +375,14 @@ def test_the_numbers_of_a_responses_events_go_on_to_its_error() -> None:
         ("chat", b": ping\n\n" + event(chat_events(reason=None)[0]), True),
         ("chat", event(chat_events("a", reason=None)[1]), False),
         ("chat", b"data: {", True),
+        ("chat", event(chat_events(reason=None)[0]) + b"data: {", True),
         ("chat", b"x" * (1 << 17), False),
         ("chat", event(failed(400)), False),
         ("messages", event(MESSAGE_EVENTS[0]), True),
         ("messages", event(MESSAGE_EVENTS[1]), False),
-        ("responses", event({"type": "response.created"}), False),
+        ("responses", named({"type": "response.created"}) + named({"type": "response.in_progress"}), True),
+        ("responses", named({"type": "response.output_item.added"}), False),
+        ("responses", named({"type": "response.created", "x": "x" * (1 << 19)}), False),
         ("generate", event({"text": ""}), False),
     ],
 )
