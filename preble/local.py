@@ -27,8 +27,10 @@ from operator import attrgetter
 from typing import Any
 
 from .batching._batch import Batch, BatchItem, LiveRequest, StepOutput, decoding_count, prefilling
+from .batching._kv_slots import Hold
 from .batching.kv_cache import KvCache
 from .batching.requests import Int32Array, LocalConfig, LocalLoad, LocalRequest
+from .batching.retention import Retention
 from .batching.waiting_queue import WaitingQueue
 from .clock import Clock, monotonic
 from .errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
@@ -37,6 +39,7 @@ from .types import AllBlocksCleared, PrefixEvicted
 __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "LocalScheduler", "StepOutput"]
 
 DEFERRALS_PER_ROUND = 64
+CUT_SHORT = ()  # how an answer ended that was cancelled
 COUNTERS = (
     *("admitted", "finished", "cancelled", "preempted", "deferred"),
     *("prompt_tokens", "cached_tokens", "computed_tokens"),
@@ -54,7 +57,8 @@ class LocalScheduler:
     def __init__(self, config: LocalConfig, *, clock: Clock | None = None) -> None:
         self.config = config
         self._clock = monotonic if clock is None else clock
-        self._cache = KvCache(config.kv_capacity_tokens)
+        retention = Retention() if config.eviction == "returns" else None
+        self._cache = KvCache(config.kv_capacity_tokens, retention=retention)
         self._waiting = WaitingQueue(config, self._cache)
         self._running: list[LiveRequest] = []  # oldest first
         self._live: dict[str, LiveRequest] = {}  # request id -> every request, waiting or running
@@ -87,6 +91,7 @@ class LocalScheduler:
         self._arrived += 1
         self._live[request.request_id] = live
         self._waiting.add(live)
+        live.follows = self._cache.ask(live.known, request.namespace, now)
 
     def cancel(self, request_id: str, now: float | None = None) -> bool:
         """End a request in any state; False if it is not live. What it computed stays cached.
@@ -99,9 +104,10 @@ class LocalScheduler:
             return False
         if live.hold is None:
             self._waiting.remove(live)
+            self._cache.give_up(live.follows, now)
         else:
             self._drop_in_flight(live)
-            self._stop_running(live, now)
+            self._stop_running(live, CUT_SHORT, now)
         del self._live[request_id]
         self._counts["cancelled"] += 1
         return True
@@ -126,7 +132,7 @@ class LocalScheduler:
         batch = Batch(self._step)
         if self.config.chunked_prefill:
             self._schedule_decodes(batch, now)  # 1., 2.
-            budget = self._schedule_prefills(batch, self.config.token_budget - len(batch))  # 3.
+            budget = self._schedule_prefills(batch, self.config.token_budget - len(batch), now)  # 3.
             self._admit(batch, budget, now)  # 4.
         else:
             self._prefill_or_decode(batch, now)
@@ -141,7 +147,7 @@ class LocalScheduler:
 
         A prefill is under way already only where the iteration that should have computed it was discarded.
         """
-        self._schedule_prefills(batch, self.config.kv_capacity_tokens)
+        self._schedule_prefills(batch, self.config.kv_capacity_tokens, now)
         if not batch and self._decodes_till_look == 0:
             self._admit(batch, self.config.token_budget, now)
         if batch:
@@ -163,9 +169,9 @@ class LocalScheduler:
                 break
             self._preempt(self._running[-1], now)
         if count:
-            batch.add_decodes(self._running, self._cache.take(count))
+            batch.add_decodes(self._running, self._cache.take(count, now))
 
-    def _schedule_prefills(self, batch: Batch, budget: int) -> int:
+    def _schedule_prefills(self, batch: Batch, budget: int, now: float) -> int:
         """Give chunks to requests in mid-prefill; returns the budget left.
 
         A chunk shrinks to the memory there is, down to nothing where decodes have grown into what was there at its
@@ -175,7 +181,7 @@ class LocalScheduler:
             count = min(budget, live.prefill_end - live.computed, self._cache.available_tokens)
             if count == 0:
                 break
-            batch.add_chunk(live, self._cache.take(count))
+            batch.add_chunk(live, self._cache.take(count, now))
             budget -= count
         return budget
 
@@ -200,7 +206,7 @@ class LocalScheduler:
             count = live.prefill_end - live.computed
             if self.config.chunked_prefill:
                 count = min(budget, count)
-            batch.add_chunk(live, self._cache.take(count))
+            batch.add_chunk(live, self._cache.take(count, now))
             budget -= count
         self._waiting.end_round()
         self._counts["deferred"] += deferrals
@@ -234,6 +240,7 @@ class LocalScheduler:
             self._cache.release(hold, now)
             return False
         self._waiting.take(live)
+        self._cache.admit(live.follows)
         live.hold = hold
         live.computed = hold.matched_tokens
         live.prefill_end = live.known_tokens
@@ -294,7 +301,7 @@ class LocalScheduler:
         """A prefill chunk is computed: publish it at once. What a decode computes stays private until it ends."""
         self._counts["computed_tokens"] += live.scheduled
         output = batch.book_chunk(live, token)
-        self._publish(live, now)
+        self._published(live, now)
         if output is not None:
             outputs.append(output)
             if output.finish_reason is not None:
@@ -302,7 +309,7 @@ class LocalScheduler:
 
     def _end(self, live: LiveRequest, now: float) -> None:
         """A request has its last token."""
-        self._stop_running(live, now)
+        self._stop_running(live, _ending(live), now)
         del self._live[live.request.request_id]
         self._counts["finished"] += 1
 
@@ -310,22 +317,28 @@ class LocalScheduler:
 
     def _preempt(self, live: LiveRequest, now: float) -> None:
         """Send a running request back to the head of the queue; its output is kept, its KV becomes evictable cache."""
-        self._stop_running(live, now)
+        live.follows = self._cache.suspend(self._published(live, now), live.follows, now)
+        self._leave_running(live)
         self._waiting.put_back(live)
         self._counts["preempted"] += 1
 
-    def _stop_running(self, live: LiveRequest, now: float) -> None:
-        """Leave all that the request computed in the tree as cache and hold nothing any more."""
-        assert live.hold is not None
-        self._publish(live, now)
-        self._cache.release(live.hold, now)
+    def _stop_running(self, live: LiveRequest, ending: tuple[int, ...], now: float) -> None:
+        """Leave all that an ended request computed in the tree as cache."""
+        self._cache.finish(self._published(live, now), ending, live.follows, now)
+        self._leave_running(live)
+
+    def _leave_running(self, live: LiveRequest) -> None:
+        """The request holds nothing any more."""
         live.hold = None
         live.drop_slots()
         self._running.remove(live)
 
-    def _publish(self, live: LiveRequest, now: float) -> None:
-        assert live.hold is not None
-        self._cache.publish(live.hold, live.tokens[: live.computed], live.slots[: live.computed], now)
+    def _published(self, live: LiveRequest, now: float) -> Hold:
+        """The hold of a running request, whose computed tokens are all in the tree."""
+        hold = live.hold
+        assert hold is not None
+        self._cache.publish(hold, live.tokens[: live.computed], live.slots[: live.computed], now)
+        return hold
 
     def _drop_in_flight(self, live: LiveRequest) -> None:
         """Free the slots of tokens that are scheduled and will not count."""
@@ -408,6 +421,13 @@ class LocalScheduler:
         if not math.isfinite(seconds):
             raise InvalidTime(f"now must be finite, got {seconds!r}")
         return seconds
+
+
+def _ending(live: LiveRequest) -> tuple[int, ...]:
+    """The tokens with which an answer ended: the last, and the one before where that is one that ends answers."""
+    last = live.known_tokens - 1
+    stopped = int(live.tokens[last]) in live.request.stop_token_ids
+    return tuple(int(token) for token in live.tokens[last - stopped : last + 1])
 
 
 def _share(other: LiveRequest, live: LiveRequest, end: int, extra: int) -> bool:

@@ -650,7 +650,7 @@ def test_check_notices_a_slot_with_two_owners_and_one_with_none():
     worker.add("a", numbers(0, 10))
     worker.iterate()
     cache = worker.scheduler._cache
-    lost = cache.take(1)
+    lost = cache.take(1, 0.0)
     with pytest.raises(AssertionError, match="unowned"):
         worker.scheduler.check()
     cache.give(lost)
@@ -834,7 +834,7 @@ def churn(cache, prefixes, length=10):
     for k in range(prefixes):
         tokens = np.arange(100 * k, 100 * k + length, dtype=np.int32)
         hold = cache.hold(tokens, "n", length - 1, 0.0)
-        slots = np.concatenate([cache.slots_of(hold), cache.take(length - hold.matched_tokens)])
+        slots = np.concatenate([cache.slots_of(hold), cache.take(length - hold.matched_tokens, 0.0)])
         cache.publish(hold, tokens, slots, 0.0)
         cache.release(hold, 0.0)
 

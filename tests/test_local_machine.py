@@ -36,6 +36,7 @@ configs = st.builds(
     max_running=st.sampled_from([1, 3, 6, 8]),
     max_waiting=st.sampled_from([2, 10]),
     order=st.sampled_from(["priority", "priority", "fcfs", "longest_prefix"]),
+    eviction=st.just("lru"),  # which is what the model knows
     priority_groups=st.sampled_from([1, 3, 10]),
     max_wait_seconds=st.sampled_from([0.0, 2.0, 8.0, float("inf")]),
     min_shared_tokens=st.sampled_from([0, 1, 3, 6]),
@@ -205,6 +206,7 @@ def random_config(rng):
         max_running=rng.choice([2, 4, 8]),
         max_waiting=10,
         order=rng.choice(["priority", "priority", "fcfs", "longest_prefix"]),
+        eviction="lru",  # which is what the model knows
         priority_groups=rng.choice([1, 3, 10]),
         max_wait_seconds=rng.choice([0.0, 4.0, 20.0, float("inf")]),
         min_shared_tokens=rng.choice([0, 1, 3, 6]),

@@ -21,6 +21,7 @@ class LiveRequest:
     cached_now: int
     cached_version: int
     place_version: int
+    follows: int
     max_tokens: int
     def __init__(self, request: LocalRequest, number: int, arrival_seconds: float) -> None: ...
     @property

@@ -42,6 +42,7 @@ cdef class LiveRequest:
     cdef public int64_t known_tokens, computed, scheduled, prefill_end
     cdef public int64_t cached_now        # the queue's: cached tokens of the known ones, as of cached_version
     cdef public int64_t cached_version, place_version
+    cdef public int64_t follows           # number of the prefix end that it goes on from; -1: none is known
     cdef readonly int64_t max_tokens      # of the prompt and the longest output
     cdef int64_t prompt_tokens
     cdef bint planned
@@ -60,7 +61,7 @@ cdef class LiveRequest:
         self.stops = request.stop_token_ids or None
         self.slots_array = NO_TOKENS
         self.place = (0, 0)
-        self.cached_version = self.place_version = -1
+        self.cached_version = self.place_version = self.follows = -1
 
     @property
     def slots(self):

@@ -15,10 +15,11 @@ from libc.string cimport memcpy
 
 from preble._core.dict_keys cimport key_value
 from preble._core.atomic cimport store64
-from preble._core.tree.layout cimport Node, TokenRun, Walk, mark_at, node_at, run_end, store_run
+from preble._core.tree.layout cimport (Node, TokenRun, Tree, Walk, generation, is_same_node, mark_at, node_at, run_end,
+                                       store_run)
 from preble._core.tree.parts cimport (add_tokens, find_entry, free_run, new_run, recency_push_after, recency_remove,
                                       retire_run, run_slots)
-from preble._core.memory cimport NONE, slab_reserve
+from preble._core.memory cimport CHUNK_BITS, NONE, slab_reserve
 from preble._core.tree.nodes cimport add_entry, add_leaf, at_root, forget_leaf, split_node, tree_walk
 from preble._core.tree.child_table cimport table_reserve
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
@@ -42,6 +43,20 @@ cdef int view_slots(object slots, TokenView* view) except -1:
         release_tokens(view)
         raise InvalidInput(str(error).replace("token_ids", "slots")) from None
     return 0
+
+
+cdef int64_t number_of(Tree* t, uint32_t i) noexcept:
+    """What `end_of` says of a node."""
+    return (<int64_t> generation(node_at(t, i)) << 32) | i
+
+
+cdef bint is_evictable(Tree* t, uint32_t i, int64_t number) noexcept:
+    """Whether a node is still the one of that number, and a leaf that nobody holds."""
+    cdef Node* node
+    if number < 0 or i >> CHUNK_BITS >= t.nodes.chunk_count or not is_same_node(t, i, <uint32_t> (number >> 32)):
+        return False
+    node = node_at(t, i)
+    return node.parent != NONE and node.first_child == NONE and mark_at(t, node.only_mark).pins == 0
 
 
 cdef class Hold:
@@ -268,6 +283,40 @@ cdef class SlotTree(RadixTree):
                 slots.extend(self.cut(i, reports))
                 freed += length
         return slots, reports
+
+    def end_of(self, Hold hold) -> int:
+        """A number for the node at which a held prefix ends: never that of another node, and of none once it is gone.
+        A split leaves it to the lower part. O(1)."""
+        self.need_hold(hold)
+        return number_of(&self.t, hold.node)
+
+    def reach(self, token_ids, *, namespace=None) -> tuple[int, int]:
+        """How many tokens of a prompt are cached, and the number of the node in which that ends; -1 for none. Changes
+        nothing; O(prefix)."""
+        cdef Walk walk
+        with self:
+            if not self.walk_python(token_ids, namespace, &walk) or walk.matched == 0:
+                return 0, -1
+            return walk.matched, number_of(&self.t, walk.node)
+
+    def evict_end(self, int64_t number, int64_t need_tokens) -> tuple[array[int], list[tuple[array[int], int, object]],
+                                                                        int]:
+        """Free a leaf by its number, or its last `need_tokens` if it is longer. Returns what `evict` does, and the
+        number of the leaf that prefix ends with now: what is left of it, or its parent where nothing else hangs there;
+        -1 where that is none, and where the number is not that of a leaf that nobody holds; then nothing is freed."""
+        cdef uint32_t i = <uint32_t> (number & 0xFFFFFFFF), length, above
+        cdef c_array slots = int_array(0)
+        reports = []
+        with self:
+            if not is_evictable(&self.t, i, number):
+                return slots, reports, -1
+            length = node_at(&self.t, i).run.length
+            if length > need_tokens:
+                split_node(&self.t, i, <uint32_t> (length - need_tokens))    # without memory all of it goes
+            above = node_at(&self.t, i).parent
+            slots = self.cut(i, reports)
+            number = number_of(&self.t, above)
+            return slots, reports, number if is_evictable(&self.t, above, number) else -1
 
     cdef c_array cut(self, uint32_t i, list reports):
         """Remove a leaf; returns its slots and adds the report."""

@@ -1,12 +1,14 @@
 """The KV cache of one worker: a pool of slots, the prefix tree that owns most of them, and reports of evictions.
 
-Owns who holds a slot; knows nothing of queues, batches or budgets. Not thread-safe: `LocalScheduler` is its only user.
+Owns who holds a slot; knows nothing of queues, batches or budgets. What is evicted first is its `Retention`'s to say,
+where it has one. Not thread-safe: `LocalScheduler` is its only user.
 Every slot is exactly one of: free (in the pool), owned by the tree, or owned by a running request (taken and not yet
 published).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 
 import numpy as np
@@ -15,10 +17,12 @@ import numpy.typing as npt
 from ..types import AllBlocksCleared, PrefixEvicted
 from ._kv_slots import Hold, SlotTree
 from .requests import Int32Array
+from .retention import Retention
 
 EVENTS_MAX = 4096
 EVENT_TOKENS_MAX = 1 << 22
 EVICT_SHARE = 256
+NO_END = -1
 
 
 class SlotPool:
@@ -56,13 +60,19 @@ class KvCache:
     """
 
     def __init__(
-        self, capacity_tokens: int, *, events_max: int = EVENTS_MAX, event_tokens_max: int = EVENT_TOKENS_MAX
+        self,
+        capacity_tokens: int,
+        *,
+        retention: Retention | None = None,
+        events_max: int = EVENTS_MAX,
+        event_tokens_max: int = EVENT_TOKENS_MAX,
     ) -> None:
         self.capacity_tokens = capacity_tokens
         self.version = 0  # +1 at each change of what is cached
         self.evicted_tokens = 0
         self.evictions = 0
         self.collapsed_events = 0
+        self._retention = retention  # None: what was used least recently goes first
         self._tree = SlotTree()
         self._pool = SlotPool(capacity_tokens)
         self._events: list[PrefixEvicted | AllBlocksCleared] = []
@@ -121,31 +131,88 @@ class KvCache:
         """Unpin a held prefix; it stays cached, as the most recently used."""
         self._tree.release(hold, now)
 
-    def take(self, count: int) -> Int32Array:
+    def take(self, count: int, now: float) -> Int32Array:
         """Take `count` slots for new tokens, evicting where too few are free. `count` is at most `available_tokens`.
 
-        Evicts the least recently used leaves, the last one in part, a little more than asked: a full cache would
-        otherwise evict and report in every iteration.
+        Evicts a little more than asked, the last leaf in part: a full cache would otherwise evict and report in every
+        iteration.
         """
         missing = count - self._pool.free_count
         if missing > 0:
-            self._evict(max(missing, self.capacity_tokens // EVICT_SHARE))
+            self._evict(max(missing, self.capacity_tokens // EVICT_SHARE), now)
         return self._pool.take(count)
 
     def give(self, slots: Int32Array) -> None:
         """Free slots that were taken and never published."""
         self._pool.give(slots)
 
+    # --- whose prefix it is -------------------------------------------------------------------------------------------
+
+    def ask(self, token_ids: Int32Array, namespace: Hashable, now: float) -> int:
+        """A prompt has come and waits. Returns the number of the end that it goes on from, -1 where none is known.
+        Cost: its cached prefix."""
+        if self._retention is None:
+            return NO_END
+        _, number = self._tree.reach(token_ids, namespace=namespace)
+        return number if self._retention.asked(number, now) else NO_END
+
+    def admit(self, end: int) -> None:
+        """Who asked has its prefix, and holds it."""
+        if self._retention is not None:
+            self._retention.forget(end)
+
+    def give_up(self, end: int, now: float) -> None:
+        """Who asked has gone without it."""
+        if self._retention is not None:
+            self._retention.unwanted(end, now)
+
+    def finish(self, hold: Hold, ending: Hashable, end: int, now: float) -> None:
+        """Let a prefix go whose request has ended, its answer with these tokens; it went on from `end`."""
+        number = self._tree.end_of(hold)
+        self._tree.release(hold, now)
+        if self._retention is not None:
+            self._retention.ended(number, ending, now)
+            if end not in (NO_END, number):
+                self._retention.die(end, now)
+
+    def suspend(self, hold: Hold, end: int, now: float) -> int:
+        """Let a prefix go whose request, which went on from `end`, waits to go on; returns the number of its end, as
+        `ask` does."""
+        number = self._tree.end_of(hold)
+        self._tree.release(hold, now)
+        if self._retention is None:
+            return NO_END
+        if end not in (NO_END, number):
+            self._retention.die(end, now)
+        self._retention.want(number, now)
+        return number
+
+    # --- evictions ----------------------------------------------------------------------------------------------------
+
     def take_events(self) -> list[PrefixEvicted | AllBlocksCleared]:
         """Evictions since the last call, oldest first."""
         events, self._events, self._event_tokens = self._events, [], 0
         return events
 
-    def _evict(self, need_tokens: int) -> None:
-        freed, reports = self._tree.evict(need_tokens)
-        self._pool.give(freed)
+    def _evict(self, need_tokens: int, now: float) -> None:
+        before = self.evicted_tokens
+        while self._retention is not None and (end := self._retention.victim(now)) is not None:
+            freed, reports, left = self._tree.evict_end(end.number, need_tokens)
+            if len(freed):
+                self._retention.evicted(end, left, now)
+                self._book_eviction(freed, reports)
+            else:
+                self._retention.forget(end.number)  # somebody holds it, or its prefix goes on
+            need_tokens -= len(freed)
+            if need_tokens <= 0:
+                break
+        if need_tokens > 0:
+            self._book_eviction(*self._tree.evict(need_tokens))
         self.version += 1
-        self.evictions += 1
+        self.evictions += self.evicted_tokens > before
+
+    def _book_eviction(self, freed: array[int], reports: list[tuple[array[int], int, Hashable]]) -> None:
+        self._pool.give(freed)
         self.evicted_tokens += len(freed)
         for token_ids, kept_tokens, namespace in reports:
             self._report(PrefixEvicted(token_ids, kept_tokens, namespace))
@@ -165,6 +232,8 @@ class KvCache:
         `private_slots` are those that running requests own outside the tree. Cost: the capacity.
         """
         self._tree.check()
+        if self._retention is not None:
+            self._retention.check()
         owners = np.zeros(self.capacity_tokens, np.int32)
         np.add.at(owners, self._pool.free_slots, 1)
         for slots in private_slots:

@@ -18,6 +18,7 @@ from ..types import check_int
 Int32Array = npt.NDArray[np.int32]
 
 ORDERS = ("priority", "fcfs", "longest_prefix")
+EVICTIONS = ("returns", "lru")
 TOKEN_ID_MAX = 2**31 - 1
 
 
@@ -32,6 +33,9 @@ class LocalConfig:
     `min_shared_tokens` delays a request while a running one is computing that many tokens of its prompt (0: never
     delay).
 
+    `eviction` is what goes first when the cache is full: "returns", the prefix whose session is least likely to come
+    back soon (`retention`), or "lru", the one used least recently, as engines of others do (paper section 4.3).
+
     `chunked_prefill` False is how engines worked before Sarathi, for comparison with them: prompts are computed whole,
     in iterations of their own that go before all decoding; `token_budget` then bounds the prompt tokens of an iteration
     that computes several. The queue is looked at before every `decodes_per_look`-th decode iteration.
@@ -42,6 +46,7 @@ class LocalConfig:
     max_running: int = 64
     max_waiting: int = 4096
     order: str = "priority"
+    eviction: str = "returns"
     priority_groups: int = 10
     max_wait_seconds: float = 30.0
     min_shared_tokens: int = 32
@@ -60,6 +65,8 @@ class LocalConfig:
             raise InvalidConfig(f"LocalConfig.chunked_prefill must be True or False, got {self.chunked_prefill!r}")
         if self.order not in ORDERS:
             raise InvalidConfig(f"LocalConfig.order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.eviction not in EVICTIONS:
+            raise InvalidConfig(f"LocalConfig.eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
         if isinstance(self.max_wait_seconds, bool) or not isinstance(self.max_wait_seconds, (int, float)):
             raise InvalidConfig(f"LocalConfig.max_wait_seconds must be a number, got {self.max_wait_seconds!r}")
         if not self.max_wait_seconds >= 0.0:

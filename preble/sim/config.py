@@ -18,6 +18,11 @@ from ..types import WorkerSpec, check_int, check_seconds
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration
 
 
+def engine_config() -> LocalConfig:
+    """An engine as others build them: what was used least recently is evicted first."""
+    return LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6, eviction="lru")
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerDeath:
     """A worker stops, with all it has, at `at_seconds`; the router notices `noticed_after_seconds` later."""
@@ -133,7 +138,7 @@ class SimConfig:
     policy: str | Policy = "e2"
     cost_model: str | CostModel = "mistral-7b/a6000"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    local: LocalConfig = field(default_factory=lambda: LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6))
+    local: LocalConfig = field(default_factory=engine_config)
     seed: int = 0
     step_seconds: float = 0.0
     step_seconds_per_request: float = 0.0

@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--order", choices=("priority", "fcfs", "longest_prefix"), help="which waiting request goes first"
     )
     batching.add_argument(
+        "--eviction", choices=("returns", "lru"), help="which cached prefix goes first (torch, simulated; returns)"
+    )
+    batching.add_argument(
         "--look-ahead", type=int, metavar="N", help="requests that SGLang or vLLM may hold without output (2)"
     )
     batching.add_argument(
@@ -142,7 +145,7 @@ def _attached_engine(args: argparse.Namespace) -> Engine:
 
 
 def _refuse_own_settings(args: argparse.Namespace) -> None:
-    for name in ("kv_capacity_tokens", "token_budget", "max_running", "max_model_tokens", "threads"):
+    for name in ("kv_capacity_tokens", "token_budget", "max_running", "eviction", "max_model_tokens", "threads"):
         if getattr(args, name) is not None:
             raise InvalidConfig(f"{_flag(name)} is not for --engine {args.engine}: the engine's own arguments say it")
 
@@ -185,7 +188,7 @@ def _local_config(args: argparse.Namespace, default: LocalConfig | None = None) 
     """How the engine forms batches; None leaves all of it to the engine, which finds its own capacity."""
     from ..local import LocalConfig
 
-    options = {name: getattr(args, name) for name in ("token_budget", "max_running", "order")}
+    options = {name: getattr(args, name) for name in ("token_budget", "max_running", "order", "eviction")}
     chosen = {name: value for name, value in options.items() if value is not None}
     if args.kv_capacity_tokens is not None:
         return LocalConfig(args.kv_capacity_tokens, **chosen)

@@ -5,7 +5,8 @@ The trace is that of callanjfox/kv-cache-tester (Apache-2.0; 46,000 requests of 
 line: `session`, `i` (turn), `in` and `out` (tokens), `keep` (blocks of 64 tokens that are those of the turn before),
 `new` (runs [first id, length] of the blocks after them; ids are the session's own, its sub-agents' included), `think`
 (seconds from the answer before), `after_tool` (whether a tool's result came then), `parent` ([session, turn], of a
-sub-agent). A session's first line has `tool_tokens` and `system_tokens`, which all sessions have in common.
+sub-agent). A session's first line has `tool_tokens` and `system_tokens`, which all sessions have in common. What
+answers say is not in it: they are tokens that no other answer has, and a last one that says whether a tool is called.
 
 Its statistics, which `coding_agents` draws from: 96 % of the input is the turn before; a turn adds 722 tokens at the
 median and 4,100 at p90; a pause is 8 s after a tool, 68 s at p90, and 126 s at the median where a person answers, which
@@ -35,6 +36,8 @@ COMMON_BLOCKS = 1 << 12  # ids of blocks that all sessions open with
 HEAD_TOKENS = 15_000  # tools and system prompt
 COMPACTED_AT_TOKENS = 200_000  # where a session is summarised and goes on with its head and
 SUMMARY_TOKENS = 50_000
+# With what an answer ends: a model has tokens of its own for where it calls a tool, and where it waits for a person.
+TOOL_CALL_END, TURN_END = 2**31 - 2, 2**31 - 3
 HUMAN_SHARE = 0.16  # of the turns that come after a person
 SUB_AGENT_SHARE = 0.005  # of the turns that start a sub-agent
 SUB_AGENT_TURNS = (4, 16)
@@ -104,7 +107,7 @@ def add_session(
     after = None if started is None else request_name(*parent_of(rows[0]))
     parts: list[Int32Array] = []
     names: list[str] = []
-    for row in rows:
+    for row, coming in zip(rows, [*rows[1:], None], strict=True):
         parts = first_of(parts, row.integer("keep", 0) * run)
         kept = sum(len(part) for part in parts) // run
         parts.append(unwritable(np.repeat(new_blocks(row, base, kept, head), run)))
@@ -120,6 +123,7 @@ def add_session(
             group=name.partition("/")[0],
             after=after,
             pause_seconds=pause_of(row, started if row is rows[0] else None) if after else 0.0,
+            output_ids=answer_of(len(into.requests), max(1, row.integer("out", 0) // scale), coming),
             hint=SessionHint(session=name, parent=parent),
             after_tool=bool(row.values.get("after_tool")) or row is rows[0] and started is not None,
         )
@@ -127,6 +131,20 @@ def add_session(
         after = request.request_id
         names.append(after)
     return names
+
+
+def answer_of(number: int, tokens: int, coming: Row | None) -> Int32Array:
+    """Token ids of the answer of a file's request of that number, such as no other has, shape [tokens]. Its end says
+    whether the turn after it comes after a tool."""
+    ids = np.arange(tokens, dtype=np.int32) + (number * 7919) % 1_000_000_007
+    return ended(ids.astype(np.int32), coming is not None and bool(coming.values.get("after_tool")))
+
+
+def ended(answer: Int32Array, calls_tool: bool) -> Int32Array:
+    """An answer with its last token."""
+    ids = answer.copy()
+    ids[-1] = TOOL_CALL_END if calls_tool else TURN_END
+    return unwritable(ids)
 
 
 def id_bases(by: dict[str, list[Row]]) -> dict[str, int]:
@@ -249,17 +267,18 @@ def session_of(
     parts, after = opening, None if started is None else started.request_id
     requests: list[PromptRequest] = []
     parent = started.hint.session if started is not None and started.hint is not None else ""
+    after_tool = started is not None
     for turn in range(turns):
-        after_tool = started is not None if turn == 0 else bool(rng.random() >= HUMAN_SHARE)
         pause = quantile(TOOL_PAUSES if after_tool else HUMAN_PAUSES, rng.random())
-        answer = run_of_tokens(rng, quantile(OUTPUT_TOKENS, rng.random()) / scale)
+        calls_tool = turn + 1 < turns and bool(rng.random() >= HUMAN_SHARE)
+        answer = ended(run_of_tokens(rng, quantile(OUTPUT_TOKENS, rng.random()) / scale), calls_tool)
         own = PromptRequest(
             request_name(name, turn), parts, len(answer), group=name.partition("/")[0], after=after,
             pause_seconds=pause if turn else 0.0, output_ids=answer, hint=SessionHint(session=name, parent=parent),
             after_tool=after_tool,
         )  # fmt: skip
         requests.append(own)
-        after = own.request_id
+        after, after_tool = own.request_id, calls_tool
         if started is None and rng.random() < SUB_AGENT_SHARE:
             count = int(rng.integers(*SUB_AGENT_TURNS))
             task = (*parts, answer, run_of_tokens(rng, quantile(ADDED_TOKENS, rng.random()) / scale))
