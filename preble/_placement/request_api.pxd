@@ -32,12 +32,14 @@ cdef class RequestApi:
     cdef Decision place_walked(self, object token_ids, object request_id, object namespace, Placement* request)
     cdef list place_many(self, list prompts, list request_ids, object namespace, int64_t limit)
     cdef list answer_many(self, Asked* asked, list names, list keys, list request_ids)
-    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens)
+    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens, list groups)
     cdef int check_many(self, list prompts, list request_ids) except -1
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
-                                object exclude, bint explain)
+                                object exclude, bint explain, object group)
     cdef int count_reason(self, str reason) except -1
-    cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now)
+    cdef object rule_for(self, object group)
+    cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now,
+                     object group)
     cdef object key_of(self, object request_id)
     cdef int64_t lease_of(self, object key) except? -1
     cdef bint end(self, object request_id, object output_tokens, object cached_tokens) except -1

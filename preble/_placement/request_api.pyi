@@ -47,6 +47,7 @@ class RequestApi:
         max_new_tokens: int | None = None,
         exclude: Iterable[str] = (),
         explain: bool = False,
+        group: Hashable = None,
     ) -> Decision: ...
     def schedule_many(
         self,
@@ -55,6 +56,7 @@ class RequestApi:
         request_ids: Iterable[Hashable] | None = None,
         namespace: Hashable = None,
         max_new_tokens: int | None = None,
+        groups: Iterable[Hashable] | None = None,
     ) -> list[Decision]: ...
     def match(self, token_ids: Any, *, namespace: Hashable = None) -> Match: ...
     def explain(
@@ -64,6 +66,7 @@ class RequestApi:
         request_id: Hashable = None,
         namespace: Hashable = None,
         max_new_tokens: int | None = None,
+        group: Hashable = None,
     ) -> Explanation: ...
     def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool: ...
     def finish(

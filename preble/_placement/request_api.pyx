@@ -44,6 +44,7 @@ from .decision import unit_draw
 from .bookings import REASON_NAMES
 from ..errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from ..policies.base import RequestView
+from ..policies.sample_groups import SAMPLE_GROUPS
 from ..types import Explanation, WorkerCost
 
 cdef extern from "Python.h":
@@ -320,13 +321,14 @@ cdef class RequestApi:
     # --- schedule ---
 
     def schedule(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, exclude=_NOTHING,
-                 bint explain=False) -> Decision:
+                 bint explain=False, group=None) -> Decision:
         """Choose a worker and book the request on it, until `finish` or `cancel`.
 
         `token_ids`: see the package; not to be changed while this runs. `request_id`: made up when None. `exclude`:
-        worker ids that may not take it (they failed it before). `explain`: fill `Decision.costs`. Raises
-        InvalidTokens, InvalidInput, DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then nothing has changed.
-        O(tokens + workers). Thread-safe; other threads run meanwhile.
+        worker ids that may not take it (they failed it before). `explain`: fill `Decision.costs`. `group`: any hashable
+        that samples of one prompt have in common, where all of a set are waited for; E2 places these so that the set
+        ends soon. Raises InvalidTokens, InvalidInput, DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then
+        nothing has changed. O(tokens + workers). Thread-safe; other threads run meanwhile.
         """
         cdef int64_t limit = 0
         cdef bint observed
@@ -335,8 +337,9 @@ cdef class RequestApi:
         if namespace is not None:
             hashable("namespace", namespace)
         observed = self._observer is not None and self.is_observed(&explain)
-        if explain or observed or exclude is not _NOTHING or self._policy is not None:
-            return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain)
+        if explain or observed or exclude is not _NOTHING or self._policy is not None or group is not None:
+            hashable("group", group)
+            return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain, group)
         return self.place(token_ids, request_id, namespace, limit)
 
     cdef bint is_observed(self, bint* explain) except -1:
@@ -442,32 +445,37 @@ cdef class RequestApi:
 
     # --- several at once ---
 
-    def schedule_many(self, prompts, *, request_ids=None, namespace=None, max_new_tokens=None) -> list[Decision]:
+    def schedule_many(self, prompts, *, request_ids=None, namespace=None, max_new_tokens=None,
+                      groups=None) -> list[Decision]:
         """Place several prompts by one call; returns their Decisions in order: those that `schedule` would have made
         one after the other at this moment.
 
         `prompts`: an iterable of what `schedule` takes as `token_ids`, not to be changed while this runs.
-        `request_ids`: as many ids, or None; `namespace` and `max_new_tokens` hold for all. Raises what `schedule` does,
-        with the index of the prompt that is wrong, and then nothing has changed; where only the fleet, the memory or a
+        `request_ids`, `groups`: as many, or None; `namespace` and `max_new_tokens` hold for all. Raises what `schedule`
+        does, with the index of the prompt that is wrong, and then nothing has changed; where only the fleet, the memory or a
         policy of your own fails in the midst, what was placed before is cancelled. O(tokens + prompts x workers).
         Thread-safe; Python's lock is let go once, other threads' decisions come in between.
         """
         cdef int64_t limit = output_limit(max_new_tokens)
         cdef list given = list(iterable("prompts", prompts))
-        cdef list ids = None
+        cdef list ids = None, labels = None
         hashable("namespace", namespace)
         if request_ids is not None:
             ids = list(iterable("request_ids", request_ids))
             if len(ids) != len(given):
                 raise InvalidInput(f"request_ids are {len(ids)} for {len(given)} prompts")
+        if groups is not None:
+            labels = list(iterable("groups", groups))
+            if len(labels) != len(given):
+                raise InvalidInput(f"groups are {len(labels)} for {len(given)} prompts")
         if not given:
             return []
         self.core.need_workers()
         if PyDict_Size(self.core.leases) + len(given) > self.core.live_max:
             raise QueueFull(f"{len(given)} more requests than the {PyDict_Size(self.core.leases)} live ones are more "
                             f"than may be live ({self.core.live_max}, SchedulerConfig.live_requests_max)")
-        if self._observer is not None or self._policy is not None:
-            return self.place_each(given, ids, namespace, max_new_tokens)
+        if self._observer is not None or self._policy is not None or labels is not None:
+            return self.place_each(given, ids, namespace, max_new_tokens, labels)
         if FREE_THREADED:
             with self.core.tree:
                 return self.place_many(given, ids, namespace, limit)
@@ -531,7 +539,7 @@ cdef class RequestApi:
         self.scheduled += len(names)
         return decisions
 
-    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens):
+    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens, list groups):
         """The way where a policy or an observer is asked about every prompt."""
         cdef Py_ssize_t at = 0
         decisions = []
@@ -539,7 +547,8 @@ cdef class RequestApi:
         try:
             for at in range(len(prompts)):
                 decisions.append(self.schedule(prompts[at], namespace=namespace, max_new_tokens=max_new_tokens,
-                                               request_id=None if request_ids is None else request_ids[at]))
+                                               request_id=None if request_ids is None else request_ids[at],
+                                               group=None if groups is None else groups[at]))
         except BaseException as error:
             for decision in reversed(decisions):
                 self.cancel((<Decision> decision).request_id)
@@ -570,28 +579,28 @@ cdef class RequestApi:
         return 0
 
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
-                                object exclude, bint explain):
+                                object exclude, bint explain, object group):
         """The way where every worker is weighed, some are left out, or somebody looks on: under both locks."""
         cdef DecisionCore core = self.core
         cdef Decision decision
         cdef double now
-        before = None
+        before, policy = None, self.rule_for(group)
         with core.tree:
             now = self.time()
             key = self.claim(request_id, self.sequence)
             if request_id is None:
                 request_id = key
             try:
-                request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
+                request = self.seen(token_ids, namespace, max_new_tokens, request_id, now, group)
                 left_out = core.leave_out(list(iterable("exclude", exclude)))
                 try:
                     if self._observer is not None:
                         core.need_eligible()     # what is wrong with the request is found before anybody looks at it
                         estimated_match(self, token_ids, namespace)
                         core.advance(now)
-                        before = self._observer.before_decision(core, self._policy, request, now, explain)
+                        before = self._observer.before_decision(core, policy, request, now, explain)
                     decision = core.schedule(token_ids, request_id, key, namespace, output_limit(max_new_tokens), now,
-                                             self._policy, request, explain)
+                                             policy, request, explain)
                 finally:
                     core.take_back(left_out)
             except BaseException:
@@ -612,13 +621,18 @@ cdef class RequestApi:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
         return 0
 
-    cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now):
+    cdef object rule_for(self, object group):
+        """The policy that decides: a scheduler's own, or that of samples where E2 is asked for one; None is E2."""
+        return self._policy if self._policy is not None or group is None else SAMPLE_GROUPS
+
+    cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now,
+                     object group):
         """The request as Python policies and observers see it; None where there are none."""
-        if self._policy is None and self._observer is None:
+        if self._policy is None and self._observer is None and group is None:
             return None
         draw = unit_draw(<uint64_t> self._seed, <uint64_t> self.sequence)
         known = {} if self._policy_state is None else self._policy_state.known(token_ids, namespace, now)
-        return RequestView(token_ids, namespace, max_new_tokens, self.sequence, draw, request_id, known)
+        return RequestView(token_ids, namespace, max_new_tokens, self.sequence, draw, request_id, known, group)
 
     def _book_on(self, uint32_t worker, token_ids, request_id, namespace, max_new_tokens, double now) -> bool:
         """Book a request that another router has placed on a worker. False if it is booked already, or finds no room.
@@ -630,7 +644,7 @@ cdef class RequestApi:
         except (DuplicateRequest, QueueFull):
             return False
         try:
-            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
+            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now, None)
             decision = self.core.book_on(worker, token_ids, request_id, key, namespace, limit, now)
         except BaseException:
             self.give_up(key)
@@ -647,18 +661,20 @@ cdef class RequestApi:
             hashable("namespace", namespace)
         return estimated_match(self, token_ids, namespace)
 
-    def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None) -> Explanation:
+    def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, group=None) -> Explanation:
         """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
         lock. `request_id` is for policies that look at it; it need not be free."""
         limit = output_limit(max_new_tokens)
         hashable("namespace", namespace)
         hashable("request_id", request_id)
-        if self._policy is None:
+        hashable("group", group)
+        policy = self.rule_for(group)
+        if policy is None:
             return explanation(self.core, None, token_ids, namespace, limit, self.time(), None)
         with self.core.tree:                     # a Python policy's scores are of these very bookings
             now = self.time()
-            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now)
-            return explanation(self.core, self._policy, token_ids, namespace, limit, now, request)
+            request = self.seen(token_ids, namespace, max_new_tokens, request_id, now, group)
+            return explanation(self.core, policy, token_ids, namespace, limit, now, request)
 
     # --- the rest of a request's life ---
 

@@ -23,8 +23,8 @@ class RequestView:
     """The request as a policy sees it.
 
     `sequence` counts the decisions booked so far; `draw` is in [0, 1) and depends only on the scheduler's seed and
-    `sequence`. `request_id` is None where the caller named none. `known` has what the policy's `needs` name, each with
-    a value for every worker id; see `preble/policies/known.py`.
+    `sequence`. `request_id` is None where the caller named none, `group` where it is no sample of one. `known` has what
+    the policy's `needs` name, each with a value for every worker id; see `preble/policies/known.py`.
     """
 
     token_ids: Any
@@ -34,6 +34,7 @@ class RequestView:
     draw: float
     request_id: Hashable = None
     known: Mapping[str, Any] = field(default_factory=dict)
+    group: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,12 @@ class Simulation:
         left = flight.planned_ids[flight.emitted :]
         try:
             scheduler = self.routers.schedulers[flight.router]
-            decision = scheduler.schedule(token_ids, request_id=request.request_id, max_new_tokens=len(left))
+            decision = scheduler.schedule(
+                token_ids,
+                request_id=request.request_id,
+                max_new_tokens=len(left),
+                group=request.group if request.sampled else None,
+            )
         except CapacityExceeded:
             self._refuse(flight)
             return

@@ -322,7 +322,7 @@ def sample_groups(
         prompt = (system, run_of_tokens(rng, prompt_tokens * (0.5 + rng.random())))
         outputs = np.maximum(1, rng.lognormal(math.log(output_tokens) - sigma * sigma / 2, sigma, samples)).astype(int)
         requests += [
-            PromptRequest(f"g{group:04d}.{sample:03d}", prompt, output, group=f"g{group:04d}")
+            PromptRequest(f"g{group:04d}.{sample:03d}", prompt, output, group=f"g{group:04d}", sampled=True)
             for sample, output in enumerate(outputs.tolist())
         ]
     return Workload("sample groups", requests, f"generated ({groups} groups of {samples}, seed {seed})")

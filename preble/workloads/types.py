@@ -38,7 +38,8 @@ class PromptRequest:
     after the request named `after` has finished, and not before `arrival_seconds`.
 
     What a client says beside: `hint`, its session and that one's parent; `after_tool`, whether the pause before it was
-    a tool's; `tenant`, whose it is; `deadline_seconds`, how long after its arrival its first token is still of use.
+    a tool's; `sampled`, whether it is one of several samples of its `group`'s prompt, all of which are waited for;
+    `tenant`, whose it is; `deadline_seconds`, how long after its arrival its first token is still of use.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class PromptRequest:
     output_ids: Int32Array | None = None
     hint: SessionHint | None = None
     after_tool: bool = False
+    sampled: bool = False
     tenant: str = ""
     deadline_seconds: float | None = None
 
