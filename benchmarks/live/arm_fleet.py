@@ -2,7 +2,8 @@
 command lines and which of two fleets runs; `engine_fleet` owns processes.
 
 Servers and workers would share the cores, and an idle SGLang engine polls without rest: so the fleet that is not asked
-is stopped (SIGSTOP). Both have one core for each engine.
+is stopped (SIGSTOP). Both have one core for each engine. Every arm is given the same text and leaves the engine, or our
+gateway, to make tokens of it. A gateway, ours too, is a process of its own, started for the run.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,10 @@ import aiohttp
 from benchmarks.common.paths import ROOT
 from benchmarks.live import engine_fleet
 from benchmarks.live.arm_traffic import TextRequest
-from benchmarks.live.engine_load import Ask, Progress, Request, everyone_ready, posted, routed
-from preble import Router
+from benchmarks.live.engine_load import Ask, Progress, Request
 
 ENGINES = ("sglang", "vllm")
-ARMS = ("round robin", "least load", "partition", "sglang-router", "smg", "preble attached", "preble workers")
+ARMS = ("round robin", "least load", "partition", "sglang-router", "smg", "preble serve", "preble workers")
 GATEWAYS = {"sglang-router": "sglang_router", "smg": "smg"}
 BLOCK_SIZES = {"sglang": 16, "vllm": 32}
 CONTEXT_TOKENS = 4096
@@ -110,6 +111,13 @@ def gateway_command(name: str, python: Path, urls: Sequence[str], base_port: int
     return [*command, "--log-level", "warn", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(base_port + 51)]
 
 
+def serve_command(addresses: Sequence[str], shape: engine_fleet.Shape, more: Sequence[str] = ()) -> list[str]:
+    """Preble's gateway with its defaults, which makes tokens with the engines' tokenizer."""
+    command = [sys.executable, "-m", "preble.cli", "serve", "--workers", *addresses, "--tokenizer", str(shape.model)]
+    command += ["--port", str(shape.base_port + 50), "--min-workers", str(len(addresses)), "--model-names", "model"]
+    return [*command, "--log-level", "warning", "--lame-duck-seconds", "0", *more]
+
+
 def peer_version(python: Path, name: str) -> str:
     """The version of a gateway in an environment, "" if it is not there."""
     if not python.exists():
@@ -181,9 +189,22 @@ async def emptied(engine: str, urls: Sequence[str]) -> None:
 
 def sender(engine: str, session: aiohttp.ClientSession, output_tokens: int) -> Send:
     """How a client of the engine asks a URL."""
-    if engine == "sglang":
-        return lambda url, request: posted(session, url, request, output_tokens, url)
-    return lambda url, request: completed(session, url, request, output_tokens)
+    ask = generated if engine == "sglang" else completed
+    return lambda url, request: ask(session, url, request, output_tokens)
+
+
+async def generated(
+    session: aiohttp.ClientSession, url: str, request: Request, output_tokens: int
+) -> AsyncIterator[Progress]:
+    """Ask SGLang, or a gateway before it, to go on with the request's text."""
+    assert isinstance(request, TextRequest)
+    sampling = {"max_new_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True}
+    body = {"rid": secrets.token_hex(8), "text": request.text, "sampling_params": sampling, "stream": True}
+    async with session.post(f"{url}/generate", json=body, raise_for_status=True) as response:
+        engine = answerer(response, url)
+        async for told in events(response):
+            meta = told["meta_info"]
+            yield Progress(meta["completion_tokens"], meta["cached_tokens"], engine)
 
 
 async def completed(
@@ -192,20 +213,30 @@ async def completed(
     """Ask vLLM, or a gateway before it, for a completion of the request's text."""
     assert isinstance(request, TextRequest)
     body = {"model": "model", "prompt": request.text, "max_tokens": output_tokens, "temperature": 0.0, "stream": True}
-    body |= {"ignore_eos": True, "stream_options": {"include_usage": True}, "request_id": secrets.token_hex(8)}
+    body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     pieces = 0
     async with session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as response:
-        async for line in response.content:
-            data = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or data == b"[DONE]":
-                continue
-            told = json.loads(data)
+        engine = answerer(response, url)
+        async for told in events(response):
             if told.get("usage"):
                 details = told["usage"].get("prompt_tokens_details") or {}
-                yield Progress(told["usage"]["completion_tokens"], details.get("cached_tokens") or 0, url)
+                yield Progress(told["usage"]["completion_tokens"], details.get("cached_tokens") or 0, engine)
             elif told.get("choices"):
                 pieces += 1
-                yield Progress(pieces, None, url)
+                yield Progress(pieces, None, engine)
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, as they come."""
+    async for line in response.content:
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
+            yield json.loads(data)
+
+
+def answerer(response: aiohttp.ClientResponse, url: str) -> str:
+    """The engine that answers, where the URL is its own or the gateway names it."""
+    return response.headers.get("x-preble-worker", url)
 
 
 def least_loaded(urls: Sequence[str], send: Send) -> Ask:
@@ -224,20 +255,23 @@ def least_loaded(urls: Sequence[str], send: Send) -> Ask:
     return ask
 
 
+def of_other_text(send: Send, url: str) -> Ask:
+    """A client whose prompts all begin with a word of its own: what they share among each other stays, with the prompts
+    of runs before they share nothing. For engines whose caches cannot be emptied."""
+    word = secrets.token_hex(4)
+    return lambda request: send(url, replace(request, text=f"{word}\n{request.text}"))  # type: ignore[call-arg]
+
+
 @contextlib.asynccontextmanager
-async def asked(arm: str, fleet: EngineFleet, peers: Path, output_tokens: int) -> AsyncIterator[Ask]:
+async def asked(
+    arm: str, fleet: EngineFleet, peers: Path, output_tokens: int, decisions: Path | None = None
+) -> AsyncIterator[Ask]:
     """The way to ask in an arm, knowing nothing yet, before engines with empty caches. Raises ValueError for an unknown
     arm."""
     group = await fleet.group("workers" if arm == "preble workers" else "servers")
     urls = group.addresses
-    if arm.startswith("preble"):
-        if arm == "preble attached":
-            await emptied(fleet.engine, urls)
-        async with Router(urls) as router:
-            await asyncio.wait_for(everyone_ready(router, len(urls)), READY_SECONDS)
-            yield lambda request: routed(router, request, output_tokens)
-        return
-    await emptied(fleet.engine, urls)
+    if arm != "preble workers":
+        await emptied(fleet.engine, urls)
     async with contextlib.AsyncExitStack() as stack:
         connector = aiohttp.TCPConnector(limit=SOCKETS)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -247,6 +281,9 @@ async def asked(arm: str, fleet: EngineFleet, peers: Path, output_tokens: int) -
             command = gateway_command(arm, peers, urls, fleet.shape.base_port)
             url = await stack.enter_async_context(engine_fleet.gateway_of(command, urls, fleet.shape.base_port))
             yield lambda request: send(url, request)
+        elif arm.startswith("preble"):
+            url = await stack.enter_async_context(served(urls, fleet.shape, session, decisions))
+            yield of_other_text(send, url) if arm == "preble workers" else lambda request: send(url, request)
         elif arm == "round robin":
             yield lambda request: send(urls[next(turns) % len(urls)], request)
         elif arm == "least load":
@@ -255,3 +292,34 @@ async def asked(arm: str, fleet: EngineFleet, peers: Path, output_tokens: int) -
             yield lambda request: send(urls[request.document % len(urls)], request)
         else:
             raise ValueError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
+
+
+@contextlib.asynccontextmanager
+async def served(
+    addresses: Sequence[str], shape: engine_fleet.Shape, session: aiohttp.ClientSession, decisions: Path | None
+) -> AsyncIterator[str]:
+    """Start `preble serve` before the engines; yields its URL once it has found each of them. With `decisions` every
+    decision is recorded, and what is kept of them is put there in the end."""
+    command = serve_command(addresses, shape, ("--record-share", "1") if decisions else ())
+    variables = {**engine_fleet.OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with engine_fleet.started("preble-serve", command, None, variables) as (process, log):
+        url = f"http://127.0.0.1:{shape.base_port + 50}"
+        await engine_fleet.until_answers(process, log, f"{url}/ready", READY_SECONDS)
+        yield url
+        if decisions:
+            await keep_decisions(session, url, decisions)
+
+
+async def keep_decisions(session: aiohttp.ClientSession, url: str, file: Path) -> None:
+    """The gateway's state and its last decisions, a line of JSON for each."""
+    async with session.get(f"{url}/v1/preble/state?after=0") as response:
+        lines = [await response.text()]
+    for sequence in itertools.count():
+        async with session.get(f"{url}/v1/preble/decisions/{sequence}") as response:
+            if response.status == 200:
+                lines.append(await response.text())
+            elif sequence > 2048:
+                break
+    async with session.get(f"{url}/metrics") as response:
+        file.with_suffix(".metrics").write_text(await response.text())
+    file.write_text("\n".join(line.replace("\n", " ") for line in lines) + "\n")

@@ -3,6 +3,11 @@
 A session is a client that asks its turns one after the other, each when the one before has been answered and a pause is
 over (a closed loop). Where every session has one turn, requests arrive whatever becomes of those before them. Seconds
 count from the start of a run; sessions begin as a Poisson process. The same seed makes the same sessions.
+
+A closed loop slows down with what it asks, so no rate is too much for it. It is held against a plan: a turn of a
+session is due `TURN_SECONDS` after the one before was due, however long the answer took. A session has the turns that
+are due within the run, and those that began before it are under way at its start: the planned rate is the same from the
+first second to the last, and every arm is asked for the same turns.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +25,14 @@ import numpy as np
 
 from benchmarks.live.engine_load import Request
 
-TRAFFICS = ("documents", "system prompt", "viral document", "agents")
+TRAFFICS = ("documents", "agents", "system prompt", "viral document")
 DOCUMENTS = 18
 DOCUMENT_TOKENS = (1200, 2000)
 SYSTEM_TOKENS, USERS, USER_TOKENS = 1500, 40, 150
 VIRAL_SHARE = 0.8  # of the requests of the middle third are about one document
 AGENT_TOKENS = 3900  # of the longest turn: an engine's context is 4,096
 PAUSE_SECONDS = 0.5  # mean between an answer and an agent's next turn
+TURN_SECONDS = 1.25  # between the turns of an agent, as planned: 0.75 s for an answer, and the pause
 Encode = Callable[[str], list[int]]
 
 
@@ -52,6 +59,10 @@ class Session:
     key: int
     arrival_seconds: float
     turns: Sequence[Turn]
+
+    def due_seconds(self, number: int) -> float:
+        """When a turn is to be asked by plan."""
+        return self.arrival_seconds + number * TURN_SECONDS
 
 
 @dataclass(frozen=True)
@@ -163,10 +174,20 @@ def users_of_one_prompt(sources: Sources, times: Sequence[float], rng: np.random
 
 
 def agents(sources: Sources, rps: float, seconds: float, rng: np.random.Generator) -> list[Session]:
-    """Real dialogues, each an agent's; so many begin that their turns make `rps` requests a second."""
+    """Real dialogues, each an agent's; so many begin that `rps` turns are due each second."""
     found = [agent_turns(one, sources.encode, rng) for one in dialogues(sources.agents)]
     found = [turns for turns in found if turns]
     mean_turns = sum(map(len, found)) / len(found)
+    lead = TURN_SECONDS * max(map(len, found))
     order = rng.permutation(len(found))
-    times = arrivals(rng, rps / mean_turns, seconds)
-    return [Session(number, at, found[order[number % len(found)]]) for number, at in enumerate(times)]
+    times = arrivals(rng, rps / mean_turns, lead + seconds)
+    made = [within(number, at - lead, found[order[number % len(found)]], seconds) for number, at in enumerate(times)]
+    return [session for session in made if session.turns]
+
+
+def within(key: int, start: float, turns: Sequence[Turn], seconds: float) -> Session:
+    """The part of a dialogue that is due in [0, seconds) if its first turn is due at `start`, which may be before 0."""
+    first = max(0, math.ceil(-start / TURN_SECONDS))
+    arrival = start + first * TURN_SECONDS
+    kept = turns[first : first + max(0, math.ceil((seconds - arrival) / TURN_SECONDS))]
+    return Session(key, arrival, kept)

@@ -1,14 +1,18 @@
 """Ways to place requests over live engines, at parts of what a fixed partition can take: TTFT, latency, hits.
 
-    python -m benchmarks.live.run_arms                                  whole: some 25 hours; it may be stopped
-    python -m benchmarks.live.run_arms --engine sglang --traffic documents --load 0.95 --repetitions 2 --arms smg ...
-    python -m benchmarks.live.run_arms --report                         measures nothing: the page of what there is
+    python -m benchmarks.live.run_arms                     0.95 of the saturation, three repetitions: some two hours
+    python -m benchmarks.live.run_arms --minutes 5                             as far as it gets; the next call goes on
+    python -m benchmarks.live.run_arms --engine sglang --traffic documents --repetitions 2 --arms smg "round robin"
+    python -m benchmarks.live.run_arms --load 0.95 0.8 0.5 --repetitions 5     whole: some twelve hours
+    python -m benchmarks.live.run_arms --report            measures nothing: the page of what there is
 
-For each engine and traffic the saturation of the fixed partition is found first: the highest rate at which it keeps up.
+What the bars are about comes first: the highest load, SGLang before vLLM, documents and agents before other traffic.
+For each engine and traffic the saturation of the fixed partition is found first: the highest rate at which no answer is
+later than `LATE` of the run's seconds, of the rates that are tried. A rate is given up at the first answer that is.
 Then every arm (`arm_fleet.ARMS`) runs at parts of it. Within a repetition all arms meet the same requests at the same
-times, one after the other in an order drawn for the repetition. Every run begins with empty caches and a router or
-gateway that has just started: the minute in which it learns is measured with the rest. Servers run on between runs and
-are emptied (SGLang `/flush_cache`, vLLM `/reset_prefix_cache`); workers cannot be, so there each run has other tokens.
+times, one after the other in an order drawn for the repetition. Every run begins with empty caches and a gateway that
+has just started: the minute in which it learns is measured with the rest. Servers run on between runs and are emptied
+(SGLang `/flush_cache`, vLLM `/reset_prefix_cache`); workers cannot be, so there each run has prompts of its own.
 
 Each run is appended to a file of JSON lines as it ends, with what was measured of the machine's quiet; what is in the
 file is not measured again, if settings and seed are the same. A noisy run is kept, marked, and repeated, twice at most.
@@ -38,16 +42,17 @@ import numpy as np
 from benchmarks.common.facts import commit, machine
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.tables import rounded
-from benchmarks.live import arm_fleet, arm_noise, arm_report, engine_fleet
+from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, engine_fleet
 from benchmarks.live.arm_traffic import TRAFFICS, Session, Sources, TextRequest, make_sessions
-from benchmarks.live.engine_load import Ask, Outcome, Request, outcome_of, shifted
+from benchmarks.live.engine_load import Ask, Outcome, outcome_of
 from benchmarks.live.run_engines import stdlib_files
 from preble.engines.torch.tiny_models import make_tiny_model
 
-LOADS = (0.5, 0.8, 0.95)
+LOADS = (0.95, 0.8, 0.5)
 TRIES = 3  # of a noisy run
-KEPT_UP = 1.15  # times the arrivals' duration that all answers may take
-FIRST_RATE, RATE_MAX, RATE_RATIO = 2.0, 64.0, 1.1
+LATE = 0.2  # of a run's seconds: a rate is too high when an answer comes so long after its request was due
+FIRST_RATE, RATE_STEP, RATE_RATIO, RATE_MIN, RATE_MAX = 12.0, 1.25, 1.12, 0.1, 128.0
+SEARCH_SEED = 1_000_000  # the repetition whose traffic the search has: no run is of it
 WARM_UP_REQUESTS = 2  # to each server, once after its start
 MODEL = "llama-20m"
 Found = dict[str, Any]
@@ -121,60 +126,74 @@ def order_of(arms: Sequence[str], seed: int, repetition: int) -> list[str]:
 # --- the saturation ---------------------------------------------------------------------------------------------------
 
 
-async def saturation(keeps_up: Callable[[float], Awaitable[bool]]) -> float:
-    """The highest rate that is kept up with, within a tenth: doubled until it is not, then halved in between. Raises
-    RuntimeError if the lowest rate that is tried is too much, or none is."""
-    low, high = 0.0, FIRST_RATE
-    while await keeps_up(high):
-        low, high = high, 2.0 * high
-        if high > RATE_MAX:
-            raise RuntimeError(f"the engines keep up with {low:g} requests a second: they are not what is measured")
-    while low == 0.0:
-        high /= 2.0
-        if high < FIRST_RATE / 32.0:
-            raise RuntimeError(f"the engines do not keep up with {2 * high:g} requests a second")
-        if await keeps_up(high):
-            low, high = high, 2.0 * high
+async def saturation(keeps_up: Callable[[float], Awaitable[bool]], first: float = FIRST_RATE) -> float:
+    """A rate that is kept up with although one at most `RATE_RATIO` times as high is not: stepwise up or down from the
+    first to a pair of which one is kept up with, then halved in between. Raises RuntimeError if there is none between
+    `RATE_MIN` and `RATE_MAX`."""
+    is_kept_up = await keeps_up(first)
+    low = high = first
+    while True:
+        if not RATE_MIN < low < RATE_MAX:
+            raise RuntimeError(f"the engines {'' if is_kept_up else 'do not '}keep up with {low:g} requests a second")
+        if is_kept_up:
+            low, high = high, high * RATE_STEP
+            if not await keeps_up(high):
+                break
+            low = high
+        else:
+            low, high = low / RATE_STEP, low
+            if await keeps_up(low):
+                break
     while high / low > RATE_RATIO:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if await keeps_up(middle) else (low, middle)
     return low
 
 
-def kept_up(outcomes: Sequence[tuple[float, Outcome]], seconds: float) -> bool:
-    """Whether all was answered soon after the last arrival. `outcomes`: (arrival in seconds, what came of it)."""
-    return all(
-        not one.error and arrival + one.latency_seconds <= KEPT_UP * max(seconds, arrival) for arrival, one in outcomes
-    )
-
-
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+class Late(Exception):
+    """An answer took longer than this rate may let it."""
+
+
 async def outcomes_of(
-    ask: Ask, session: Session, output_tokens: int, start: float, change: Callable[[Request], Request]
-) -> list[tuple[float, Outcome]]:
-    """(arrival, outcome) of a session's turns; those after one that failed are failures, too."""
-    found: list[tuple[float, Outcome]] = []
+    ask: Ask, session: Session, output_tokens: int, start: float, late_seconds: float | None = None
+) -> list[Outcome]:
+    """What came of a session's turns; those after one that failed are failures, too. Raises Late as soon as a turn has
+    not been answered `late_seconds` after it was due."""
+    found: list[Outcome] = []
     at = session.arrival_seconds
     for number, turn in enumerate(session.turns):
-        request = change(TextRequest(session.key, turn.token_ids, at, turn.text))
-        outcome = await outcome_of(ask, request, output_tokens, start)
-        found.append((at, outcome))
+        waiting = outcome_of(ask, TextRequest(session.key, turn.token_ids, at, turn.text), output_tokens, start)
+        if late_seconds is not None:
+            left = start + session.due_seconds(number) + late_seconds - time.perf_counter()
+            try:
+                outcome = await asyncio.wait_for(waiting, left)
+            except asyncio.TimeoutError as error:
+                raise Late from error
+        else:
+            outcome = await waiting
+        found.append(outcome)
         if outcome.error:
-            return found + [(at, replace(outcome, error="not asked")) for _ in session.turns[number + 1 :]]
+            return found + [replace(outcome, error="not asked") for _ in session.turns[number + 1 :]]
         if number + 1 < len(session.turns):
             at = time.perf_counter() - start + session.turns[number + 1].pause_seconds
     return found
 
 
 async def send_all(
-    ask: Ask, sessions: Sequence[Session], output_tokens: int, change: Callable[[Request], Request] = lambda one: one
-) -> list[tuple[float, Outcome]]:
-    """Every session from its arrival on; returns when all have ended."""
+    ask: Ask, sessions: Sequence[Session], output_tokens: int, late_seconds: float | None = None
+) -> list[Outcome]:
+    """Every session from its arrival on; returns when all have ended. Raises Late, with nothing left running."""
     start = time.perf_counter()
-    each = await asyncio.gather(*(outcomes_of(ask, one, output_tokens, start, change) for one in sessions))
-    return list(itertools.chain.from_iterable(each))
+    tasks = [asyncio.ensure_future(outcomes_of(ask, one, output_tokens, start, late_seconds)) for one in sessions]
+    try:
+        return list(itertools.chain.from_iterable(await asyncio.gather(*tasks)))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def summary(outcomes: Sequence[Outcome]) -> Found:
@@ -200,24 +219,24 @@ def summary(outcomes: Sequence[Outcome]) -> Found:
 class Bench:
     """The engines of one kind and what is kept of their runs."""
 
-    def __init__(self, args: argparse.Namespace, fleet: arm_fleet.EngineFleet, sources: Sources, vocabulary: int):
-        self.args, self.fleet, self.sources, self.vocabulary = args, fleet, sources, vocabulary
+    def __init__(self, args: argparse.Namespace, fleet: arm_fleet.EngineFleet, sources: Sources) -> None:
+        self.args, self.fleet, self.sources = args, fleet, sources
         mine = (settings_of(args), args.seed)
         self.kept = [one for one in read_lines(args.json) if (one["settings"], one["seed"]) == mine]
-        self._runs = 0
         self._warm: set[str] = set()
 
-    async def measured(self, arm: str, sessions: Sequence[Session]) -> tuple[list[tuple[float, Outcome]], Found]:
-        """(outcomes, the machine's quiet meanwhile) of one run."""
+    async def measured(
+        self, arm: str, sessions: Sequence[Session], late_seconds: float | None = None, name: str = ""
+    ) -> tuple[list[Outcome] | None, Found]:
+        """(outcomes, the machine's quiet meanwhile) of one run; None for the outcomes where an answer was late."""
         await self._warm_up(arm)
-        self._runs += 1
-        change: Callable[[Request], Request] = lambda one: one  # noqa: E731
-        if arm == "preble workers":
-            by = int(np.random.default_rng([os.getpid(), self._runs]).integers(1, self.vocabulary))
-            change = lambda one: shifted([one], by, self.vocabulary)[0]  # noqa: E731
-        async with arm_fleet.asked(arm, self.fleet, self.args.peers, self.args.output_tokens) as ask:
+        decisions = self.args.decisions / f"{name}.jsonl" if name and self.args.decisions else None
+        async with arm_fleet.asked(arm, self.fleet, self.args.peers, self.args.output_tokens, decisions) as ask:
             load, first = os.getloadavg()[0], arm_noise.now()
-            outcomes = await send_all(ask, sessions, self.args.output_tokens, change)
+            try:
+                outcomes = await send_all(ask, sessions, self.args.output_tokens, late_seconds)
+            except Late:
+                outcomes = None
             return outcomes, arm_noise.between(first, arm_noise.now(), load)
 
     async def _warm_up(self, arm: str) -> None:
@@ -229,7 +248,7 @@ class Bench:
         count = WARM_UP_REQUESTS * self.args.workers
         sessions = make_sessions("documents", self.sources, 100.0, 10.0, self.args.seed)[:count]
         async with arm_fleet.asked(kind, self.fleet, self.args.peers, self.args.output_tokens) as ask:
-            failed = [one.error for _, one in await send_all(ask, sessions, self.args.output_tokens) if one.error]
+            failed = [one.error for one in await send_all(ask, sessions, self.args.output_tokens) if one.error]
         if failed:
             raise RuntimeError(f"{self.fleet.engine} fails to answer: {', '.join(failed)}; logs are in build/engines")
 
@@ -243,15 +262,16 @@ class Bench:
         if known is not None:
             return known
 
-        rps = await saturation(lambda rate: self.keeps_up(traffic, rate))
+        rps = await saturation(lambda rate: self.keeps_up(traffic, rate), self.args.first_rate)
         self.keep({"kind": "saturation", "engine": self.fleet.engine, "traffic": traffic, "rps": rps})
         return rps
 
     async def keeps_up(self, traffic: str, rps: float) -> bool:
         """Whether the partition keeps up with a rate: kept, or tried now, again where the machine was noisy."""
         while (known := probe_of(self.fleet.engine, traffic, rps, self.kept)) is None:
-            outcomes, quiet = await self.measured("partition", self.sessions(traffic, rps, 0))
-            answer, noisy = kept_up(outcomes, self.args.seconds), arm_noise.is_noisy(quiet)
+            sessions = self.sessions(traffic, rps, SEARCH_SEED)
+            outcomes, quiet = await self.measured("partition", sessions, LATE * self.args.seconds)
+            answer, noisy = kept_up(outcomes), arm_noise.is_noisy(quiet)
             found = {"kind": "probe", "engine": self.fleet.engine, "traffic": traffic, "rps": rps, "kept_up": answer}
             self.keep({**found, **quiet, "noisy": noisy})
             told = f"{'is' if answer else 'is not'} kept up with{', NOISY' if noisy else ''}"
@@ -267,10 +287,19 @@ class Bench:
 
     async def run(self, cell: Cell, rps: float) -> Found:
         """One run, kept."""
-        outcomes, quiet = await self.measured(cell.arm, self.sessions(cell.traffic, cell.load * rps, cell.repetition))
-        found = {"kind": "run", **vars(cell), "rps": cell.load * rps, **summary([one for _, one in outcomes])}
+        sessions = self.sessions(cell.traffic, cell.load * rps, cell.repetition)
+        began = time.perf_counter()
+        outcomes, quiet = await self.measured(cell.arm, sessions, name="-".join(map(str, vars(cell).values())))
+        assert outcomes is not None, "nothing is late in a run"
+        found = {"kind": "run", **vars(cell), "rps": cell.load * rps, **summary(outcomes)}
+        found["run_seconds"] = time.perf_counter() - began
         self.keep({**found, **quiet, "noisy": arm_noise.is_noisy(quiet)})
         return self.kept[-1]
+
+
+def kept_up(outcomes: Sequence[Outcome] | None) -> bool:
+    """Whether all was answered, and in time."""
+    return outcomes is not None and not any(one.error for one in outcomes)
 
 
 def settings_of(args: argparse.Namespace) -> Found:
@@ -292,8 +321,8 @@ def line(run: Found) -> str:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-async def measure(args: argparse.Namespace, engine: str) -> None:
-    """All chosen runs of an engine that are not kept yet."""
+async def measure(args: argparse.Namespace, engine: str, load: float, until: float) -> None:
+    """All chosen runs of an engine at a load that are not kept yet; none begins after `until`."""
     from tokenizers import Tokenizer
 
     python = args.engines / engine / "bin" / "python"
@@ -305,23 +334,22 @@ async def measure(args: argparse.Namespace, engine: str) -> None:
     sources = Sources(tuple(stdlib_files()), args.agents, lambda text: list(tokenizer.encode(text).ids))
     shape = engine_fleet.Shape(model, "cpu", args.workers, args.capacity_tokens, args.max_running, args.base_port)
     with contextlib.ExitStack() as stack:
-        fleet = arm_fleet.EngineFleet(engine, python, shape, stack)
-        bench = Bench(args, fleet, sources, tokenizer.get_vocab_size())
+        bench = Bench(args, arm_fleet.EngineFleet(engine, python, shape, stack), sources)
         for traffic in args.traffic:
             if traffic == "agents" and not args.agents.exists():
                 print(f"agents are left out: {args.agents.name} is missing", flush=True)
                 continue
-            await measure_traffic(bench, traffic)
+            await measure_traffic(bench, traffic, load, until)
 
 
-async def measure_traffic(bench: Bench, traffic: str) -> None:
-    """All chosen loads, repetitions and arms: a repetition's arms one after the other."""
+async def measure_traffic(bench: Bench, traffic: str, load: float, until: float = math.inf) -> None:
+    """All chosen repetitions and arms: a repetition's arms one after the other."""
     args = bench.args
     arms = [arm for arm in args.arms if is_there(arm, args.peers)]
-    for load, repetition in itertools.product(args.load, range(1, args.repetitions + 1)):
+    for repetition in range(1, args.repetitions + 1):
         for arm in order_of(arms, args.seed, repetition):
             cell = Cell(bench.fleet.engine, traffic, load, repetition, arm)
-            while not is_done(cell, bench.kept):
+            while time.monotonic() < until and not is_done(cell, bench.kept):
                 print(line(await bench.run(cell, await bench.find_saturation(traffic))), flush=True)
 
 
@@ -339,10 +367,12 @@ def parser() -> argparse.ArgumentParser:
     shared = Path(os.environ.get("PREBLE_SHARED", ROOT.parent / "shared"))
     made.add_argument("--engine", nargs="+", choices=arm_fleet.ENGINES, default=list(arm_fleet.ENGINES))
     made.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=list(TRAFFICS))
-    made.add_argument("--load", nargs="+", type=float, default=list(LOADS), help="parts of the saturation")
+    made.add_argument("--load", nargs="+", type=float, default=[LOADS[0]], help="parts of the saturation (0.95)")
     made.add_argument("--arms", nargs="+", choices=arm_fleet.ARMS, default=list(arm_fleet.ARMS))
-    made.add_argument("--repetitions", type=int, default=5)
-    made.add_argument("--seconds", type=float, default=40.0, help="of arrivals in a run (%(default)s)")
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument("--minutes", type=float, default=math.inf, help="after so long no run begins")
+    made.add_argument("--first-rate", type=float, default=FIRST_RATE, help="where the search begins (%(default)s)")
+    made.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a run (%(default)s)")
     made.add_argument("--output-tokens", type=int, default=12)
     made.add_argument("--workers", type=int, default=2, help="engines, each on a core (%(default)s)")
     made.add_argument("--capacity-tokens", type=int, default=22_000, help="KV cache of each engine (%(default)s)")
@@ -354,6 +384,7 @@ def parser() -> argparse.ArgumentParser:
     agents = shared / "workloads" / "agents" / "taubench_gpt4o_airline.json.gz"
     made.add_argument("--agents", type=Path, default=agents, help="dialogues of tau-bench")
     made.add_argument("--json", type=Path, default=RESULTS / "live-arms.jsonl", help="where runs are kept")
+    made.add_argument("--decisions", type=Path, help="a directory for all decisions of Preble, for who asks why")
     made.add_argument("--report", action="store_true", help="measure nothing")
     made.add_argument("--docs", action="store_true", help="write the tables into docs/results-live.md")
     return made
@@ -364,11 +395,13 @@ def main() -> None:
     args = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end with this process
     if not args.report:
-        for engine in args.engine:
-            asyncio.run(measure(args, engine))
+        until = time.monotonic() + 60.0 * args.minutes
+        for load, engine in itertools.product(sorted(args.load, reverse=True), args.engine):
+            asyncio.run(measure(args, engine, load, until))
     kept = read_lines(args.json)
     if args.docs or args.report:
         arm_report.write_docs(kept)
+        arm_plot.draw(kept)
     print(arm_report.page(kept))
 
 
