@@ -51,7 +51,7 @@ from preble.engines.torch.tiny_models import make_tiny_model
 LOADS = (0.95, 0.8, 0.5)
 TRIES = 3  # of a noisy run
 LATE = 0.2  # of a run's seconds: a rate is too high when an answer comes so long after its request was due
-FIRST_RATE, RATE_STEP, RATE_RATIO, RATE_MIN, RATE_MAX = 12.0, 1.25, 1.12, 0.1, 128.0
+FIRST_RATE, RATE_STEP, RATE_RATIO, RATE_MIN, RATE_MAX = 6.0, 1.5, 1.12, 0.1, 128.0
 SEARCH_SEED = 1_000_000  # the repetition whose traffic the search has: no run is of it
 WARM_UP_REQUESTS = 2  # to each server, once after its start
 MODEL = "llama-20m"
