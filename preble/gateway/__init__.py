@@ -3,6 +3,7 @@
 program, processes   the process: start, signals, reload, end; several of them on one port
 connections          bounds on clients' connections
 app, middleware      routes; errors, log                     keys, origins        who may ask, how often; foreign pages
+shared_limits        limits of several processes together
 api/                 the endpoints and their bodies          text/        text to ids and back, choices, stop strings
 core/                what the handlers share                 dashboard/   the live page
 """

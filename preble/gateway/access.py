@@ -22,6 +22,7 @@ from .core.request_context import RequestContext
 from .keys import Keys, RateLimiter, is_open, is_operators, too_many
 from .origins import AllowedOrigins, Origins
 from .proxies import TrustedProxies, is_forwarded
+from .shared_limits import SharedLimits
 
 PROBED_PATHS = frozenset({"/health", "/ready"})  # by whatever name; they know nothing
 UNLIMITED_PATHS = frozenset({"/v1/preble/state"})  # asked for every second, and answered from memory
@@ -36,11 +37,24 @@ def is_unlogged(path: str) -> bool:
 
 
 class Access:
-    """Who may come in. `before` is the one that this one takes the place of: what keys have used stays."""
+    """Who may come in. `before` is the one that this one takes the place of: what keys have used stays. With `shared`,
+    limits hold for all processes of the gateway together."""
 
-    def __init__(self, config: GatewayConfig, token: str | None, clock: Clock, before: Access | None = None) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        token: str | None,
+        clock: Clock,
+        before: Access | None = None,
+        *,
+        shared: SharedLimits | None = None,
+    ) -> None:
         used = None if before is None else before._keys
-        self._keys: Keys = Keys(config.api_keys, config.admin_keys, token, clock, tables=config.keys, before=used)
+        self._keys: Keys = Keys(
+            config.api_keys, config.admin_keys, token, clock, tables=config.keys, before=used, shared=shared
+        )
+        self._limits = self._keys.limits
+        self._shared = shared
         self._is_keyless = is_keyless(config)
         self._origins = Origins([*config.host_names, config.host])
         self._allowed = AllowedOrigins(config.allowed_origins)
@@ -48,6 +62,8 @@ class Access:
         self._limiter = None
         if config.rate_limit_per_minute is not None:
             self._limiter = RateLimiter(config.rate_limit_per_minute, config.rate_limit_burst, clock)
+        if shared is not None:
+            shared.follow(self)
 
     def admit(self, scope: Scope, headers: HeaderFields, context: RequestContext) -> None:
         """Let a request in, and note in its context what its key may do. Raises `ApiError`."""
@@ -67,10 +83,39 @@ class Access:
                 context.spend = grant.limits.spend
         if self._limiter is not None and not is_unlogged(path):
             name = context.key_name or counted_as(client)
-            context.charge = partial(self._limiter.charge, name)
+            context.charge = partial(self._charge, name)
             wait = self._limiter.wait_seconds(name)
             if wait > 0.0:
                 raise too_many("too many requests", "rate_limit", wait)
+            if self._shared is not None:
+                self._shared.charged(name, 1)
+
+    def _charge(self, name: str, count: int) -> None:
+        if self._limiter is not None and count:
+            self._limiter.charge(name, count)
+            if self._shared is not None:
+                self._shared.charged(name, count)
+
+    # --- what other processes of this gateway say ---------------------------------------------------------------------
+
+    def used_elsewhere(self, rates: dict[str, int], keys: dict[str, tuple[int, int]], budgets: dict[str, int]) -> None:
+        """So much was used there: of the general rate by name; of keys' own limits, by digest."""
+        if self._limiter is not None:
+            for name, count in rates.items():
+                self._limiter.charge(name, count)
+        for digest in keys.keys() | budgets.keys():
+            if (limits := self._limits.get(digest)) is not None:
+                limits.used_elsewhere(*keys.get(digest, (0, 0)), budgets.get(digest, 0))
+
+    def levels(self) -> dict[str, tuple[float | None, float | None]]:
+        """What is left of each key's minute."""
+        return {digest: limits.levels for digest, limits in self._limits.items()}
+
+    def lower_to(self, levels: dict[str, tuple[float | None, float | None]]) -> None:
+        """No key has more left than that."""
+        for digest, level in levels.items():
+            if (limits := self._limits.get(digest)) is not None:
+                limits.lower_to(level)
 
     def _check_page(self, path: str, headers: HeaderFields) -> None:
         """Refuse what a page of another site has caused: a key stands in a header that no page can send, so where there

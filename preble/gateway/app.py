@@ -20,14 +20,15 @@ from .api.openapi import document
 from .api.sglang import Sglang
 from .core.gateway import Gateway
 from .core.http_errors import ApiError
-from .core.sibling_processes import SharedWork, from_other_process, merged
+from .core.sibling_processes import KEEPERS_PATH, SharedWork, from_other_process, merged
 from .middleware import App, Middleware
 from .relay.endpoints import ENDPOINTS
 from .relay.relay import Relay
+from .shared_limits import SharedLimits
 
 
-def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
-    """The application for one gateway."""
+def make_app(gateway: Gateway, clock: Clock = time.monotonic, shared: SharedLimits | None = None) -> Middleware:
+    """The application for one gateway; of several processes, `shared` has what the others use of limits."""
     openai, sglang, admin, page = OpenAI(gateway), Sglang(gateway), Admin(gateway), Page(gateway)
 
     processes = gateway.processes
@@ -64,6 +65,13 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
         "/generate": sglang.generate,
     }
     relay = Relay(gateway)
+
+    async def keeper(request: Request) -> Response:
+        """Where an answer is kept, asked by another process."""
+        if not from_other_process(processes, request.scope):
+            raise ApiError(404, "no such path", code="not_found")
+        return json_response({"worker": relay.pinned.get(request.path_params["id"])})
+
     gateway.on_close.append(relay.pools.close)
     routes = [
         *(
@@ -81,12 +89,13 @@ def make_app(gateway: Gateway, clock: Clock = time.monotonic) -> Middleware:
         Route("/workers/{worker_id:path}", admin.remove_worker, methods=["DELETE"]),
         Route("/v1/preble/explain", admin.explain, methods=["POST"]),
         Route("/openapi.json", openapi_document),
+        Route(KEEPERS_PATH + "{id}", keeper),
         Route("/v1/preble/state", page.state),
         Route("/v1/preble/decisions/{sequence}", page.decision),
         Route("/", page.index),
         Route("/page/{name}", page.file),
     ]
-    return Middleware(_Routes(routes), gateway, clock)
+    return Middleware(_Routes(routes), gateway, clock, shared)
 
 
 class _Routes:

@@ -18,6 +18,7 @@ from ..clock import Clock
 from .core.addresses import counted_as, is_loopback_address
 from .core.config_tables import KeyTable
 from .core.http_errors import ApiError
+from .shared_limits import SharedLimits
 
 BUCKETS_MAX = 10_000
 WRONG_PER_MINUTE, WRONG_BURST = 30.0, 20
@@ -51,13 +52,17 @@ class RateLimiter:
         tokens, _ = self._bucket(name)
         return 0.0 if tokens >= 1.0 else (1.0 - tokens) / self._per_second
 
-    def charge(self, name: str, count: int) -> None:
+    def charge(self, name: str, count: float) -> None:
         """Take so many, more than there are if need be: then the wait is longer."""
         tokens, now = self._bucket(name)
         self._buckets[name] = (tokens - count, now)
         self._buckets.move_to_end(name)
         if len(self._buckets) > BUCKETS_MAX:
             self._buckets.popitem(last=False)
+
+    def level(self, name: str) -> float:
+        """How many there are, less than none where more was taken; takes nothing."""
+        return self._bucket(name)[0]
 
     def _bucket(self, name: str) -> tuple[float, float]:
         now = self._clock()
@@ -67,11 +72,14 @@ class RateLimiter:
 
 class KeyLimits:
     """What one key has left: of its requests and tokens a minute, and of its budget. Tokens are those that were really
-    used, prompt and output, counted when a request ends: one more may begin while there is any left."""
+    used, prompt and output, counted when a request ends: one more may begin while there is any left.
 
-    def __init__(self, table: KeyTable, clock: Clock) -> None:
+    `digest` is the key's; with `shared`, what is used here is noted to the gateway's other processes."""
+
+    def __init__(self, table: KeyTable, clock: Clock, digest: str = "", shared: SharedLimits | None = None) -> None:
         self.table = table
         self.used_tokens = 0
+        self._digest, self._shared = digest, shared
         self._requests, self._tokens = (
             None if rate is None else RateLimiter(rate, max(1, math.ceil(rate)), clock)
             for rate in (table.requests_per_minute, table.tokens_per_minute)
@@ -93,12 +101,33 @@ class KeyLimits:
                 raise too_many(f"this key has no {what} left for this minute", f"{what}_per_minute", wait)
         if self._requests is not None:
             self._requests.charge("", 1)
+        if self._shared is not None:
+            self._shared.began(self._digest)
 
     def spend(self, tokens: int) -> None:
         """So many tokens were used."""
-        self.used_tokens += tokens
-        if self._tokens is not None:
-            self._tokens.charge("", tokens)
+        self.used_elsewhere(0, tokens, tokens)
+        if self._shared is not None and tokens:
+            self._shared.spent(self._digest, tokens)
+
+    def used_elsewhere(self, requests: int, tokens: int, budget: int) -> None:
+        """So much was used at another process: of the minute's requests and tokens, and of the budget."""
+        self.used_tokens += budget
+        for limiter, count in ((self._requests, requests), (self._tokens, tokens)):
+            if limiter is not None and count:
+                limiter.charge("", count)
+
+    @property
+    def levels(self) -> tuple[float | None, float | None]:
+        """What is left of the minute's requests and tokens."""
+        requests, tokens = (None if one is None else one.level("") for one in (self._requests, self._tokens))
+        return requests, tokens
+
+    def lower_to(self, levels: tuple[float | None, float | None]) -> None:
+        """There is no more left than that."""
+        for limiter, level in zip((self._requests, self._tokens), levels, strict=True):
+            if limiter is not None and level is not None and level < limiter.level(""):
+                limiter.charge("", limiter.level("") - level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +155,15 @@ class Keys:
         *,
         tables: Iterable[KeyTable] = (),
         before: Keys | None = None,
+        shared: SharedLimits | None = None,
     ) -> None:
         self._admin = {_digest(key) for key in admin_keys}
         plain = {_digest(key) for key in keys} | self._admin
         self._grants = {digest: KeyGrant(digest[:8]) for digest in plain}
         for table in tables:
             digest = _digest(table.key or "")
-            self._grants[digest] = _granted(
-                table, digest, clock, None if before is None else before._grants.get(digest)
-            )
+            earlier = None if before is None else before._grants.get(digest)
+            self._grants[digest] = _granted(table, KeyLimits(table, clock, digest, shared), digest, earlier)
         self._is_keyless = not self._grants
         if self._is_keyless and token is not None:
             self._admin = {_digest(token)}
@@ -163,6 +192,11 @@ class Keys:
             raise ApiError(403, "this needs one of the admin keys", kind="permission_error", code="admin_only")
         return grant
 
+    @property
+    def limits(self) -> dict[str, KeyLimits]:
+        """Of the keys that have limits of their own, by digest."""
+        return {digest: grant.limits for digest, grant in self._grants.items() if grant.limits is not None}
+
     def _check_guesses(self, address: str, digest: str) -> None:
         """Raise `ApiError` 429 where too many wrong keys came from that address, unless this one was right before:
         a key that is guessed then is not looked at, and those who have theirs go on."""
@@ -179,10 +213,9 @@ class Keys:
             self._right.popitem(last=False)
 
 
-def _granted(table: KeyTable, digest: str, clock: Clock, before: KeyGrant | None) -> KeyGrant:
+def _granted(table: KeyTable, limits: KeyLimits, digest: str, before: KeyGrant | None) -> KeyGrant:
     """What a table grants; where it is as it was, what is left of it stays, and a budget is used up but once."""
     earlier = None if before is None else before.limits
-    limits = KeyLimits(table, clock)
     if earlier is not None:
         limits.used_tokens = earlier.used_tokens
         limits = earlier if earlier.table == table else limits

@@ -32,6 +32,7 @@ from .core.request_context import RequestContext, now_in
 from .core.sessions import hint_of_headers
 from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
+from .shared_limits import SharedLimits
 from .time_limit import in_time
 
 logger = logging.getLogger("preble.gateway")
@@ -63,18 +64,19 @@ def _timeout_of(headers: Any) -> float | None:
 class Middleware:
     """ASGI: everything that comes in passes here. `configure` may be called again at any time, on the loop."""
 
-    def __init__(self, app: App, gateway: Gateway, clock: Clock) -> None:
+    def __init__(self, app: App, gateway: Gateway, clock: Clock, shared: SharedLimits | None = None) -> None:
         self._app = app
         self._gateway = gateway
         self._clock = clock
         processes = gateway.processes
         self._own = [] if processes is None else [(b"x-preble-process", str(processes.slot.index).encode())]
-        self._access = Access(gateway.config, gateway.admin_token, clock)
+        self._shared = shared
+        self._access = Access(gateway.config, gateway.admin_token, clock, shared=shared)
         self.configure(gateway.config)
 
     def configure(self, config: GatewayConfig) -> None:
         """Take over keys and limits. What keys with limits of their own have used stays; other buckets start afresh."""
-        self._access = Access(config, self._gateway.admin_token, self._clock, self._access)
+        self._access = Access(config, self._gateway.admin_token, self._clock, self._access, shared=self._shared)
         self._request_seconds = config.request_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -60,6 +60,7 @@ try:
     from .listeners import BACKLOG, GatewayListener, open_listeners
     from .middleware import Middleware
     from .proxies import TrustedProxies
+    from .shared_limits import SharedLimits
     from .text.tokenizer_files import tokenizer_directory
     from .text.tokenizing import SWITCH_SECONDS, TextCodec, first_difference
 except ImportError as error:
@@ -119,15 +120,15 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         router = _router(config, metrics, codec, running)
         await _start(router, config, codec)
         _drain_like(router, running or [])
-        siblings = None
+        siblings = shared = None
         try:
             if slot is not None:
                 listeners.append(GatewayListener(slot.listen(), PROCESS))
-                siblings = _siblings(router, slot)
+                siblings, shared = _siblings(router, slot)
             token = _admin_token(config, slot)
             gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
             try:
-                await _run(make_app(gateway), gateway, listeners, load)
+                await _run(make_app(gateway, shared=shared), gateway, listeners, load)
             finally:
                 gateway.close()
         finally:
@@ -330,13 +331,15 @@ async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None)
             _compare_tokenizers(codec, worker.welcome)
 
 
-def _siblings(router: Router, slot: ProcessSlot) -> SiblingRouters:
-    """The routers of the other processes, which share load before servers from now on."""
+def _siblings(router: Router, slot: ProcessSlot) -> tuple[SiblingRouters, SharedLimits]:
+    """The routers of the other processes, which share load before servers from now on, and what all use of limits."""
     ends = [slot.bookings_endpoint(index) for index in range(slot.count)]
     own = ends.pop(slot.index)
     siblings = SiblingRouters(router, own, ends)
+    shared = SharedLimits(router.router_id, siblings.send_note, asyncio.get_running_loop().call_later)
+    siblings.on_note, siblings.on_reader = shared.take, shared.came
     siblings.start()
-    return siblings
+    return siblings, shared
 
 
 def _drain_like(router: Router, cards: list[dict[str, Any]]) -> None:

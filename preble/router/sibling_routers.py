@@ -7,7 +7,7 @@ heartbeat, and when a sibling counts as gone; what is said is `shared_bookings`'
 Everybody is subscribed to "r": numbered messages, at once where nothing was sent for `REPORT_SECONDS`, else when that
 time is over; and one every `BEAT_SECONDS` in any case, so that a loss at the very end is noticed, too. Who is behind
 subscribes to a topic that is like no other, and the XPUB, which sees that, sends a snapshot there. So a newcomer asks
-by coming.
+by coming. Under "n" there are notes of whoever shares these sockets with the routers, which mean nothing here.
 
 A sibling that is silent for `SILENT_SECONDS` is gone, killed or hung: its bookings are given back. One that comes
 again is known by what it says then. What a slow sibling does not read is dropped at `QUEUE_MESSAGES`, which it sees by
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
@@ -51,7 +51,9 @@ QUEUE_MESSAGES = 256  # for one sibling, at either end
 ASK_BEATS = 2  # between two askings for a snapshot
 LINGER_MS = 200  # for the last reports, at the end
 
-_REPORTS, _SNAPSHOT = b"r", b"s"
+NOTE_BYTES_MAX = 16 << 20
+
+_REPORTS, _SNAPSHOT, _NOTES = b"r", b"s", b"n"
 
 
 class SharingRouter(Protocol):
@@ -83,6 +85,8 @@ class SiblingRouters:
     ) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.own = SharedBookings(router.router_id, self._is_shared, self._wake, self.counters)
+        self.on_note: Callable[[bytes], object] | None = None  # is given what siblings note; must not raise
+        self.on_reader: Callable[[], object] | None = None  # a sibling listens from now on
         self._router = router
         self._own_endpoint = own_endpoint
         self._report_seconds = report_seconds
@@ -184,6 +188,18 @@ class SiblingRouters:
         number, self._number = self._number, self._number + 1
         self._publish(_REPORTS, number, news or {})
 
+    def send_note(self, data: bytes) -> bool:
+        """Bytes for `on_note` of all siblings that listen now; False where they were not sent."""
+        if self._publisher is None or self._subscriptions is None or len(data) > NOTE_BYTES_MAX:
+            return False
+        try:
+            self._publisher.send_multipart([_NOTES, data], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.error("a note to sibling routers was not sent: %s", type(error).__name__)
+            return False
+        self._subscriptions.look()
+        return True
+
     def _publish(self, topic: bytes, number: int, reports: ReportsByWorker) -> None:
         if self._publisher is None or self._subscriptions is None:
             return
@@ -200,6 +216,9 @@ class SiblingRouters:
         comes, topic = parts[0][:1] == b"\x01", parts[0][1:]
         if topic == _REPORTS:
             self._readers += 1 if comes else -1
+        elif topic == _NOTES:
+            if comes and self.on_reader is not None:
+                self.on_reader()
         elif topic.startswith(_SNAPSHOT) and comes:
             self.counters["snapshots_sent"] += 1
             self._publish(topic, self._number, self.own.snapshot())
@@ -215,6 +234,11 @@ class SiblingRouters:
     def router_id(self) -> str:
         """This router's."""
         return self._router.router_id
+
+    def noted(self, data: bytes) -> None:
+        """A sibling's note has come."""
+        if self.on_note is not None:
+            self.on_note(data)
 
     def worker_available(self) -> None:
         """A worker may take requests, anew perhaps: what siblings have there is asked for."""
@@ -242,6 +266,7 @@ class _Sibling:
         self.endpoint = endpoint
         self.bookings = SiblingBookings(siblings.apply, siblings.counters)
         self.is_connected = False
+        self._noted = siblings.noted
         self._counters = siblings.counters
         self._name = siblings.router_id
         self._socket: zmq.Socket[bytes] | None = None
@@ -256,6 +281,7 @@ class _Sibling:
         self._socket = socket
         self._reader = FrameReader(socket, self._take)
         socket.subscribe(_REPORTS)
+        socket.subscribe(_NOTES)
         self.ask_if_behind()
         socket.connect(self.endpoint)
 
@@ -293,6 +319,9 @@ class _Sibling:
         """A message has come; of an earlier asking it is passed by."""
         self._silent_beats = 0
         self.is_connected = True
+        if parts[0] == _NOTES:
+            self._noted(parts[-1])
+            return ""
         try:
             if parts[0] == self._topic:
                 self.bookings.take_snapshot(parts[-1])

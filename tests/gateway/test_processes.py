@@ -26,6 +26,7 @@ from preble.gateway.core.sibling_processes import (
 )
 from tests.support.attach import FakeServer
 from tests.support.gateway import Client, GatewayProcess
+from tests.support.relay import Call, ScriptedServer
 from tests.support.transport import HANG_SECONDS, WorkerProcess, asynchronous
 
 CONNECTIONS_MAX = 200  # the kernel chooses the process of each; so many are never all with one
@@ -47,11 +48,11 @@ def gateway(worker: WorkerProcess, tmp_path: Path) -> Iterator[GatewayProcess]:
     assert process.stop() == 0
 
 
-def connections(gateway: GatewayProcess) -> list[Client]:
-    """A connection to each of the processes, in their order."""
+def connections(gateway: GatewayProcess, key: str | None = None) -> list[Client]:
+    """A connection to each of the processes, in their order; with a key, or the admin token."""
     found: dict[str, Client] = {}
     for _ in range(CONNECTIONS_MAX):
-        client = Client(gateway.address, gateway.admin_token)
+        client = Client(gateway.address, key or gateway.admin_token)
         _, headers, _ = client.call("GET", "/health")
         if headers["x-preble-process"] in found:
             client.close()
@@ -124,27 +125,33 @@ def test_each_process_books_what_the_other_has_running(tmp_path: Path) -> None:
         slow.stop()
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    """A server in a thread of its own, whose answers take as long as the test."""
+@contextlib.contextmanager
+def loop_beside() -> Iterator[Any]:
+    """A loop in a thread of its own; runs works there to their end."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
+    try:
+        yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(HANG_SECONDS)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
-    def run(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(HANG_SECONDS)
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """A server in a thread of its own, whose answers take as long as the test."""
 
     async def start() -> FakeServer:
         made = FakeServer("sglang", events=False)
         made.pause_seconds = 0.1
         return await made.start()
 
-    made = run(start())
-    yield made
-    run(made.kill())
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with loop_beside() as run:
+        made = run(start())
+        yield made
+        run(made.kill())
 
 
 def booked(client: Client) -> int:
@@ -193,6 +200,53 @@ def test_processes_before_a_server_book_each_others_requests(server: FakeServer,
         until(lambda: booked(again) == 0, "what the killed one had is given back")
     finally:
         assert gateway.stop() == 0
+
+
+def test_limits_and_kept_answers_are_those_of_all_processes(tmp_path: Path) -> None:
+    async def respond(call: Call) -> None:
+        usage = {"input_tokens": 5, "output_tokens": 5}
+        answer = {"id": "resp_1", "object": "response", "status": "completed", "output": [], "usage": usage}
+        await call.answer(answer)
+
+    servers = [ScriptedServer(respond) for _ in range(2)]
+    with loop_beside() as run:
+        for one in servers:
+            run(one.start())
+        keys = [{"key": "key-of-a-team", "token_budget": 40}, {"key": "seldom-key", "requests_per_minute": 3}]
+        config = {"workers": [one.url for one in servers], "processes": 2, "keys": keys, "policy": "round_robin"}
+        (tmp_path / "c.yaml").write_text(json.dumps({**config, "admin_keys": ["admin-of-all"]}))
+        gateway = GatewayProcess("--config", str(tmp_path / "c.yaml"), log=tmp_path / "log")
+        try:
+            pair = connections(gateway, "admin-of-all")
+            asked = {"model": "tiny", "input": "hi"}
+
+            def ask(client: Client, key: str, path: str = "/v1/responses", **more: Any) -> int:
+                return int(client.call("POST", path, {**asked, **more}, {"authorization": f"Bearer {key}"})[0])
+
+            connected = 'preble_siblings_connected{process="%d"} 1.0'
+            until(
+                lambda: all(connected % i in pair[0].call("GET", "/metrics")[2] for i in (0, 1)), "they are connected"
+            )
+            assert ask(pair[0], "key-of-a-team") == 200
+            (kept,) = [one for one in servers if one.calls]
+            for path in ("/v1/responses", "/v1/responses/resp_1/cancel"):
+                assert ask(pair[1], "key-of-a-team", path, previous_response_id="resp_1") == 200
+                assert ask(pair[1], "key-of-a-team", path, previous_response_id="resp_1") in (200, 429)
+            assert all(one is kept or not one.calls for one in servers), "the other process asks where it is kept"
+            until(lambda: ask(pair[1], "key-of-a-team") == 429 == ask(pair[0], "key-of-a-team"), "the budget is used")
+            for key, status in (("key-of-a-team", 403), ("admin-of-all", 404)):
+                bearer = {"authorization": f"Bearer {key}"}
+                got = pair[1].call("GET", "/v1/preble/keepers/resp_1", None, bearer)[0]
+                assert got == status, "it is for other processes only"
+            let_in = 0
+            for number in range(8):
+                let_in += ask(pair[number % 2], "seldom-key") == 200
+                time.sleep(0.05)
+            assert let_in == 3
+        finally:
+            assert gateway.stop() == 0
+            for one in servers:
+                run(one.stop())
 
 
 def test_a_process_that_hangs_has_no_bookings_until_it_wakes(server: FakeServer, tmp_path: Path) -> None:

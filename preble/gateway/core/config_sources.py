@@ -91,7 +91,7 @@ def _parse(file: Path) -> dict[Any, Any]:
         elif file.suffix in (".yaml", ".yml"):
             content = msgspec.yaml.decode(data)
         else:
-            raise InvalidConfig(f"{file}: the name must end in .yaml, .yml or .toml")
+            raise InvalidConfig("the name must end in .yaml, .yml or .toml")
     except ImportError as error:
         raise MissingExtra(f"{file.suffix} files need the extra: pip install 'preble[gateway]'") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # a number of 5,000 digits, a month 13

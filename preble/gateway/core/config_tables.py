@@ -81,7 +81,7 @@ class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     token_budget: Annotated[
         Annotated[int, Meta(ge=1, le=2**62)] | None,
-        Meta(description="Tokens of prompts and outputs in all, since the gateway's process began; then 429."),
+        Meta(description="Tokens of prompts and outputs in all, since the gateway began; then 429."),
     ] = None
 
 

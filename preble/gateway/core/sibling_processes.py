@@ -4,10 +4,11 @@ Each process serves its whole API on a Unix socket in a directory that only thei
 was let in by another process: it is asked for no key, counts for no rate, and is not passed on again. So
   - an operator's change of workers, made at any process, is made in all;
   - `/metrics` of any process has the samples of all, each with its `process`;
-  - a process that was started again finds the workers that the others have.
-Prompts never go that way; routers report bookings to each other on sockets of their own in the same
-directory (`router.sibling_routers`). A process that does not answer within `ANSWER_SECONDS` is left out, and shown as
-such.
+  - a process that was started again finds the workers that the others have;
+  - an answer that one server keeps is found, whichever process passed it on.
+Prompts never go that way. Routers report bookings to each other, and processes what was used of limits, on other
+sockets in the same directory (`router.sibling_routers`). A process that does not answer within `ANSWER_SECONDS` is left
+out, and shown as such.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ...errors import MissingExtra
-from ...transport.tasks import within
+from ...transport.tasks import running, within
 from .doors import PROCESS, door_of
 
 try:
@@ -35,8 +37,11 @@ T = TypeVar("T")
 logger = logging.getLogger("preble.gateway")
 
 ANSWER_SECONDS = 5.0
+KEEPER_SECONDS = 1.0  # for a client that waits
+KEEPERS_PATH = "/v1/preble/keepers/"  # of answers by their id; open to other processes only
 ANSWER_BYTES_MAX = 64 << 20
 READ_BYTES = 256 << 10
+_ANSWER_ID = re.compile(r"[A-Za-z0-9_-]{1,120}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,25 @@ class GatewayProcesses:
         """What process `index` says to a GET."""
         return await self._ask(index, "GET", path, b"")
 
-    async def _ask(self, index: int, method: str, path: str, body: bytes) -> ProcessAnswer:
+    async def keeper(self, answer_id: str) -> str | None:
+        """The worker that keeps an answer which another process passed on; None where none knows."""
+        if _ANSWER_ID.fullmatch(answer_id) is None:
+            return None
+        path = KEEPERS_PATH + answer_id
+        others = [index for index in range(self.slot.count) if index != self.slot.index]
+        async with running(*(self._ask(i, "GET", path, b"", KEEPER_SECONDS) for i in others)) as asked:
+            for next_one in asyncio.as_completed(asked):
+                answer = await next_one
+                if answer.status == 200 and (found := json.loads(answer.body)["worker"]) is not None:
+                    return str(found)
+        return None
+
+    async def _ask(
+        self, index: int, method: str, path: str, body: bytes, seconds: float = ANSWER_SECONDS
+    ) -> ProcessAnswer:
         """On the loop, not in a thread: processes that ask each other must not wait for threads that wait for them."""
         try:
-            return await within(ANSWER_SECONDS, self._answer(index, method, path, body))
+            return await within(seconds, self._answer(index, method, path, body))
         except (OSError, asyncio.TimeoutError, httptools.HttpParserError) as error:
             logger.debug("process %d does not answer: %s", index, type(error).__name__)
             return ProcessAnswer(index, None)

@@ -87,6 +87,15 @@ class Relay:
         bodies = self.gateway.bodies
         return can_resume(body) and (len(body.data) <= SMALL_BYTES or 2 * bodies.bytes_used <= bodies.bytes_max)
 
+    async def keeper_of(self, answer_id: str) -> str | None:
+        """The worker that keeps an answer, also one that another process of this gateway passed on."""
+        keeper, processes = self.pinned.get(answer_id), self.gateway.processes
+        if keeper is None and processes is not None:
+            keeper = await processes.keeper(answer_id)
+            if keeper is not None:
+                self.pinned.put(answer_id, keeper)
+        return keeper
+
     async def _handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self.gateway
         if gateway.draining:
@@ -199,7 +208,7 @@ class Exchange:
             first_token_seconds=gateway.left_seconds(context),
             session=context.session or None,
             max_new_tokens=body.max_tokens or None,
-            exclude=self._excluded(),
+            exclude=await self._excluded(),
             streamed=body.stream,
         )
         try:
@@ -211,11 +220,13 @@ class Exchange:
             placement.cancel()
             self._hang_up()
 
-    def _excluded(self) -> frozenset[str]:
+    async def _excluded(self) -> frozenset[str]:
         """Workers that it must not go to: those of other models, and all but the one that keeps what is asked for."""
         endpoint, exclude = self._endpoint, self._served.exclude
         named = self._scope["path_params"].get("id") if endpoint.by_id else self._body.previous_response_id
-        keeper = self._relay.pinned.get(named)
+        if named is None:
+            return exclude
+        keeper = await self._relay.keeper_of(named)
         ids = self._gateway.router.fleet.worker_ids
         return exclude if keeper is None or keeper not in ids else exclude.union(ids) - {keeper}
 
