@@ -216,6 +216,11 @@ class RequestCycle:
         self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return not self._flow.write_paused
 
+    def way_of_chunks(self) -> tuple[FlowControl, Callable[[bytes], object]] | None:
+        """Where whole chunks of a body are written that somebody else has framed, and what says whether the client
+        reads; nothing may be written there after the answer's end. None where it has no chunks."""
+        return (self._flow, self._transport.write) if self.response_started and self.chunked_encoding else None
+
     def _complete(self) -> None:
         if self.expected_content_length:
             raise RuntimeError("the body is shorter than was said")

@@ -116,6 +116,11 @@ class Placement(PlacedRequest):
         """What the operator said of it, its API key among it."""
         return self._server.options or _NO_OPTIONS
 
+    @property
+    def on_output(self) -> Callable[[], None]:
+        """To be called when this attempt's server has sent something, so that it is known to live."""
+        return self._link.saw_output
+
     def saw_output(self) -> None:
         """The server has sent something, so it lives."""
         self._link.saw_output()

@@ -418,13 +418,18 @@ class Exchange:
                 while part := await answer.read():
                     await self._write(take(part))
             else:
-                write = connection.cycle.write_part
+                cycle = connection.cycle
+                write = cycle.write_part
 
                 def sink(part: bytes) -> bool:
                     part = take(part)
                     return write(part) if part else True
 
-                answer.flow(sink)
+                way = cycle.way_of_chunks()
+                if way is not None:
+                    flow, direct = way
+                    stream.plain.connect(cycle, flow, direct, self._placement.on_output)
+                answer.flow(sink, None if way is None else stream.plain.take)
                 await answer.flown()
             if not stream.is_ended:
                 raise TransportError(stream.fault_text or "the stream ended before its end")

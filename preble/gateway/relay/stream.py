@@ -3,10 +3,13 @@ bytes between server and client; sends nothing itself.
 
 A stream that may be gone on with elsewhere passes in whole events, and those that have passed are remembered, at most
 `REMEMBERED_BYTES`; beyond that, and where an event is longer than `EVENT_BYTES`, it is passed on as any other.
+
+Between two events, where nothing is held back, the way is open for those that nobody must read (`plain_events`).
 """
 
 from __future__ import annotations
 
+from .plain_events import PlainEvents
 from .resume import DONE_DATA, Continued, Emitted, emitted_by
 from .stream_errors import server_fault
 from .usage import UsageReader
@@ -25,16 +28,26 @@ class PassingStream:
         self._kind = kind
         self._reader = reader
         self._held = b""
-        self._events: list[bytes] = []
-        self._size = 0
+        self.plain = PlainEvents(bytes_max=REMEMBERED_BYTES, remembers=resumable)
         self._continued: Continued | None = None
-        self.last = b""  # what has passed last
         self.fault_text = ""  # the server's own error, where it sent one and the stream can go on elsewhere
+
+    @property
+    def last(self) -> bytes:
+        """What has passed last, of a stream that is not remembered."""
+        return self.plain.last
 
     def take(self, data: bytes) -> bytes:
         """Bytes that came from the server; those that go on to the client now."""
+        data = self._take(data)
+        self.plain.is_open = not (self._held or self._continued or self.fault_text or self.cumulative) and (
+            self._reader.is_between_events
+        )
+        return data
+
+    def _take(self, data: bytes) -> bytes:
         if not self.resumable and self._continued is None:
-            self.last = data = self._reader.feed(data)
+            self.plain.last = data = self._reader.feed(data)
             return data
         if self.fault_text:
             return b""
@@ -62,11 +75,12 @@ class PassingStream:
         return self._reader.feed(data)
 
     def _remember(self, data: bytes) -> None:
-        if self.cumulative and len(self._events) > 1:
-            self._size -= len(self._events.pop())
-        self._events.append(data)
-        self._size += len(data)
-        if self._size > REMEMBERED_BYTES:
+        plain = self.plain
+        if self.cumulative and len(plain.events) > 1:
+            plain.size -= len(plain.events.pop())
+        plain.events.append(data)
+        plain.size += len(data)
+        if plain.size > REMEMBERED_BYTES:
             self._forget()
 
     def end(self) -> bytes:
@@ -83,20 +97,22 @@ class PassingStream:
     @property
     def is_ended(self) -> bool:
         """Whether the last event that passed is the one that ends a stream; not known where nothing is remembered."""
-        return not self.resumable or any(DONE_DATA in event for event in self._events[-2:])
+        return not self.resumable or any(DONE_DATA in event for event in self.plain.events[-2:])
 
     def emitted(self) -> Emitted | None:
         """What the client has been sent; None where that cannot be gone on with."""
-        return emitted_by(self._kind, b"".join(self._events), self.cumulative) if self.resumable else None
+        return emitted_by(self._kind, b"".join(self.plain.events), self.cumulative) if self.resumable else None
 
     def go_on(self, found: Emitted) -> None:
         """Another server goes on after what was found."""
         self._held, self.fault_text = b"", ""
+        self.plain.is_open = False
         self._continued = Continued(found)
 
     def _forget(self) -> bytes:
         """Go on as any other stream; what was held back."""
         held, self._held = self._held, b""
-        self.resumable = False
-        self._events.clear()
+        self.resumable = self.plain.remembers = False
+        self.plain.events.clear()
+        self.plain.size = 0
         return held

@@ -80,6 +80,11 @@ class UsageReader:
         self._whole.clear()
         return b""
 
+    @property
+    def is_between_events(self) -> bool:
+        """Whether plain events that come next say nothing new: output has begun, and nothing is held back."""
+        return self._begun and not self._held
+
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def _is_plain(self, events: bytes) -> bool:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -30,13 +29,16 @@ from urllib.parse import urlsplit
 from ...errors import InvalidInput, MissingExtra, ProtocolError, TransportError
 from ...types import check_fields
 from ..tasks import within
+from .chunks import of_chunks
 from .http_client import Unreachable
 
 FEED_BYTES = 4096  # of a head, given to the parser at once: its bounds are exact to so many bytes
 _BODILESS = frozenset({204, 304})
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,6})\r\n")
 
 Fields = list[tuple[bytes, bytes]]
+# Says what it did with bytes that came: 0, nothing; 1, they are passed on; 2, they are, and nothing more is to be read
+# until `go_on`. It must not raise.
+Splice = Callable[[bytes], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Answer:
 
     __slots__ = (
         "_buffered", "_connection", "_error", "_parts", "_sink", "_waiter", "given_up", "head_is_here", "headers",
-        "is_whole", "last_at", "received", "status",
+        "is_whole", "last_at", "received", "splice", "status",
     )  # fmt: skip
 
     def __init__(self, connection: _Connection, now: float) -> None:
@@ -187,6 +189,7 @@ class Answer:
         self._error: TransportError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], bool] | None = None
+        self.splice: Splice | None = None
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -217,10 +220,11 @@ class Answer:
         self.go_on()
         return data
 
-    def flow(self, sink: Callable[[bytes], bool]) -> None:
+    def flow(self, sink: Callable[[bytes], bool], splice: Splice | None = None) -> None:
         """From now on `sink` is given what comes, as soon as it has come; where it says False, nothing more is read
-        until `go_on`. It must not raise."""
-        self._sink = sink
+        until `go_on`. It must not raise. Before it, `splice` is given what comes where whole chunks may come, frames
+        and all; see `Splice`."""
+        self._sink, self.splice = sink, splice
         self.came()
 
     async def flown(self) -> None:
@@ -348,8 +352,12 @@ class _Connection(asyncio.Protocol):
             return
         answer.received = True
         answer.last_at = self._loop.time()
+        if self._is_between_chunks and answer.splice is not None and (taken := answer.splice(data)):
+            if taken > 1:
+                self.pause()
+            return
         try:
-            if self._is_between_chunks and (part := _of_chunks(data)):
+            if self._is_between_chunks and (part := of_chunks(data)):
                 answer.take(part)
             elif answer.head_is_here or len(data) <= FEED_BYTES:
                 self._feed(data)
@@ -491,24 +499,6 @@ class _Connection(asyncio.Protocol):
             self._pool.keep(self, self.idle_since)
         else:
             self._transport.close()
-
-
-def _of_chunks(data: bytes) -> bytes:
-    """What whole chunks hold, which an event mostly comes in; b"" where it is anything else, the last chunk included:
-    that is the parser's. It needs none of these, since a whole chunk leaves it where it was."""
-    parts = []
-    at, end = 0, len(data)
-    while at < end:
-        size = _CHUNK_SIZE.match(data, at)
-        if size is None:
-            return b""
-        start = size.end()
-        at = start + int(size[1], 16)
-        if data[at : at + 2] != b"\r\n" or at == start:
-            return b""
-        parts.append(data[start:at])
-        at += 2
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _response_parser() -> Any:

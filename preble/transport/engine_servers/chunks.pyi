@@ -1,0 +1,3 @@
+"""Types of what Python code uses of `chunks.pyx`; what it does is said there."""
+
+def of_chunks(data: bytes) -> bytes: ...
