@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 FADE_SECONDS = 10.0
 IDLE_WEIGHT_SECONDS = 1.0  # of backlog, that a pace weighs at least, however long ago it was measured
@@ -61,8 +62,7 @@ class WorkerPace:
         return self.waiting_seconds * self.backlog_seconds / self.started_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _PlacedRequest:
+class _PlacedRequest(NamedTuple):
     worker_id: str
     client: Hashable
     seconds: float
@@ -142,6 +142,11 @@ class PredictedWait:
         """Requests without a first token."""
         return len(self._waiting)
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether so few wait that nobody is refused."""
+        return len(self._waiting) < WAITING_MIN
+
     def wait_seconds(self, worker_id: str, now: float) -> float:
         """How long one more request would wait at a worker."""
         pace = self._paces.get(worker_id)
@@ -153,7 +158,7 @@ class PredictedWait:
     def verdict(self, workers: Iterable[str], client: Hashable, bound_seconds: float, now: float) -> Verdict:
         """Whether a new request may wait at one of the workers that take requests. O(workers) where `WAITING_MIN`
         requests wait, else O(1)."""
-        if self.waiting < WAITING_MIN:
+        if self.is_calm:
             return ADMITTED
         waits = {worker_id: self.wait_seconds(worker_id, now) for worker_id in workers}
         over = frozenset(worker_id for worker_id, seconds in waits.items() if seconds > bound_seconds)

@@ -533,7 +533,7 @@ class Router:
         if verdict.avoid:
             unusable |= verdict.over
         while True:
-            exclude = unusable | live.failed_workers
+            exclude = unusable | live.failed_workers if live.failed_workers else unusable
             try:
                 decision = self._schedule(
                     live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left, exclude
@@ -568,7 +568,7 @@ class Router:
         """Where a request may wait. Raises `Overloaded` for one that would wait too long everywhere; one that has run
         is never refused."""
         bound = min(self.config.refuse_wait_seconds or math.inf, live.first_token_seconds)
-        if bound == math.inf or live.failures:
+        if bound == math.inf or live.failures or self._predicted_wait.is_calm:
             return ADMITTED
         workers = (name for name in self.fleet.worker_ids if name not in unusable)
         verdict = self._predicted_wait.verdict(workers, live.client, bound, self._clock())
@@ -787,7 +787,8 @@ class Router:
 def _first_token_limit(client: Hashable, first_token_seconds: float | None) -> float:
     """The time in which a first token is of use, infinite for None. Raises `InvalidInput` for what is none, and for a
     client that cannot be counted."""
-    hashable("client", client)
+    if client is not None:
+        hashable("client", client)
     limit = math.inf if first_token_seconds is None else finite_time("first_token_seconds", first_token_seconds)
     if limit <= 0.0:
         raise InvalidInput(f"first_token_seconds must be positive, got {first_token_seconds!r}")

@@ -43,7 +43,7 @@ from ..types import check_fields
 from . import wire
 from .event_stream import Batch, EventCursor
 from .security import ClientKeys, apply_client_keys
-from .socket_reader import RECEIVE_QUEUE_MESSAGES, FrameReader, set_usual_options
+from .socket_reader import NOBLOCK, RECEIVE_QUEUE_MESSAGES, FrameReader, set_usual_options
 from .tasks import first_of
 
 logger = logging.getLogger("preble.transport")
@@ -301,7 +301,7 @@ class WorkerLink:
             raise TransportError(f"link to {self.address} is closed")
         frame = wire.encode(message, epoch=self.epoch, session=self.session, seq=self._send_seq)
         try:
-            self._dealer.send(frame, zmq.NOBLOCK)
+            self._dealer.send(frame, NOBLOCK)
         except zmq.Again as error:
             raise QueueFull(
                 f"{self._config.send_queue_messages} messages wait for the worker at {self.address}"

@@ -5,6 +5,7 @@ Owns these forms and the limits that no annotation can say.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from math import isnan
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_args
@@ -198,12 +199,16 @@ def _pack_more(*more: Any) -> tuple[Any, ...]:
     return *plain, token_words(list(bias)), list(bias.values()), packed, ids, bad_words
 
 
+_SAMPLINGS_KEPT = 256
+_plain_sampling = lru_cache(_SAMPLINGS_KEPT)(SamplingParams)  # applications ask for few kinds, which never change
+
+
 def _read_sampling(value: _Sampling) -> SamplingParams:
     stop = _read_tuple(value.stop_token_ids, ".stop_token_ids")
     plain = value.max_new_tokens, value.temperature, value.top_p, stop, value.ignore_eos, value.seed
     more = value.more
     if more is None:
-        return SamplingParams(*plain)
+        return _plain_sampling(*plain) if value.seed is None else SamplingParams(*plain)
     tokens = _read_tuple(more.bias_token_ids, ".more.bias_token_ids")
     bias = dict(zip(tokens, more.biases, strict=False)) or None
     if not len(tokens) == len(more.biases) == len(bias or ()):

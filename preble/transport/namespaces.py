@@ -63,7 +63,8 @@ class Elements:
 
 def check_namespace(namespace: Hashable) -> None:
     """Raise `InvalidInput` unless the namespace can travel: None, str, bytes, 64-bit int, or tuples of these."""
-    encode_namespace(namespace)
+    if namespace is not None:
+        encode_namespace(namespace)
 
 
 def encode_namespace(namespace: Hashable) -> bytes:

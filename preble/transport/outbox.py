@@ -55,7 +55,8 @@ class _Merged:
 
 def _weight(chunk: OutputChunk) -> int:
     """Its tokens, and the alternatives to them as if they were some more."""
-    return len(chunk.token_ids) + sum(1 + len(one.top) for one in chunk.logprobs)
+    tokens = len(chunk.token_ids)
+    return tokens + sum(1 + len(one.top) for one in chunk.logprobs) if chunk.logprobs else tokens
 
 
 def chunk_lots(chunks: Sequence[OutputChunk]) -> Iterator[Sequence[OutputChunk]]:

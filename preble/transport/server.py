@@ -35,12 +35,13 @@ from .event_stream import Batch, ReplayBuffer
 from .messages import EVENTS_MAX
 from .outbox import Outbox, chunk_lots, together
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
-from .socket_reader import EVENTS, POLLIN, RECEIVE_QUEUE_MESSAGES, set_usual_options
+from .socket_reader import MORE_NOBLOCK, NOBLOCK, RECEIVE_QUEUE_MESSAGES, has_message, receive, set_usual_options
 
 logger = logging.getLogger("preble.transport")
 
 _FRAMES_PER_POLL_MAX = 256  # then the engine's output gets its turn
 _BACKLOG_POLL_SECONDS = 0.005  # ZeroMQ does not say when one router's queue has room again, so it is tried
+_EXPIRY_LOOK_SECONDS = 0.1  # between two looks at who has been silent
 _REPLAY_PAGE_BATCHES = 64
 _EVENT_FRAME_BYTES = 1 << 16  # larger lots of events are cut into several batches
 _SUBSCRIBER_BATCHES_MIN = 64  # that may wait for a router that is slow, whatever their size
@@ -49,6 +50,7 @@ _EMPTY_FRAME_BYTES = 512  # of a batch without its events, at most
 _REPORTS_MAX = 1024  # events about requests that wait for a number, while there is no other router
 _REPORT_BYTES_MAX = 1 << 20  # of them together
 
+_PASSED_ON = (wire.GenerationRequest, wire.Abort, wire.Ping)  # to the worker
 _RequestEvent = RequestPlaced | RequestPrefilled | RequestEnded
 _REQUEST_EVENTS = (RequestPlaced, RequestPrefilled, RequestEnded)
 
@@ -181,7 +183,9 @@ class Server:
         self._clock = clock
         self._polled_at = clock()
         self._alive_seconds = 0.0
+        self._expiry_look_at = 0.0
         self._sessions: dict[bytes, Session] = {}
+        self._router_alone = ""
         self._serial = 0
         self._inbox: list[tuple[Session, Request]] = []
         self._reports: list[_RequestEvent] = []
@@ -274,10 +278,10 @@ class Server:
         return inbox
 
     def _receive(self) -> None:
-        for _ in range(_FRAMES_PER_POLL_MAX):
-            if not self._router.get(EVENTS) & POLLIN:  # type: ignore[operator]
+        for taken in range(_FRAMES_PER_POLL_MAX):
+            if taken and not has_message(self._router):
                 return
-            parts = self._router.recv_multipart(zmq.NOBLOCK)
+            parts = receive(self._router)
             self.counters.frames_received += 1
             try:
                 self._take(parts)
@@ -313,7 +317,7 @@ class Server:
         self._handle(session, envelope.message)
 
     def _handle(self, session: Session, message: wire.Message) -> None:
-        if isinstance(message, wire.GenerationRequest | wire.Abort | wire.Ping):
+        if isinstance(message, _PASSED_ON):
             self._inbox.append((session, message))
         elif isinstance(message, wire.Replay):
             self._replay(session, message.from_seq)
@@ -339,6 +343,9 @@ class Server:
         now = self._clock()
         self._alive_seconds += min(max(now - self._polled_at, 0.0), timeout + 0.5)
         self._polled_at = now
+        if self._alive_seconds < self._expiry_look_at:
+            return
+        self._expiry_look_at = self._alive_seconds + min(_EXPIRY_LOOK_SECONDS, self.config.session_timeout_seconds / 8)
         deadline = self._alive_seconds - self.config.session_timeout_seconds
         for session in [s for s in self._sessions.values() if s.received_at < deadline]:
             self.counters.sessions_expired += 1
@@ -362,6 +369,7 @@ class Server:
         outbox = Outbox(self.config.max_pending_messages, self.config.max_pending_tokens)
         session = Session(self._serial, identity, envelope.session, hello.router_id, outbox, self._alive_seconds)
         self._sessions[identity] = session
+        self._note_who_is_alone()
         self.counters.sessions_opened += 1
         self.send(session, structs.replace(self.welcome, next_event_seq=self.replay.next_seq))
 
@@ -419,7 +427,7 @@ class Server:
         """True if ZeroMQ took the frame; False if this router's queue is full or the session is over."""
         frame = wire.encode(message, epoch=self.epoch, session=session.number, seq=session.send_seq)
         try:
-            self._router.send_multipart([session.identity, frame], zmq.NOBLOCK)
+            self._send_to(session.identity, frame)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -437,13 +445,19 @@ class Server:
         """Send outside the numbering of a session: to a peer that has none, or is about to lose it."""
         frame = wire.encode(message, epoch=self.epoch, session=session_number)
         try:
-            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+            self._send_to(identity, frame)
         except zmq.ZMQError:
             self.counters.faults_unsent += 1
+
+    def _send_to(self, identity: bytes, frame: bytes) -> None:
+        """Raises `zmq.ZMQError` where the peer is gone or takes no more, which its identity's part finds out."""
+        self._router.send(identity, MORE_NOBLOCK)
+        self._router.send(frame, NOBLOCK)
 
     def _forget(self, session: Session, code: str) -> None:
         session.open = False
         del self._sessions[session.identity]
+        self._note_who_is_alone()
         self._inbox.append((session, SessionEnded(code)))
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -454,7 +468,7 @@ class Server:
         What `report` was given before goes first.
         """
         reports, self._reports, self._report_bytes, self._reports_due = self._reports, [], 0, False
-        alone = self._router_alone()
+        alone = self._router_alone
         for lot in _lots([*reports, *events], min(_EVENT_FRAME_BYTES, self.config.max_frame_bytes // 2)):
             batch, frame, batch_bytes = self._event_frame(tuple(lot), alone)
             self.replay.append(batch, batch_bytes)
@@ -472,7 +486,7 @@ class Server:
             return
         self._reports.append(event)
         self._report_bytes += size
-        self._reports_due = self._reports_due or event.router != self._router_alone()
+        self._reports_due = self._reports_due or event.router != self._router_alone
         if len(self._reports) >= _REPORTS_MAX or self._report_bytes >= _REPORT_BYTES_MAX:
             self.publish(())
 
@@ -481,9 +495,9 @@ class Server:
         if self._reports_due:
             self.publish(())
 
-    def _router_alone(self) -> str:
-        """The router that has the only session; "" if there are several, or none."""
-        return next(iter(self._sessions.values())).router_id if len(self._sessions) == 1 else ""
+    def _note_who_is_alone(self) -> None:
+        """Note the router that has the only session; "" if there are several, or none."""
+        self._router_alone = next(iter(self._sessions.values())).router_id if len(self._sessions) == 1 else ""
 
     def _event_frame(self, lot: tuple[CacheEvent, ...], alone: str) -> tuple[Batch, bytes, int]:
         """The batch to keep for replay, the frame to send now, and the bytes that the batch takes."""

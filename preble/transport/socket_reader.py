@@ -1,5 +1,5 @@
-"""Messages of a ZeroMQ socket on an asyncio loop, each handed to a function as it comes. Owns that loop's reader,
-and the options that all sockets have.
+"""Messages of a ZeroMQ socket on an asyncio loop, each handed to a function as it comes. Owns that loop's reader, the
+cheapest calls of a plain socket, and the options that all sockets have.
 
 ZeroMQ's file descriptor does not say "there are messages" but "something has changed since you last asked", and asking,
 sending or setting an option counts as asking. So after it becomes readable everything is read, and whoever sends on the
@@ -14,9 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from zmq.backend import zmq_poll
 
-# As plain ints: pyzmq's are enumerations, whose arithmetic costs more than the call.
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+# As plain ints: pyzmq's are enumerations, whose arithmetic costs more than the call. So does an option that is asked
+# for by number, which is looked up in several; `zmq_poll` and `Frame.more` look nothing up.
+POLLIN = int(zmq.POLLIN)
+NOBLOCK, MORE_NOBLOCK = int(zmq.NOBLOCK), int(zmq.SNDMORE) | int(zmq.NOBLOCK)
 RECEIVE_QUEUE_MESSAGES = 128  # of one peer that ZeroMQ keeps for us; what is beyond waits at the peer
 _FRAMES_PER_TURN = 128  # messages taken before other tasks of the loop get a turn
 
@@ -26,6 +29,21 @@ def set_usual_options(socket: zmq.Socket[Any], endpoint: str) -> None:
     socket.linger = 0
     socket.tcp_keepalive = 1
     socket.ipv6 = "[" in endpoint
+
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether there is one to receive; counts as asking for what its descriptor says."""
+    return bool(zmq_poll([(socket, POLLIN)], 0))
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The parts of a message. Raises `zmq.Again` where there is none."""
+    part = socket.recv(NOBLOCK, False)
+    parts = [part.bytes]
+    while part.more:
+        part = socket.recv(NOBLOCK, False)
+        parts.append(part.bytes)
+    return parts
 
 
 class FrameReader:
@@ -45,7 +63,7 @@ class FrameReader:
 
     def look(self) -> None:
         """Read soon what a send may have hidden. No effect once it has ended."""
-        if not self.ended.done() and self._socket.get(EVENTS) & POLLIN:  # type: ignore[operator]
+        if not self.ended.done() and has_message(self._socket):
             self._loop.call_soon(self._read)
 
     def stop(self) -> None:
@@ -72,13 +90,18 @@ class FrameReader:
 
     def _read_waiting(self) -> str:
         """The reason to stop; "" when there is no more, or others must have a turn."""
-        for _ in range(_FRAMES_PER_TURN):
+        for taken in range(_FRAMES_PER_TURN):
             if self.ended.done():
                 return ""
-            # Asking first: an exception for "nothing there" costs as much as receiving something.
-            if not self._socket.get(EVENTS) & POLLIN:  # type: ignore[operator]
+            # The descriptor has mostly been made readable by a message; where one may follow it is asked, for an
+            # exception for "nothing there" costs as much as receiving something.
+            if taken and not has_message(self._socket):
                 return ""
-            reason = self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+            try:
+                parts = receive(self._socket)
+            except zmq.Again:
+                return ""
+            reason = self._take(parts)
             if reason:
                 return reason
         self._loop.call_soon(self._read)

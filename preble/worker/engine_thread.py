@@ -20,7 +20,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ..clock import Clock
 from ..engines.base import Engine, EngineLoad, GenerationRequest, OutputChunk, SelfRunning
@@ -44,13 +46,12 @@ class Refusal:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(Struct, frozen=True):
     """What one turn of the engine's loop produced. `events` precede `chunks`: they were true before these were read."""
 
     chunks: Sequence[OutputChunk] = ()
     refusals: Sequence[Refusal] = ()
-    events: Sequence[CacheEvent] = field(default_factory=tuple)
+    events: Sequence[CacheEvent] = ()
 
 
 class EngineThread:

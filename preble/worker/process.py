@@ -247,16 +247,15 @@ class Worker:
     def _pass_chunks(self, chunks: Sequence[OutputChunk]) -> None:
         """Send each router what a step made for its requests."""
         lots: dict[Session, list[OutputChunk]] = {}
-        for chunk in chunks:
-            self._sort_out(chunk, lots)
+        news = [(ticket, chunk) for chunk in chunks if (ticket := self._sort_out(chunk, lots)) is not None]
         for session, lot in lots.items():
             self.server.send_chunks(session, lot)
+        for ticket, chunk in news:
+            self._report_progress(ticket, chunk)  # nobody waits for it as for a token
 
-    def _sort_out(self, chunk: OutputChunk, lots: dict[Session, list[OutputChunk]]) -> None:
-        """Put a chunk with those of its router, under its name there."""
+    def _sort_out(self, chunk: OutputChunk, lots: dict[Session, list[OutputChunk]]) -> _Ticket | None:
+        """Put a chunk with those of its router, under its name there; returns whose it is, if anybody's."""
         ticket = self._live.get(chunk.request_id)
-        if ticket is not None:
-            self._report_progress(ticket, chunk)
         if ticket is not None and chunk.finish_reason is not None:
             # Before the router can know: it may send the next request at once, and there is room for it.
             del self._live[chunk.request_id]
@@ -268,6 +267,7 @@ class Worker:
             rest = chunk.cached_tokens, chunk.finish_reason, chunk.error, event_seq, chunk.logprobs
             outgoing = OutputChunk(ticket.request_id, chunk.index, chunk.token_ids, *rest)
             lots.setdefault(ticket.session, []).append(outgoing)
+        return ticket
 
     # --- to the other routers -----------------------------------------------------------------------------------------
 
