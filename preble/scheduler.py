@@ -26,9 +26,10 @@ from .policies.base import Policy, resolve
 from .scheduling import peer_bookings
 from .scheduling.cache_mismatch import CacheMismatches, look, warn
 from .scheduling.calibration import NEUTRAL, Calibrator
+from .scheduling.cost_factors import logs_of_served, scaled
 from .scheduling.leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
 from .scheduling.membership import Handover, Membership
-from .types import AllBlocksCleared, BlockKeys, CacheEvent, SessionHint, WorkerSpec, check_int
+from .types import AllBlocksCleared, BlockKeys, CacheEvent, ServedWork, SessionHint, WorkerSpec, check_int
 
 if TYPE_CHECKING:
     import threading
@@ -256,8 +257,9 @@ class GlobalScheduler(RequestApi):
         with self._lock:
             return {name: worker.spec for name, worker in self._workers.items()}
 
-    def add_worker(self, spec: WorkerSpec | str) -> WorkerSpec:
-        """Let a worker take requests. Raises DuplicateWorker, InvalidConfig."""
+    def add_worker(self, spec: WorkerSpec | str, *, served: ServedWork | None = None) -> WorkerSpec:
+        """Let a worker take requests. `served`: what it says of its speed, which counts until its times are known; only
+        where costs are learned and the spec has none. Raises DuplicateWorker, InvalidConfig."""
         if isinstance(spec, str):
             spec = WorkerSpec(spec)
         if not isinstance(spec, WorkerSpec):
@@ -266,11 +268,13 @@ class GlobalScheduler(RequestApi):
         with self._lock:
             if spec.id in self._workers:
                 raise DuplicateWorker(f"worker {spec.id!r} exists already")
+            if served is not None and spec.cost_model is None and self._calibrator is not None:
+                cost = scaled(cost, logs_of_served(cost, served))
             index = self.core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now())
-            self._adopt(spec, index, False, cost)
+            self._adopt(spec, index, False, cost, guessed=served is not None)
         return spec
 
-    def _adopt(self, spec: WorkerSpec, index: int, draining: bool, cost: CostModel) -> _Worker:
+    def _adopt(self, spec: WorkerSpec, index: int, draining: bool, cost: CostModel, guessed: bool = False) -> _Worker:
         """Keep what belongs to a worker that the core knows."""
         blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
         worker = _Worker(spec, index, BlockIndex(self.core.tree, index, blocks_max), draining)
@@ -279,7 +283,7 @@ class GlobalScheduler(RequestApi):
         self.core.set_eligible(index, not draining)
         if self._calibrator is not None:
             prior = _cost_model(spec.cost_model, "cost_model") or self._cost_model
-            self._calibrator.opened(spec.id, index, prior, cost)
+            self._calibrator.opened(spec.id, index, prior, cost, guessed)
         if self._policy_state is not None:
             self._policy_state.opened(spec.id, index, cost)
         return worker

@@ -48,6 +48,26 @@ class WorkerSpec:
             check_int("WorkerSpec.max_running", self.max_running, 1, 2**31 - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class ServedWork:
+    """What an engine says of the requests that it has served: means of `requests` prefills, each `prefill_seconds` long
+    from its first iteration to its first token, with `missed_tokens` computed and `prompt_tokens` in all, and
+    `token_seconds` between two output tokens, None where it does not say. Raises `InvalidConfig` naming the field."""
+
+    requests: int
+    prefill_seconds: float
+    missed_tokens: float
+    prompt_tokens: float
+    token_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        check_int("ServedWork.requests", self.requests, 1, 2**63 - 1)
+        for name in ("prefill_seconds", "missed_tokens", "prompt_tokens", "token_seconds"):
+            value = getattr(self, name)
+            if not (value is None and name == "token_seconds") and not 0.0 < value < inf:
+                raise InvalidConfig(f"ServedWork.{name} must be positive and finite, got {value!r}")
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 LOGPROBS_MAX = 20  # alternatives of one output token

@@ -44,7 +44,7 @@ from ..transport.event_stream import Batch
 from ..transport.namespaces import joined, namespace_of
 from ..transport.security import ClientKeys
 from ..transport.worker_address import UnknownHost, check_worker_address, find_host, is_server, why_silent
-from ..types import AllBlocksCleared, BlockKeys, WorkerSpec, check_fields
+from ..types import AllBlocksCleared, BlockKeys, ServedWork, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
 
 if TYPE_CHECKING:
@@ -486,7 +486,7 @@ class Fleet:
             if worker.epoch and worker.epoch != link.epoch:
                 worker.counters.restarts += 1
             self._forget(worker)
-            self._introduce(worker, welcome)
+            self._introduce(worker, welcome, link.info.work if isinstance(link, ServerLink) else None)
         worker.link, worker.epoch, worker.welcome = link, link.epoch, welcome
         self.eos_token_ids = welcome.eos_token_ids
         worker.counters.connections += 1
@@ -505,7 +505,7 @@ class Fleet:
         there = ", ".join(sorted(others))
         return f"worker {welcome.worker_id} has model {welcome.model!r}, and the servers here have {there}"
 
-    def _introduce(self, worker: FleetWorker, welcome: wire.Welcome) -> None:
+    def _introduce(self, worker: FleetWorker, welcome: wire.Welcome, work: ServedWork | None) -> None:
         spec = WorkerSpec(
             welcome.worker_id,
             kv_capacity_tokens=welcome.kv_capacity_tokens,
@@ -517,7 +517,7 @@ class Fleet:
         worker.peers.begin()
         # An embedding application may have known it already, but nobody can say whether its marks are of this epoch.
         self._remove_from_scheduler(welcome.worker_id)
-        self.scheduler.add_worker(spec)
+        self.scheduler.add_worker(spec, served=work)
         self._by_id[welcome.worker_id] = worker
 
     def update_unusable(self) -> None:

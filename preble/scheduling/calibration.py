@@ -10,7 +10,8 @@ operator what is behind it. Knows nothing of requests, prompts or policies.
      too, as long as a worker's own are not clearly others. Until most are measured, all samples of the group together
      say what is taken for all: were those that have samples first judged for themselves, a prior far off would make
      them look another kind than the rest, and one side would get no request. Who is not measured is never taken for
-     slower than those that are: who looks slow without a sample gets no request, and without one no sample.
+     slower than those that are: who looks slow without a sample gets no request, and without one no sample. As long as
+     nobody has samples, what workers say of requests that others sent them counts, and gives way to the first ones.
   3. A prior is kept until it is clearly wrong for what the worker usually does, and a model is published only where
      it differs enough from the one that is: workers that are alike stay exactly alike.
 """
@@ -58,6 +59,7 @@ class _Measured:
     published: Logs
     found: Estimate | None = None
     own: bool = False  # its factors are not its group's
+    said: Logs | None = None  # what it said of its speed before it had requests from here
     seen: tuple[int, int, int] = (0, 0, 0)
     changes: int = 0
     fitted_at: float = -math.inf
@@ -74,13 +76,17 @@ class Calibrator:
         self._groups: dict[Hashable, Logs] = {}  # what is taken for a group's workers
         self._unmeasured: dict[Hashable, Logs] = {}  # and for those of them without samples
         self._pooled: dict[Hashable, int] = {}  # samples that were last looked at together
+        self._learned: set[Hashable] = set()  # groups of which more is known than what workers said of themselves
 
-    def opened(self, name: str, index: int, prior: CostModel, published: CostModel) -> None:
-        """A worker joined, whose decisions reckon with `published`: its prior, unless it was restored."""
+    def opened(self, name: str, index: int, prior: CostModel, published: CostModel, guessed: bool = False) -> None:
+        """A worker joined, whose decisions reckon with `published`: its prior, or what was known of it when it was
+        restored. `guessed`: it is what the worker said of requests of others, which counts until there are samples."""
         logs = logs_between(prior, published)
-        worker = _Measured(index, prior, key_of(prior), logs)
+        worker = _Measured(index, prior, key_of(prior), logs, said=logs if guessed else None)
         self._workers[name] = worker
         self._groups.setdefault(worker.key, logs)
+        if not guessed and logs != PRIOR:
+            self._learned.add(worker.key)
 
     def closed(self, name: str) -> None:
         """A worker left."""
@@ -121,13 +127,17 @@ class Calibrator:
             for worker in self._workers.values():
                 members.setdefault(worker.key, []).append(worker)
             self._groups = {key: self._groups.get(key, PRIOR) for key in members}
+            self._learned &= members.keys()
             pools = {key: self._pool(key, group) for key, group in members.items() if not _is_measured(group)}
         for key, group in members.items():
-            pooled, measured = (
-                _estimate_of_pool(group[0].prior, pools.get(key), now - self._window_seconds),
-                _is_measured(group),
-            )
-            self._groups[key] = _of_group(self._groups[key], group, pooled)
+            measured = _is_measured(group)
+            pooled = _estimate_of_pool(group[0].prior, pools.get(key), now - self._window_seconds)
+            found = _middle(group) if measured else pooled
+            if found is not None:
+                self._learned.add(key)
+                self._groups[key] = _of_group(self._groups[key], group[0].prior, found)
+            elif key not in self._learned:
+                self._groups[key] = _of_said(self._groups[key], group)
             for worker in group:
                 by = 0.5 * OTHER_THAN_GROUP if worker.own else OTHER_THAN_GROUP
                 own = worker.found is not None and worker.found.differs(self._groups[key], by)
@@ -148,6 +158,8 @@ class Calibrator:
             if worker is None:
                 return
             wanted = (self._unmeasured if worker.found is None else self._groups).get(worker.key, PRIOR)
+            if worker.said is not None and worker.key not in self._learned and _are_apart(worker.said, wanted):
+                wanted = worker.said
             if worker.own and worker.found is not None:
                 wanted = rounded(worker.found.logs)
                 if not worker.found.differs(worker.published, WORTH_PUBLISHING):
@@ -201,19 +213,30 @@ def _estimate_of_pool(prior: CostModel, samples: list[tuple[bytes, bytes]] | Non
     return estimated(prior, prefills, decodes, since, POOLED_MIN)
 
 
-def _of_group(taken: Logs, group: list[_Measured], pooled: Estimate | None) -> Logs:
-    """The factors of a group, where they are worth a change: those of its middle worker, of two in the middle the
-    faster one's; of all samples together as long as most have no estimate."""
-    found = pooled
-    if _is_measured(group):
-        known = [worker.found for worker in group if worker.found is not None]
-        known.sort(key=lambda found: sum(found.factors(found.logs)))
-        found = known[(len(known) - 1) // 2]
-    if found is None:
-        return taken
-    kept = taken == PRIOR and group[0].prior.name != NEUTRAL.name
+def _middle(group: list[_Measured]) -> Estimate:
+    """The estimate of a group's middle worker, of two in the middle the faster one's; some must be measured."""
+    known = [worker.found for worker in group if worker.found is not None]
+    known.sort(key=lambda found: sum(found.factors(found.logs)))
+    return known[(len(known) - 1) // 2]
+
+
+def _of_said(taken: Logs, group: list[_Measured]) -> Logs:
+    """The factors of a group of which there are no samples: what the middle one said of those that said anything."""
+    said = sorted((worker.said for worker in group if worker.said is not None), key=sum)
+    return said[(len(said) - 1) // 2] if said else taken
+
+
+def _of_group(taken: Logs, prior: CostModel, found: Estimate) -> Logs:
+    """The factors of a group after an estimate, where they are worth a change: that of its middle worker, or of all
+    samples together as long as most have none."""
+    kept = taken == PRIOR and prior.name != NEUTRAL.name
     by = PRIOR_WRONG if kept else WORTH_PUBLISHING
     return rounded(found.logs) if found.differs(taken, by) else taken
+
+
+def _are_apart(logs: Logs, others: Logs) -> bool:
+    """Whether some factor is another by more than a worker's may be from its group's."""
+    return max(abs(log - other) for log, other in zip(logs, others, strict=True)) > OTHER_THAN_GROUP
 
 
 def _of_unmeasured(taken: Logs, group: list[_Measured]) -> Logs:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from .._cost import CostModel
 from ..errors import InvalidConfig
 from ..lazy_typing import Any
+from ..types import ServedWork
 
 Logs = tuple[float, float, float, float]  # logarithms of the factors on floor, rise, context and pair
 Knots = Sequence[tuple[float, float]]  # (tokens, seconds)
@@ -86,6 +87,23 @@ def logs_between(prior: CostModel, published: CostModel) -> Logs:
     limit = math.log(FACTOR_MAX)
     floor, rise, context, pair = (min(max(instead if log is None else log, -limit), limit) for log in logs)
     return rounded((floor, rise, context, pair))
+
+
+def logs_of_served(prior: CostModel, served: ServedWork) -> Logs:
+    """The factors under which a prior takes as long for what a worker has served as the worker says that it took.
+    Decodes say how long short iterations are and what they take over contexts; what is left of a prefill, at least a
+    quarter, is its tokens. Of short prompts next to nothing is left: what more tokens take changes as the whole did."""
+    missed, context = max(round(served.missed_tokens), 1), max(round(served.prompt_tokens), 1)
+    found: dict[str, Any] = prior.coefficients()
+    expected = prior.prefill_time(missed, context)
+    short = min(linear_seconds(found["knots"], min(missed, DECODE_TOKENS)), expected)
+    prefill = served.prefill_seconds / expected
+    decode = prefill if served.token_seconds is None else served.token_seconds / prior.decode_time(1, context)
+    if short < 0.5 * expected:
+        left = max(served.prefill_seconds - decode * short, 0.25 * served.prefill_seconds)
+        prefill = left / (expected - short)
+    decode, prefill = (min(max(factor, 1.0 / FACTOR_MAX), FACTOR_MAX) for factor in (decode, prefill))
+    return rounded((math.log(decode), math.log(prefill), math.log(decode), math.log(prefill)))
 
 
 def _marks(model: CostModel) -> tuple[float, float, float, float]:

@@ -16,12 +16,15 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from tests.live.live_fleet import CAPACITY_TOKENS, ENGINES_DIR, ENVIRONMENT, LOGS, READY_SECONDS, model_dir, python_of
+from tests.support.gateway import GatewayProcess
 
 MODEL_NAME = "tiny"
 BLOCK_SIZES = {"sglang": 16, "vllm": 32}
@@ -106,6 +109,40 @@ class LiveServer:
         self.process.wait(30.0)
 
 
+@dataclass
+class Front:
+    """Two servers of one engine and the gateway before them."""
+
+    engine: str
+    servers: list[LiveServer]
+    gateway: GatewayProcess
+
+    @property
+    def direct(self) -> str:
+        """The first server's own address."""
+        return self.servers[0].url
+
+
+@contextlib.contextmanager
+def front_of(engine: str, log: Path) -> Iterator[Front]:
+    """Both servers, then the gateway, which must end well."""
+    servers = [LiveServer(engine, number) for number in range(2)]
+    gateway = None
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait()
+        urls = [server.url for server in servers]
+        gateway = GatewayProcess("--workers", *urls, "--tokenizer", str(tools_model_dir()), log=log)
+        yield Front(engine, servers, gateway)
+    finally:
+        code = None if gateway is None else gateway.stop()
+        for server in servers:
+            server.kill()
+    assert code == 0
+
+
 def _is_healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5.0) as answer:
@@ -138,7 +175,7 @@ def _sglang_command(server: LiveServer) -> list[str]:
     command += ["--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.3"]
     command += ["--dtype", "float32", "--page-size", str(BLOCK_SIZES["sglang"]), "--context-length", "4096"]
     command += ["--max-total-tokens", str(2 * CAPACITY_TOKENS), "--max-running-requests", "8"]
-    command += ["--tool-call-parser", "qwen25", "--enable-cache-report"]
+    command += ["--tool-call-parser", "qwen25", "--enable-cache-report", "--enable-metrics"]
     return [*command, "--kv-events-config", _events(server)]
 
 

@@ -1,7 +1,7 @@
 """The official clients before two real servers of each engine, through the gateway: answers are the servers' own.
 
-Run by `make test-live`. The tests of one engine share its two servers and the gateway and run in the order they stand
-here; the last one kills a server.
+Run by `make test-live`. The tests of one engine share its two servers and the gateway, with `test_attached_costs.py`,
+which comes before, and run in the order they stand here; the last one kills a server.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from tests.live.live_fleet import ENGINES_DIR, python_of
-from tests.live.live_servers import BLOCK_SIZES, MODEL_NAME, LiveServer, post, tools_model_dir, without_blanks
-from tests.support.gateway import GatewayProcess
+from tests.live.live_servers import BLOCK_SIZES, MODEL_NAME, Front, post, without_blanks
 
 WEATHER = {
     "type": "function",
@@ -56,25 +53,12 @@ UNEQUAL = (
 )
 
 
-@dataclass
-class Front:
-    """Two servers of one engine and the gateway before them."""
-
-    engine: str
-    servers: list[LiveServer]
-    gateway: GatewayProcess
-
-    @property
-    def direct(self) -> str:
-        """The first server's own address."""
-        return self.servers[0].url
-
-    def both(self, path: str, body: Any) -> tuple[Any, Any]:
-        """The answers of a server and of the gateway to the same bytes, without what may differ."""
-        own_status, own = post(self.direct + path, body)
-        status, answer = post(self.gateway.url + path, body)
-        assert status == own_status, (own[:500], answer[:500])
-        return (merged(own), merged(answer)) if body.get("stream") else (alike(own), alike(answer))
+def both(front: Front, path: str, body: Any) -> tuple[Any, Any]:
+    """The answers of a server and of the gateway to the same bytes, without what may differ."""
+    own_status, own = post(front.direct + path, body)
+    status, answer = post(front.gateway.url + path, body)
+    assert status == own_status, (own[:500], answer[:500])
+    return (merged(own), merged(answer)) if body.get("stream") else (alike(own), alike(answer))
 
 
 def alike(answer: bytes) -> bytes:
@@ -96,30 +80,6 @@ def merged(stream: bytes) -> tuple[list[bytes], str]:
             text += json.loads(found[1])
         kinds[event] = None
     return list(kinds), text
-
-
-@pytest.fixture(scope="module", params=["sglang", "vllm"])
-def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    """Start both servers, then the gateway."""
-    engine = request.param
-    if not python_of(engine).exists():
-        pytest.skip(f"no {engine} in {ENGINES_DIR}: run tests/live/install.py --engine {engine}")
-    servers = [LiveServer(engine, number) for number in range(2)]
-    gateway = None
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait()
-        log = tmp_path_factory.mktemp(engine) / "gateway.log"
-        urls = [server.url for server in servers]
-        gateway = GatewayProcess("--workers", *urls, "--tokenizer", str(tools_model_dir()), log=log)
-        yield Front(engine, servers, gateway)
-    finally:
-        code = None if gateway is None else gateway.stop()
-        for server in servers:
-            server.kill()
-    assert code == 0
 
 
 @pytest.fixture
@@ -193,7 +153,7 @@ def test_an_answer_is_the_servers_own_byte_for_byte(front: Front, name: str) -> 
     path, body = BODIES[name]
     if "tool_choice" in body or "response_format" in body:
         body = {**body, "logit_bias": without_blanks()}
-    own, answer = front.both(path, body)
+    own, answer = both(front, path, body)
     assert answer == own
 
 
@@ -205,7 +165,7 @@ def test_generate_is_answered_as_by_the_server(front: Front) -> None:
         {"text": "import os", "sampling_params": sampling},
         {"input_ids": [5, 300, 301, 302], "sampling_params": sampling, "return_logprob": True},
     ):
-        own, answer = front.both("/generate", body)
+        own, answer = both(front, "/generate", body)
         assert answer == own
     streamed = {"text": "import os", "sampling_params": sampling, "stream": True}
     ends = [post(url + "/generate", streamed)[1].split(b"\n\n")[-3] for url in (front.direct, front.gateway.url)]

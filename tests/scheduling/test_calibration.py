@@ -432,15 +432,21 @@ def test_until_most_are_measured_all_of_a_group_are_taken_for_alike() -> None:
     assert all(costs[name]["prefill_factor"] == pytest.approx(1.0, rel=0.15) for name in "bc")
 
 
-def test_a_few_first_requests_move_a_prior_that_is_far_off_and_not_one_that_is_near() -> None:
-    for slowness, moves in ((30.0, True), (1 / 30, True), (1.5, False)):
-        clock = ManualClock(1.0)
-        scheduler = GlobalScheduler([f"w{i}" for i in range(8)], clock=clock, config=ON)
-        serve(scheduler, clock, {f"w{i}": slowness for i in range(8)}, 6)
-        truth = slowness * CostModel.preset("mistral-7b/a6000").prefill_time(1500)
-        found = [cost_at(scheduler.core, index).prefill_time(1500) for index in range(8)]
-        assert len(set(found)) == 1
-        assert found[0] == pytest.approx(truth if moves else truth / slowness, rel=0.5 if moves else 1e-9)
+@pytest.mark.parametrize("slowness", [30.0, 8.0, 3.0, 1.5, 1 / 3, 1 / 8, 1 / 30])
+def test_a_few_first_requests_move_a_prior_that_is_far_off_and_not_one_that_is_near(slowness: float) -> None:
+    """Within a tenth, from six requests of eight workers. Where the fit drew the common factor towards 1, it came to 22
+    times instead of 30."""
+    clock, prior = ManualClock(1.0), CostModel.preset("mistral-7b/a6000")
+    scheduler = GlobalScheduler([f"w{i}" for i in range(8)], clock=clock, config=ON)
+    serve(scheduler, clock, {f"w{i}": slowness for i in range(8)}, 6)
+    models = [cost_at(scheduler.core, index) for index in range(8)]
+    assert all(model.coefficients() == models[0].coefficients() for model in models)
+    factors = [models[0].prefill_time(length) / prior.prefill_time(length) for length in (300, 1500, 3000)]
+    factors.append(models[0].decode_time(20, 1500) / prior.decode_time(20, 1500))
+    if slowness == 1.5:
+        assert factors == pytest.approx([1.0] * 4, rel=1e-9)
+    else:
+        assert factors == pytest.approx([slowness] * 4, rel=0.1)
 
 
 @pytest.mark.parametrize("slowness", [30.0, 1 / 30])
@@ -691,3 +697,30 @@ def test_a_prior_far_off_costs_no_more_than_a_tenth_after_the_first_requests(fac
     prior = scaled(SLOW_CPU, (math.log(factor),) * 4)
     right = ttft_after_the_first(SLOW_CPU, False, 8, EIGHT_RPS, range(4))
     assert ttft_after_the_first(prior, True, 8, EIGHT_RPS, range(4)) <= 1.1 * right
+
+
+def test_the_first_requests_before_servers_that_nobody_described_wait_no_longer() -> None:
+    """Caches are empty, nothing is known, cache events come late, and the default is a model of a GPU: beside the right
+    model from the start, within a tenth."""
+
+    def ttft(prior: CostModel, calibrate: bool, delay: float) -> float:
+        found = []
+        for seed in range(20, 26):
+            config = fleet(
+                2,
+                calibrate,
+                cost_model=prior,
+                seed=seed,
+                engine_cost_models={"w0": SLOW_CPU, "w1": SLOW_CPU},
+                local=LocalConfig(22_000, token_budget=2048, max_running=64, max_waiting=10**6),
+                step_seconds=0.001,
+                network_seconds=0.002,
+                event_delay_seconds=delay,
+            )
+            result = sim.simulate(documents(2, 6.0, seed), config)
+            found.append((result.first_token_seconds - result.arrival_seconds)[:150])
+        return float(np.concatenate(found).mean())
+
+    right = ttft(SLOW_CPU, False, 0.0)
+    for delay in (0.0, 0.5):
+        assert ttft(CostModel.preset("mistral-7b/a6000"), True, delay) <= 1.1 * right

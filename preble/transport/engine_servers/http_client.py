@@ -139,7 +139,8 @@ class EngineServer:
         status, body = await self._get("/server_info")
         if status == 200 and isinstance(answer := _json(body), Mapping) and "max_total_num_tokens" in answer:
             info = sglang_info(self.url, answer, self.options)
-            self._known = replace(info, served=served_names(await self._get_json("/v1/models")))
+            info = replace(info, served=served_names(await self._get_json("/v1/models")))
+            self._known = await self._with_metrics(info)
             return self._known
         self._check_usable(status)
         status, body = await self._get("/v1/models")
@@ -160,6 +161,14 @@ class EngineServer:
             self.options,
         )
         return self._known
+
+    async def _with_metrics(self, info: ServerInfo) -> ServerInfo:
+        """The same with what its metrics say, which it can be attached without: what is wrong with them is advice."""
+        try:
+            status, body = await self._get(_METRICS_PATH)
+        except TransportError as error:
+            return replace(info, advice=(*info.advice, f"{_METRICS_PATH}: {error}"))
+        return await asyncio.to_thread(info.with_metrics, body.decode("utf-8", "replace")) if status == 200 else info
 
     async def served(self) -> tuple[ServedName, ...]:
         """The names that /v1/models lists now: adapters come and go. Raises `TransportError` if it does not answer."""

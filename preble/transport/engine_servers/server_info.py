@@ -9,6 +9,7 @@ and which flag to name when something is missing; asks nothing itself (`http_cli
 | ranks           | dp_size                                     | there: one line for each engine                      |
 | event sockets   | kv_events, else kv_events_config            | /kv_event_sources (0.32), else `ServerOptions`       |
 | start           | startup_time: how long each step took       | /metrics: when the counters were made                |
+| speed so far    | /metrics, where it has them: `served_metrics`| there                                               |
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import HandshakeRefused, InvalidConfig, ProtocolError
-from ...types import check_fields, check_int
+from ...types import ServedWork, check_fields, check_int
 from .metrics_text import samples
+from .served_metrics import served_work
 
 NAMES_MAX = 4096  # of models and adapters that one server is asked for
 NAME_CHARACTERS_MAX = 512
@@ -99,7 +101,8 @@ class ServerInfo:
 
     `start` is a text that differs from one start of the server to the next, "" if it gives nothing of the kind.
     `cumulative`: each line of a stream repeats all output tokens so far. `advice`: what is missing, and the flag.
-    `served`: the names that /v1/models lists, at most `NAMES_MAX`.
+    `served`: the names that /v1/models lists, at most `NAMES_MAX`. `work`: what its metrics say of requests that it
+    served before, None where that is too little.
     """
 
     engine: str
@@ -115,6 +118,12 @@ class ServerInfo:
     cumulative: bool = True
     advice: tuple[str, ...] = ()
     served: tuple[ServedName, ...] = ()
+    work: ServedWork | None = None
+
+    def with_metrics(self, text: str) -> ServerInfo:
+        """The same with what the text of /metrics says of its speed; what cannot be right is named in `advice`."""
+        work, problem = served_work(self.engine, text)
+        return replace(self, work=work, advice=(*self.advice, *([problem] if problem else [])))
 
 
 # --- SGLang -----------------------------------------------------------------------------------------------------------
@@ -230,7 +239,7 @@ def vllm_info(
         False,
         advice,
         served_names(models),
-    )
+    ).with_metrics(metrics)
 
 
 def _label(labels: Mapping[str, str], name: str) -> int:

@@ -1,0 +1,236 @@
+"""What servers' metrics say of their speed: what is read, what is refused by name, and what decisions make of it before
+the first request."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preble import CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
+from preble._snapshot.accounts import cost_at
+from preble.errors import InvalidConfig
+from preble.scheduling.calibration import NEUTRAL
+from preble.scheduling.cost_factors import FACTOR_MAX, logs_of_served, scaled
+from preble.transport.engine_servers.http_client import EngineServer
+from preble.transport.engine_servers.served_metrics import SERVED_MIN, served_work
+from preble.transport.engine_servers.server_info import ServerOptions
+from preble.types import ServedWork
+from tests.support.attach import FakeServer
+from tests.support.transport import asynchronous
+
+# Lines of real servers, SGLang 0.5.23 and vLLM 0.32.0, whose names and labels are theirs.
+SGLANG = """\
+sglang:time_to_first_token_seconds_sum{engine_type="unified",is_streaming="true",model_name="tiny"} 16.091724354000235
+sglang:prompt_tokens_histogram_sum{engine_type="unified",model_name="tiny"} 97021.0
+sglang:prompt_tokens_histogram_bucket{engine_type="unified",le="100.0",model_name="tiny"} 60.0
+sglang:prompt_tokens_histogram_count{engine_type="unified",model_name="tiny"} 162.0
+sglang:uncached_prompt_tokens_histogram_sum{engine_type="unified",model_name="tiny"} 76029.0
+sglang:uncached_prompt_tokens_histogram_count{engine_type="unified",model_name="tiny"} 162.0
+sglang:inter_token_latency_seconds_sum{engine_type="unified",model_name="tiny"} 39.899719586999595
+sglang:inter_token_latency_seconds_count{engine_type="unified",model_name="tiny"} 1725.0
+sglang:per_stage_req_latency_seconds_sum{engine_type="unified",stage="request_process",tp_rank="0"} 0.01084740400017381
+sglang:per_stage_req_latency_seconds_count{engine_type="unified",stage="request_process",tp_rank="0"} 163.0
+sglang:per_stage_req_latency_seconds_sum{engine_type="unified",stage="prefill_forward",tp_rank="0"} 12.864806686999032
+sglang:per_stage_req_latency_seconds_count{engine_type="unified",stage="prefill_forward",tp_rank="0"} 163.0
+"""
+VLLM = """\
+vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 8.0
+vllm:request_prefill_time_seconds_count{engine="0",model_name="tiny"} 80.0
+vllm:request_prefill_time_seconds_created{engine="0",model_name="tiny"} 1.7e+09
+vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="tiny"} 40000.0
+vllm:request_prefill_kv_computed_tokens_count{engine="0",model_name="tiny"} 80.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="tiny"} 64000.0
+vllm:request_prompt_tokens_count{engine="0",model_name="tiny"} 80.0
+vllm:inter_token_latency_seconds_sum{engine="0",model_name="tiny"} 20.0
+vllm:inter_token_latency_seconds_count{engine="0",model_name="tiny"} 1000.0
+"""
+TEXTS = {"sglang": SGLANG, "vllm": VLLM}
+FIELDS = ("requests", "prefill_seconds", "missed_tokens", "prompt_tokens", "token_seconds")
+
+
+def numbers(work: ServedWork | None) -> tuple[Any, ...]:
+    assert work is not None
+    return tuple(getattr(work, name) for name in FIELDS)
+
+
+def test_means_are_read_of_both_engines() -> None:
+    sglang = (163, 12.864806687 / 163, 76029 / 162, 97021 / 162, 39.899719587 / 1725)
+    assert numbers(served_work("sglang", SGLANG).work) == pytest.approx(sglang)
+    assert numbers(served_work("vllm", VLLM).work) == pytest.approx((80, 0.1, 500.0, 800.0, 0.02))
+
+
+def test_ranks_are_taken_together() -> None:
+    twice = VLLM + VLLM.replace('engine="0"', 'engine="1"').replace("seconds_sum", "seconds_sum")
+    assert numbers(served_work("vllm", twice).work) == pytest.approx((160, 0.1, 500.0, 800.0, 0.02))
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_who_has_served_next_to_nothing_or_does_not_say_it_says_nothing(engine: str) -> None:
+    assert served_work(engine, "") == (None, "")
+    lines = TEXTS[engine].splitlines()
+    few = [f"{line.rsplit(' ', 1)[0]} {SERVED_MIN - 1}" if "_count" in line else line for line in lines]
+    assert served_work(engine, "\n".join(few)) == (None, "")
+    for gone in ("prefill", "prompt_tokens", "computed" if engine == "vllm" else "uncached"):
+        assert served_work(engine, "\n".join(line for line in lines if gone not in line)) == (None, "")
+    without = served_work(engine, "\n".join(line for line in lines if "inter_token" not in line)).work
+    assert without is not None and without.token_seconds is None
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("wrong", ["nan", "-1", "+Inf", "many", "1e999"])
+def test_a_number_that_cannot_be_is_named_and_nothing_is_taken(engine: str, wrong: str) -> None:
+    name = next(line for line in TEXTS[engine].splitlines() if "inter_token_latency_seconds_sum" in line)
+    work, problem = served_work(engine, TEXTS[engine].replace(name, f"{name.rsplit(' ', 1)[0]} {wrong}"))
+    assert work is None
+    assert f"{engine}:inter_token_latency_seconds_sum" in problem and wrong in problem
+
+
+def test_a_mean_that_cannot_be_is_named() -> None:
+    work, problem = served_work(
+        "vllm", VLLM.replace('seconds_sum{engine="0",model_name="tiny"} 8.0', "seconds_sum 1e9")
+    )
+    assert work is None and "vllm:request_prefill_time_seconds" in problem
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(VLLM.splitlines()), max_size=12), st.binary(max_size=30), st.integers(0, 900))
+def test_no_text_of_metrics_does_harm(lines: list[str], noise: bytes, at: int) -> None:
+    text = "\n".join(lines)
+    work, problem = served_work("vllm", text[:at] + noise.decode("utf-8", "replace") + text[at:])
+    assert work is None or not problem
+    if work is not None:
+        assert_bounded(logs_of_served(NEUTRAL, work))
+
+
+def assert_bounded(logs: tuple[float, ...]) -> None:
+    assert all(abs(log) <= math.log(FACTOR_MAX) + 0.05 for log in logs)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_served_work_must_be_positive(field: str, wrong: float) -> None:
+    with pytest.raises(InvalidConfig, match=field):
+        ServedWork(**{**dict.fromkeys(FIELDS, 20), field: wrong})  # type: ignore[arg-type]
+
+
+# --- what a server says when it is asked -----------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_a_server_is_asked_and_what_is_wrong_is_advice() -> None:
+    for kind in ("sglang", "vllm"):
+        server = await FakeServer(kind).start()
+        try:
+            async with EngineServer(server.url) as client:
+                assert (await client.info()).work is None
+                cache = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="12500"} 1.0\n'
+                server.answers["/metrics"] = (200, (cache + TEXTS[kind]).encode())
+                info = await client.info()
+                assert info.work == served_work(kind, TEXTS[kind]).work is not None
+                server.answers["/metrics"] = (200, (cache + TEXTS[kind] + TEXTS[kind].replace(" 9", " x")).encode())
+                info = await client.info()
+                assert info.work is None or kind == "vllm"
+                broken = TEXTS[kind].splitlines()[-1].rsplit(" ", 1)[0] + " soon"
+                server.answers["/metrics"] = (200, (cache + TEXTS[kind] + broken + "\n").encode())
+                info = await client.info()
+                assert info.work is None and any("'soon'" in text for text in info.advice)
+        finally:
+            await server.kill()
+
+
+@asynchronous
+async def test_metrics_that_are_too_much_keep_no_server_from_being_attached() -> None:
+    server = await FakeServer("sglang").start()
+    server.answers["/metrics"] = (200, b"# \n" * 400_000)
+    try:
+        async with EngineServer(server.url, ServerOptions(max_body_bytes=1 << 20)) as client:
+            info = await client.info()
+    finally:
+        await server.kill()
+    assert info.work is None and any("/metrics" in text and "1048576 bytes" in text for text in info.advice)
+
+
+# --- what decisions make of it ---------------------------------------------------------------------------------------
+
+SLOW = ServedWork(100, 2.0, 1500.0, 2000.0, 0.2)  # a Mistral-7B on an A6000 takes 0.2 and 0.02
+
+
+@pytest.mark.parametrize("prior", ["mistral-7b/a6000", "llama-3-70b/h100-tp4", "neutral"])
+@pytest.mark.parametrize("work", [SLOW, ServedWork(16, 0.05, 40.0, 900.0, 0.03), ServedWork(16, 0.001, 20.0, 30.0)])
+def test_the_model_takes_as_long_for_what_was_served(prior: str, work: ServedWork) -> None:
+    model = NEUTRAL if prior == "neutral" else CostModel.preset(prior)
+    found = scaled(model, logs_of_served(model, work))
+    seconds = found.prefill_time(int(work.missed_tokens), int(work.prompt_tokens))
+    short = work.missed_tokens < 64 and work.token_seconds is not None  # as its decodes say, not as its prefills
+    assert seconds == pytest.approx(work.prefill_seconds, rel=0.5 if short else 0.3)
+    if work.token_seconds is not None:
+        assert found.decode_time(1, int(work.prompt_tokens)) == pytest.approx(work.token_seconds, rel=0.1)
+    assert_bounded(logs_of_served(model, work))
+
+
+def fleet(*said: ServedWork | None, **config: Any) -> GlobalScheduler:
+    scheduler = GlobalScheduler(clock=ManualClock(1.0), config=SchedulerConfig(**{"calibrate": True, **config}))
+    for number, work in enumerate(said):
+        scheduler.add_worker(f"w{number}", served=work)
+    return scheduler
+
+
+def prefill_of(scheduler: GlobalScheduler, index: int) -> float:
+    return cost_at(scheduler.core, index).prefill_time(1500, 2000)
+
+
+def test_the_first_decision_reckons_with_what_servers_said_and_they_stay_alike() -> None:
+    scheduler = fleet(SLOW, ServedWork(50, 2.1, 1500.0, 2000.0, 0.21), None)
+    assert prefill_of(scheduler, 0) == pytest.approx(2.0, rel=0.05)
+    scheduler.tick()
+    models = [cost_at(scheduler.core, index).coefficients() for index in range(3)]
+    assert models[0] == models[1] == models[2], "who said nothing is taken for its likes"
+    assert prefill_of(scheduler, 2) == pytest.approx(2.0, rel=0.1)
+    scheduler.check()
+
+
+def test_a_server_that_said_something_quite_different_has_its_own_until_there_are_samples() -> None:
+    scheduler = fleet(SLOW, SLOW, ServedWork(50, 0.2, 1500.0, 2000.0, 0.02))
+    scheduler.tick()
+    assert prefill_of(scheduler, 1) == pytest.approx(10 * prefill_of(scheduler, 2), rel=0.1)
+
+
+def test_what_was_said_gives_way_to_the_first_samples_and_does_not_come_back() -> None:
+    clock = ManualClock(1.0)
+    scheduler = GlobalScheduler(clock=clock, config=SchedulerConfig(calibrate=True))
+    for name in ("a", "b"):
+        scheduler.add_worker(name, served=SLOW)
+    truth = CostModel.preset("mistral-7b/a6000")
+    for number in range(8):
+        prompt = [number, *range(400 + 250 * number)]
+        decision = scheduler.schedule(prompt)
+        clock.advance(truth.prefill_time(len(prompt)))
+        scheduler.first_token(decision.request_id, cached_tokens=0)
+        clock.advance(truth.decode_time(20, len(prompt)))
+        scheduler.finish(decision.request_id, output_tokens=21)
+        scheduler.tick()
+    scheduler.add_worker("late", served=SLOW)
+    scheduler.tick()
+    for index in range(3):
+        assert prefill_of(scheduler, index) == pytest.approx(truth.prefill_time(1500, 2000), rel=0.35)
+
+
+def test_who_gives_a_model_is_taken_at_their_word() -> None:
+    plain = CostModel.preset("mistral-7b/a6000").prefill_time(1500, 2000)
+    assert prefill_of(fleet(SLOW, calibrate=False), 0) == plain
+    scheduler = fleet()
+    scheduler.add_worker(WorkerSpec("own", cost_model="mistral-7b/a6000"), served=SLOW)
+    assert prefill_of(scheduler, 0) == plain
+
+
+def test_a_snapshot_keeps_what_was_said_as_what_decisions_reckon_with() -> None:
+    scheduler = fleet(SLOW, SLOW)
+    restored = GlobalScheduler.restore(scheduler.snapshot(), clock=ManualClock(1.0))
+    restored.tick()
+    assert prefill_of(restored, 0) == pytest.approx(prefill_of(scheduler, 0))
+    assert json.dumps(restored.stats()["workers"]["w0"]["cost"]["cost_changes"]) == "0"
