@@ -8,6 +8,7 @@ class PlainEvents:
     remembers: bool
     events: list[bytes]
     size: int
+    passed: int
     last: bytes
     def __init__(self, *, bytes_max: int, remembers: bool) -> None: ...
     def connect(

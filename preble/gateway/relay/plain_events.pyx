@@ -64,12 +64,13 @@ cdef class PlainEvents:
     """The plain events of one stream. Belongs to one asyncio loop.
 
     `is_open`: the stream stands between two events, and nothing of it is held back. `events`, at most `bytes_max`
-    (`size` now), are what has passed, where it is remembered (`remembers`); else `last` alone is.
+    (`size` now), are what has passed, where it is remembered (`remembers`); else `last` alone is. `passed`: how many
+    events have passed at least, on either way.
     """
 
     cdef public bint is_open, remembers
     cdef public list events
-    cdef public Py_ssize_t size
+    cdef public Py_ssize_t size, passed
     cdef public bytes last
     cdef Py_ssize_t bytes_max
     cdef object cycle, flow, write, on_output
@@ -78,7 +79,7 @@ cdef class PlainEvents:
         self.is_open = False
         self.remembers = remembers
         self.events = []
-        self.size = 0
+        self.size = self.passed = 0
         self.last = b""
         self.bytes_max = bytes_max
 
@@ -110,6 +111,8 @@ cdef class PlainEvents:
                 parts.append(PyBytes_FromStringAndSize(given + start, end - start))
                 at = end + 2
             part = b"".join(parts)
+            self.passed += len(parts) - 1
+        self.passed += 1  # a chunk is an event mostly
         if self.remembers:
             self.events.append(part)
             self.size += PyBytes_GET_SIZE(part)

@@ -60,7 +60,6 @@ RELAY, RESUMABLE = "relay", "relay-resumable"
 # A stream that cannot go on elsewhere is lost when it is broken off, and engines hold some events back until they are
 # whole (the arguments of a tool's call): it may be silent for so many times the limit of one that can.
 PATIENCE = 4.0
-EVENT_END = b"\n\n"
 
 
 class Relay:
@@ -139,8 +138,7 @@ class Exchange:
         self._lost_text = ""
         self._continuation: dict[str, bytes] = {}
         self._resumable = False
-        self._events = 0  # of a stream, that the client was sent
-        self._reader: UsageReader | None = None  # of a stream that is passed on
+        self._passing: tuple[PassingStream, UsageReader] | None = None
         self._placement: Placement
         self._served = ServedModel("")
         self._progress: RelayProgress
@@ -367,17 +365,17 @@ class Exchange:
         """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""
         may_go_on = answer.status == 200 and self._relay.can_remember(self._body)
         self._resumable = may_go_on and names_enough(self._body, first)
-        reader = self._reader = usage_reader(self._endpoint, True, remove_usage=bool(self._body.usage_changes()))
+        reader = usage_reader(self._endpoint, True, remove_usage=bool(self._body.usage_changes()))
         await self._begin(answer, RESUMABLE if self._resumable else RELAY)
         stream = PassingStream(
             self._endpoint.kind, reader, resumable=self._resumable, cumulative=self._placement.info.cumulative
         )
+        self._passing = stream, reader
 
         def take(part: bytes) -> bytes:
             self._placement.saw_output()
             had = reader.first_token
             part = stream.take(part)
-            self._events += part.count(EVENT_END)
             if stream.fault_text and self._answer is not None:
                 self._answer.break_off(TransportError(stream.fault_text))
             self._pin(reader)
@@ -519,9 +517,11 @@ class Exchange:
     def _count_unfinished(self) -> None:
         """Count what a client was sent of an answer that ends before it is whole."""
         self._progress.placed(self._placement)
-        reader = self._reader
-        tokens = 0 if reader is None else tokens_seen(self._endpoint.kind, reader, self._events)
-        self._progress.left(reader, tokens)
+        if self._passing is None:
+            self._progress.left(None, 0)
+            return
+        stream, reader = self._passing
+        self._progress.left(reader, tokens_seen(self._endpoint.kind, reader, stream.plain.passed))
 
     def _finish(self, reader: UsageReader, key: RoutingKey) -> None:
         reason = reader.finish_reasons[0] if reader.finish_reasons else "stop"

@@ -40,6 +40,7 @@ class PassingStream:
     def take(self, data: bytes) -> bytes:
         """Bytes that came from the server; those that go on to the client now."""
         data = self._take(data)
+        self.plain.passed += data.count(_END)
         self.plain.is_open = not (self._held or self._continued or self.fault_text or self.cumulative) and (
             self._reader.is_between_events
         )

@@ -109,14 +109,25 @@ LEFT = {  # path, what is asked, the events that its client reads, and the token
 async def test_what_clients_were_sent_that_left_early_is_counted(
     path: str, asked: Any, events: list[Any], expected: tuple[int | None, int]
 ) -> None:
+    has_seen = asyncio.Event()
+
     async def script(call: Call) -> None:
-        await call.write(STREAM_HEAD + chunk(b"".join(map(event, events))))
+        await call.write(STREAM_HEAD)
+        for number, one in enumerate(events):
+            if number == len(events) - 1 and expected[1]:
+                await has_seen.wait()  # the last one comes alone
+            await call.write(chunk(event(one)))
         await asyncio.Event().wait()
 
     server = ScriptedServer(script)
     async with serving(server, keys=[KeyTable(key="key-of-team-c", name="c", token_budget=1000)]) as front:
         if expected[1]:
+            if len(events) == 1:
+                has_seen.set()
             async with front.send(path, asked, bearer("key-of-team-c")) as answer:
+                if len(events) > 1:
+                    await answer.content.readuntil(json.dumps(events[-2]).encode())
+                has_seen.set()
                 await answer.content.readuntil(json.dumps(events[-1]).encode())
                 answer.close()
         else:
