@@ -8,7 +8,7 @@ Each round measures, one after the other, so that the machine's mood moves all a
   - limit: a bare ZeroMQ round trip of frames of the same sizes between two processes, with plain sockets and with
     asyncio's;
   - latency: from `Router.generate` to the first token, one request after the other, decision and booking included, over
-    TCP as the limits are, and over a local socket (ipc://);
+    TCP as the limits are, over a local socket (ipc://), and with an engine in the router's process (inproc://);
   - cost: microseconds of CPU per streamed token in the router's process and in the worker's, engine included, 64
     streams of one worker, a token for each every `PACE_SECONDS`;
   - flood: 4 workers with 64 streams each, as fast as they go. Every token is checked: its value reports its request and
@@ -26,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,7 @@ STREAMS = 64
 BARS = (
     ("first token, at the median,", "latency", "us_p50", 250.0),
     ("first token over ipc, at the median,", "latency_ipc", "us_p50", 250.0),
+    ("first token of an engine in the router's process, at the median,", "latency_inproc", "us_p50", 250.0),
     ("CPU of the router a token, at a pace,", "cost", "router_cpu_us_per_token", 25.0),
     ("CPU of the worker a token, at a pace,", "cost", "worker_cpu_us_per_token", 15.0),
 )
@@ -148,6 +150,23 @@ def submit_frame() -> bytes:
 def chunk_frame() -> bytes:
     """As large as what a token takes."""
     return wire.encode(wire.OutputChunk("1000", 0, (17,), 0, "length"), epoch=time.time_ns(), session=1, seq=1000)
+
+
+class Embedded:
+    """A worker in a thread of this process, which inherits its core."""
+
+    endpoint = "inproc://engine"
+
+    def __init__(self) -> None:
+        config = WorkerConfig(ServerConfig(self.endpoint))
+        self._worker = Worker(InstantEngine(0.0), config, epoch=time.time_ns())
+        self._thread = threading.Thread(target=self._worker.run)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self._worker.drain()
+        self._thread.join()
 
 
 class Side:
@@ -269,7 +288,7 @@ async def stream_all(
     }
 
 
-async def with_router(sides: Sequence[Side], measure: Any, policy: str = "e2") -> Any:
+async def with_router(sides: Sequence[Side | Embedded], measure: Any, policy: str = "e2") -> Any:
     """Measure with a router in front of these workers."""
     async with Router([side.endpoint for side in sides], policy=policy) as router:
         found = await measure(router)
@@ -289,6 +308,15 @@ def first_tokens_over_ipc(core: int, prompts: Sequence[Any]) -> dict[str, float]
             side.close()
 
 
+def first_tokens_in_process(prompts: Sequence[Any]) -> dict[str, float]:
+    """The same with an engine in the router's process."""
+    side = Embedded()
+    try:
+        return asyncio.run(with_router([side], lambda router: first_tokens(router, prompts)))
+    finally:
+        side.close()
+
+
 def one_round(core: int, requests: int, tokens: int, seed: int) -> dict[str, Any]:
     """All measurements once."""
     rng = np.random.default_rng(seed)
@@ -300,6 +328,7 @@ def one_round(core: int, requests: int, tokens: int, seed: int) -> dict[str, Any
         prompts = prompts_of(requests + requests // 9, rng)
         run["latency"] = asyncio.run(with_router([instant], lambda router: first_tokens(router, prompts)))
         run["latency_ipc"] = first_tokens_over_ipc(core, prompts)
+        run["latency_inproc"] = first_tokens_in_process(prompts)
         paced = Side(core, "--role", "worker", "--pace", str(PACE_SECONDS))
         run["cost"] = asyncio.run(
             with_router([paced], lambda router: stream_all(router, [paced], STREAMS, tokens // 4, rng))
@@ -322,7 +351,8 @@ def one_round(core: int, requests: int, tokens: int, seed: int) -> dict[str, Any
 
 def table(result: dict[str, Any]) -> str:
     """Every round's figures beside its own limit."""
-    names = ["round", "limit: plain, us p50 (p99)", "limit: asyncio", "first token", "over ipc", "x asyncio's"]
+    names = ["round", "limit: plain, us p50 (p99)", "limit: asyncio", "first token", "over ipc", "inproc"]
+    names += ["first token x asyncio's"]
     names += ["CPU us a token: router, worker", "flood: tokens/s", "tokens a chunk", "CPU us a token: router, worker"]
     lines = []
     for number, run in enumerate(result["runs"], 1):
@@ -333,7 +363,7 @@ def table(result: dict[str, Any]) -> str:
     return markdown(names, lines)
 
 
-ROUND_TRIPS = ("plain", "asyncio", "latency", "latency_ipc")
+ROUND_TRIPS = ("plain", "asyncio", "latency", "latency_ipc", "latency_inproc")
 
 
 def cpu_of(cell: dict[str, float]) -> str:

@@ -43,7 +43,7 @@ from ..types import check_fields
 from . import wire
 from .event_stream import Batch, EventCursor
 from .security import ClientKeys, apply_client_keys
-from .socket_reader import NOBLOCK, RECEIVE_QUEUE_MESSAGES, FrameReader, set_usual_options
+from .socket_reader import NOBLOCK, RECEIVE_QUEUE_MESSAGES, FrameReader, context_of, set_usual_options
 from .tasks import first_of
 
 logger = logging.getLogger("preble.transport")
@@ -156,7 +156,7 @@ class WorkerLink:
         self._behind = True
         self._awaited: set[str] = set()  # requests of which chunks may come
         # Plain sockets, see `socket_reader`, in a context whose own sockets are asyncio's.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+        self._context = context_of(address) or zmq.Context.shadow(context.underlying)
         self._keys = keys
         self._closed = False
         self._dealer = self._socket(zmq.DEALER)

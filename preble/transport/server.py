@@ -28,14 +28,23 @@ import zmq
 from msgspec import structs
 
 from ..clock import Clock
-from ..errors import InvalidInput, ProtocolError, QueueFull, TransportError
+from ..errors import InvalidConfig, InvalidInput, ProtocolError, QueueFull, TransportError
 from ..types import AllBlocksCleared, CacheEvent, RequestEnded, RequestPlaced, RequestPrefilled, check_fields
 from . import wire
 from .event_stream import Batch, ReplayBuffer
 from .messages import EVENTS_MAX
 from .outbox import Outbox, chunk_lots, together
 from .security import ServerKeys, apply_server_keys, check_bind, start_authenticator
-from .socket_reader import MORE_NOBLOCK, NOBLOCK, RECEIVE_QUEUE_MESSAGES, has_message, receive, set_usual_options
+from .socket_reader import (
+    MORE_NOBLOCK,
+    NOBLOCK,
+    RECEIVE_QUEUE_MESSAGES,
+    context_of,
+    has_message,
+    is_inproc,
+    receive,
+    set_usual_options,
+)
 
 logger = logging.getLogger("preble.transport")
 
@@ -58,8 +67,8 @@ _REQUEST_EVENTS = (RequestPlaced, RequestPrefilled, RequestEnded)
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Endpoints and bounds of a worker's transport. `bind` and `events_bind`: port `*` takes a free one; `events_bind`
-    "" derives one from `bind`. `send_queue_messages` is ZeroMQ's own queue per router, `max_pending_*` the outbox
-    behind it.
+    "" derives one from `bind`. `inproc://NAME` is for routers of this process; then both are, and keys count for
+    nothing. `send_queue_messages` is ZeroMQ's own queue per router, `max_pending_*` the outbox behind it.
     """
 
     bind: str = "tcp://127.0.0.1:*"
@@ -77,6 +86,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         settings = ("bind", "events_bind", "insecure")
         check_fields(self, "be positive", *(name for name in self.__slots__ if name not in settings))
+        if self.events_bind and is_inproc(self.bind) != is_inproc(self.events_bind):
+            raise InvalidConfig(
+                f"ServerConfig.events_bind {self.events_bind!r} cannot go with bind {self.bind!r}: both or "
+                "neither must be inproc://"
+            )
 
 
 @dataclass(slots=True)
@@ -191,7 +205,9 @@ class Server:
         self._reports: list[_RequestEvent] = []
         self._report_bytes = 0
         self._reports_due = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keys = None if is_inproc(config.bind) else keys  # nobody else reaches it
+        self._context: zmq.Context[zmq.Socket[bytes]] = context_of(config.bind) or zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
         self._stop_authenticator = start_authenticator(self._context, keys) if keys is not None else None
         try:
             self._open_sockets(keys)
@@ -230,6 +246,7 @@ class Server:
 
     def _socket(self, kind: int, keys: ServerKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        self._sockets.append(socket)
         set_usual_options(socket, self.config.bind)
         if keys is not None:
             apply_server_keys(socket, keys)
@@ -243,14 +260,15 @@ class Server:
         for session in list(self._sessions.values()):
             self.end(session, "shutdown", f"worker {self.welcome.worker_id} stops")
         self.waker.close()
-        for socket in (self._router, self._publisher):
-            socket.close(linger=int(linger_seconds * 1000))
-        self._close_context()
+        self._close_context(linger_seconds)
 
-    def _close_context(self) -> None:
+    def _close_context(self, linger_seconds: float = 0.0) -> None:
+        for socket in self._sockets:
+            socket.close(linger=int(linger_seconds * 1000))
         if self._stop_authenticator is not None:
             self._stop_authenticator()
-        self._context.destroy()
+        if not is_inproc(self.config.bind):  # that context is the process's
+            self._context.destroy()
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,16 @@ RECEIVE_QUEUE_MESSAGES = 128  # of one peer that ZeroMQ keeps for us; what is be
 _FRAMES_PER_TURN = 128  # messages taken before other tasks of the loop get a turn
 
 
+def is_inproc(endpoint: str) -> bool:
+    """Whether both its ends are in this process: no I/O thread stands between them, and nobody else reaches it."""
+    return endpoint.startswith("inproc://")
+
+
+def context_of(endpoint: str) -> zmq.Context[zmq.Socket[bytes]] | None:
+    """The context that both ends of an `inproc://` endpoint must share, the process's own; None for any other."""
+    return zmq.Context.instance() if is_inproc(endpoint) else None
+
+
 def set_usual_options(socket: zmq.Socket[Any], endpoint: str) -> None:
     """What all our sockets have; `endpoint` is where this one will be connected or bound."""
     socket.linger = 0

@@ -31,7 +31,7 @@ def test_a_small_round_has_every_figure_and_its_page(
     result = json.loads(file.read_text())
     (run,) = result["runs"]
     assert run["flood"]["tokens"] == 4 * 64 * 20 and run["cost"]["tokens"] == 64 * 5
-    for name in ("plain", "asyncio", "latency", "latency_ipc"):
+    for name in bench.ROUND_TRIPS:
         assert 0 < run[name]["us_p50"] <= run[name]["us_p99"]
     assert run["flood"]["router_cpu_us_per_token"] > 0 and run["flood"]["tokens_per_chunk"] >= 1
     page = bench.page(result)
@@ -41,7 +41,7 @@ def test_a_small_round_has_every_figure_and_its_page(
 def test_the_page_says_which_bar_does_not_hold(bench: Any) -> None:
     cell = {"us_p50": 10.0, "us_p99": 20.0, "router_cpu_us_per_token": 1.0, "worker_cpu_us_per_token": 1.0}
     cell |= {"tokens_per_second": 5, "tokens_per_chunk": 1.0}
-    run = dict.fromkeys(("plain", "asyncio", "latency", "latency_ipc", "cost", "flood"), cell)
+    run = dict.fromkeys((*bench.ROUND_TRIPS, "cost", "flood"), cell)
     result = {"facts": {"command": "c", "seed": 0}, "runs": [run]}
     assert bench.page(result).count(": holds in every round") == len(bench.BARS)
     for text, part, name, most in bench.BARS:
