@@ -164,9 +164,11 @@ def test_among_holders_the_queue_decides() -> None:
 
 
 def test_a_cached_worker_is_left_as_soon_as_waiting_there_costs_more_than_computing_it_again() -> None:
-    """The prompt is cached on `warm`. Its 100 tokens take 0.1 s elsewhere, and a little for whom they delay."""
+    """The prompt, of which several have asked, is cached on `warm`. Its 100 tokens take 0.1 s elsewhere, and a little
+    for whom they delay."""
     sched = scheduler("warm", "cold")
-    serve(sched, DOCUMENT, "warm")
+    for question in ([], [8], [9]):
+        serve(sched, [*DOCUMENT, *question], "warm")
     forget_load(sched)
     sched.schedule(fresh(40, 1), exclude=["cold"], max_new_tokens=1)
     told = sched.explain([*DOCUMENT, 1])
@@ -176,7 +178,7 @@ def test_a_cached_worker_is_left_as_soon_as_waiting_there_costs_more_than_comput
     assert (told.worker, told.reason, told.runner_up) == ("cold", "escape", "warm")
     assert told.margin > 0.0 and all(cost.candidate for cost in told.workers)
     assert sched.schedule([*DOCUMENT, 1]).reason == "escape"
-    sched.first_token("request-3")
+    sched.first_token("request-5")
     assert sched.explain([*DOCUMENT, 2]).worker == "cold", "now it is cached there, too"
 
 

@@ -55,8 +55,13 @@ from preble.workloads.agents import COMMON_BLOCKS
 from preble.workloads.arrivals import chains_of
 
 OURS, IDS, GROUP_HASH = "e2", "session_ids", "group_hash"
+RETURNS = " returns"  # of a rule's name: its workers are ours, which evict who is least likely to be back
+OURS_WHOLE, IDS_WHOLE = OURS + RETURNS, IDS + RETURNS
 POLICIES: Mapping[str, tuple[str, ...]] = {
-    "sessions": (OURS, "cache_aware_spill", IDS, "session_hash", "kv_cost", "least_loaded", "round_robin"),
+    "sessions": (
+        *(OURS_WHOLE, OURS, "cache_aware_spill", IDS, IDS_WHOLE, "session_hash", "kv_cost", "least_loaded"),
+        "round_robin",
+    ),
     "flood": (OURS, "cache_aware_spill", "kv_cost", "least_loaded"),
     "deadlines": (OURS, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
     "samples": (OURS, "cache_aware", GROUP_HASH, "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
@@ -193,8 +198,11 @@ def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
     sessions = {request.request_id: request.group for request in workload.requests}
     runs = {}
     for name in POLICIES["sessions"]:
-        policy = SessionIds(sessions) if name == IDS else name
+        rule = name.removesuffix(RETURNS)
+        policy = SessionIds(sessions) if rule == IDS else rule
         config = config_of(cell, policy, kv_capacity_tokens=capacity, until_seconds=END_SECONDS)
+        if rule != name:
+            config = replace(config, local=replace(config.local, eviction="returns"))
         runs[name] = session_figures(sim.simulate(workload, config))
     return {"runs": runs, "kv_tokens": capacity}
 

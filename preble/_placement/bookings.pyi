@@ -57,6 +57,7 @@ class DecisionCore(E2):
         policy: Policy | None,
         asked: RequestView | None,
         with_costs: bool,
+        of_session: bool,
     ) -> Decision: ...
     def book_on(
         self,

@@ -205,7 +205,7 @@ cdef class DecisionCore(E2):
         request.max_new_tokens = max_new_tokens
         request.now = now
         request.everyone = True
-        request.from_peer = False
+        request.from_peer = request.of_session = False
         self.bind_root(request, space, False)
         if request.root != NONE:
             request.walk = tree_walk(&self.tree.t, request.walk, view.data, view.count)
@@ -517,9 +517,10 @@ cdef class DecisionCore(E2):
         return 0
 
     def schedule(self, token_ids, object request_id, object key, object namespace, int64_t max_new_tokens, double now,
-                 object policy, object asked, bint with_costs) -> Decision:
+                 object policy, object asked, bint with_costs, bint of_session) -> Decision:
         """Decide and book, under the key that is claimed, with every worker weighed; under both locks. `policy` None is
-        E2; else a `Policy`, given `asked` (its RequestView). Errors change nothing."""
+        E2; else a `Policy`, given `asked` (its RequestView). `of_session`: its client names a session. Errors change
+        nothing."""
         cdef TokenView view
         cdef Placement request
         cdef Choice choice
@@ -528,6 +529,7 @@ cdef class DecisionCore(E2):
             space = self.tree.key_of(namespace)
             self.need_eligible()
             self.begin(&request, &view, space, max_new_tokens, now)
+            request.of_session = of_session
             self.loads.advance(now)
             reason = self.choose(&request, policy, asked, &choice)
             if policy is not None:

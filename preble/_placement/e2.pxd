@@ -53,6 +53,7 @@ cdef struct Placement:           # a prompt to be placed
     double now
     bint everyone                # weigh every worker, for an explanation
     bint from_peer               # another router has placed it
+    bint of_session              # its client names a session
     uint32_t root                # of its namespace; NONE: it has none
     uint32_t root_generation
     Walk walk
@@ -64,6 +65,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double output_tokens         # o
     double evicted_uses          # 2 h
     double mean_queue            # W
+    double passed                # of what is ahead, by share of the prompt that is cached
     uint32_t home                # of a known prefix that nobody holds: whose cache it was in last; NONE: it has none
     uint32_t alike               # the last worker weighed had this cost model and held so much:
     uint32_t usable
@@ -101,6 +103,7 @@ cdef class E2:
     cdef int grow(self, uint32_t room) except -1
     cdef void discount(self, Scratch* s) noexcept nogil
     cdef uint32_t gather(self, Scratch* s, Walk walk) noexcept nogil
+    cdef bint goes_on(self, const Placement* request) noexcept nogil
     cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil
     cdef Prices prices(self, const Placement* request) noexcept nogil
@@ -109,7 +112,8 @@ cdef class E2:
     cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil
     cdef void add_outstanding(self, Outstanding* of, uint32_t worker, double now) noexcept nogil
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
-    cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil
+    cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request,
+                           const Prices* prices) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
     cdef double price_of_mean(self, const Placement* request, const Terms* home, const Outstanding* of,
                               const Prices* prices) noexcept nogil

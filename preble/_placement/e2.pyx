@@ -4,7 +4,7 @@ books what is chosen here.
 
     total = queue + prefill + others + decode + eviction + balance - credit
 
-    queue      Q - D + min(Q', 0.3 s) + 4 ms B what is ahead; a little of it counts twice: decoding goes on in between
+    queue      g (Q - D + min(Q', 0.3 s)) + 4 ms B what is ahead; a little of it counts twice: decoding goes on between
     prefill    P                               its own missed tokens
     others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
     decode     0.3 o b C                       its own output in that batch
@@ -17,6 +17,9 @@ books what is chosen here.
     Q  seconds of prefill booked and not seen done;     L  seconds of work assigned within the window (LoadTracker),
        Q' without that of this prompt's own prefix         scaled up for newcomers
     D  of Q, what is estimated to be done: half of the time since the last first token, at most the mean of what waits
+    g  1 - 0.8 m / n where the prompt is a session's next turn, else 1; m: what the worker caches of it. Workers take who
+       has most of its prompt cached first, so it passes most of what is ahead; and nobody else's prompt goes on there,
+       so that what is ahead has as little cached as others
     P  seconds to prefill what the worker lacks
     B  live requests, with C prompt tokens              o  output tokens to expect; n: prompt tokens
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
@@ -67,6 +70,7 @@ cdef enum:
 
 cdef double HOLDER_SHARE_MIN = 0.9  # of the longest cached prefix: who holds as much exploits it
 cdef double BEHIND_SECONDS = 0.3  # of what is ahead, that counts twice
+cdef double PASSED_SHARE = 0.8   # of what is ahead, that a session's next turn passes where all of it is cached
 cdef double REQUEST_SECONDS = 0.004  # by which a live request lengthens the wait for a first token
 cdef double INTERRUPTED_SHARE = 0.1  # of a prefill, that each request which decodes there waits for it
 cdef double TOGETHER_SHARE = 0.3  # of its output, that a request decodes with those that are there now
@@ -165,6 +169,11 @@ cdef inline void fit(Terms* terms, uint32_t block_size, uint32_t held, uint32_t 
     terms.usable = min(terms.whole, most)
 
 
+cdef inline double still_ahead(const Terms* terms, const Prices* prices) noexcept nogil:
+    """g: how much of what is ahead on a worker stays ahead of this prompt."""
+    return 1.0 - prices.passed * terms.usable
+
+
 cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held, const Prices* prices) noexcept nogil:
     """Add the room that a copy takes, where others are holders of the prompt (`least_held` is not NONE) and this worker
     is none; where nobody is, and another worker is its home, what it costs to move it."""
@@ -242,6 +251,14 @@ cdef class E2:
                 best = max(best, held - held % max(load32(&row.block_size), 1))
         return best
 
+    cdef bint goes_on(self, const Placement* request) noexcept nogil:
+        """Whether a prompt is a session's next turn: its client names one, or it leads into a prompt that no other has
+        gone on from. O(1)."""
+        if request.of_session:
+            return True
+        return (request.walk.matched > 0
+                and load32(&node_at(&self.tree.t, request.walk.node).first_child) == NONE)
+
     cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil:
         """Who held last what is known of a prompt, where that is more than `exploit_ratio` of it; NONE if it takes no
         requests now or has been found not to keep what it is sent, or if somebody still holds more, `best` tokens.
@@ -274,6 +291,7 @@ cdef class E2:
         prices.pressure = self.loads.pressure(prices.longest)
         prices.output_tokens = self.loads.expected_of_fleet(request.max_new_tokens)
         prices.evicted_uses = EVICTED_USES * load_double(&self.loads.hit_share)
+        prices.passed = PASSED_SHARE / request.count if self.goes_on(request) else 0.0
         prices.alike = prices.usable = prices.home = NONE
         prices.prefill = prices.context_seconds = 0.0
         prices.mean_queue = load_signed(&self.loads.fleet_waiting_ns) * 1e-9 / max(load32(&self.loads.used), 1)
@@ -315,7 +333,7 @@ cdef class E2:
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term of a worker that was sized up."""
         self.weigh_most(terms, worker, request, prices)
-        self.weigh_behind(terms, worker, request)
+        self.weigh_behind(terms, worker, request, prices)
 
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term, of the queue all but what counts twice: at most the total that `weigh` comes to."""
@@ -327,7 +345,7 @@ cdef class E2:
         if prices.now - load_double(&row.joined_at) < prices.longest:
             terms.load *= self.loads.scale(worker, prices.now, prices.longest)
         terms.prefill = prices.prefill
-        terms.queue = self.ahead_seconds(worker, prices.now) + REQUEST_SECONDS * live
+        terms.queue = self.ahead_seconds(worker, prices.now) * still_ahead(terms, prices) + REQUEST_SECONDS * live
         terms.others = (prices.prefill * (prices.pressure + INTERRUPTED_SHARE * live)
                         + prices.context_seconds * request.count * live)
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
@@ -337,7 +355,8 @@ cdef class E2:
         terms.credit = 0.0
         terms.total = terms.queue + terms.prefill + terms.others + terms.decode + terms.eviction + terms.balance
 
-    cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request) noexcept nogil:
+    cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request,
+                           const Prices* prices) noexcept nogil:
         """Add how much of what is ahead counts twice: decoding goes on between the chunks of others' prefills. What is
         ahead of a prompt whose prefix was sent there and not yet seen done is that very prefix, for whose end it waits
         once."""
@@ -352,7 +371,7 @@ cdef class E2:
             cost = load_cost(&self.loads.rows[worker].cost)
             if known < terms.usable and cost != NULL:
                 ahead -= prefill_seconds(cost, terms.usable - known, terms.usable)
-        ahead = min(max(ahead, 0.0), BEHIND_SECONDS)
+        ahead = min(max(ahead, 0.0), BEHIND_SECONDS) * still_ahead(terms, prices)
         terms.queue += ahead
         terms.total += ahead
 
@@ -361,7 +380,7 @@ cdef class E2:
         """What the total would be on a worker with the mean of what is outstanding, that holds as much of the prompt as
         its best holder."""
         cdef double ahead = of.ahead / of.workers, live = of.live_requests / of.workers
-        return (ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * live
+        return ((ahead + min(ahead, BEHIND_SECONDS)) * still_ahead(home, prices) + REQUEST_SECONDS * live
                 + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * live)
                 + prices.context_seconds * (request.count * live + of.prompt_tokens / of.workers))
 
@@ -433,7 +452,7 @@ cdef class E2:
         saved up for a copy: no term but that is negative. `there` becomes the terms of the best holder.
         """
         cdef uint32_t first = s.count if least_held != NONE else 0, i, at, service, home = NONE
-        cdef double bound
+        cdef double ahead, bound
         cdef Row* row
         cdef Outstanding holders
         cdef Terms terms, least
@@ -460,12 +479,13 @@ cdef class E2:
             if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
                 self.price_of(prices, i, terms.usable, request.count)
             bound = least.total + choice.credit if terms.whole < least_held else there.total
-            if self.ahead_seconds(i, prices.now) + prices.prefill + prices.prefill * prices.pressure > bound:
+            ahead = self.ahead_seconds(i, prices.now) * still_ahead(&terms, prices)
+            if ahead + prices.prefill + prices.prefill * prices.pressure > bound:
                 continue
             self.weigh_most(&terms, i, request, prices)
             if terms.total > bound:
                 continue
-            self.weigh_behind(&terms, i, request)
+            self.weigh_behind(&terms, i, request, prices)
             charge_copy(&terms, i, least_held, prices)
             if terms.whole < least_held and choice.credit > 0.0:
                 self.set_credit(&terms, i, request, there, choice.credit, prices)

@@ -28,14 +28,14 @@ cdef class RequestApi:
     cdef bint is_observed(self, bint* explain) except -1
     cdef object claim(self, object request_id, int64_t number)
     cdef int give_up(self, object key) except -1
-    cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit)
+    cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit, bint of_session)
     cdef Decision place_walked(self, object token_ids, object request_id, object namespace, Placement* request)
     cdef list place_many(self, list prompts, list request_ids, object namespace, int64_t limit)
     cdef list answer_many(self, Asked* asked, list names, list keys, list request_ids)
     cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens, list groups)
     cdef int check_many(self, list prompts, list request_ids) except -1
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
-                                object exclude, bint explain, object group)
+                                object exclude, bint explain, object group, bint of_session)
     cdef int count_reason(self, str reason) except -1
     cdef object rule_for(self, object group)
     cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now,

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidInput
 from ..policies.base import Policy, RequestView
-from ..types import Explanation
+from ..types import Explanation, SessionHint
 from .bookings import DecisionCore
 from .decision import Decision, Match
 
@@ -48,6 +48,7 @@ class RequestApi:
         exclude: Iterable[str] = (),
         explain: bool = False,
         group: Hashable = None,
+        session: SessionHint | None = None,
     ) -> Decision: ...
     def schedule_many(
         self,
@@ -67,6 +68,7 @@ class RequestApi:
         namespace: Hashable = None,
         max_new_tokens: int | None = None,
         group: Hashable = None,
+        session: SessionHint | None = None,
     ) -> Explanation: ...
     def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool: ...
     def finish(
@@ -106,7 +108,9 @@ def explanation(
     max_new_tokens: int,
     now: float,
     request: RequestView | None,
+    of_session: bool = False,
 ) -> Explanation: ...
+def names_session(session: SessionHint) -> bool: ...
 def scores_of(
     core: DecisionCore, policy: Policy | None, request: RequestView | None, rows: list[tuple[Any, ...]]
 ) -> list[float]: ...

@@ -45,7 +45,7 @@ from .bookings import REASON_NAMES
 from ..errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from ..policies.base import RequestView
 from ..policies.sample_groups import SAMPLE_GROUPS
-from ..types import Explanation, WorkerCost
+from ..types import Explanation, SessionHint, WorkerCost
 
 cdef extern from "Python.h":
     PyObject* PyDict_GetItemWithError(dict d, object key) except? NULL
@@ -132,6 +132,13 @@ def output_limit(max_new_tokens) -> int:
     return 0 if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 1)
 
 
+def names_session(session) -> bool:
+    """Whether a hint names a session. Raises InvalidInput for what is no hint."""
+    if not isinstance(session, SessionHint):
+        raise InvalidInput(f"session must be a SessionHint, got {type(session).__name__}")
+    return bool(session.session)
+
+
 cdef object at_index(object error, str what, Py_ssize_t at):
     """The same error; one that an argument caused names which of several."""
     if isinstance(error, InvalidInput):
@@ -191,7 +198,7 @@ cdef Match estimated_match(RequestApi api, object token_ids, object namespace):
 
 
 def choice_to_come(DecisionCore core not None, policy, token_ids, object namespace, int64_t max_new_tokens, double now,
-                   request) -> tuple:
+                   request, bint of_session) -> tuple:
     """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, Q, total,
     candidate), names). E2 takes no lock for it; a Python policy is asked under both, with its `request`."""
     cdef TokenView view
@@ -204,6 +211,7 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
         if policy is not None:
             with core.tree:
                 core.begin(&placement, &view, core.tree.key_of(namespace), max_new_tokens, now)
+                placement.of_session = of_session
                 core.loads.advance(now)
                 reason = core.choose(&placement, policy, request, &choice)
                 return choice.worker, reason, view.count, rows_of(&core.scratch), core.names_now
@@ -212,6 +220,7 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
         placement.max_new_tokens = max_new_tokens
         placement.now = now
         placement.everyone = True
+        placement.of_session = of_session
         for _ in range(EXPLAIN_ATTEMPTS):
             changes = load64(&core.tree.t.worker_changes) + core.turnover
             found = None if core.left_out else choose_beside_writers(core, &placement, &view, namespace)
@@ -263,9 +272,9 @@ cdef tuple choose_beside_writers(DecisionCore core, Placement* request, TokenVie
 
 
 def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_t max_new_tokens, double now,
-                request) -> Explanation:
+                request, bint of_session=False) -> Explanation:
     """The decision to come, with every worker's terms. Books nothing. `request`: a Python policy's RequestView."""
-    asked = token_ids, namespace, max_new_tokens, now, request
+    asked = token_ids, namespace, max_new_tokens, now, request, of_session
     chosen, reason, prompt, rows, names = choice_to_come(core, policy, *asked)
     costs = tuple([
         WorkerCost(names[i], usable, prompt - usable, *seconds, score, candidate)
@@ -321,26 +330,30 @@ cdef class RequestApi:
     # --- schedule ---
 
     def schedule(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, exclude=_NOTHING,
-                 bint explain=False, group=None) -> Decision:
+                 bint explain=False, group=None, session=None) -> Decision:
         """Choose a worker and book the request on it, until `finish` or `cancel`.
 
         `token_ids`: see the package; not to be changed while this runs. `request_id`: made up when None. `exclude`:
         worker ids that may not take it (they failed it before). `explain`: fill `Decision.costs`. `group`: any hashable
         that samples of one prompt have in common, where all of a set are waited for; E2 places these so that the set
-        ends soon. Raises InvalidTokens, InvalidInput, DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then
-        nothing has changed. O(tokens + workers). Thread-safe; other threads run meanwhile.
+        ends soon. `session`: a `SessionHint`, what its client says it belongs to; one that names a session is placed
+        as a session's turn, also where the tree does not show it. Raises InvalidTokens, InvalidInput,
+        DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers). Thread-safe; other threads run meanwhile.
         """
         cdef int64_t limit = 0
-        cdef bint observed
+        cdef bint observed, of_session = False
         if max_new_tokens is not None:
             limit = whole("max_new_tokens", max_new_tokens, 1)
         if namespace is not None:
             hashable("namespace", namespace)
+        if session is not None:
+            of_session = names_session(session)
         observed = self._observer is not None and self.is_observed(&explain)
         if explain or observed or exclude is not _NOTHING or self._policy is not None or group is not None:
             hashable("group", group)
-            return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain, group)
-        return self.place(token_ids, request_id, namespace, limit)
+            return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain, group,
+                                      of_session)
+        return self.place(token_ids, request_id, namespace, limit, of_session)
 
     cdef bint is_observed(self, bint* explain) except -1:
         """Whether the observer looks at the decision to come; `explain` is set if it wants the costs in it."""
@@ -389,7 +402,7 @@ cdef class RequestApi:
             del self.core.leases[key]
         return 0
 
-    cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit):
+    cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit, bint of_session):
         """The quick way: E2 decides and books without a look at who is no candidate."""
         cdef DecisionCore core = self.core
         cdef TokenView view
@@ -398,6 +411,7 @@ cdef class RequestApi:
         cdef str name
         request.now = self.time()
         request.max_new_tokens = limit
+        request.of_session = of_session
         core.need_workers()
         if FREE_THREADED:
             return self.place_walked(token_ids, request_id, namespace, &request)
@@ -579,7 +593,7 @@ cdef class RequestApi:
         return 0
 
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
-                                object exclude, bint explain, object group):
+                                object exclude, bint explain, object group, bint of_session):
         """The way where every worker is weighed, some are left out, or somebody looks on: under both locks."""
         cdef DecisionCore core = self.core
         cdef Decision decision
@@ -600,7 +614,7 @@ cdef class RequestApi:
                         core.advance(now)
                         before = self._observer.before_decision(core, policy, request, now, explain)
                     decision = core.schedule(token_ids, request_id, key, namespace, output_limit(max_new_tokens), now,
-                                             policy, request, explain)
+                                             policy, request, explain, of_session)
                 finally:
                     core.take_back(left_out)
             except BaseException:
@@ -661,20 +675,22 @@ cdef class RequestApi:
             hashable("namespace", namespace)
         return estimated_match(self, token_ids, namespace)
 
-    def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, group=None) -> Explanation:
+    def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, group=None,
+                session=None) -> Explanation:
         """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
         lock. `request_id` is for policies that look at it; it need not be free."""
         limit = output_limit(max_new_tokens)
         hashable("namespace", namespace)
         hashable("request_id", request_id)
         hashable("group", group)
+        of_session = session is not None and names_session(session)
         policy = self.rule_for(group)
         if policy is None:
-            return explanation(self.core, None, token_ids, namespace, limit, self.time(), None)
+            return explanation(self.core, None, token_ids, namespace, limit, self.time(), None, of_session)
         with self.core.tree:                     # a Python policy's scores are of these very bookings
             now = self.time()
             request = self.seen(token_ids, namespace, max_new_tokens, request_id, now, group)
-            return explanation(self.core, policy, token_ids, namespace, limit, now, request)
+            return explanation(self.core, policy, token_ids, namespace, limit, now, request, of_session)
 
     # --- the rest of a request's life ---
 

@@ -133,6 +133,7 @@ class Simulation:
                 request_id=request.request_id,
                 max_new_tokens=len(left),
                 group=request.group if request.sampled else None,
+                session=request.hint,
             )
         except CapacityExceeded:
             self._refuse(flight)

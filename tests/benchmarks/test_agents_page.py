@@ -24,7 +24,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells of seconds, with few rules."""
     for name, value in {"LIVE": 2, "WARM_SECONDS": 5.0, "END_SECONDS": 40.0, "GROUPS": 3, "SAMPLES": 4}.items():
         monkeypatch.setattr(agents_cells, name, value)
-    monkeypatch.setattr(agents_cells, "POLICIES", {"sessions": ("e2", "session_ids"), "samples": ("e2", "cache_aware")})
+    monkeypatch.setattr(
+        agents_cells,
+        "POLICIES",
+        {"sessions": (agents_cells.OURS_WHOLE, "session_ids"), "samples": ("e2", "cache_aware")},
+    )
 
 
 @pytest.mark.usefixtures("small")
@@ -74,14 +78,25 @@ def found(turns: dict[str, list[float]]) -> dict[AgentCell, dict[str, Any]]:
     }
 
 
+def bar_of(cells: dict[AgentCell, dict[str, Any]], begins: str, ends: str = "evict by use") -> agents.Bar:
+    """The one bar of that name."""
+    [found] = [bar for bar in agents.bars_of(cells) if bar.what.startswith(begins) and bar.what.endswith(ends)]
+    return found
+
+
 def test_bars_compare_with_the_best_rival_by_seed_and_the_furthest_missed_is_first() -> None:
-    cells = found({"e2": [110.0, 220.0], "kv_cost": [100.0, 200.0], "round_robin": [500.0, 500.0]})
-    waits, turns = agents.bars_of(cells)
+    rules = {"e2": [110.0, 220.0], agents_cells.OURS_WHOLE: [130.0, 260.0], "kv_cost": [100.0, 200.0]}
+    cells = found({**rules, "round_robin": [500.0, 500.0], agents_cells.IDS_WHOLE: [500.0, 500.0]})
+    waits, turns = bar_of(cells, "best rival's p99"), bar_of(cells, "turns an hour")
     assert (turns.rival, turns.bar) == ("kv_cost", 1.15)  # round robin is no rival of the bars
     assert (turns.value, turns.low, turns.high) == pytest.approx((1.1, 1.1, 1.1))
     assert turns.short == pytest.approx(1.15 / 1.1)
     assert waits.value == pytest.approx(1.0) and waits.short == pytest.approx(1.3)
     assert turns.verdict == "missed"
+    assert bar_of(cells, "turns an hour", "our workers").value == pytest.approx(1.3), (
+        "rivals have the workers of others"
+    )
+    assert [bar.short for bar in agents.bars_of(cells)] == sorted(bar.short for bar in agents.bars_of(cells))[::-1]
 
 
 def test_headroom_is_what_the_best_rule_does_with_caches_for_all_over_the_best_rival() -> None:
@@ -91,7 +106,7 @@ def test_headroom_is_what_the_best_rule_does_with_caches_for_all_over_the_best_r
 
 
 def test_one_seed_has_no_interval() -> None:
-    [_, turns] = agents.bars_of(found({"e2": [120.0], "kv_cost": [100.0]}))
+    turns = bar_of(found({"e2": [120.0], "kv_cost": [100.0]}), "turns an hour")
     assert math.isnan(turns.low) and "(" not in agents.bar_table([turns]).split("\n")[-1]
     assert "held, open" in agents.bar_table([turns])
 

@@ -75,7 +75,7 @@ cdef struct Node:                # 64 bytes, one cache line
     uint64_t only                # (r) the single entry; the last one, its end 0 (home); or NOBODY. Stale beside a block
     uint32_t only_mark           # (r)
     uint32_t parent              # (r) NONE for a root
-    uint32_t first_child
+    uint32_t first_child         # (r)
     uint32_t prev_sibling
     uint32_t next_sibling
     uint32_t older               # aging list (marked or unmarked)

@@ -53,7 +53,7 @@ cdef void list_child(Tree* t, uint32_t parent, uint32_t i) noexcept nogil:
     node.next_sibling = above.first_child
     if above.first_child != NONE:
         node_at(t, above.first_child).prev_sibling = i
-    above.first_child = i
+    store32(&above.first_child, i)
 
 
 cdef void unlist_child(Tree* t, uint32_t i) noexcept nogil:
@@ -61,7 +61,7 @@ cdef void unlist_child(Tree* t, uint32_t i) noexcept nogil:
     if node.prev_sibling != NONE:
         node_at(t, node.prev_sibling).next_sibling = node.next_sibling
     else:
-        node_at(t, node.parent).first_child = node.next_sibling
+        store32(&node_at(t, node.parent).first_child, node.next_sibling)
     if node.next_sibling != NONE:
         node_at(t, node.next_sibling).prev_sibling = node.prev_sibling
 
