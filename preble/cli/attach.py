@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="follow their events and load until interrupted")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first line is their API key")
     group = parser.add_argument_group("what a server does not say (older versions of vLLM)")
-    group.add_argument("--block-size", type=int, metavar="TOKENS")
-    group.add_argument("--kv-capacity-tokens", type=int, metavar="TOKENS")
+    group.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens of a block of its cache")
+    group.add_argument("--kv-capacity-tokens", type=int, metavar="TOKENS", help="tokens that its cache holds")
     group.add_argument("--events-endpoint", default="", metavar="ENDPOINT", help="ZeroMQ endpoint of its cache events")
     group.add_argument("--replay-endpoint", default="", metavar="ENDPOINT", help="where they can be asked for again")
-    group.add_argument("--events-topic", default="", metavar="TOPIC")
+    group.add_argument("--events-topic", default="", metavar="TOPIC", help="the topic of these events")
 
 
 def run(args: argparse.Namespace) -> int:

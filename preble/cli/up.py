@@ -81,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-restarts", type=int, default=5, help="of a worker in a row, then it is given up")
     parser.add_argument("--start-seconds", type=float, default=1800.0, help="for a worker to get ready (%(default)s)")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="the least serious of what is logged (%(default)s)",
+    )
     up_serve.add_arguments(parser)
     up_ray.add_arguments(parser)
     parser.add_argument("worker_arguments", nargs="*", metavar="-- OPTION", help="options of every preble worker")

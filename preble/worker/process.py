@@ -379,7 +379,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--curve-keys", metavar="DIR", help="CURVE keys: server.key_secret and clients/")
     parser.add_argument("--insecure", action="store_true", help="allow a non-loopback endpoint without keys")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="the least serious of what is logged (%(default)s)",
+    )
     parser.add_argument(
         "--until-stdin-closes", action="store_true", help="drain and end when standard input closes: for launchers"
     )

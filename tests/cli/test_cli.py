@@ -44,6 +44,13 @@ def test_help_names_every_command_and_loads_none(run_python: RunPython) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_option_of_every_command_says_what_it_is(name: str) -> None:
+    commands = next(one for one in cli.build_parser([name])._actions if isinstance(one, argparse._SubParsersAction))
+    actions = commands.choices[name]._actions
+    assert actions and [one.dest for one in actions if not one.help] == []
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([name, "--help"])
