@@ -337,8 +337,9 @@ cdef class RequestApi:
         worker ids that may not take it (they failed it before). `explain`: fill `Decision.costs`. `group`: any hashable
         that samples of one prompt have in common, where all of a set are waited for; E2 places these so that the set
         ends soon. `session`: a `SessionHint`, what its client says it belongs to; one that names a session is placed
-        as a session's turn, also where the tree does not show it. Raises InvalidTokens, InvalidInput,
-        DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers). Thread-safe; other threads run meanwhile.
+        as a session's turn, also where the tree does not show it. Raises InvalidTokens, InvalidInput, DuplicateRequest,
+        UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers). Thread-safe; other threads
+        run meanwhile.
         """
         cdef int64_t limit = 0
         cdef bint observed, of_session = False
@@ -466,8 +467,8 @@ cdef class RequestApi:
 
         `prompts`: an iterable of what `schedule` takes as `token_ids`, not to be changed while this runs.
         `request_ids`, `groups`: as many, or None; `namespace` and `max_new_tokens` hold for all. Raises what `schedule`
-        does, with the index of the prompt that is wrong, and then nothing has changed; where only the fleet, the memory or a
-        policy of your own fails in the midst, what was placed before is cancelled. O(tokens + prompts x workers).
+        does, with the index of the prompt that is wrong, and then nothing has changed; where only the fleet, the memory
+        or a policy of your own fails in the midst, what was placed before is cancelled. O(tokens + prompts x workers).
         Thread-safe; Python's lock is let go once, other threads' decisions come in between.
         """
         cdef int64_t limit = output_limit(max_new_tokens)

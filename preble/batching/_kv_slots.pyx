@@ -299,8 +299,9 @@ cdef class SlotTree(RadixTree):
                 return 0, -1
             return walk.matched, number_of(&self.t, walk.node)
 
-    def evict_end(self, int64_t number, int64_t need_tokens) -> tuple[array[int], list[tuple[array[int], int, object]],
-                                                                        int]:
+    def evict_end(
+        self, int64_t number, int64_t need_tokens
+    ) -> tuple[array[int], list[tuple[array[int], int, object]], int]:
         """Free a leaf by its number, or its last `need_tokens` if it is longer. Returns what `evict` does, and the
         number of the leaf that prefix ends with now: what is left of it, or its parent where nothing else hangs there;
         -1 where that is none, and where the number is not that of a leaf that nobody holds; then nothing is freed."""
