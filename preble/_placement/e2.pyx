@@ -18,8 +18,8 @@ books what is chosen here.
        Q' without that of this prompt's own prefix         scaled up for newcomers
     D  of Q, what is estimated to be done: half of the time since the last first token, at most the mean of what waits
     g  1 - 0.8 m / n where the prompt is a session's next turn, else 1; m: what the worker caches of it. Workers take
-       who has most of its prompt cached first, so it passes most of what is ahead; and nobody else's prompt goes on there,
-       so that what is ahead has as little cached as others
+       who has most of its prompt cached first, so it passes most of what is ahead; and nobody else's prompt goes on
+       there, so that what is ahead has as little cached as others
     P  seconds to prefill what the worker lacks
     B  live requests, with C prompt tokens              o  output tokens to expect; n: prompt tokens
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
