@@ -46,7 +46,7 @@ from benchmarks.live import arm_fleet, arm_noise, arm_plot, arm_report, engine_f
 from benchmarks.live.arm_traffic import TRAFFICS, Session, Sources, TextRequest, make_sessions
 from benchmarks.live.engine_load import Ask, Outcome, outcome_of
 from benchmarks.live.run_engines import stdlib_files
-from preble.engines.torch.tiny_models import make_tiny_model
+from preble.engines.torch.tiny_models import SPECS, make_tiny_model
 
 LOADS = (0.95, 0.8, 0.5)
 TRIES = 3  # of a noisy run
@@ -54,7 +54,6 @@ LATE = 0.2  # of a run's seconds: a rate is too high when an answer comes so lon
 FIRST_RATE, RATE_STEP, RATE_RATIO, RATE_MIN, RATE_MAX = 6.0, 1.5, 1.12, 0.1, 128.0
 SEARCH_SEED = 1_000_000  # the repetition whose traffic the search has: no run is of it
 WARM_UP_REQUESTS = 2  # to each server, once after its start
-MODEL = "llama-20m"
 Found = dict[str, Any]
 
 
@@ -304,8 +303,8 @@ def kept_up(outcomes: Sequence[Outcome] | None) -> bool:
 
 def settings_of(args: argparse.Namespace) -> Found:
     """What a run depends on and no cell says."""
-    names = ("workers", "capacity_tokens", "max_running", "seconds", "output_tokens")
-    return {"model": MODEL, **{name: getattr(args, name) for name in names}}
+    names = ("model", "workers", "capacity_tokens", "max_running", "seconds", "output_tokens")
+    return {name: getattr(args, name) for name in names}
 
 
 def line(run: Found) -> str:
@@ -329,7 +328,7 @@ async def measure(args: argparse.Namespace, engine: str, load: float, until: flo
     if not python.exists():
         print(f"{engine} is left out: tests/live/install.py --engine {engine} installs it", flush=True)
         return
-    model = make_tiny_model(MODEL, args.engines / "models")
+    model = make_tiny_model(args.model, args.engines / "models")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     sources = Sources(tuple(stdlib_files()), args.agents, lambda text: list(tokenizer.encode(text).ids))
     shape = engine_fleet.Shape(model, "cpu", args.workers, args.capacity_tokens, args.max_running, args.base_port)
@@ -372,6 +371,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--minutes", type=float, default=math.inf, help="after so long no run begins")
     made.add_argument("--first-rate", type=float, default=FIRST_RATE, help="where the search begins (%(default)s)")
+    model = "llama-20m" if engine_fleet.cpu_dtype(Path("/proc/cpuinfo")) == "bfloat16" else "llama-1m"
+    made.add_argument("--model", choices=sorted(SPECS), default=model, help="llama-1m without AMX (%(default)s)")
     made.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a run (%(default)s)")
     made.add_argument("--output-tokens", type=int, default=12)
     made.add_argument("--workers", type=int, default=2, help="engines, each on a core (%(default)s)")
