@@ -99,7 +99,7 @@ def logs_of_served(prior: CostModel, served: ServedWork) -> Logs:
     short = min(linear_seconds(found["knots"], min(missed, DECODE_TOKENS)), expected)
     prefill = served.prefill_seconds / expected
     decode = prefill if served.token_seconds is None else served.token_seconds / prior.decode_time(1, context)
-    if short < 0.5 * expected:
+    if short < 0.75 * expected:
         left = max(served.prefill_seconds - decode * short, 0.25 * served.prefill_seconds)
         prefill = left / (expected - short)
     decode, prefill = (min(max(factor, 1.0 / FACTOR_MAX), FACTOR_MAX) for factor in (decode, prefill))

@@ -32,7 +32,8 @@ PROFILE_SECONDS = 20
 PER_WORKER, AT_ONCE, NEW_TOKENS = 50, 3, 12
 FACTOR = 30.0
 NEARER = 3.0  # a learned model is nearer than its prior by this power: 30 times off becomes 3.1 times at the most
-LENGTHS = (256, 1024)
+PROMPTS = (64, 640)  # tokens, from and below
+LENGTHS = (256, 640)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ async def learned(front: Front, prior: Path, seed: int) -> list[CostModel]:
         await until(lambda: len(router.scheduler.workers) == 2, "both servers are there")
 
         async def ask() -> str:
-            prompt = rng.integers(100, 1000, int(rng.integers(64, 1024)), dtype=np.int32)
+            prompt = rng.integers(100, 1000, int(rng.integers(*PROMPTS)), dtype=np.int32)
             async with gate:
                 _, chunks = await collect(
                     router.generate(prompt, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))

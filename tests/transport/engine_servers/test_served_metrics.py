@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preble import CostModel, GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
+from preble import CostModel, GlobalScheduler, ManualClock, Router, SchedulerConfig, WorkerSpec
 from preble._snapshot.accounts import cost_at
 from preble.errors import InvalidConfig
 from preble.scheduling.calibration import NEUTRAL
@@ -21,7 +21,7 @@ from preble.transport.engine_servers.served_metrics import SERVED_MIN, served_wo
 from preble.transport.engine_servers.server_info import ServerOptions
 from preble.types import ServedWork
 from tests.support.attach import FakeServer
-from tests.support.transport import asynchronous
+from tests.support.transport import asynchronous, until
 
 # Lines of real servers, SGLang 0.5.23 and vLLM 0.32.0, whose names and labels are theirs.
 SGLANG = """\
@@ -144,6 +144,22 @@ async def test_a_server_is_asked_and_what_is_wrong_is_advice() -> None:
 
 
 @asynchronous
+async def test_the_first_request_of_a_router_finds_what_the_server_said() -> None:
+    server = await FakeServer("vllm").start()
+    cache = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="12500"} 1.0\n'
+    server.answers["/metrics"] = (200, (cache + VLLM).encode())
+    try:
+        for options, expected in ((None, 0.1), (ServerOptions(cost_model="mistral-7b/a6000"), None)):
+            async with Router([(server.url, options)]) as router:
+                await until(lambda: len(router.scheduler.workers) == 1, "the server is there")
+                found = cost_at(router.scheduler.core, 0).prefill_time(500, 800)
+            given = CostModel.preset("mistral-7b/a6000").prefill_time(500, 800)
+            assert found == pytest.approx(given if expected is None else expected, rel=0.05)
+    finally:
+        await server.kill()
+
+
+@asynchronous
 async def test_metrics_that_are_too_much_keep_no_server_from_being_attached() -> None:
     server = await FakeServer("sglang").start()
     server.answers["/metrics"] = (200, b"# \n" * 400_000)
@@ -157,11 +173,14 @@ async def test_metrics_that_are_too_much_keep_no_server_from_being_attached() ->
 
 # --- what decisions make of it ---------------------------------------------------------------------------------------
 
+VLLM_LIVE = ServedWork(161, 0.15103, 479.2, 599.9, 0.03376)  # of vLLM 0.32.0 with a tiny model, after a profile
 SLOW = ServedWork(100, 2.0, 1500.0, 2000.0, 0.2)  # a Mistral-7B on an A6000 takes 0.2 and 0.02
 
 
 @pytest.mark.parametrize("prior", ["mistral-7b/a6000", "llama-3-70b/h100-tp4", "neutral"])
-@pytest.mark.parametrize("work", [SLOW, ServedWork(16, 0.05, 40.0, 900.0, 0.03), ServedWork(16, 0.001, 20.0, 30.0)])
+@pytest.mark.parametrize(
+    "work", [SLOW, VLLM_LIVE, ServedWork(16, 0.05, 40.0, 900.0, 0.03), ServedWork(16, 0.001, 20.0, 30.0)]
+)
 def test_the_model_takes_as_long_for_what_was_served(prior: str, work: ServedWork) -> None:
     model = NEUTRAL if prior == "neutral" else CostModel.preset(prior)
     found = scaled(model, logs_of_served(model, work))
