@@ -28,8 +28,10 @@ from benchmarks.paper.agents_cells import (
     END_SECONDS,
     GROUP_HASH,
     GROUPS,
+    GROUPS_WORKERS,
     IDS,
     IDS_WHOLE,
+    KNOWN_LENGTHS,
     LIVE,
     OURS,
     OURS_WHOLE,
@@ -38,6 +40,7 @@ from benchmarks.paper.agents_cells import (
     SAMPLES,
     TENANTS,
     TRACE,
+    UNHINTED,
     WARM_SECONDS,
     AgentCell,
     run_place,
@@ -53,7 +56,8 @@ FLOOD_LOAD, SAMPLE_WORKERS = 0.8, 8
 # (kind, workers) -> (seeds, shares: of what `agents_cells` says).
 GRID = {
     ("sessions", 4): (2, CACHES), ("sessions", 8): (1, CACHES[:1]), ("flood", 4): (1, (FLOOD_LOAD,)),
-    ("deadlines", 4): (1, LOADS), ("samples", SAMPLE_WORKERS): (3, (1.0,)),
+    ("deadlines", 4): (1, LOADS), ("samples", SAMPLE_WORKERS): (6, (1.0,)),
+    ("samples", 2): (6, (1.0,)),
 }  # fmt: skip
 RIVALS = ("cache_aware_spill", IDS, "session_hash", "kv_cost")  # of the bars: smg's new rule, affinity, Dynamo's
 TITLES = {
@@ -61,13 +65,14 @@ TITLES = {
     "cache_aware_spill": "smg's new rule", IDS: "affinity, told sessions",
     "session_hash": "affinity, hashed", "kv_cost": "Dynamo's rule", "least_loaded": "least loaded",
     "round_robin": "round robin", "llmd_sticky": "llm-d's rule", "cache_aware": "smg's old rule",
-    GROUP_HASH: "consistent hashing",
+    GROUP_HASH: "consistent hashing", UNHINTED: "Preble (E2), not told groups",
+    KNOWN_LENGTHS: "lengths known (no rule)",
 }  # fmt: skip
 INKS = {
     OURS_WHOLE: "#12406b", OURS: "#2b6ca3", IDS_WHOLE: "#2f5d3f", "cache_aware_spill": "#d1603d",
     IDS: "#5b8c5a", "session_hash": "#a7c7a5", "kv_cost": "#9b86bd",
     "least_loaded": "#999999", "round_robin": "#cccccc", "llmd_sticky": "#e8a58f", "cache_aware": "#e8a58f",
-    GROUP_HASH: "#a7c7a5",
+    GROUP_HASH: "#a7c7a5", UNHINTED: "#8fb3d1", KNOWN_LENGTHS: "#f0e0a0",
 }  # fmt: skip
 Found = Mapping[AgentCell, Mapping[str, Any]]
 
@@ -177,7 +182,8 @@ def bars_of(found: Found) -> list[Bar]:
     for place in places(found, "samples"):
         found_best, rival = against(found, place, "makespan_seconds", ("cache_aware", GROUP_HASH), False)
         value, low, high = (1.0 / x for x in found_best)
-        what = f"{GROUPS} groups of {SAMPLES}: makespan over the better rival's"
+        groups = GROUPS * place[1] // GROUPS_WORKERS
+        what = f"{groups} groups of {SAMPLES}, {place[1]} workers: makespan over the better rival's"
         bars.append(Bar(what, value, high, low, 0.9, False, rival))
     return sorted(bars, key=lambda bar: -bar.short)
 
@@ -234,12 +240,10 @@ def section(found: Found, trace: str) -> str:
             "goodput": "goodput", "of_bound": "of the bound", "p99_ttft_seconds": "p99 TTFT, s",
             "hit_fraction": "hits",
         }), "",
-        f"{GROUPS} groups of {SAMPLES} samples, all at once, {SAMPLE_WORKERS} workers. Consistent hashing is told the "
-        "groups.", "",
-        rule_table(found, "samples", {
-            "makespan_seconds": "makespan, s", "mean_group_seconds": "mean of groups, s",
-            "load_spread": "busiest over mean", "hit_fraction": "hits",
-        }), "",
+        f"{GROUPS // GROUPS_WORKERS} groups of {SAMPLES} samples for each worker, all at once. Consistent hashing and "
+        "E2 are told the groups. The bound is the clairvoyant one of `preble/sim/bounds.py`; lengths known: a placing "
+        "that is given every answer's length, longest first.", "",
+        sample_table(found), "",
     ])  # fmt: skip
 
 
@@ -283,6 +287,25 @@ def rule_table(found: Found, kind: str, metrics: Mapping[str, str]) -> str:
             means = [number(float(values(found, *place, policy, metric).mean())) for metric in metrics]
             rows.append([f"{place[2]:.0%}", TITLES[policy], *means])
     return table(["load", "rule", *metrics.values()], rows)
+
+
+def sample_table(found: Found) -> str:
+    """Rows of rules, by fleet; the ratio is to the better of smg's old rule and consistent hashing of each seed."""
+    metrics = ("makespan_seconds", "of_bound", "mean_group_seconds", "mean_ttft_seconds", "mean_latency_seconds",
+               "hit_fraction")  # fmt: skip
+    rows = []
+    for place in places(found, "samples"):
+        rivals = [values(found, *place, rival, "makespan_seconds") for rival in ("cache_aware", GROUP_HASH)]
+        for policy in POLICIES["samples"]:
+            means = [number(float(values(found, *place, policy, metric).mean())) for metric in metrics]
+            ratio = interval(values(found, *place, policy, "makespan_seconds") / np.minimum(*rivals))
+            said = f"{ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})"
+            rows.append([str(place[1]), TITLES[policy], means[0], said, *means[1:]])
+    heads = [
+        "workers", "rule", "makespan, s", "over the better rival of each seed", "over the bound", "mean of groups, s",
+        "mean TTFT, s", "mean latency, s", "hits",
+    ]  # fmt: skip
+    return table(heads, rows)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ sessions   `LIVE` coding-agent sessions a worker at all times, in closed loop, p
 flood      `TENANTS` tenants with tools of their own and equal rates, together at `share` of saturation; from
            `FLOOD_SECONDS` on one of them sends ten times as much. Beside it the same without the flood.
 deadlines  tools at `share` times saturation; a first token is of use for `DEADLINE_SECONDS`.
-samples    `GROUPS` groups of `SAMPLES` samples of one prompt, all at once.
+samples    groups of `SAMPLES` samples of one prompt, all at once: `GROUPS` on `GROUPS_WORKERS` workers. E2 is told the
+           groups, and once it is not; one placement knows every answer's length, to show what that would be worth.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from preble.workloads.arrivals import chains_of
 OURS, IDS, GROUP_HASH = "e2", "session_ids", "group_hash"
 RETURNS = " returns"  # of a rule's name: its workers are ours, which evict who is least likely to be back
 OURS_WHOLE, IDS_WHOLE = OURS + RETURNS, IDS + RETURNS
+UNHINTED, KNOWN_LENGTHS = "e2_unhinted", "known_lengths"
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "sessions": (
         *(OURS_WHOLE, OURS, "cache_aware_spill", IDS, IDS_WHOLE, "session_hash", "kv_cost", "least_loaded"),
@@ -64,7 +66,17 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     ),
     "flood": (OURS, "cache_aware_spill", "kv_cost", "least_loaded"),
     "deadlines": (OURS, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
-    "samples": (OURS, "cache_aware", GROUP_HASH, "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
+    "samples": (
+        OURS,
+        UNHINTED,
+        "cache_aware",
+        GROUP_HASH,
+        "cache_aware_spill",
+        "kv_cost",
+        "least_loaded",
+        "round_robin",
+        KNOWN_LENGTHS,
+    ),
 }
 SCALE, PROMPT_TOKENS_MAX, TURNS_MIN = 16, 24_000, 5
 TRACE = "coding_agents.jsonl.gz"
@@ -73,7 +85,7 @@ LIVE, PAUSE_MAX_SECONDS = 64, 120.0
 WARM_SECONDS, END_SECONDS = 80.0, 240.0
 TENANTS, FLOOD_FACTOR, FLOOD_SECONDS, TENANTS_SECONDS = 8, 10.0, 60.0, 150.0
 DEADLINE_SECONDS, DEADLINE_WORKLOAD = 2.0, "toolbench"
-GROUPS, SAMPLES = 64, 16
+GROUPS, SAMPLES, GROUPS_WORKERS = 64, 16, 8
 DECODED_TOGETHER = 16  # with which a request shares its iterations, for seconds of service
 
 
@@ -131,6 +143,33 @@ class GroupHash(Policy):
     def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
         order = by_rendezvous(hashed(self._groups[str(request.request_id)].encode()), workers.ids)
         return [float(order.index(place)) for place in range(len(workers))]
+
+
+class KnownLengths(Policy):
+    """Where each sample goes is fixed before: longest answer first, to the worker that would end soonest with it, were
+    the iterations of its longest answer and all its work added. No rule can know that; it shows what lengths are
+    worth."""
+
+    name = reason = KNOWN_LENGTHS
+
+    def __init__(self, requests: Sequence[PromptRequest], workers: int, cost: CostModel) -> None:
+        alone, together = (cost.decode_time(1, 2500, batch) for batch in (1, 101))
+        each = (together - alone) / 100
+        work, longest = [0.0] * workers, [0] * workers
+        groups: list[set[str]] = [set() for _ in range(workers)]
+        self._places: dict[str, int] = {}
+        for request in sorted(requests, key=lambda request: -request.output_tokens):
+            tokens, prefill = request.output_tokens, cost.prefill_time(request.prompt_tokens, request.prompt_tokens)
+            added = [each * tokens + (0.0 if request.group in own else prefill) for own in groups]
+            ends = [alone * max(longest[i], tokens) + work[i] + added[i] for i in range(workers)]
+            place = ends.index(min(ends))
+            work[place] += added[place]
+            longest[place] = max(longest[place], tokens)
+            groups[place].add(request.group)
+            self._places[request.request_id] = place
+
+    def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
+        return [float(place != self._places[str(request.request_id)]) for place in range(len(workers))]
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -307,18 +346,28 @@ def run_deadlines(cell: AgentCell, store: Store) -> dict[str, Any]:
 
 def run_samples(cell: AgentCell, _: Store) -> dict[str, Any]:
     """Makespans by rule of groups of samples."""
-    workload = sample_groups(GROUPS, SAMPLES, cell.seed)
-    groups = {request.request_id: request.group for request in workload.requests}
+    workload = sample_groups(max(1, GROUPS * cell.workers // GROUPS_WORKERS), SAMPLES, cell.seed)
+    plain = replace(workload, requests=[replace(request, sampled=False) for request in workload.requests])
+    cost = CostModel.preset(FLEET.cost_model)
+    bounds = lower_bounds(workload.requests, cost, cell.workers, local_config().token_budget)
+    told: dict[str, str | Policy] = {
+        UNHINTED: OURS,
+        GROUP_HASH: GroupHash({request.request_id: request.group for request in workload.requests}),
+        KNOWN_LENGTHS: KnownLengths(workload.requests, cell.workers, cost),
+    }
     runs = {}
     for name in POLICIES["samples"]:
-        result = sim.simulate(workload, config_of(cell, GroupHash(groups) if name == GROUP_HASH else name))
+        result = sim.simulate(plain if name == UNHINTED else workload, config_of(cell, told.get(name, name)))
         runs[name] = rounded({
             "makespan_seconds": makespan(result),
+            "of_bound": makespan(result) / bounds.max_latency_seconds,
             "mean_group_seconds": float(np.mean(list(group_makespans(result, workload.requests).values()))),
+            "mean_ttft_seconds": float(result.ttft_seconds.mean()),
+            "mean_latency_seconds": float(result.latency_seconds.mean()),
             "hit_fraction": hits(result),
             "load_spread": float(result.busy_seconds.max() / result.busy_seconds.mean()),
         })  # fmt: skip
-    return {"runs": runs}
+    return {"runs": runs, "bound": rounded(bounds.max_latency_seconds)}
 
 
 KINDS = {"sessions": run_sessions, "flood": run_flood, "deadlines": run_deadlines, "samples": run_samples}

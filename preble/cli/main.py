@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 i
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -42,6 +43,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `preble ARGV...` and return the exit code. `argv` None means the process's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # where `--policy module:Class` finds a user's own module; nothing is hidden by it
     try:
         parser = build_parser(arguments)
     except MissingExtra as error:  # options that are those of an optional part

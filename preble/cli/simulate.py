@@ -2,8 +2,11 @@
 
 preble simulate --workload toolbench --policy round_robin,e2 --workers 4 --rps 10
 preble simulate --workload prompts.jsonl.gz --kill w0@30 --json found.json
+preble simulate --policy "e2,rules:Mine(weight=0.5)" --rps 4,8,16 --workers 2,8 --seeds 5 --plot sweep.png
 
-Standard output is the same for the same command, on every run; what is not (how fast it went) goes to standard error.
+With several loads, fleets or seeds every policy runs in each of them, on the same requests, and figures are means over
+seeds with half of their 95 % interval. Standard output is the same for the same command, on every run; what is not (how
+fast it went) goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +25,49 @@ from ..config import SchedulerConfig
 from ..errors import InvalidInput
 from ..local import LocalConfig
 from ..policies.base import Policy, resolve
+from ..policies.named import split_names
 from ..policies.oracle import OraclePartition
 from ..sim import Result, SimConfig, WorkerDeath, simulate
 from ..sim.results import OUTCOMES
 from ..workloads import Workload
 from ..workloads.generators import MAKERS
-from .console import Screen, positive_float, positive_int, write_json
+from .console import Screen, need_matplotlib, positive_float, positive_int, write_json
+from .sweeps import plot
+from .sweeps.requests_file import RequestsFile, check_path
+from .sweeps.settings import plain, scheduler_config
+from .sweeps.statistics import Interval, interval, paired_ratio
 
 REQUESTS = 1000
 REQUESTS_PER_GROUP = 10
 RPS = 4.0
+RUNS_MAX = 10_000  # of one command
+NAME_WIDTH = 20  # of the first column, at least
 STAGES = ("rebalance_ratio", "replicas_max", "imbalance_share")  # of the scheduler's knobs, those that are options
 # (title, width, how to write it): one column each, after the policy's name.
 COLUMNS = (
     *(("mean", 9, "mean_ttft_seconds"), ("p50", 8, "p50_ttft_seconds"), ("p99", 8, "p99_ttft_seconds")),
     *(("mean", 10, "mean_latency_seconds"), ("p50", 8, "p50_latency_seconds"), ("p99", 8, "p99_latency_seconds")),
 )
+# What a row over several seeds shows: (title, metric, as a percentage).
+SEED_COLUMNS = (
+    ("mean TTFT", "mean_ttft_seconds", False), ("p99 TTFT", "p99_ttft_seconds", False),
+    ("mean latency", "mean_latency_seconds", False), ("p99 latency", "p99_latency_seconds", False),
+    ("hits", "hit_fraction", True), ("goodput", "goodput", True),
+)  # fmt: skip
+COMPARED = "mean_latency_seconds"  # with the first policy, paired by seed
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """An argument that is one or several of a kind, with commas."""
+
+    def several(text: str) -> tuple[Any, ...]:
+        found = tuple(kind(one.strip()) for one in text.split(","))
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"names one twice: {text}")
+        return found
+
+    several.__name__ = kind.__name__
+    return several
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workload", default="toolbench", metavar="NAME|FILE", help=workload)
     add("--requests", type=positive_int, metavar="N", help="how many (default: 1000, or the file's)")
     add("--groups", type=positive_int, metavar="N", help="prefix groups to generate (default: requests / 10)")
-    add("--rps", type=positive_float, metavar="R", help="Poisson arrivals a second (default: the trace's own, or 4)")
+    add("--rps", type=list_of(positive_float), metavar="R[,R...]",
+        help="Poisson arrivals a second (default: the trace's own, or 4)")  # fmt: skip
     add("--tokenizer", choices=("words", "mistral"), default="words", help="for files of text (default: words)")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, arrivals and chance (default: 0)")
+    add("--seeds", type=positive_int, default=1, metavar="N", help="so many, from --seed on (default: 1)")
     add = parser.add_argument_group("fleet").add_argument
-    add("--policy", default="round_robin,e2", metavar="P[,P...]", help="one after the other (default: %(default)s)")
-    add("--workers", type=positive_int, default=2, metavar="N", help="named w0, w1, ... (default: 2)")
+    policy = "names, or module:Class of yours; either with (KEY=VALUE, ...) (default: %(default)s)"
+    add("--policy", default="round_robin,e2", metavar="P[,P...]", help=policy)
+    add("--workers", type=list_of(positive_int), default=(2,), metavar="N[,N...]", help="w0, w1, ... (default: 2)")
     add("--cost-model", default="mistral-7b/a6000", metavar="PRESET|FILE", help="of a worker (default: %(default)s)")
     add("--kv-capacity", type=positive_int, metavar="N", help="KV tokens of a worker (default: 198516)")
     add("--token-budget", type=positive_int, metavar="N", help="tokens of an iteration (default: 512)")
@@ -61,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = getattr(SchedulerConfig(), name)
         add(f"--scheduler-{name.replace('_', '-')}", type=type(default), default=default, metavar="N",
             help="docs/rebalancing.md (default: %(default)s)")  # fmt: skip
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any field of SchedulerConfig; may be repeated")
     add = parser.add_argument_group("what goes wrong").add_argument
     add("--routers", type=int, default=1, metavar="N", help="schedulers that share the requests (default: 1)")
     add("--event-delay", type=float, default=0.0, metavar="S", help="seconds until events arrive (default: 0)")
@@ -71,13 +106,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slo-ttft", type=positive_float, default=1.0, metavar="S", help="goodput counts TTFTs up to this (default: 1)"
     )
     add("--json", type=Path, metavar="FILE", help="write everything found")
+    add("--requests-file", type=Path, metavar="FILE", help="a row a request of every run: .csv, or .parquet (pyarrow)")
+    add("--plot", type=Path, metavar="FILE", help="a picture (PNG); needs matplotlib")
 
 
 class SimulationProgress:
     """Progress of one simulation: requests that have ended, and how fast the virtual time goes by."""
 
-    def __init__(self, policy: str, total: int) -> None:
-        self.policy, self.total = policy, total
+    def __init__(self, policy: str, total: int, place: str = "") -> None:
+        self.policy, self.total, self.place = policy, total, place
         self.done = self.failed = 0
         self.virtual_seconds = 0.0
         self._started = time.monotonic()
@@ -86,32 +123,127 @@ class SimulationProgress:
     def text(self) -> str:
         """ "312 virtual seconds, 2,904 requests/s"."""
         passed = max(time.monotonic() - self._started, 1e-9)
-        return f"{self.virtual_seconds:,.0f} virtual seconds, {self.done / passed:,.0f} requests/s"
+        return f"{self.virtual_seconds:,.0f} virtual seconds, {self.done / passed:,.0f} requests/s{self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCell:
+    """A fleet and a load; `rps` None: the trace's own arrivals, or the default."""
+
+    workers: int
+    rps: float | None
+
+
+@dataclass(slots=True)
+class Runs:
+    """What all seeds found for one policy in one cell, in the order of the seeds."""
+
+    policy: str
+    cell: SweepCell
+    reports: list[dict[str, Any]]
+    times: dict[str, list[Any]]
+
+    def values(self, metric: str) -> list[float]:
+        """A figure by seed."""
+        return [float(found[metric]) for found in self.reports]
+
+    def interval(self, metric: str) -> Interval:
+        """Its mean over seeds."""
+        return interval(self.values(metric))
 
 
 def run(args: argparse.Namespace, screen: Screen | None = None) -> int:
-    """Check everything, simulate each policy, print the table. Wrong options raise before anything is simulated."""
-    config, policies = config_of(args), names_of(args.policy)
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise InvalidInput(f"--json: there is no such file to write: {args.json}")
-    workload = workload_of(args)
-    sys.stdout.write(opening(workload, config) + "\n\n" + header(args.slo_ttft) + "\n")
-    found = {}
-    for policy in policies:
-        result = simulated(workload, replace(config, policy=made(policy, workload)), policy, screen or Screen())
-        found[policy] = report(result, args.slo_ttft)
-        sys.stdout.write(row(policy, found[policy]) + "\n")
-        sys.stdout.flush()
-    for policy in policies:
-        sys.stdout.write(shortfall(policy, found[policy]))
+    """Check everything, simulate each policy, print the tables. Wrong options raise before anything is simulated."""
+    policies = names_of(args.policy)
+    cells = [SweepCell(workers, rps) for workers in args.workers for rps in args.rps or (None,)]
+    configs = {workers: config_of(args, workers) for workers in args.workers}
+    check_outputs(args, len(cells) * len(policies) * args.seeds)
+    seeds = range(args.seed, args.seed + args.seeds)
+    sweep = Sweep(args, policies, seeds, screen or Screen(), len(cells) * len(policies) * args.seeds)
+    found: list[Runs] = []
+    with RequestsFile(args.requests_file) if args.requests_file else nullcontext() as into:
+        for cell in cells:
+            workload = sweep.workload(cell, args.seed)
+            if found:
+                sys.stdout.write("\n")
+            sys.stdout.write(opening(workload, configs[cell.workers]) + "\n\n")
+            found += sweep.run_cell(cell, configs[cell.workers], into)
     if args.json is not None:
-        write_json(args.json, document(workload, config, found))
+        write_json(args.json, document(workload, list(configs.values()), found, seeds))
+    if args.plot is not None:
+        draw(args.plot, found, workload, seeds)
     return 0
 
 
-def simulated(workload: Workload, config: SimConfig, policy: str, screen: Screen) -> Result:
+class Sweep:
+    """The runs of one command: the same requests for every policy. Prints each cell's table while it grows."""
+
+    def __init__(
+        self, args: argparse.Namespace, policies: Sequence[str], seeds: range, screen: Screen, total: int
+    ) -> None:
+        self._args, self._policies, self._seeds, self._screen = args, policies, seeds, screen
+        self._total, self._done = total, 0
+        self._workloads: tuple[float | None, dict[int, Workload]] = (None, {})
+
+    def workload(self, cell: SweepCell, seed: int) -> Workload:
+        """The requests of a seed at a load; made once for all policies."""
+        if self._workloads[0] != cell.rps:
+            self._workloads = (cell.rps, {})
+        kept = self._workloads[1]
+        if seed not in kept:
+            kept[seed] = workload_of(self._args, cell.rps, seed)
+        return kept[seed]
+
+    def run_cell(self, cell: SweepCell, config: SimConfig, into: RequestsFile | None) -> list[Runs]:
+        """All policies and seeds of a cell."""
+        args, several = self._args, len(self._seeds) > 1
+        width = max(NAME_WIDTH, *(len(policy) + 1 for policy in self._policies))
+        sys.stdout.write((seeds_header if several else header)(args.slo_ttft, width) + "\n")
+        found: list[Runs] = []
+        for policy in self._policies:
+            runs = Runs(policy, cell, [], {name: [] for name, _ in plot.SAMPLES})
+            for seed in self._seeds:
+                workload = self.workload(cell, seed)
+                own = replace(config, policy=made(policy, workload), seed=seed)
+                result = simulated(workload, own, policy, self._screen, self._place())
+                runs.reports.append({"seed": seed, **report(result, args.slo_ttft)})
+                for name in runs.times if args.plot is not None else ():
+                    runs.times[name].append(getattr(result, name))
+                if into is not None:
+                    into.add((policy, cell.workers, cell.rps, seed), workload, result)
+            found.append(runs)
+            sys.stdout.write(seeds_row(runs, found[0], width) if several else row(policy, runs.reports[0], width))
+            sys.stdout.flush()
+        for runs in found:
+            for one in runs.reports:
+                sys.stdout.write(shortfall(f"{runs.policy}, seed {one['seed']}" if several else runs.policy, one))
+        return found
+
+    def _place(self) -> str:
+        """Which run of how many comes now."""
+        self._done += 1
+        return f", run {self._done} of {self._total}" if self._total > len(self._policies) else ""
+
+
+def check_outputs(args: argparse.Namespace, runs: int) -> None:
+    """Raise for what cannot be written or would never end."""
+    if runs > RUNS_MAX:
+        raise InvalidInput(f"--rps, --workers, --policy and --seeds make {runs} runs, more than {RUNS_MAX}")
+    for option in ("json", "plot"):
+        path = getattr(args, option)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise InvalidInput(f"--{option}: there is no such file to write: {path}")
+    if args.plot is not None:
+        if args.plot.suffix != ".png":
+            raise InvalidInput(f"--plot: must end in .png, got {args.plot}")
+        need_matplotlib()
+    if args.requests_file is not None:
+        check_path(args.requests_file)
+
+
+def simulated(workload: Workload, config: SimConfig, policy: str, screen: Screen, place: str = "") -> Result:
     """One simulation, its progress on the screen."""
-    shown = SimulationProgress(policy, len(workload))
+    shown = SimulationProgress(policy, len(workload), place)
     with screen.phase(shown) as update:
 
         def progress(ended: int, requests: int, virtual_seconds: float) -> None:
@@ -124,8 +256,8 @@ def simulated(workload: Workload, config: SimConfig, policy: str, screen: Screen
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def config_of(args: argparse.Namespace) -> SimConfig:
-    """The fleet that the options describe, with no policy of its own yet."""
+def config_of(args: argparse.Namespace, workers: int) -> SimConfig:
+    """A fleet that the options describe, with no policy of its own yet."""
     given = {
         "kv_capacity_tokens": args.kv_capacity,
         "token_budget": args.token_budget,
@@ -133,11 +265,11 @@ def config_of(args: argparse.Namespace) -> SimConfig:
     }
     local: LocalConfig = SimConfig().local
     return SimConfig(
-        workers=args.workers,
+        workers=workers,
         routers=args.routers,
         cost_model=args.cost_model,
         local=replace(local, **{name: value for name, value in given.items() if value is not None}),
-        scheduler=SchedulerConfig(**{name: getattr(args, f"scheduler_{name}") for name in STAGES}),
+        scheduler=scheduler_config(args.set, **{name: getattr(args, f"scheduler_{name}") for name in STAGES}),
         seed=args.seed,
         event_delay_seconds=args.event_delay,
         event_loss=args.event_loss,
@@ -156,7 +288,7 @@ def death_of(text: str) -> WorkerDeath:
 
 def names_of(text: str) -> list[str]:
     """The policies named, each known and each once."""
-    names = [name.strip() for name in text.split(",")]
+    names = split_names(text)
     for name in names:
         if name != OraclePartition.name:
             resolve(name)
@@ -172,12 +304,12 @@ def made(policy: str, workload: Workload) -> str | Policy:
     return OraclePartition({request.request_id: request.group for request in workload.requests})
 
 
-def workload_of(args: argparse.Namespace) -> Workload:
+def workload_of(args: argparse.Namespace, rps: float | None, seed: int) -> Workload:
     """The requests and when they arrive. A generator's name goes before a file's."""
     if args.workload in MAKERS:
         requests = args.requests or REQUESTS
         groups = args.groups or max(1, requests // REQUESTS_PER_GROUP)
-        found = workloads.generate(args.workload, requests=requests, groups=groups, seed=args.seed)
+        found = workloads.generate(args.workload, requests=requests, groups=groups, seed=seed)
     elif Path(args.workload).exists():
         if args.groups is not None:
             raise InvalidInput("--groups is for workloads that are generated; a file has its own")
@@ -185,9 +317,9 @@ def workload_of(args: argparse.Namespace) -> Workload:
         found = workloads.read(args.workload, tokenizer=tokenizer, limit=args.requests)
     else:
         raise InvalidInput(f"--workload must be one of {', '.join(MAKERS)}, or a file; got {args.workload!r}")
-    if args.rps is None and found.arrivals != "none":
+    if rps is None and found.arrivals != "none":
         return found
-    return workloads.poisson(found, args.rps or RPS, args.seed)
+    return workloads.poisson(found, rps or RPS, seed)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -215,18 +347,37 @@ def opening(workload: Workload, config: SimConfig) -> str:
     )
 
 
-def header(slo_seconds: float) -> str:
+def header(slo_seconds: float, width: int = NAME_WIDTH) -> str:
     """The table's two top lines. Seconds, unless said otherwise."""
-    first = f"{'':<20}{'TTFT s':>9}{'':>16}{'latency s':>10}{'':>16}{'':>7}{'':>8}{'TTFT <=':>9}"
-    titles = "".join(f"{title:>{width}}" for title, width, _ in COLUMNS)
-    return f"{first}\n{'policy':<20}{titles}{'hits':>7}{'spread':>8}{f'{slo_seconds:g} s':>9}  trace"
+    first = f"{'':<{width}}{'TTFT s':>9}{'':>16}{'latency s':>10}{'':>16}{'':>7}{'':>8}{'TTFT <=':>9}"
+    titles = "".join(f"{title:>{column}}" for title, column, _ in COLUMNS)
+    return f"{first}\n{'policy':<{width}}{titles}{'hits':>7}{'spread':>8}{f'{slo_seconds:g} s':>9}  trace"
 
 
-def row(policy: str, found: Mapping[str, Any]) -> str:
+def row(policy: str, found: Mapping[str, Any], width: int = NAME_WIDTH) -> str:
     """A policy's line."""
-    seconds = "".join(f"{found[name]:>{width}.3f}" for _, width, name in COLUMNS)
+    seconds = "".join(f"{found[name]:>{column}.3f}" for _, column, name in COLUMNS)
     shares = f"{found['hit_fraction']:>7.1%}{found['load_spread']:>8.2f}{found['goodput']:>9.1%}"
-    return f"{policy:<20}{seconds}{shares}  {found['trace_hash']}"
+    return f"{policy:<{width}}{seconds}{shares}  {found['trace_hash']}\n"
+
+
+def seeds_header(slo_seconds: float, width: int) -> str:
+    """The top line of a table over seeds."""
+    titles = "".join(f"{title:>16}" for title, _, _ in SEED_COLUMNS[:-1])
+    return f"{'policy':<{width}}{titles}{f'TTFT <= {slo_seconds:g} s':>16}{'latency / first':>22}"
+
+
+def seeds_row(runs: Runs, first: Runs, width: int) -> str:
+    """A policy's line over seeds: means, half of their 95 % intervals, and its latency over the first policy's."""
+    text = f"{runs.policy:<{width}}"
+    for _, metric, percentage in SEED_COLUMNS:
+        found = runs.interval(metric)
+        said = f"{found.mean:.1%} ± {found.half:.1%}" if percentage else f"{found.mean:.3f} ± {found.half:.3f}"
+        text += f"{said:>16}"
+    if runs is not first:
+        ratio = paired_ratio(runs.values(COMPARED), first.values(COMPARED))
+        text += f"{f'{ratio.mean:.3f} ({ratio.low:.3f}-{ratio.high:.3f})':>22}"
+    return f"{text}\n"
 
 
 def shortfall(policy: str, found: Mapping[str, Any]) -> str:
@@ -239,12 +390,52 @@ def shortfall(policy: str, found: Mapping[str, Any]) -> str:
     return f"{policy}: of {found['requests']} requests {', '.join(missed)}\n" if missed else ""
 
 
-def document(workload: Workload, config: SimConfig, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything found, with what it was found for. A figure that does not exist is null."""
-    return {
+def document(workload: Workload, configs: Sequence[SimConfig], found: Sequence[Runs], seeds: range) -> dict[str, Any]:
+    """Everything found, with what it was found for. A figure that does not exist is null. One cell and one seed have
+    "policies"; a sweep has "cells" with the runs of each seed and the means' intervals."""
+    config = {
+        name: plain(getattr(configs[0], name))
+        for name in configs[0].__dataclass_fields__
+        if name not in ("policy", "seed", "workers")
+    }
+    about: dict[str, Any] = {
         "preble": __version__,
         "workload": {"name": workload.name, "requests": len(workload), "source": workload.source,
                      "arrivals": workload.arrivals},
-        "config": {name: repr(getattr(config, name)) for name in config.__dataclass_fields__ if name != "policy"},
-        "policies": found,
+        "config": {**config, "workers": [plain(one.workers) for one in configs], "seeds": list(seeds)},
     }  # fmt: skip
+    if len({runs.cell for runs in found}) == 1 and len(seeds) == 1:
+        about["config"] |= {"workers": configs[0].workers, "seed": seeds[0]}
+        return {**about, "policies": {runs.policy: runs.reports[0] for runs in found}}
+    return {**about, "cells": [cell_document(runs) for runs in found]}
+
+
+def cell_document(runs: Runs) -> dict[str, Any]:
+    """A policy's figures in one cell of a sweep."""
+    metrics = [name for name, value in runs.reports[0].items() if isinstance(value, float)]
+    return {
+        "policy": runs.policy,
+        "workers": runs.cell.workers,
+        "rps": runs.cell.rps,
+        "intervals": {name: runs.interval(name).as_dict() for name in metrics},
+        "seeds": runs.reports,
+    }
+
+
+def draw(path: Path, found: Sequence[Runs], workload: Workload, seeds: range) -> None:
+    """The picture, and where it lies."""
+    import numpy as np
+
+    drawn = [
+        plot.Drawn(
+            runs.policy, runs.cell.workers, runs.cell.rps,
+            {metric: runs.interval(metric) for metric, _ in plot.PANELS},
+            {name: np.concatenate(times) for name, times in runs.times.items()},
+        )
+        for runs in found
+    ]  # fmt: skip
+    one_fleet = f", {found[0].cell.workers} workers" if len({runs.cell.workers for runs in found}) == 1 else ""
+    note = f"; means of {len(seeds)} seeds and their 95 % intervals" if len(seeds) > 1 else f"; seed {seeds[0]}"
+    title = f"{workload.name}: {len(workload)} requests{one_fleet}"
+    plot.draw(path, drawn, title, f"preble {__version__} simulate{note}")
+    sys.stdout.write(f"plot: {path}\n")

@@ -38,6 +38,7 @@ from .. import worker as worker_command
 from ..errors import HandshakeRefused, InvalidConfig, UnknownWorker
 from ..launch.processes import ChildProcess, LogBook, Place, parse_places, preble_command, ready_endpoints
 from ..launch.supervisor import Happening, Slot, Supervisor, SupervisorConfig
+from ..policies.base import resolve
 from ..router.router import Router
 from ..transport.security import ClientKeys, check_bind, load_client_keys, load_server_keys
 from . import up_ray, up_serve
@@ -72,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--curve-keys", metavar="DIR", help="CURVE keys of workers and router: see preble keygen")
     parser.add_argument("--insecure", action="store_true", help="allow a non-loopback address without keys")
-    parser.add_argument("--policy", default="e2", metavar="NAME", help="the router's policy (%(default)s)")
+    parser.add_argument(
+        "--policy", default="e2", metavar="NAME", help="the router's: a name, or module:Class (%(default)s)"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="requests to serve, JSON lines; - is standard input")
     parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="live requests of --prompts at a time")
     parser.add_argument("--log-dir", metavar="DIR", help="a log file for each worker, too (5 files of 10 MiB each)")
@@ -164,6 +167,7 @@ def make_plan(args: argparse.Namespace) -> UpPlan:
         raise InvalidConfig(f"--concurrency must be positive, got {args.concurrency}")
     if not args.status_seconds >= 0.0:
         raise InvalidConfig(f"--status-seconds must not be negative, got {args.status_seconds}")
+    resolve(args.policy)  # before any worker starts
     binds = tuple(_binds(args.host or "127.0.0.1", args.port, number) for number in range(args.workers))
     for bind, _ in binds:
         check_bind(bind, has_keys=args.curve_keys is not None, insecure=args.insecure)

@@ -22,6 +22,7 @@ from ..errors import InvalidConfig, MissingExtra
 from ..integrations.autoscale import AutoscaleConfig
 from ..integrations.ray_actor import NODE
 from ..integrations.ray_workers import Cluster, Placed, RayFleet, RayPlan
+from ..policies.base import resolve
 from ..router.router import Router
 from ..transport.security import ClientKeys, load_client_keys
 from ..transport.tasks import running
@@ -78,6 +79,7 @@ def make_launch(
         start_seconds=args.start_seconds,
         drain_seconds=drain_seconds,
     )
+    resolve(args.policy)  # before any actor starts
     bounds = {"min_workers": args.workers, "max_workers": args.max_workers}
     return RayUpPlan(
         plan=plan,

@@ -50,8 +50,13 @@ def build(name: str) -> object | None:
     if name in _WITH_ARGUMENTS:
         module, kind, given = _WITH_ARGUMENTS[name]
         raise LookupError(f"policy {name!r} must be given {given}: pass preble.policies.{module}.{kind}(...)")
+    found = rule(name)
+    return None if found is None else found[0](**found[1])
+
+
+def rule(name: str) -> tuple[type[object], Mapping[str, float | str]] | None:
+    """The class of a rule and the arguments that its name stands for; None if there is no such rule."""
     if name not in _RULES:
         return None
     module, kind, arguments = _RULES[name]
-    policy: object = getattr(import_module(f".{module}", __name__), kind)(**arguments)
-    return policy
+    return getattr(import_module(f".{module}", __name__), kind), arguments

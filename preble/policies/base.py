@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from ..errors import InvalidConfig, InvalidInput
 from ..lazy_typing import Any, dataclass, field
-from . import NAMES, build
+from . import NAMES, build, rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +126,43 @@ POLICIES = ("e2", *NAMES)
 
 
 def resolve(policy: str | Policy | type[Policy]) -> Policy | None:
-    """The policy object for a name, class or object; None stands for the compiled "e2". Raises InvalidConfig."""
+    """The policy object for a name ("module:Class" and arguments included, see `named`), class or object; None stands
+    for the compiled "e2". Raises InvalidConfig."""
+    if policy == "e2":
+        return None
+    if isinstance(policy, str):
+        policy = _by_text(policy)
     if isinstance(policy, type) and issubclass(policy, Policy):
         policy = policy()
     if isinstance(policy, Policy):
         if type(policy).score is Policy.score and type(policy).pick is Policy.pick:
             raise InvalidConfig(f"policy {policy.name!r} overrides neither score() nor pick()")
         return policy
-    if policy == "e2":
-        return None
-    if isinstance(policy, str):
-        try:
-            built_in = build(policy)
-        except LookupError as error:
-            raise InvalidConfig(error.args[0]) from None
-        if isinstance(built_in, Policy):
-            return built_in
     raise InvalidConfig(f"policy must be one of {', '.join(POLICIES)} or a preble.Policy, got {policy!r}")
+
+
+def _by_text(text: str) -> Any:
+    """The policy that a text names. Raises InvalidConfig."""
+    try:
+        built_in = build(text)
+    except LookupError as error:
+        raise InvalidConfig(error.args[0]) from None
+    if built_in is not None:
+        return built_in
+    from . import named
+
+    name, given = named.parse(text)
+    known = rule(name)
+    if known is not None:
+        return named.built(known[0], {**known[1], **given}, text)
+    if name == "e2":
+        raise InvalidConfig(f"policy {text!r}: e2 has no arguments, its knobs are SchedulerConfig's")
+    if ":" not in name:
+        near = named.nearest(name, POLICIES)
+        raise InvalidConfig(
+            f"policy must be one of {', '.join(POLICIES)}, module:Class or a preble.Policy, got {text!r}{near}"
+        )
+    kind = named.own_class(name)
+    if not issubclass(kind, Policy):
+        raise InvalidConfig(f"policy {name!r} is no preble.Policy: its class must inherit from it")
+    return named.built(kind, given, text)

@@ -157,7 +157,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = None
     rate_limit_burst: Annotated[Count, Meta(description="Choices that may come at once, where there is a rate.")] = 60
-    policy: Annotated[Name, Meta(description="Rule that chooses the worker; docs/policies.md lists them.")] = "e2"
+    policy: Annotated[
+        Name, Meta(description="Rule that chooses the worker, or module:Class of yours; docs/policies.md.")
+    ] = "e2"
     model_names: Annotated[
         list[Name], Meta(description="Names that requests may use for the model, in place of what workers call it.")
     ] = []
