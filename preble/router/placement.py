@@ -21,7 +21,6 @@ import asyncio
 import math
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import urldefrag
 
 from ..errors import PrebleError, QueueFull, TransportError
 from ..transport.engine_servers.link import ServerLink
@@ -99,7 +98,7 @@ class Placement(PlacedRequest):
     @property
     def url(self) -> str:
         """Where to send the request: the server's URL, without a path."""
-        return urldefrag(self._server.address)[0]
+        return self._server.address.partition("#")[0]
 
     @property
     def rank(self) -> int | None:

@@ -12,25 +12,27 @@ class HeaderFields:
     """Fields as ASGI gives them, names in small letters. They are looked over once, however many are asked for."""
 
     def __init__(self, fields: Iterable[tuple[bytes, bytes]]) -> None:
-        self._values: dict[bytes, list[bytes]] = {}
-        for name, value in fields:
-            self._values.setdefault(name, []).append(value)
+        self._fields = list(fields)
+        self._first = dict(reversed(self._fields))
 
     def get(self, name: str, default: str = "") -> str:
         """The first value of a field."""
-        values = self._values.get(name.encode())
-        return default if values is None else values[0].decode("latin-1")
+        value = self._first.get(name.encode())
+        return default if value is None else value.decode("latin-1")
 
     def getlist(self, name: str) -> list[str]:
         """All values of a field."""
-        return [value.decode("latin-1") for value in self._values.get(name.encode(), ())]
+        wanted = name.encode()
+        if wanted not in self._first:
+            return []
+        return [value.decode("latin-1") for one, value in self._fields if one == wanted]
 
     def __getitem__(self, name: str) -> str:
         """The first value. Raises `KeyError`."""
-        return self._values[name.encode()][0].decode("latin-1")
+        return self._first[name.encode()].decode("latin-1")
 
     def __contains__(self, name: str) -> bool:
-        return name.encode() in self._values
+        return name.encode() in self._first
 
 
 def headers_of(scope: MutableMapping[str, Any]) -> HeaderFields:

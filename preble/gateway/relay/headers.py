@@ -79,7 +79,10 @@ def answer_headers(given: Fields, own: Mapping[str, str]) -> Fields:
 
 def value_of(given: Fields, name: bytes) -> bytes:
     """The value of a field, b"" where it is not there."""
-    return next((value for one, value in given if one == name), b"")
+    for one, value in given:
+        if one == name:
+            return value
+    return b""
 
 
 def _names(value: bytes) -> frozenset[bytes]:

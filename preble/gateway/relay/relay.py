@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -44,7 +43,7 @@ from .pinned import PinnedAnswers
 from .progress import RelayProgress, tokens_seen
 from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
 from .routing_key import Mismatches, RoutingKey, routing_key
-from .servers import ServerPools, path_of
+from .servers import ServerPools, parts_of
 from .stream import PassingStream
 from .stream_errors import is_opening, server_fault
 from .usage import UsageReader, usage_reader
@@ -181,8 +180,9 @@ class Exchange:
         served = self._served
         context.use_model(served.name)
         context.stream = body.stream
-        named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
-        context.session = with_body(context.session, **named)
+        if "prompt_cache_key" in body.fields or "user" in body.fields:
+            named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
+            context.session = with_body(context.session, **named)
         began = gateway.metrics.clock()
         key = await routing_key(
             body,
@@ -267,7 +267,7 @@ class Exchange:
         placement, scope = self._placement, self._scope
         placement.on_lost = self._lost
         data = self._body.edited(self._changes())
-        url, key = placement.url, placement.options.api_key
+        (host, base), key = parts_of(placement.url), placement.options.api_key
         own = [(b"x-request-id", self._context.request_id.encode())]
         own += [(name.encode(), value.encode()) for name, value in TRACE_HEADERS.get().items()]
         rank = placement.rank
@@ -275,12 +275,12 @@ class Exchange:
             own.append((b"authorization", f"Bearer {key}".encode()))
         if rank is not None:
             own.append((b"x-data-parallel-rank", b"%d" % rank))
-        target = path_of(url) + (scope.get("raw_path") or scope["path"].encode())
+        target = base + (scope.get("raw_path") or scope["path"].encode())
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         head = request_head(
             target,
-            urlsplit(url).netloc.rpartition("@")[2].encode(),
+            host,
             scope["headers"],
             len(data) if data or scope["method"] != "GET" else None,
             method=scope["method"].encode(),

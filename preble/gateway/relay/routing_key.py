@@ -140,8 +140,9 @@ async def routing_key(
         if found is not None and len(found[0]):
             return RoutingKey(found[0], base, found[1])
     token_bytes = mismatches.lengths.token_bytes(model)
-    beside = len(body.data) if len(body.data) > LOOP_BYTES else 0
-    return await off_loop(beside, _text_key, body, token_bytes, base)
+    if len(body.data) <= LOOP_BYTES:
+        return _text_key(body, token_bytes, base)
+    return await off_loop(len(body.data), _text_key, body, token_bytes, base)
 
 
 def _text_key(body: RelayedBody, token_bytes: int, base: Hashable) -> RoutingKey:

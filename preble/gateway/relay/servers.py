@@ -3,12 +3,15 @@ server has left the fleet and nothing runs there, or the gateway ends."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from urllib.parse import urldefrag, urlsplit
 
 from ...router.placement import Placement
 from ...router.router import Router
 from ...transport.engine_servers.http_pool import HttpPool, PoolLimits
 from ...transport.engine_servers.tls import client_context
+
+URLS_KEPT = 4096  # whose parts are kept; of the others they are found again
 
 
 class ServerPools:
@@ -53,6 +56,8 @@ def _base(url: str) -> str:
     return url.rstrip("/")
 
 
-def path_of(url: str) -> bytes:
-    """What of a server's URL stands before every path."""
-    return urlsplit(url).path.rstrip("/").encode()
+@lru_cache(URLS_KEPT)
+def parts_of(url: str) -> tuple[bytes, bytes]:
+    """Of a server's URL: the host as a request names it, and what stands before every path."""
+    parts = urlsplit(url)
+    return parts.netloc.rpartition("@")[2].encode(), parts.path.rstrip("/").encode()
