@@ -52,6 +52,14 @@ def test_engine_arguments_are_typed_by_their_look(text: str, value: Any) -> None
     assert type(found["some_key"]) is type(value)
 
 
+@pytest.mark.parametrize(("words", "eviction"), [([], "returns"), (["--eviction", "lru"], "lru")])
+def test_workers_of_ours_evict_by_returns_unless_told_otherwise(words: list[str], eviction: str) -> None:
+    engine = engine_options.make_engine(options("--engine", "simulated", *words))
+    assert engine.scheduler.config.eviction == eviction  # type: ignore[attr-defined]
+    with pytest.raises(InvalidConfig, match="--eviction is not for --engine attached"):
+        engine_options.make_engine(options("--engine", "attached", "--url", "http://x:1", "--eviction", "lru"))
+
+
 @pytest.mark.parametrize("words", [["tp_size"], ["=4"], ["a b=4"], ["a={"], ["a=1", "a=2"]])
 def test_engine_arguments_that_are_none_are_refused(words: list[str]) -> None:
     with pytest.raises(InvalidConfig, match="--engine-arg"):
