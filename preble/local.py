@@ -108,6 +108,7 @@ class LocalScheduler:
         else:
             self._drop_in_flight(live)
             self._stop_running(live, CUT_SHORT, now)
+            self._waiting.charge_output(live)
         del self._live[request_id]
         self._counts["cancelled"] += 1
         return True
@@ -310,6 +311,7 @@ class LocalScheduler:
     def _end(self, live: LiveRequest, now: float) -> None:
         """A request has its last token."""
         self._stop_running(live, _ending(live), now)
+        self._waiting.charge_output(live)
         del self._live[live.request.request_id]
         self._counts["finished"] += 1
 

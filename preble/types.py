@@ -417,6 +417,36 @@ class Explanation:
     workers: Sequence[WorkerCost] = field(default_factory=tuple)
 
 
+INTERACTIVE, BATCH = "interactive", "batch"
+PRIORITIES = (INTERACTIVE, BATCH)  # batch work fills what the rest leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """On whose account a request is served, and how soon. Raises `InvalidInput` naming the field.
+
+    `tenant`: at most NAME_CHARS_MAX characters; who names none shares "" with the others. `weight`: of its share.
+    `deadline_seconds`: after its arrival, within which its first token is of use. `priority`: "interactive" or "batch".
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    deadline_seconds: float | None = None
+    priority: str = INTERACTIVE
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tenant, str) or len(self.tenant) > NAME_CHARS_MAX:
+            raise InvalidInput(f"tenant must be a text of at most {NAME_CHARS_MAX} characters, got {self.tenant!r}")
+        for name in ("weight", "deadline_seconds"):
+            value = getattr(self, name)
+            if value is None and name == "deadline_seconds":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < inf:
+                raise InvalidInput(f"{name} must be positive and finite, got {value!r}")
+        if self.priority not in PRIORITIES:
+            raise InvalidInput(f"priority must be one of {', '.join(PRIORITIES)}, got {self.priority!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class SessionHint:
     """What a client says its request belongs to; "" where it says nothing. Names are the client's own: two clients may

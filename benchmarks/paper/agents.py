@@ -36,6 +36,7 @@ from benchmarks.paper.agents_cells import (
     OURS,
     OURS_WHOLE,
     PAUSE_MAX_SECONDS,
+    PLAIN,
     POLICIES,
     SAMPLES,
     TENANTS,
@@ -55,13 +56,14 @@ CACHES, LOADS = (0.3, 0.6, 1.0), (1.2, 2.0)
 FLOOD_LOAD, SAMPLE_WORKERS = 0.8, 8
 # (kind, workers) -> (seeds, shares: of what `agents_cells` says).
 GRID = {
-    ("sessions", 4): (2, CACHES), ("sessions", 8): (1, CACHES[:1]), ("flood", 4): (1, (FLOOD_LOAD,)),
-    ("deadlines", 4): (1, LOADS), ("samples", SAMPLE_WORKERS): (6, (1.0,)),
+    ("sessions", 4): (2, CACHES), ("sessions", 8): (1, CACHES[:1]), ("flood", 4): (3, (FLOOD_LOAD,)),
+    ("deadlines", 4): (3, LOADS), ("samples", SAMPLE_WORKERS): (6, (1.0,)),
     ("samples", 2): (6, (1.0,)),
 }  # fmt: skip
 RIVALS = ("cache_aware_spill", IDS, "session_hash", "kv_cost")  # of the bars: smg's new rule, affinity, Dynamo's
 TITLES = {
     OURS_WHOLE: "Preble (E2 and its workers)", OURS: "Preble (E2)", IDS_WHOLE: "affinity, told, our workers",
+    PLAIN: "Preble (E2), nothing waits in front",
     "cache_aware_spill": "smg's new rule", IDS: "affinity, told sessions",
     "session_hash": "affinity, hashed", "kv_cost": "Dynamo's rule", "least_loaded": "least loaded",
     "round_robin": "round robin", "llmd_sticky": "llm-d's rule", "cache_aware": "smg's old rule",
@@ -70,7 +72,7 @@ TITLES = {
 }  # fmt: skip
 INKS = {
     OURS_WHOLE: "#12406b", OURS: "#2b6ca3", IDS_WHOLE: "#2f5d3f", "cache_aware_spill": "#d1603d",
-    IDS: "#5b8c5a", "session_hash": "#a7c7a5", "kv_cost": "#9b86bd",
+    IDS: "#5b8c5a", "session_hash": "#a7c7a5", "kv_cost": "#9b86bd", PLAIN: "#8db3d1",
     "least_loaded": "#999999", "round_robin": "#cccccc", "llmd_sticky": "#e8a58f", "cache_aware": "#e8a58f",
     GROUP_HASH: "#a7c7a5", UNHINTED: "#8fb3d1", KNOWN_LENGTHS: "#f0e0a0",
 }  # fmt: skip
@@ -173,6 +175,8 @@ def bars_of(found: Found) -> list[Bar]:
         ratio = values(found, *place, OURS, "others_p99_ratio")
         bars.append(Bar("one tenant floods: the others' p99 TTFT over theirs without", *interval(ratio), 1.2, False))
         jain = values(found, *place, OURS, "jain")
+        kept = values(found, *place, OURS, "hit_fraction") / values(found, *place, PLAIN, "hit_fraction")
+        bars.append(Bar("one tenant floods: hits over those of the unfair scheduler", *interval(kept), 0.97, True))
         bars.append(Bar("one tenant floods: Jain's index of service over what is due", *interval(jain), 0.95, True))
     for place in places(found, "deadlines"):
         share = values(found, *place, OURS, "of_bound")
@@ -235,7 +239,8 @@ def section(found: Found, trace: str) -> str:
             "others_p99_calm": "others' p99 TTFT without, s", "others_p99_flooded": "with the flood, s",
             "jain": "Jain's index", "hit_fraction": "hits",
         }), "",
-        f"Tools on 4 workers; a first token is of use for {DEADLINE_SECONDS:g} s. No rule refuses anything yet.", "",
+        f"Tools on 4 workers; a first token is of use for {DEADLINE_SECONDS:g} s. Only the first row refuses anything.",
+        "",
         rule_table(found, "deadlines", {
             "goodput": "goodput", "of_bound": "of the bound", "p99_ttft_seconds": "p99 TTFT, s",
             "hit_fraction": "hits",

@@ -11,6 +11,9 @@ flood      `TENANTS` tenants with tools of their own and equal rates, together a
 deadlines  tools at `share` times saturation; a first token is of use for `DEADLINE_SECONDS`.
 samples    groups of `SAMPLES` samples of one prompt, all at once: `GROUPS` on `GROUPS_WORKERS` workers. E2 is told the
            groups, and once it is not; one placement knows every answer's length, to show what that would be worth.
+
+In flood and deadlines `OURS` is E2 with `FLOW`: what a tenant wants beyond its share waits, what is late is given up.
+`PLAIN` is E2 without; rivals' routers have nothing of the kind.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from preble import CostModel, Policy, sim
 from preble.errors import InvalidInput
 from preble.policies.base import RequestView, WorkersView
 from preble.policies.known import by_rendezvous, hashed
+from preble.router.flow_control import FlowConfig
 from preble.sim.bounds import lower_bounds
 from preble.sim.service import (
     entitlements,
@@ -59,13 +63,15 @@ OURS, IDS, GROUP_HASH = "e2", "session_ids", "group_hash"
 RETURNS = " returns"  # of a rule's name: its workers are ours, which evict who is least likely to be back
 OURS_WHOLE, IDS_WHOLE = OURS + RETURNS, IDS + RETURNS
 UNHINTED, KNOWN_LENGTHS = "e2_unhinted", "known_lengths"
+PLAIN = "e2 without"
+FLOW = FlowConfig()
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "sessions": (
         *(OURS_WHOLE, OURS, "cache_aware_spill", IDS, IDS_WHOLE, "session_hash", "kv_cost", "least_loaded"),
         "round_robin",
     ),
-    "flood": (OURS, "cache_aware_spill", "kv_cost", "least_loaded"),
-    "deadlines": (OURS, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
+    "flood": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
+    "deadlines": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
     "samples": (
         OURS,
         UNHINTED,
@@ -184,13 +190,24 @@ def run_place(cells: Sequence[AgentCell], directory: Path) -> dict[AgentCell, di
     return found
 
 
-def config_of(cell: AgentCell, policy: str | Policy, **changes: Any) -> sim.SimConfig:
+def flow_of(name: str) -> tuple[str, FlowConfig | None]:
+    """The policy of a rule, and how requests wait in front of the workers."""
+    return (OURS, FLOW if name == OURS else None) if name in (OURS, PLAIN) else (name, None)
+
+
+def config_of(cell: AgentCell, policy: str | Policy, flow: FlowConfig | None = None, **changes: Any) -> sim.SimConfig:
     """The fleet of a cell."""
     local = local_config()
     if "kv_capacity_tokens" in changes:
         local = replace(local, kv_capacity_tokens=changes.pop("kv_capacity_tokens"))
     return sim.SimConfig(
-        workers=cell.workers, policy=policy, cost_model=FLEET.cost_model, local=local, seed=cell.seed, **changes
+        workers=cell.workers,
+        policy=policy,
+        cost_model=FLEET.cost_model,
+        local=local,
+        seed=cell.seed,
+        flow=flow,
+        **changes,
     )
 
 
@@ -278,7 +295,7 @@ def run_flood(cell: AgentCell, store: Store) -> dict[str, Any]:
     )  # fmt: skip
     runs = {}
     for name in POLICIES["flood"]:
-        config = config_of(cell, name, until_seconds=TENANTS_SECONDS)
+        config = config_of(cell, *flow_of(name), until_seconds=TENANTS_SECONDS)
         before, during = (sim.simulate(workload, config) for workload in (calm, flooded))
         runs[name] = rounded({
             "others_p99_calm": others_p99(before, calm, flooder),
@@ -328,13 +345,14 @@ def run_deadlines(cell: AgentCell, store: Store) -> dict[str, Any]:
     bounds = lower_bounds(
         requests, CostModel.preset(FLEET.cost_model), cell.workers, local_config().token_budget, warmup_requests=warm
     )
+    made = replace(made, requests=requests)
     counted = [
         request if count else replace(request, deadline_seconds=None)
         for request, count in zip(requests, bounds.counted, strict=True)
     ]
     runs = {}
     for name in POLICIES["deadlines"]:
-        result = sim.simulate(made, config_of(cell, name))
+        result = sim.simulate(made, config_of(cell, *flow_of(name)))
         runs[name] = rounded({
             "goodput": within_deadlines(result, counted),
             "of_bound": within_deadlines(result, counted) / bounds.goodput(DEADLINE_SECONDS),

@@ -11,7 +11,7 @@ class LiveRequest:
     tokens: Int32Array
     hold: Hold | None
     cached_tokens: int | None
-    place: tuple[int, int]
+    place: tuple[int, float]
     arrival_seconds: float
     number: int
     known_tokens: int

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidConfig, InvalidInput, InvalidTokens
-from ..types import check_int
+from ..types import Claim, check_int
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -79,7 +79,8 @@ class LocalRequest:
 
     `token_ids` is 1-D, any integer type; it is copied to int32. A token in `stop_token_ids` ends the output and is part
     of it. Requests share cached prefixes only within one `namespace`. `planned_ids`, shape [max_new_tokens], are the
-    output where it is known beforehand (a replay): nothing need be sampled for it.
+    output where it is known beforehand (a replay): nothing need be sampled for it. `claim`: on whose account it is
+    served and how soon; requests without one are all of one tenant, without deadlines.
     """
 
     request_id: str
@@ -88,12 +89,15 @@ class LocalRequest:
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     namespace: Hashable = None
     planned_ids: Int32Array | None = None
+    claim: Claim | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
             raise InvalidInput(f"LocalRequest.request_id must be a non-empty str, got {self.request_id!r}")
         check_int("LocalRequest.max_new_tokens", self.max_new_tokens, 1, 2**31 - 1, InvalidInput)
         object.__setattr__(self, "token_ids", _copy_tokens("token_ids", self.token_ids))
+        if self.claim is not None and not isinstance(self.claim, Claim):
+            raise InvalidInput(f"LocalRequest.claim must be a Claim, got {type(self.claim).__name__}")
         if self.planned_ids is not None:
             object.__setattr__(self, "planned_ids", _copy_tokens("planned_ids", self.planned_ids))
             if len(self.planned_ids) != self.max_new_tokens:

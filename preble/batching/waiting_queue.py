@@ -17,6 +17,16 @@ Who is next:
      picks with all groups full and P = 10, ten are from group 10, nine from group 9, ..., one from group 1 and one from
      group 0.
 
+Between tenants, where requests name any (`Claim`): of those with interactive requests here, else of those with batch
+work, the one with the least service over its weight is next, and with it those within `QUANTUM_TOKENS` of it, at most
+`TENANTS_TOGETHER`: among their requests rules 2 and 3 hold, so that within this slack prefixes still decide. Service is
+counted in tokens, for a worker has no cost model: prompt tokens that are computed, and `OUTPUT_COST` for each of the
+output, once it has ended (`batching/fair_shares`). A batch request that waited longer than the age bound goes at every
+OVERDUE_EVERY-th pick all the same.
+
+Within a group the request goes first whose time is over first: arrival and `deadline_seconds`, or the age bound for one
+without. Without deadlines that is the oldest.
+
 How turns are counted (smooth weighted round robin): each pick adds to every non-empty group its weight as credit, takes
 from the group with the most credit (the higher one on a tie), and charges it the weights added. So the shares hold over
 any stretch of picks, also when each round picks only one. A group found empty at the end of a round loses its credit.
@@ -30,15 +40,22 @@ also where an admission evicts what they rested on; what the scheduler reads of 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable
+from itertools import islice
 from typing import Protocol
 
+from ..types import BATCH
 from ._batch import LiveRequest
+from .fair_shares import FairShares
 from .requests import Int32Array, LocalConfig
 
 REBIN_PER_ROUND = 64  # of 256 waiting, looking at all costs 1.5 times the simulation, for mean latencies within 2 %
+QUANTUM_TOKENS = 2048  # computed, by which tenants may be apart before their shares decide alone
+TENANTS_TOGETHER = 16
+OUTPUT_COST = 8  # tokens of a prompt that take as long as one of an output, decoded among others
 OVERDUE_EVERY = 8  # where all went first who are overdue, an overloaded worker would serve in order of arrival
 
 
@@ -49,6 +66,18 @@ class CacheView(Protocol):
 
     def cached_tokens(self, token_ids: Int32Array, namespace: Hashable) -> int:
         """Length of the longest cached prefix."""
+
+
+class _TenantLine:
+    """The newcomers of one tenant and class, without deferred ones."""
+
+    __slots__ = ("arrivals", "groups", "is_batch", "tenant")
+
+    def __init__(self, tenant: str, is_batch: bool, groups: int) -> None:
+        self.tenant = tenant
+        self.is_batch = is_batch
+        self.arrivals: list[int] = []  # numbers in order
+        self.groups: list[list[tuple[float, int]]] = [[] for _ in range(groups)]  # (rank, number), sorted
 
 
 class WaitingQueue:
@@ -66,7 +95,14 @@ class WaitingQueue:
         self._preempted: deque[LiveRequest] = deque()
         self._arrivals: list[int] = []  # numbers of newcomers in order, without deferred ones
         groups = config.priority_groups + 1 if config.order == "priority" else 1
-        self._groups: list[list[tuple[int, int]]] = [[] for _ in range(groups)]  # (rank, number), sorted
+        self._nobody = _TenantLine("", False, groups)  # of requests that name no tenant
+        self._lines: dict[tuple[bool, str], _TenantLine] = {
+            (False, ""): self._nobody
+        }  # others only while they have requests
+        self._unshared = (self._nobody,)
+        self._open: tuple[_TenantLine, ...] = ()  # whose requests may be next; empty where that is to be found anew
+        self._shares = {is_batch: FairShares() for is_batch in (False, True)}
+        self._latest_arrival = -math.inf
         self._credits = [0] * groups
         self._deferred: list[LiveRequest] = []
         self._picked_by_turn = False
@@ -80,7 +116,8 @@ class WaitingQueue:
 
     def group_sizes(self) -> list[int]:
         """Newcomers in each group, lowest first. Changes nothing."""
-        return [len(group) for group in self._groups]
+        sizes = [[len(group) for group in line.groups] for line in self._lines.values()]
+        return sizes[0] if len(sizes) == 1 else [sum(of) for of in zip(*sizes, strict=True)]
 
     def oldest_arrival_seconds(self) -> float | None:
         """When the longest-waiting newcomer arrived."""
@@ -91,6 +128,10 @@ class WaitingQueue:
     def add(self, live: LiveRequest) -> None:
         """Queue a newcomer, placed by what is cached of it now."""
         self._enter(live)
+        self._latest_arrival = max(self._latest_arrival, live.arrival_seconds)
+        claim = live.request.claim
+        limit = None if claim is None else claim.deadline_seconds
+        live.place = 0, self._latest_arrival + (self._config.max_wait_seconds if limit is None else limit)
         live.place = self._place_of(live)
         live.place_version = self._cache.version
         self._file(live)
@@ -141,11 +182,10 @@ class WaitingQueue:
         elif not self._arrivals:
             return None
         else:
-            live = self._live[self._arrivals[0]]
-            overdue = now - live.arrival_seconds > self._config.max_wait_seconds
-            if not overdue or self._turns < OVERDUE_EVERY - 1:
-                live = self._head_by_turn()
+            oldest = self._oldest_overdue(now) if self._turns >= OVERDUE_EVERY - 1 else None
+            if oldest is None:
                 self._picked_by_turn = True
+            live = self._head_by_turn() if oldest is None else oldest
         self._look(live)
         return live
 
@@ -157,6 +197,8 @@ class WaitingQueue:
         elif not live.resumes:
             self.overdue_picks += 1
             self._turns = 0
+        if not live.resumes:
+            self._charge_prompt(live)
         self._withdraw(live)
         self._leave(live)
 
@@ -173,22 +215,107 @@ class WaitingQueue:
             else:
                 self._file(live)
         self._deferred.clear()
-        for group, members in enumerate(self._groups):
-            if not members:
+        filled = self._filled()
+        for group in range(len(self._credits)):
+            if group not in filled:
                 self._credits[group] = 0
+
+    # --- tenants ------------------------------------------------------------------------------------------------------
+
+    def charge_output(self, live: LiveRequest) -> None:
+        """A request ends: its tenant pays for its output."""
+        claim = live.request.claim
+        if claim is not None:
+            tokens = OUTPUT_COST * live.output_count
+            self._shares[claim.priority == BATCH].correct(claim.tenant, tokens / claim.weight)
+            self._open = ()
+        elif self._is_shared:
+            self._shares[False].correct("", OUTPUT_COST * live.output_count)
+            self._open = ()
+
+    def _charge_prompt(self, live: LiveRequest) -> None:
+        """A newcomer is admitted: its tenant pays for what is computed of it. Nobody does where there is only one."""
+        claim = live.request.claim
+        if claim is not None:
+            self._shares[claim.priority == BATCH].charge(claim.tenant, live.uncached_now / claim.weight)
+        elif self._is_shared:
+            self._shares[False].charge("", live.uncached_now)
+        self._open = ()
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether anybody waits who names a tenant, a deadline or a class."""
+        return len(self._lines) > 1
+
+    def _line_of(self, live: LiveRequest) -> _TenantLine:
+        """Where a newcomer stands, or would."""
+        claim = live.request.claim
+        if claim is None:
+            return self._nobody
+        key = claim.priority == BATCH, claim.tenant
+        return self._lines.get(key) or _TenantLine(claim.tenant, key[0], len(self._credits))
+
+    def _open_line(self, line: _TenantLine) -> None:
+        """Somebody stands there where there are shares."""
+        if not self._is_shared and self._nobody.arrivals:
+            self._shares[False].join("")
+        self._lines[line.is_batch, line.tenant] = line
+        self._shares[line.is_batch].join(line.tenant)
+        self._open = ()
+
+    def _close_line(self, line: _TenantLine) -> None:
+        """Nobody stands there any more."""
+        self._shares[line.is_batch].leave(line.tenant)
+        if line is not self._nobody:
+            del self._lines[line.is_batch, line.tenant]
+        if not self._is_shared:
+            self._shares[False].leave("")
+        self._open = ()
+
+    def _open_lines(self) -> tuple[_TenantLine, ...]:
+        """Whose requests may be next: those of the least service, interactive ones first. Known until somebody comes,
+        goes or is served."""
+        if not self._is_shared:
+            return self._unshared
+        if not self._open:
+            is_batch = not self._shares[False].waiting
+            self._open = tuple(self._lines[is_batch, tenant] for tenant in self._near(is_batch))
+        return self._open
+
+    def _near(self, is_batch: bool) -> list[str]:
+        """The tenants of a class that wait and whose service is next to the least, within the quantum and bound."""
+        near: list[str] = []
+        for account, tenant in islice(self._shares[is_batch].lowest(), TENANTS_TOGETHER):
+            if account > self._shares[is_batch].least + QUANTUM_TOKENS:
+                break
+            near.append(tenant)
+        return near
+
+    def _oldest_overdue(self, now: float) -> LiveRequest | None:
+        """The oldest of those that may be next, or of batch work, if it waited longer than the age bound."""
+        lines = self._open_lines()
+        if self._is_shared:
+            lines += tuple(self._lines[True, tenant] for tenant in self._near(True))
+        live = self._live[min(line.arrivals[0] for line in lines)]
+        return live if now - live.arrival_seconds > self._config.max_wait_seconds else None
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def _next_group(self) -> int:
         """The non-empty group that would have the most credit after one more turn; the higher one on a tie."""
-        groups = (g for g, members in enumerate(self._groups) if members)
-        return max(groups, key=lambda g: (self._credits[g] + self._weight(g), g))
+        return max(self._filled(), key=lambda g: (self._credits[g] + self._weight(g), g))
+
+    def _filled(self) -> list[int]:
+        """The groups of those that may be next that are not empty."""
+        lines = self._open_lines()
+        if len(lines) == 1:
+            return [g for g, members in enumerate(lines[0].groups) if members]
+        return [g for g in range(len(self._credits)) if any(line.groups[g] for line in lines)]
 
     def _charge(self, picked: int) -> None:
-        for group, members in enumerate(self._groups):
-            if members:
-                self._credits[group] += self._weight(group)
-                self._credits[picked] -= self._weight(group)
+        for group in self._filled():
+            self._credits[group] += self._weight(group)
+            self._credits[picked] -= self._weight(group)
 
     @staticmethod
     def _weight(group: int) -> int:
@@ -199,7 +326,12 @@ class WaitingQueue:
     def _head_by_turn(self) -> LiveRequest:
         """The first of the group whose turn it is. Its place is of this round, as far as the bound on looks allows."""
         while True:
-            live = self._live[self._groups[self._next_group()][0][1]]
+            group, lines = self._next_group(), self._open_lines()
+            if len(lines) == 1:
+                number = lines[0].groups[group][0][1]
+            else:
+                number = min(line.groups[group][0] for line in lines if line.groups[group])[1]
+            live = self._live[number]
             if live.place_version >= self._round_version or self._looks_left <= 0 or not self._rebin(live):
                 return live
 
@@ -217,15 +349,19 @@ class WaitingQueue:
         self._put_into_group(live)
         return True
 
-    def _place_of(self, live: LiveRequest) -> tuple[int, int]:
+    def _place_of(self, live: LiveRequest) -> tuple[int, float]:
         """(group, rank in it): 63 of 100 tokens cached with P = 10 is group 6; a fully cached prompt is group P."""
         if self._config.order == "priority":
-            return self._config.priority_groups * live.cached_now // live.known_tokens, 0
-        return 0, -live.cached_now if self._config.order == "longest_prefix" else 0
+            return self._config.priority_groups * live.cached_now // live.known_tokens, live.place[1]
+        return 0, -live.cached_now if self._config.order == "longest_prefix" else live.place[1]
 
     def _file(self, live: LiveRequest) -> None:
         """Put a newcomer where its place says."""
+        line = self._line_of(live)
         insort(self._arrivals, live.number)
+        insort(line.arrivals, live.number)
+        if line is not self._nobody or self._is_shared:
+            self._open_line(line)
         self._put_into_group(live)
 
     def _withdraw(self, live: LiveRequest) -> None:
@@ -233,16 +369,20 @@ class WaitingQueue:
         if live.resumes:
             self._preempted.remove(live)
             return
+        line = self._line_of(live)
         del self._arrivals[bisect_left(self._arrivals, live.number)]
+        del line.arrivals[bisect_left(line.arrivals, live.number)]
         self._drop_from_group(live)
+        if not line.arrivals and (line is not self._nobody or self._is_shared):
+            self._close_line(line)
 
     def _put_into_group(self, live: LiveRequest) -> None:
         group, rank = live.place
-        insort(self._groups[group], (rank, live.number))
+        insort(self._line_of(live).groups[group], (rank, live.number))
 
     def _drop_from_group(self, live: LiveRequest) -> None:
         group, rank = live.place
-        members = self._groups[group]
+        members = self._line_of(live).groups[group]
         del members[bisect_left(members, (rank, live.number))]
 
     def _look(self, live: LiveRequest) -> None:
@@ -260,17 +400,29 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Assert that every waiting request stands in exactly one line, in order, and that the sums are right. O(n)."""
-        filed = sorted(number for group in self._groups for _, number in group)
+        lines = self._lines.values()
+        filed = sorted(number for line in lines for group in line.groups for _, number in group)
         assert filed == self._arrivals, "groups and arrivals list different requests"
+        assert filed == sorted(number for line in lines for number in line.arrivals), "lines list different requests"
         assert not self._deferred, "a round did not end"
         waiting = sorted(self._arrivals + [live.number for live in self._preempted])
         assert waiting == sorted(self._live), "a waiting request stands in no line"
-        for g, group in enumerate(self._groups):
+        for line in lines:
+            self._check_line(line)
+        for is_batch, shares in self._shares.items():
+            shares.check()
+            filled = {line.tenant for line in lines if line.is_batch == is_batch and line.arrivals}
+            assert {tenant for _, tenant in shares.lowest()} == (filled if self._is_shared else set())
+        total = sum(live.uncached_now for live in self._live.values())
+        assert total == self.uncached_tokens, f"uncached_tokens is {self.uncached_tokens}, the sum is {total}"
+
+    def _check_line(self, line: _TenantLine) -> None:
+        assert line is self._nobody or line.arrivals, "an empty line is kept"
+        for g, group in enumerate(line.groups):
             assert group == sorted(group), f"group {g} is out of order"
             for rank, number in group:
                 live = self._live[number]
+                assert self._line_of(live) is line, f"{live.request.request_id} is in another's line"
                 assert live.place == (g, rank), f"{live.request.request_id} is not in its place"
                 exact = live.place_version == live.cached_version == self._cache.version
                 assert not exact or live.place == self._place_of(live), f"{live.request.request_id} has a wrong place"
-        total = sum(live.uncached_now for live in self._live.values())
-        assert total == self.uncached_tokens, f"uncached_tokens is {self.uncached_tokens}, the sum is {total}"

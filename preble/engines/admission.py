@@ -124,7 +124,9 @@ class Admission:
         if len(self._waiting) >= self.config.max_waiting:
             raise QueueFull(f"{self.config.max_waiting} requests wait for the engine, its bound")
         left = request.sampling.max_new_tokens - request.output_offset
-        local = LocalRequest(request.request_id, request.token_ids, max(1, left), namespace=request.namespace)
+        local = LocalRequest(
+            request.request_id, request.token_ids, max(1, left), namespace=request.namespace, claim=request.claim
+        )
         live = LiveRequest(local, self._number, self._clock())
         self._queue.add(live)
         self._number += 1

@@ -197,6 +197,7 @@ class ScheduledEngine(Generic[Live]):
             stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self.info.eos_token_ids),
             namespace=request.namespace,
             planned_ids=None if planned_ids is None else planned_ids[:left],
+            claim=request.claim,
         )
         self.scheduler.add(local)
         return local

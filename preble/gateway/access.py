@@ -56,6 +56,7 @@ class Access:
         self._limits = self._keys.limits
         self._shared = shared
         self._is_keyless = is_keyless(config)
+        self._has_shares = any(table.weight is not None for table in config.keys)
         self._origins = Origins([*config.host_names, config.host])
         self._allowed = AllowedOrigins(config.allowed_origins)
         self._proxies = TrustedProxies(config.trusted_proxies)
@@ -77,6 +78,7 @@ class Access:
         if not is_local:
             grant = self._keys.grant_of(headers, path, scope["method"], client)
             context.key_name, context.models = grant.name, grant.models
+            context.tenant = grant.name if self._has_shares else None
             if grant.limits is not None and scope["method"] == "POST" and not is_operators(path):
                 context.key_label = grant.label
                 grant.limits.take()

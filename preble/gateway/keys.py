@@ -220,7 +220,12 @@ def _granted(table: KeyTable, limits: KeyLimits, digest: str, before: KeyGrant |
         limits.used_tokens = earlier.used_tokens
         limits = earlier if earlier.table == table else limits
     models = frozenset(table.models) if table.models else None
-    return KeyGrant(table.name or digest[:8], models, limits, table.name or "")
+    return KeyGrant(name_of(table), models, limits, table.name or "")
+
+
+def name_of(table: KeyTable) -> str:
+    """What log, metrics and shares call a key."""
+    return table.name or _digest(table.key or "")[:8]
 
 
 def too_many(message: str, code: str, wait_seconds: float) -> ApiError:

@@ -22,12 +22,13 @@ from starlette.responses import Response
 
 from ..clock import Clock
 from ..errors import PrebleError
+from ..types import PRIORITIES
 from .access import Access, is_unlogged
 from .api.http import Receive, Send, error_response
 from .core.config import GatewayConfig
 from .core.gateway import Gateway
 from .core.header_fields import headers_of
-from .core.http_errors import ApiError, refusal_of
+from .core.http_errors import ApiError, refusal_of, wrong
 from .core.request_context import RequestContext, now_in
 from .core.sessions import hint_of_headers
 from .core.sibling_processes import from_other_process
@@ -45,6 +46,7 @@ OTHER = "other"
 # In how many seconds a client gives up that gets nothing; OpenAI's own clients send the second.
 TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
 TIMEOUT_SECONDS_MAX = 1e6
+DEADLINE_HEADER, PRIORITY_HEADER = "x-preble-deadline-seconds", "x-preble-priority"
 _RANDOM = random.Random(secrets.randbits(128))  # of ids, which need to differ and may be guessed
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -59,6 +61,22 @@ def _timeout_of(headers: Any) -> float | None:
     except ValueError:
         return None
     return seconds if 0.0 < seconds <= TIMEOUT_SECONDS_MAX else None
+
+
+def _urgency_of(headers: Any) -> tuple[float | None, str | None]:
+    """Deadline and class that the headers name. Raises `ApiError` 400 for what is none."""
+    priority, given = headers.get(PRIORITY_HEADER), headers.get(DEADLINE_HEADER)
+    if priority is not None and priority not in PRIORITIES:
+        raise wrong(f"{PRIORITY_HEADER} must be one of {', '.join(PRIORITIES)}", PRIORITY_HEADER)
+    if given is None:
+        return None, priority
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= TIMEOUT_SECONDS_MAX:
+        raise wrong(f"{DEADLINE_HEADER} must be a positive number of seconds", DEADLINE_HEADER)
+    return seconds, priority
 
 
 class Middleware:
@@ -135,6 +153,7 @@ class Middleware:
             await Response(status_code=204)(scope, receive, send)
         else:
             self._access.admit(scope, headers, context)
+            context.deadline_seconds, context.priority = _urgency_of(headers)
             if self._request_seconds is None or is_unlogged(path):
                 await self._app(scope, receive, send)
             else:

@@ -31,6 +31,7 @@ import msgspec
 from ..config import PEER_DELAY_SECONDS, SchedulerConfig
 from ..errors import HandshakeRefused, MissingExtra, PrebleError
 from ..router.fleet import FleetConfig
+from ..router.flow_control import FlowConfig
 from ..router.router import Router, RouterConfig
 from ..router.sibling_routers import REPORT_SECONDS, SiblingRouters
 from ..scheduler import GlobalScheduler
@@ -45,6 +46,7 @@ from .core.config_tables import options_of
 from .core.doors import PROCESS
 from .core.logs import log_as_json
 from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
+from .keys import name_of
 
 try:
     import uvicorn
@@ -294,10 +296,16 @@ def _router(
             FleetConfig(several_models=True),
             connect_seconds=config.connect_seconds,
             refuse_wait_seconds=config.refuse_wait_seconds,
+            flow=_flow_config(config),
         ),
         keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
         tokenizer_fingerprint=codec.fingerprint if codec is not None and strict else "",
     )
+
+
+def _flow_config(config: GatewayConfig) -> FlowConfig:
+    """Keys' shares by the names that the gateway has for them."""
+    return FlowConfig(weights={name_of(table): table.weight for table in config.keys if table.weight is not None})
 
 
 def _scheduler_config(config: GatewayConfig) -> SchedulerConfig:
@@ -417,6 +425,7 @@ class Reloading:
         self._app.configure(gateway.config)
         router = gateway.router
         router.config = dataclasses.replace(router.config, refuse_wait_seconds=gateway.config.refuse_wait_seconds)
+        router.change_flow(_flow_config(gateway.config))
         await self._change_workers(_endpoints(old), _endpoints(new))
         if left:
             logger.warning("these need a restart: %s", ", ".join(sorted(left)))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import PrebleError, QueueFull, TransportError
 from ..transport.engine_servers.link import ServerLink
 from ..transport.engine_servers.server_info import ServerInfo, ServerOptions
-from ..types import SessionHint
+from ..types import Claim, SessionHint
 from .request import Attempt, PlacedRequest, Setback, TokenIds
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Placement(PlacedRequest):
         session: SessionHint | None = None,
         max_new_tokens: int | None = None,
         exclude: frozenset[str] = frozenset(),
+        claim: Claim | None = None,
     ) -> None:
         super().__init__(
             request_id,
@@ -78,6 +79,7 @@ class Placement(PlacedRequest):
             first_token_seconds=first_token_seconds,
             session=session,
             exclude=exclude,
+            claim=claim,
         )
         self.on_lost: Callable[[], object] | None = None  # the attempt is over, and not by our word
         self.timer: asyncio.TimerHandle | None = None  # until which the first token is of use

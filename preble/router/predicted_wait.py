@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 FADE_SECONDS = 10.0
 IDLE_WEIGHT_SECONDS = 1.0  # of backlog, that a pace weighs at least, however long ago it was measured
+MEASURED_SECONDS = 0.5  # of backlog, after which a pace is said
 BACKLOG_MIN = 2
 WAITING_MIN = 4
 FAIR_EXCESS = 1.5
@@ -91,6 +92,7 @@ class PredictedWait:
         self._paces: dict[str, WorkerPace] = {}
         self._waiting: dict[str, _PlacedRequest] = {}
         self._clients: dict[Hashable, list[float]] = {}  # those that wait: requests, their seconds
+        self.total_seconds = 0.0  # booked, of all that wait
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class PredictedWait:
         pace.advance(now)
         pace.requests += 1
         pace.waiting_seconds += booked_seconds
+        self.total_seconds += booked_seconds
         self._waiting[name] = _PlacedRequest(worker_id, client, booked_seconds)
         mine = self._clients.setdefault(client, [0, 0.0])
         mine[0] += 1
@@ -108,7 +111,9 @@ class PredictedWait:
     def started(self, name: str, now: float) -> None:
         """Its first token has come."""
         pace, request = self._leave(name, now)
-        if request is not None and pace is not None and pace.requests + 1 >= BACKLOG_MIN:
+        if request is None or pace is None:
+            return
+        if pace.requests + 1 >= BACKLOG_MIN:
             pace.started_seconds += request.seconds
 
     def left(self, name: str, now: float) -> None:
@@ -127,6 +132,7 @@ class PredictedWait:
         pace = self._paces[request.worker_id]
         pace.advance(now)
         pace.requests -= 1
+        self.total_seconds = self.total_seconds - request.seconds if self._waiting else 0.0
         pace.waiting_seconds = pace.waiting_seconds - request.seconds if pace.requests else 0.0
         mine = self._clients[request.client]
         mine[0] -= 1
@@ -146,6 +152,22 @@ class PredictedWait:
     def is_calm(self) -> bool:
         """Whether so few wait that nobody is refused."""
         return len(self._waiting) < WAITING_MIN
+
+    def client_seconds(self, client: Hashable) -> float:
+        """Booked, of a client's requests that wait."""
+        return self._clients[client][1] if client in self._clients else 0.0
+
+    def pace(self, worker_id: str) -> float | None:
+        """Booked seconds that start at a worker in a second; None while that has not been measured."""
+        pace = self._paces.get(worker_id)
+        if pace is None or pace.backlog_seconds < MEASURED_SECONDS or pace.started_seconds <= 0.0:
+            return None
+        return pace.started_seconds / pace.backlog_seconds
+
+    def waiting_seconds(self, worker_id: str) -> float:
+        """Booked, of the requests that wait at a worker."""
+        pace = self._paces.get(worker_id)
+        return 0.0 if pace is None else pace.waiting_seconds
 
     def wait_seconds(self, worker_id: str, now: float) -> float:
         """How long one more request would wait at a worker."""
@@ -184,6 +206,8 @@ class PredictedWait:
             there = [one.seconds for one in self._waiting.values() if one.worker_id == worker_id]
             assert pace.requests == len(there), f"{len(there)} requests wait at {worker_id}, not {pace.requests}"
             assert math.isclose(pace.waiting_seconds, sum(there), abs_tol=1e-6), f"seconds at {worker_id} are off"
+        total = math.fsum(one.seconds for one in self._waiting.values())
+        assert math.isclose(total, self.total_seconds, abs_tol=1e-6), "seconds of all are off"
         for client, (requests, seconds) in self._clients.items():
             mine = [one.seconds for one in self._waiting.values() if one.client == client]
             assert requests == len(mine) and math.isclose(seconds, sum(mine), abs_tol=1e-6), "a client's sums are off"

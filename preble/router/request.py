@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
-from ..types import SamplingParams, SessionHint, TokenLogprob
+from ..types import Claim, SamplingParams, SessionHint, TokenLogprob
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -91,9 +91,11 @@ class PlacedRequest:
         first_token_seconds: float = math.inf,
         session: SessionHint | None = None,
         exclude: frozenset[str] = frozenset(),
+        claim: Claim | None = None,
     ) -> None:
         self.request_id = request_id
         self.client = client
+        self.claim = claim  # on whose account, and how soon; None where nothing was said of it
         self.session = session
         self.first_token_seconds = first_token_seconds  # in which the first token is of use
         self.prompt = token_ids
@@ -163,6 +165,7 @@ class RoutedRequest(PlacedRequest):
         client: Hashable = None,
         first_token_seconds: float = math.inf,
         session: SessionHint | None = None,
+        claim: Claim | None = None,
     ) -> None:
         super().__init__(
             request_id,
@@ -171,6 +174,7 @@ class RoutedRequest(PlacedRequest):
             client=client,
             first_token_seconds=first_token_seconds,
             session=session,
+            claim=claim,
         )
         self.sampling = sampling
         self.needs = sampling.needs()
@@ -199,7 +203,12 @@ class RoutedRequest(PlacedRequest):
         fleet.send(
             attempt.worker_id,
             GenerationRequest(
-                attempt.wire_id, self.tokens_so_far(), self.sampling, self.namespace, output_offset=attempt.offset
+                attempt.wire_id,
+                self.tokens_so_far(),
+                self.sampling,
+                self.namespace,
+                output_offset=attempt.offset,
+                claim=self.claim,
             ),
         )
 

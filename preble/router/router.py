@@ -28,7 +28,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from .._core.token_ids import prompt_words
 from .._placement.request_api import finite_time, hashable
 from ..clock import Clock
 from ..errors import (
+    CapacityExceeded,
     DuplicateRequest,
     EngineError,
     HandshakeRefused,
@@ -58,11 +59,13 @@ from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
 from ..transport.worker_address import check_worker_address, why_silent
-from ..types import SamplingParams, SessionHint, check_fields
+from ..types import INTERACTIVE, Claim, SamplingParams, SessionHint, check_fields
 from .fleet import Fleet, FleetConfig, FleetWorker
+from .flow_control import FlowConfig
 from .placement import Placement
 from .predicted_wait import ADMITTED, PredictedWait, Verdict
 from .request import Attempt, PlacedRequest, RoutedRequest, Setback, StreamChunk, TokenIds
+from .turns import Turns
 from .warm_ups import WarmUps
 
 if TYPE_CHECKING:
@@ -82,10 +85,12 @@ class RouterConfig:
     `max_live_requests` bounds `generate` calls at a time (then `QueueFull`), `max_attempts` the workers that may fail
     under one request (then `WorkerLost`). A request that has lost its worker waits up to `resume_seconds` for another
     one. A new request that would wait longer than `refuse_wait_seconds` for its first token at every worker, by what
-    waits there and how fast that goes (`predicted_wait`), is refused at once with `Overloaded`; None: none is.
+    waits there and how fast that goes (`predicted_wait`), is refused at once with `Overloaded`; None: none is. `flow`:
+    how requests that name a tenant, a deadline or a class wait before the workers (`flow_control`).
     """
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    flow: FlowConfig = field(default_factory=FlowConfig)
     max_live_requests: int = 65_536
     refuse_wait_seconds: float | None = 3.0
     max_attempts: int = 4
@@ -95,7 +100,7 @@ class RouterConfig:
     tick_seconds: float = 0.5
 
     def __post_init__(self) -> None:
-        unset = {"fleet"} if self.refuse_wait_seconds is not None else {"fleet", "refuse_wait_seconds"}
+        unset = {"fleet", "flow"} | ({"refuse_wait_seconds"} if self.refuse_wait_seconds is None else set())
         check_fields(self, "be positive", *(name for name in self.__slots__ if name not in unset))
 
 
@@ -167,6 +172,7 @@ class Router:
         self._numbers = itertools.count(1)  # of requests without a name
         self._warm_ups = WarmUps(scheduler)
         self._predicted_wait = PredictedWait()
+        self._turns = Turns(self.config.flow, self._predicted_wait, self, clock)
         self.on_decision: Callable[[float], object] | None = None  # called with the seconds each one took
         self.siblings: SiblingRouters | None = None  # those that learn of requests at servers
         self._available = asyncio.Event()
@@ -288,6 +294,11 @@ class Router:
         scheduler = GlobalScheduler.restore(self.scheduler.snapshot(), policy=policy, clock=self._clock)
         self.fleet.scheduler = self._warm_ups.scheduler = self.scheduler = scheduler
 
+    def change_flow(self, flow: FlowConfig) -> None:
+        """Let requests wait before the workers by another configuration from now on."""
+        self.config = replace(self.config, flow=flow)
+        self._turns.control.config = flow
+
     async def _tick_loop(self) -> None:
         while True:
             await asyncio.sleep(self.config.tick_seconds)
@@ -296,6 +307,7 @@ class Router:
                 self.counters.ticks += 1
                 self._warm_ups.send(self.fleet)
                 self._predicted_wait.forget(self.scheduler.workers.keys())
+                self._turns.pump()
             except Exception:
                 self.counters.ticks_failed += 1
                 logger.exception("the scheduler's tick failed")
@@ -312,6 +324,9 @@ class Router:
         client: Hashable = None,
         first_token_seconds: float | None = None,
         session: SessionHint | None = None,
+        tenant: str | None = None,
+        deadline_seconds: float | None = None,
+        priority: str | None = None,
     ) -> AsyncIterator[StreamChunk]:
         """Stream the output tokens for a prompt: text (with a tokenizer) or token ids.
 
@@ -319,6 +334,10 @@ class Router:
         refused last. `first_token_seconds`: without a token by then the request is of no use; it is refused if it
         would wait longer, and given up, also at its worker, when it has. `session`: what the client says it belongs to;
         it is in the decision's record, and moves no request.
+
+        With any of the next three it may wait in front of the workers (`flow_control`): `tenant`, whose share of the
+        workers it is served from (`FlowConfig.weights`); `deadline_seconds`, as `first_token_seconds`, and the least
+        slack goes first; `priority` "batch": it fills what "interactive" ones leave.
 
         Raises at once `InvalidInput`, `InvalidTokens` or `DuplicateRequest`; while iterated `QueueFull` (this router,
         or every worker, is at its bound), `Overloaded` (it would wait, or has waited, too long), `NoWorkers`,
@@ -329,8 +348,13 @@ class Router:
         check_namespace(namespace)
         _check_session(session)
         limit = _first_token_limit(client, first_token_seconds)
+        claim = self._claim(tenant, deadline_seconds, priority)
+        if claim is not None:
+            client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
         asked = (self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
-        return self._generate(RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session))
+        return self._generate(
+            RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session, claim=claim)
+        )
 
     async def _generate(self, live: RoutedRequest) -> AsyncIterator[StreamChunk]:
         self._admit(live)
@@ -363,6 +387,9 @@ class Router:
         client: Hashable = None,
         first_token_seconds: float | None = None,
         session: SessionHint | None = None,
+        tenant: str | None = None,
+        deadline_seconds: float | None = None,
+        priority: str | None = None,
         max_new_tokens: int | None = None,
         streamed: bool = True,
         exclude: Collection[str] = (),
@@ -377,9 +404,12 @@ class Router:
         token_ids = self._token_ids(prompt)
         _check_session(session)
         limit = _first_token_limit(client, first_token_seconds)
+        claim = self._claim(tenant, deadline_seconds, priority)
+        if claim is not None:
+            client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
         placement = Placement(
             self, self._new_id(request_id), token_ids, namespace, client=client, first_token_seconds=limit,
-            session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude),
+            session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude), claim=claim,
         )  # fmt: skip
         placement.is_streamed = streamed
         self._admit(placement)
@@ -438,12 +468,13 @@ class Router:
             return
         self.counters.shed += 1
         self._end_attempt(live, abort=True)
-        live.fail(
-            Overloaded(
-                f"no token after {live.first_token_seconds:.3g} s, the time in which it was of use",
-                retry_after_seconds=live.first_token_seconds,
-            )
+        error = Overloaded(
+            f"no token after {live.first_token_seconds:.3g} s, the time in which it was of use",
+            retry_after_seconds=live.first_token_seconds,
         )
+        live.fail(error)
+        if live.claim is not None:
+            self._turns.give_up(live, error)
 
     @contextlib.asynccontextmanager
     async def route(
@@ -464,6 +495,13 @@ class Router:
             raise
         # Where the block has finished it, and reported more than we could, this does nothing.
         self.scheduler.finish(decision.request_id)
+
+    def _claim(self, tenant: str | None, deadline_seconds: float | None, priority: str | None) -> Claim | None:
+        """What a request names of these; None for nothing. Raises `InvalidInput`."""
+        if tenant is None and deadline_seconds is None and priority is None:
+            return None
+        name = tenant or ""
+        return Claim(name, self.config.flow.weights.get(name, 1.0), deadline_seconds, priority or INTERACTIVE)
 
     def _new_id(self, request_id: Hashable) -> Hashable:
         if request_id is None:
@@ -513,6 +551,9 @@ class Router:
         setback, live.setback = live.setback, None
         if live.failures >= self.config.max_attempts and setback is not None:
             raise WorkerLost(f"gave up after {live.failures} attempts, the last: {setback.text}")
+        is_new = not live.failures and not live.full_workers and setback is None
+        if live.claim is not None and is_new and await self._take_turn(live, live.claim):
+            return
         deadline = self._clock() + (self.config.resume_seconds if live.failures else 0.0)
         while not self._try_place(live):
             left = deadline - self._clock()
@@ -521,6 +562,20 @@ class Router:
             await self._wait_for_change(live, left)
         if live.failures and setback is not None and not setback.full:
             self.counters.resumed += 1
+
+    async def _take_turn(self, live: PlacedRequest, claim: Claim) -> bool:
+        """Wait for a new request's turn; False if it is to be placed without one. Raises as `_verdict`, and `QueueFull`
+        where too many wait."""
+        if claim.priority == INTERACTIVE:
+            self._verdict(live, {*self.fleet.unusable, *live.exclude})
+        bound = min(self.config.refuse_wait_seconds or math.inf, live.first_token_seconds)
+        try:
+            return await self._turns.take(live, claim, bound)
+        except CapacityExceeded as error:
+            if live.error is None:
+                self.counters.queue_full += isinstance(error, QueueFull)
+                self.counters.refused += isinstance(error, Overloaded)
+            raise
 
     def _try_place(self, live: PlacedRequest) -> bool:
         """Schedule and send. False if no worker can take the request now; then nothing is booked."""
@@ -546,13 +601,41 @@ class Router:
             if decision.worker in verdict.over:
                 self.scheduler.cancel(live.request_id)
                 raise self._overloaded(self._predicted_wait.wait_seconds(decision.worker, self._clock()))
-            if self._send(live, decision.worker):
-                live.decision = live.decision or decision
-                if live.session:
-                    self.scheduler.note_session(live.request_id, live.session)
+            if self._send_as(live, decision):
                 return True
-            self.scheduler.cancel(live.request_id)
             unusable.add(decision.worker)
+
+    # --- asked by turns -----------------------------------------------------------------------------------------------
+
+    def usable_workers(self) -> list[str]:
+        """The workers that take requests."""
+        unusable = self.fleet.unusable
+        return [name for name in self.fleet.worker_ids if name not in unusable]
+
+    def try_worker(self, live: PlacedRequest, closed: frozenset[str], anywhere: bool) -> tuple[str, bool] | None:
+        """Place a request whose turn it is; see `TurnOwner`."""
+        exclude = {*self.fleet.unusable, *live.exclude}
+        if live.needs:
+            exclude |= self._unable(live)
+        asked = live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left
+        try:
+            decision = self._schedule(*asked, exclude | closed if anywhere else exclude)
+        except NoWorkers:
+            return None
+        if decision.worker in closed:
+            self.scheduler.cancel(live.request_id)
+            return decision.worker, False
+        return (decision.worker, True) if self._send_as(live, decision) else None
+
+    def _send_as(self, live: PlacedRequest, decision: Decision) -> bool:
+        """Send a request to the worker that was chosen; False, and nothing is booked, where that takes no more."""
+        if not self._send(live, decision.worker):
+            self.scheduler.cancel(live.request_id)
+            return False
+        live.decision = live.decision or decision
+        if live.session:
+            self.scheduler.note_session(live.request_id, live.session)
+        return True
 
     def _unable(self, live: PlacedRequest) -> frozenset[str]:
         """The workers whose engines lack something that a request asks for. Raises where all do."""
@@ -633,6 +716,7 @@ class Router:
         attempt.first_seen = True
         self._predicted_wait.started(attempt.wire_id, self._clock())
         self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
+        self._turns.pump()
         if self.siblings is not None:
             self.siblings.own.first_token(attempt.wire_id, attempt.cached_tokens)
 
@@ -665,6 +749,9 @@ class Router:
             self.scheduler.cancel(live.request_id)
         else:
             self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=attempt.cached_tokens)
+        if live.claim is not None:
+            self._turns.ended(live, attempt.cached_tokens, output_tokens)
+        self._turns.pump()
         if self.siblings is not None:
             self.siblings.own.ended(attempt.wire_id, output_tokens)
         try:
@@ -716,10 +803,12 @@ class Router:
         for live in there:
             # A worker that is not lost may wake up; then it need not go on with what runs elsewhere.
             self._set_back(live, f"worker {worker.worker_id}: {why}", abort=worker.state != "lost")
+        self._turns.pump()
 
     def on_available(self, worker: FleetWorker) -> None:
         """Let requests that wait for a worker try again; what siblings have there may be new here."""
         self._available.set()
+        self._turns.pump()
         if self.siblings is not None:
             self.siblings.worker_available()
 
@@ -771,6 +860,7 @@ class Router:
         Changes nothing."""
         workers = {} if self._fleet is None else self._fleet.stats()
         own = {**asdict(self.counters), **asdict(self._warm_ups.counters), "live_requests": len(self._live)}
+        own["held_requests"] = len(self._turns.control)
         return {**own, "siblings": {} if self.siblings is None else self.siblings.stats(), "workers": workers}
 
     def check(self) -> None:
@@ -780,6 +870,7 @@ class Router:
             assert self._live.get(live.request_id) is live, "a running request is live"
             assert live.finish_reason is None and live.error is None, "a running request has not ended"
         self._predicted_wait.check()
+        self._turns.control.check()
         if self._fleet is not None:
             self._fleet.check()
 

@@ -13,6 +13,7 @@ from ..config import SchedulerConfig
 from ..errors import DuplicateWorker, InvalidConfig, UnknownWorker
 from ..local import LocalConfig
 from ..policies.base import Policy
+from ..router.flow_control import FlowConfig
 from ..types import WorkerSpec, check_int, check_seconds
 
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration
@@ -130,6 +131,7 @@ class SimConfig:
     engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is given.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
+    flow: how requests wait in front of the workers by tenants, deadlines and classes; None: they do not.
     until_seconds: when the simulation is broken off; requests not finished by then count as unfinished.
     """
 
@@ -147,6 +149,7 @@ class SimConfig:
     event_loss: float = 0.0
     engine_cost_models: Mapping[str, str | CostModel] = field(default_factory=dict, hash=False)
     faults: tuple[Fault, ...] = ()
+    flow: FlowConfig | None = None
     until_seconds: float = math.inf
 
     def __post_init__(self) -> None:
@@ -164,6 +167,8 @@ class SimConfig:
         for name, kind in (("scheduler", SchedulerConfig), ("local", LocalConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise InvalidConfig(f"SimConfig.{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        if self.flow is not None and not isinstance(self.flow, FlowConfig):
+            raise InvalidConfig(f"SimConfig.flow must be a FlowConfig or None, got {self.flow!r}")
         self._check_fleet()
 
     def _check_fleet(self) -> None:

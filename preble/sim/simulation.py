@@ -16,9 +16,10 @@ truncated. Each request ends once: `Result.outcome`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,13 +27,17 @@ from ..clock import ManualClock
 from ..errors import CapacityExceeded, InvalidInput
 from ..local import StepOutput
 from ..scheduler import GlobalScheduler
-from ..types import CacheEvent, WorkerSpec
+from ..types import INTERACTIVE, CacheEvent, Claim, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
+from .flow import SimFlow
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .routers import News, SimRouters
 from .timeline import Timeline
 from .worker import SimWorker
+
+if TYPE_CHECKING:
+    from .._placement.decision import Decision
 
 TICK_SECONDS = 1.0
 COUNTERS = ("resumed", "truncated", "faults", "event_batches", "lost_event_batches", "late_event_batches")
@@ -51,7 +56,7 @@ def simulate(workload: Workload, config: SimConfig | None = None, *, progress: P
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class Flight:
     """A request on its way: its row, what it asked for, and how much of its answer has come."""
 
     request: PromptRequest
@@ -60,6 +65,12 @@ class _Flight:
     router: int
     emitted: int = 0
     worker: SimWorker | None = None
+
+    def tokens_so_far(self) -> Int32Array:
+        """The prompt and what is emitted."""
+        if not self.emitted:
+            return self.request.token_ids
+        return np.concatenate([self.request.token_ids, self.planned_ids[: self.emitted]])
 
 
 class Simulation:
@@ -74,10 +85,25 @@ class Simulation:
         self._clock = ManualClock()
         self._timeline = Timeline(self._clock)
         self.routers = SimRouters(config, self._clock)
+        self._flows = (
+            []
+            if config.flow is None
+            else [
+                SimFlow(
+                    config.flow,
+                    partial(self.routers.schedulers.__getitem__, number),
+                    self._clock,
+                    self._book,
+                    self._send,
+                    self._refuse,
+                )
+                for number in range(config.routers)
+            ]
+        )
         self._rng = np.random.default_rng([config.seed, 1])  # for lost events
         self._workers: dict[str, SimWorker] = {}
         self.workers: list[SimWorker] = []  # all there ever were
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._ended = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
         count = len(self._requests)
@@ -115,47 +141,75 @@ class Simulation:
     def _arrive(self, request: PromptRequest) -> None:
         row = self._rows[request.request_id]
         self._arrival[row] = self._timeline.now
-        flight = _Flight(request, row, _answer(request, row), self.routers.pick())
+        flight = Flight(request, row, _answer(request, row), self.routers.pick())
         self._flights[request.request_id] = flight
-        self._place(flight)
+        if self._flows and _claim_of(request) is not None:
+            if request.deadline_seconds is not None:
+                self._timeline.at(self._timeline.now + request.deadline_seconds, self._give_up, flight)
+            self._flows[flight.router].offer(flight)
+        else:
+            self._place(flight)
 
-    def _place(self, flight: _Flight) -> None:
+    def _place(self, flight: Flight) -> None:
         """Let the scheduler choose a worker and send the request there, with what is emitted of its answer."""
-        request, row = flight.request, flight.row
-        token_ids = request.token_ids
-        if flight.emitted:
-            token_ids = np.concatenate([token_ids, flight.planned_ids[: flight.emitted]])
-        left = flight.planned_ids[flight.emitted :]
+        decision = self._book(flight)
+        if decision is not None:
+            self._send(flight, decision)
+
+    def _book(self, flight: Flight, exclude: Collection[str] = ()) -> Decision | None:
+        """Let the scheduler choose a worker; None where it refuses, and the request has ended."""
+        scheduler = self.routers.schedulers[flight.router]
+        token_ids, left = flight.tokens_so_far(), len(flight.planned_ids) - flight.emitted
+        request = flight.request
+        asked: dict[str, Any] = {
+            "request_id": request.request_id,
+            "max_new_tokens": left,
+            "group": request.group if request.sampled else None,
+            "session": request.hint,
+        }
         try:
-            scheduler = self.routers.schedulers[flight.router]
-            decision = scheduler.schedule(
-                token_ids,
-                request_id=request.request_id,
-                max_new_tokens=len(left),
-                group=request.group if request.sampled else None,
-                session=request.hint,
-            )
+            return scheduler.schedule(token_ids, exclude=exclude or (), **asked)
         except CapacityExceeded:
             self._refuse(flight)
-            return
+            return None
+
+    def _send(self, flight: Flight, decision: Decision) -> None:
+        """Send a request to its worker."""
+        row, token_ids, left = flight.row, flight.tokens_so_far(), flight.planned_ids[flight.emitted :]
         flight.worker = self._workers[decision.worker]
         if self._placed[row] < 0:
             self._placed[row] = decision.matched_tokens
         self._worker[row] = flight.worker.number
         self._later(self._config.network_seconds, self._submit, (flight, flight.worker, token_ids, left))
 
-    def _submit(self, sent: tuple[_Flight, SimWorker, Int32Array, Int32Array]) -> None:
+    def _submit(self, sent: tuple[Flight, SimWorker, Int32Array, Int32Array]) -> None:
         flight, worker, token_ids, left = sent
         if flight.worker is not worker:
             return
-        if not worker.submit(flight.request.request_id, token_ids, left):
+        claim = None if self._config.flow is None else _claim_of(flight.request)
+        if not worker.submit(flight.request.request_id, token_ids, left, claim):
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
+            if self._flows:
+                self._flows[flight.router].ended(flight.request.request_id)
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
             self._later(self._config.event_delay_seconds, self.routers.report_placed, placed)
 
-    def _refuse(self, flight: _Flight) -> None:
+    def _give_up(self, flight: Flight) -> None:
+        """A request's deadline is over: without a first token it is given up, also at its worker, as by `Router`."""
+        request_id, worker = flight.request.request_id, flight.worker
+        if self._flights.get(request_id) is not flight or flight.emitted:
+            return
+        if worker is not None:
+            flight.worker = None
+            worker.engine.abort(request_id)
+            self.routers.schedulers[flight.router].cancel(request_id)
+        self._flows[flight.router].ended(request_id)
+        self._refuse(flight)
+        self._flows[flight.router].pump()
+
+    def _refuse(self, flight: Flight) -> None:
         """A request ends without an answer, or with half of one, and with it all that wait for it, unsent."""
         del self._flights[flight.request.request_id]
         self._end(flight.row, REFUSED, flight.emitted)
@@ -204,7 +258,7 @@ class Simulation:
         else:
             action(subject)
 
-    def _finish_flight(self, flight: _Flight) -> None:
+    def _finish_flight(self, flight: Flight) -> None:
         now = self._timeline.now
         self._finish[flight.row] = now
         self._end(flight.row, FINISHED, flight.emitted)
@@ -216,12 +270,26 @@ class Simulation:
     def _report(self, reported: tuple[SimWorker, list[News], Sequence[CacheEvent]]) -> None:
         """The scheduler learns of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
         worker, news, events = reported
-        self.routers.report(worker.name, [item for item in news if self._is_true(item, worker)])
+        true = [item for item in news if self._is_true(item, worker)]
+        self.routers.report(worker.name, true)
         if events and self._workers.get(worker.name) is worker:
             for scheduler in self.routers.schedulers:
                 scheduler.apply(worker.name, events)
         elif events:
             self._counts["late_event_batches"] += 1
+        if self._flows:
+            self._report_to_flows(true)
+
+    def _report_to_flows(self, news: Sequence[News]) -> None:
+        """First tokens and ends make room."""
+        for router, request_id, cached_tokens, output_tokens in news:
+            flow = self._flows[router]
+            if output_tokens is None:
+                flow.started(request_id, cached_tokens)
+            else:
+                flow.ended(request_id, output_tokens)
+        for flow in self._flows:
+            flow.pump()
 
     def _is_true(self, news: News, worker: SimWorker) -> bool:
         """Not so of a first token whose request was placed anew since."""
@@ -262,6 +330,8 @@ class Simulation:
             scheduler.remove_worker(worker.name)
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
+            if self._flows:
+                self._flows[flight.router].ended(flight.request.request_id)
             self._counts["resumed"] += 1
             self._place(flight)
 
@@ -270,6 +340,8 @@ class Simulation:
     def _tick(self, _: object) -> None:
         for scheduler in self.routers.schedulers:
             scheduler.tick()
+        for flow in self._flows:
+            flow.pump()
         if self._progress is not None:
             self._progress(self._ended, len(self._requests), self._timeline.now)
         if self._ended < len(self._requests):
@@ -335,6 +407,13 @@ def _check_order(requests: Sequence[PromptRequest], after: Mapping[str, Sequence
     if len(sent) < len(requests):
         first = min({request.request_id for request in requests} - set(sent))
         raise InvalidInput(f"workload: {len(requests) - len(sent)} requests wait for themselves, {first!r} among them")
+
+
+def _claim_of(request: PromptRequest) -> Claim | None:
+    """What its client asks for of tenants, deadlines and classes; None for nothing."""
+    if not request.tenant and request.deadline_seconds is None and request.priority == INTERACTIVE:
+        return None
+    return Claim(request.tenant, 1.0, request.deadline_seconds, request.priority)
 
 
 def _answer(request: PromptRequest, row: int) -> Int32Array:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..engines.simulated import GenerationRequest, SimulatedEngine
 from ..errors import InvalidInput, QueueFull
 from ..local import StepOutput
-from ..types import CacheEvent, SamplingParams, WorkerSpec
+from ..types import CacheEvent, Claim, SamplingParams, WorkerSpec
 from ..workloads.types import Int32Array
 from .config import SimConfig
 from .timeline import Timeline
@@ -36,13 +36,15 @@ class SimWorker:
         self._running = False
         self._dead = False
 
-    def submit(self, request_id: str, token_ids: Int32Array, planned_ids: Int32Array) -> bool:
+    def submit(
+        self, request_id: str, token_ids: Int32Array, planned_ids: Int32Array, claim: Claim | None = None
+    ) -> bool:
         """Queue a request; False if the engine refuses it, or is dead and nobody has noticed yet."""
         if self._dead:
             return True  # it is lost: whoever notices the death sends it elsewhere
         sampling = SamplingParams(max_new_tokens=len(planned_ids), ignore_eos=True)
         try:
-            self.engine.submit(GenerationRequest(request_id, token_ids, sampling), planned_ids)
+            self.engine.submit(GenerationRequest(request_id, token_ids, sampling, claim=claim), planned_ids)
         except (QueueFull, InvalidInput):
             return False
         if not self._running:

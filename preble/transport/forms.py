@@ -28,6 +28,7 @@ from ..types import (
     BlockRemoved,
     BlockStored,
     CacheEvent,
+    Claim,
     Grammar,
     PrefixEvicted,
     RequestEnded,
@@ -224,6 +225,26 @@ def _read_sampling(value: _Sampling) -> SamplingParams:
     return SamplingParams(
         *plain, **numbers, logit_bias=bias, grammar=grammar, allowed_token_ids=allowed, bad_words=more.bad_words
     )
+
+
+# --- whose a request is -----------------------------------------------------------------------------------------------
+
+
+class _Claim(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """`Claim`, which judges its fields itself."""
+
+    tenant: Text
+    weight: _Real
+    deadline_seconds: _Real | None
+    priority: Text
+
+
+def _pack_claim(claim: Claim) -> tuple[Any, ...]:
+    return claim.tenant, claim.weight, claim.deadline_seconds, claim.priority
+
+
+def _read_claim(found: _Claim | None) -> Claim | None:
+    return None if found is None else Claim(found.tenant, found.weight, found.deadline_seconds, found.priority)
 
 
 # --- log probabilities ------------------------------------------------------------------------------------------------
@@ -486,6 +507,7 @@ FORMS: Mapping[Any, FrameForm] = {
     Sequence[int]: FrameForm(_Words, token_words, _read_tuple),
     tuple[int, ...]: FrameForm(_StopWords, _pack_stop, _read_tuple),
     SamplingParams: FrameForm(_Sampling, _pack_sampling, _read_sampling),
+    Claim | None: FrameForm(_Claim | None, _pack_claim, _read_claim, "{} is None"),
     tuple[TokenLogprob, ...]: FrameForm(_Logprobs, _pack_logprobs, _read_logprobs, "not {}"),
     tuple[OutputChunk, ...]: FrameForm(Annotated[list[_Chunk], _CHUNKS_META], _pack_chunks, _read_chunks),
     Hashable: FrameForm(Raw, pack_namespace, read_namespace, "{} is None"),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct, field
 
-from ..types import CacheEvent, SamplingParams, TokenLogprob
+from ..types import CacheEvent, Claim, SamplingParams, TokenLogprob
 
 PROMPT_TOKENS_MAX = 2 << 20  # 8 MiB of token ids
 TEXT_BYTES_MAX = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
@@ -84,7 +84,7 @@ class GenerationRequest(Struct, frozen=True):
 
     A request resumed after its worker died arrives with the emitted tokens appended to the prompt and `output_offset`
     set, so that chunk indices and random draws go on where they stopped; `sampling.max_new_tokens` still counts from
-    the first output.
+    the first output. `claim`: on whose account the worker serves it, and how soon.
     """
 
     request_id: Id
@@ -92,6 +92,7 @@ class GenerationRequest(Struct, frozen=True):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     namespace: Hashable = None
     output_offset: Count = 0
+    claim: Claim | None = None
 
 
 class Abort(Struct, frozen=True):

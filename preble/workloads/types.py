@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput
-from ..types import SessionHint, check_int, check_seconds
+from ..types import PRIORITIES, SessionHint, check_int, check_seconds
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -39,7 +39,8 @@ class PromptRequest:
 
     What a client says beside: `hint`, its session and that one's parent; `after_tool`, whether the pause before it was
     a tool's; `sampled`, whether it is one of several samples of its `group`'s prompt, all of which are waited for;
-    `tenant`, whose it is; `deadline_seconds`, how long after its arrival its first token is still of use.
+    `tenant`, whose it is; `deadline_seconds`, how long after its arrival its first token is still of use; `priority`,
+    "interactive" or "batch".
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class PromptRequest:
     sampled: bool = False
     tenant: str = ""
     deadline_seconds: float | None = None
+    priority: str = "interactive"
 
     def __post_init__(self) -> None:
         check_int("PromptRequest.output_tokens", self.output_tokens, 1, 2**31 - 1, InvalidInput)
@@ -64,6 +66,8 @@ class PromptRequest:
             check_seconds(f"PromptRequest.{name}", getattr(self, name), InvalidInput)
         if self.deadline_seconds is not None:
             check_seconds("PromptRequest.deadline_seconds", self.deadline_seconds, InvalidInput)
+        if self.priority not in PRIORITIES:
+            raise InvalidInput(f"PromptRequest.priority must be one of {', '.join(PRIORITIES)}, got {self.priority!r}")
 
     @property
     def prompt_tokens(self) -> int:

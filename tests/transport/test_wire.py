@@ -34,6 +34,7 @@ from preble.types import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Claim,
     Grammar,
     PrefixEvicted,
     PrefixStored,
@@ -83,6 +84,13 @@ SAMPLING = st.builds(
     logit_bias=st.none() | st.dictionaries(INT31, st.floats(-100, 100), min_size=1, max_size=5),
     grammar=st.none() | GRAMMARS,
 )
+CLAIMS = st.none() | st.builds(
+    Claim,
+    st.text(max_size=32),
+    st.floats(0.01, 1e6),
+    st.none() | st.floats(0.001, 1e6),
+    st.sampled_from(["interactive", "batch"]),
+)
 LOGPROB = st.floats(max_value=0, allow_nan=False)
 LOGPROBS = st.lists(
     st.builds(TokenLogprob, LOGPROB, st.lists(st.tuples(INT31, LOGPROB), max_size=LOGPROBS_MAX).map(tuple)), max_size=3
@@ -130,7 +138,7 @@ def requests() -> st.SearchStrategy[wire.GenerationRequest]:
     """Requests whose offset fits their tokens."""
     return PROMPT.flatmap(
         lambda ids: st.builds(
-            wire.GenerationRequest, IDS, st.just(ids), SAMPLING, NAMESPACES, st.integers(0, len(ids) - 1)
+            wire.GenerationRequest, IDS, st.just(ids), SAMPLING, NAMESPACES, st.integers(0, len(ids) - 1), CLAIMS
         )
     )
 
@@ -232,6 +240,24 @@ def test_token_ids_travel_as_raw_little_endian_int32() -> None:
     frame = wire.encode(wire.GenerationRequest("r", np.array([1, 258, 2**31 - 1], np.int32)))
     assert struct.pack("<3i", 1, 258, 2**31 - 1) in frame
     assert msgpack.unpackb(frame)[:2] == [wire.PROTOCOL_VERSION, 2]
+
+
+def test_a_claim_travels_as_four_values_and_none_as_one_byte() -> None:
+    ids, claim = np.array([7], np.int32), Claim("acme", 2.0, 1.5, "batch")
+    frame = wire.encode(wire.GenerationRequest("r", ids, claim=claim))
+    assert frame.endswith(bytes.fromhex("94a461636d65cb4000000000000000cb3ff8000000000000a56261746368"))
+    assert wire.decode(frame, ALL).message.claim == claim
+    assert wire.encode(wire.GenerationRequest("r", ids)).endswith(b"\xc0\x00\xc0")  # namespace, offset, claim
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [["a", 0.0, None, "batch"], ["a", 1.0, -1.0, "batch"], ["a", 1.0, None, "soon"], ["a" * 129, 1.0, None, "batch"]],
+)
+def test_claims_that_mean_nothing_are_refused(claim: list[Any]) -> None:
+    values = msgpack.unpackb(wire.encode(wire.GenerationRequest("r", np.array([7], np.int32))))
+    with pytest.raises(ProtocolError, match=r"tenant|weight|deadline_seconds|priority"):
+        wire.decode(msgpack.packb([*values[:-1], claim]), ALL)
 
 
 def test_a_decoded_prompt_is_int32_and_cannot_be_written_to() -> None:
@@ -382,10 +408,10 @@ RARE = [
 
 
 DIGESTS = (
-    *("67cf12bc67374ea3", "887c2ed458e4df00", "61ccdcc0344c0cb0", "4be661ff42f0f54c", "9d33be57a4a9ccd5"),
-    *("516bb038c357abb8", "c75206a0fbf48c7d", "d9f2a335116904d9", "d06773bab8a1ff35", "78db0e67ba8738fa"),
-    *("d28ca76f30985c9d", "c6e4c5b31b60c99e", "a396e5080a179212", "8972a55421202b70", "aa8551cb726f3d88"),
-    *("5bbf5a8d112eb73a", "74a1e36ad58a6236", "242d192dce812ba0", "3b04a3c6cb5d8886", "7fd1806b22cc2a68"),
+    *("7abc4edde3c455d1", "c16d99715934e8a7", "b5c9d2c9c0a602e4", "ad9409a70e5cffe2", "b76406304c143a9c"),
+    *("11492abf75f30a6d", "3490b7d744af941a", "a43705a237afe8b2", "21a5d9a54ce54e8c", "5ab6c44cb776a265"),
+    *("30ec54f138ca7ff2", "0b07a285e277074b", "38b17bc527d7e425", "5eb175a63b948ade", "5013de064b12b2f9"),
+    *("b11c26a352d6f924", "310a3b6d59c25e6c", "773d343d87d0c4d8", "421f1ea886f8af12", "cae85128d15fade2"),
 )
 
 
@@ -400,24 +426,24 @@ STORED = BlockStored((1, b"h"), None, (1, 2), 2, ("a", 1), "GPU")
 STAYS = [
     (
         wire.Welcome("w", "simulated", "llama", "abc", 16, 1000, None, 4096, (2,), "", 0, 1 << 20),
-        "dc00140611cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
+        "dc00140711cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
         "c40402000000a000ce00100000c29090",
     ),
-    (wire.Hello("r"), "9a0601cf400000000000000002ce00011170a172a0a0a000"),
-    (wire.Abort("r"), "960603cf400000000000000002ce00011170a172"),
-    (wire.Ping(7), "960604cf400000000000000002ce0001117007"),
-    (wire.Replay(300), "960605cf400000000000000002ce00011170cd012c"),
-    (wire.Bye(), "950606cf400000000000000002ce00011170"),
-    (wire.Refused("no"), "960612cf400000000000000002ce00011170a26e6f"),
-    (wire.Rejected("r", "invalid", "t"), "980614cf400000000000000002ce00011170a172a7696e76616c6964a174"),
-    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0615cf400000000000000002ce000111700102030405060708c3"),
-    (wire.ReplayEnd(1, 2, 3, 4), "990617cf400000000000000002ce0001117001020304"),
-    (wire.Draining(), "950618cf400000000000000002ce00011170"),
-    (wire.Closed("gap", "t"), "970619cf400000000000000002ce00011170a3676170a174"),
-    (wire.Fault("t"), "96061acf400000000000000002ce00011170a174"),
+    (wire.Hello("r"), "9a0701cf400000000000000002ce00011170a172a0a0a000"),
+    (wire.Abort("r"), "960703cf400000000000000002ce00011170a172"),
+    (wire.Ping(7), "960704cf400000000000000002ce0001117007"),
+    (wire.Replay(300), "960705cf400000000000000002ce00011170cd012c"),
+    (wire.Bye(), "950706cf400000000000000002ce00011170"),
+    (wire.Refused("no"), "960712cf400000000000000002ce00011170a26e6f"),
+    (wire.Rejected("r", "invalid", "t"), "980714cf400000000000000002ce00011170a172a7696e76616c6964a174"),
+    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0715cf400000000000000002ce000111700102030405060708c3"),
+    (wire.ReplayEnd(1, 2, 3, 4), "990717cf400000000000000002ce0001117001020304"),
+    (wire.Draining(), "950718cf400000000000000002ce00011170"),
+    (wire.Closed("gap", "t"), "970719cf400000000000000002ce00011170a3676170a174"),
+    (wire.Fault("t"), "96071acf400000000000000002ce00011170a174"),
     (
         wire.Events(0, (STORED, BlockRemoved((2**64 - 1, -1)), RequestPlaced("a", "r", (1,), ("x", None), 5))),
-        "980616cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
+        "980716cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
         "5292cfffffffffffffffffffc096a151a161a172c4040100000092a178c005a0",
     ),
 ]

@@ -79,6 +79,13 @@ class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "next request."
         ),
     ] = None
+    weight: Annotated[
+        Annotated[float, Meta(gt=0, le=1e6)] | None,
+        Meta(
+            description="Of its share of the workers. Where any key has one, what a key wants beyond its share waits "
+            "for the others', and keys without have 1."
+        ),
+    ] = None
     token_budget: Annotated[
         Annotated[int, Meta(ge=1, le=2**62)] | None,
         Meta(description="Tokens of prompts and outputs in all, since the gateway began; then 429."),

@@ -205,10 +205,20 @@ class Gateway:
             skip_special_tokens,
             client=context.key_name,
             first_token_seconds=self.left_seconds(context),
+            claim=self.claim_of(context),
             session=context.session,
             keep_stop=keep_stop,
         )
         return jobs_for(prompts, template, choices)
+
+    def claim_of(self, context: RequestContext) -> dict[str, Any]:
+        """What the request names of tenant, deadline and class, as `Router.generate` takes it; the deadline is what is
+        left of it."""
+        deadline = context.deadline_seconds
+        if deadline is not None:
+            deadline = max(deadline - (self._clock() - context.started), 1e-3)
+        named = {"tenant": context.tenant, "deadline_seconds": deadline, "priority": context.priority}
+        return {name: value for name, value in named.items() if value is not None}
 
     def left_seconds(self, context: RequestContext) -> float | None:
         """What is left of the client's time; of a time that is over, as little as can be said."""

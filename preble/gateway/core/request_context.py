@@ -36,6 +36,9 @@ class RequestContext:
     model: str = ""
     session: SessionHint = NO_SESSION
     timeout_seconds: float | None = None  # after which the client gives up without a token
+    tenant: str | None = None  # whose share of the workers it is served from; None where keys have no shares
+    deadline_seconds: float | None = None  # after its arrival, within which its first token is of use
+    priority: str | None = None
     stream: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)
     first_token_seconds: float | None = None

@@ -204,6 +204,7 @@ class Exchange:
             request_id=f"{context.request_id}#{next(self._relay.numbers)}",
             client=context.key_name,
             first_token_seconds=gateway.left_seconds(context),
+            **gateway.claim_of(context),
             session=context.session or None,
             max_new_tokens=body.max_tokens or None,
             exclude=await self._excluded(),

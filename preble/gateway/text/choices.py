@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ class ChoiceJob:
     """What one choice is to be. `stops` are strings, of which the one that came is part of the text with `keep_stop`;
     `skip_special_tokens` leaves special tokens out of the text.
 
-    `client`, `first_token_seconds` and `session` are `Router.generate`'s.
+    `client`, `first_token_seconds` and `session` are `Router.generate`'s, `claim` are further arguments of it.
     """
 
     index: int
@@ -33,6 +33,7 @@ class ChoiceJob:
     client: Hashable = None
     first_token_seconds: float | None = None
     session: SessionHint | None = None
+    claim: Mapping[str, Any] = field(default_factory=dict)
     keep_stop: bool = False
 
 
