@@ -385,7 +385,7 @@ def run_samples(cell: AgentCell, _: Store) -> dict[str, Any]:
             "hit_fraction": hits(result),
             "load_spread": float(result.busy_seconds.max() / result.busy_seconds.mean()),
         })  # fmt: skip
-    return {"runs": runs, "bound": rounded(bounds.max_latency_seconds)}
+    return {"runs": runs, **rounded({"bound_seconds": bounds.max_latency_seconds})}
 
 
 KINDS = {"sessions": run_sessions, "flood": run_flood, "deadlines": run_deadlines, "samples": run_samples}
