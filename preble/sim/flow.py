@@ -13,10 +13,10 @@ from ..router.flow_control import FlowConfig, FlowControl, HeldRequest, Turn
 from ..router.predicted_wait import PredictedWait
 from ..scheduler import GlobalScheduler
 from ..types import BATCH
+from .flight import Flight
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
-    from .simulation import Flight
 
 Book = Callable[["Flight", Collection[str]], "Decision | None"]
 Send = Callable[["Flight", "Decision"], None]

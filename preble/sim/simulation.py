@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from ..scheduler import GlobalScheduler
 from ..types import INTERACTIVE, CacheEvent, Claim, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
+from .flight import Flight
 from .flow import SimFlow
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .routers import News, SimRouters
@@ -53,24 +53,6 @@ def simulate(workload: Workload, config: SimConfig | None = None, *, progress: P
     scheduler raises.
     """
     return Simulation(workload, config or SimConfig(), progress).run()
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A request on its way: its row, what it asked for, and how much of its answer has come."""
-
-    request: PromptRequest
-    row: int
-    planned_ids: Int32Array
-    router: int
-    emitted: int = 0
-    worker: SimWorker | None = None
-
-    def tokens_so_far(self) -> Int32Array:
-        """The prompt and what is emitted."""
-        if not self.emitted:
-            return self.request.token_ids
-        return np.concatenate([self.request.token_ids, self.planned_ids[: self.emitted]])
 
 
 class Simulation:

@@ -1,0 +1,28 @@
+"""A request of a simulation on its way. Owns what it has got so far; its life is the simulation's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..workloads.types import Int32Array, PromptRequest
+from .worker import SimWorker
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request on its way: its row, what it asked for, and how much of its answer has come."""
+
+    request: PromptRequest
+    row: int
+    planned_ids: Int32Array
+    router: int
+    emitted: int = 0
+    worker: SimWorker | None = None
+
+    def tokens_so_far(self) -> Int32Array:
+        """The prompt and what is emitted."""
+        if not self.emitted:
+            return self.request.token_ids
+        return np.concatenate([self.request.token_ids, self.planned_ids[: self.emitted]])
