@@ -457,7 +457,7 @@ async def test_a_worker_that_reports_more_cached_tokens_than_there_are_is_not_ac
 @asynchronous
 async def test_a_worker_that_the_scheduler_cannot_take_is_refused_with_the_reason() -> None:
     class Small(GlobalScheduler):
-        def add_worker(self, spec: Any) -> Any:
+        def add_worker(self, spec: Any, **rest: Any) -> Any:
             raise InvalidConfig("no room for workers")
 
     with pytest.raises(HandshakeRefused, match="no room for workers"):
