@@ -65,10 +65,10 @@ def _timeout_of(headers: Any) -> float | None:
 
 def _urgency_of(headers: Any) -> tuple[float | None, str | None]:
     """Deadline and class that the headers name. Raises `ApiError` 400 for what is none."""
-    priority, given = headers.get(PRIORITY_HEADER), headers.get(DEADLINE_HEADER)
+    priority, given = headers.get(PRIORITY_HEADER) or None, headers.get(DEADLINE_HEADER)
     if priority is not None and priority not in PRIORITIES:
         raise wrong(f"{PRIORITY_HEADER} must be one of {', '.join(PRIORITIES)}", PRIORITY_HEADER)
-    if given is None:
+    if not given:
         return None, priority
     try:
         seconds = float(given)
