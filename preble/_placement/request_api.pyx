@@ -44,7 +44,6 @@ from .decision import unit_draw
 from .bookings import REASON_NAMES
 from ..errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from ..policies.base import RequestView
-from ..policies.sample_groups import SAMPLE_GROUPS
 from ..types import Explanation, SessionHint, WorkerCost
 
 cdef extern from "Python.h":
@@ -638,7 +637,11 @@ cdef class RequestApi:
 
     cdef object rule_for(self, object group):
         """The policy that decides: a scheduler's own, or that of samples where E2 is asked for one; None is E2."""
-        return self._policy if self._policy is not None or group is None else SAMPLE_GROUPS
+        if self._policy is not None or group is None:
+            return self._policy
+        from ..policies.sample_groups import SAMPLE_GROUPS  # rules are loaded when they are asked for
+
+        return SAMPLE_GROUPS
 
     cdef object seen(self, object token_ids, object namespace, object max_new_tokens, object request_id, double now,
                      object group):
