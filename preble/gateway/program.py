@@ -42,7 +42,7 @@ from ..transport.tasks import end_all
 from ..transport.worker_address import is_server
 from .core.config import GatewayConfig, changes, is_keyless
 from .core.config_sources import Loaded
-from .core.config_tables import options_of
+from .core.config_tables import address_of, options_of
 from .core.doors import PROCESS
 from .core.logs import log_as_json
 from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
@@ -320,7 +320,7 @@ def _scheduler_config(config: GatewayConfig) -> SchedulerConfig:
 def _endpoints(config: GatewayConfig) -> dict[str, ServerOptions | None]:
     """Where the workers of the configuration are, and what the operator says of those that are servers."""
     plain: dict[str, ServerOptions | None] = dict.fromkeys(config.workers)
-    return plain | {server.url: options_of(server) for server in config.servers}
+    return plain | {address_of(server): options_of(server) for server in config.servers}
 
 
 async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None) -> None:

@@ -14,7 +14,7 @@ from preble.errors import InvalidConfig
 from preble.gateway.core.addresses import counted_as
 from preble.gateway.core.config import FIELDS, SECRET, GatewayConfig, changes, flag_of, variable_of
 from preble.gateway.core.config_sources import load
-from preble.gateway.core.config_tables import options_of
+from preble.gateway.core.config_tables import address_of, options_of
 from preble.gateway.core.config_text import descriptions, schema, shown
 
 
@@ -131,6 +131,9 @@ def test_servers_are_tables_whose_keys_may_stand_in_variables_and_are_never_show
     again = load(written(tmp_path / "again.yaml", text), {}, {}).config.servers
     assert [server.url for server in again] == ["http://host-a:30000", "https://host-b"]
     assert again[0].block_size == 16 and again[0].api_key is None
+    ranks = json.dumps([{"url": "http://host-a", "rank": rank} for rank in (0, 1)])
+    addresses = [address_of(server) for server in load(None, {"PREBLE_SERVERS": ranks}, {}).config.servers]
+    assert addresses == ["http://host-a", "http://host-a#rank=1"]
     table = json.dumps([{"url": "http://host-a"}])
     assert load(None, {"PREBLE_SERVERS": table}, {}).config.servers[0].url == "http://host-a"
 
@@ -142,6 +145,9 @@ def test_servers_are_tables_whose_keys_may_stand_in_variables_and_are_never_show
         ("servers: [{url: 'http://a/v1'}]", r"servers\[0\]: .* write http://a"),
         ("servers: [{url: 'http://a'}, {url: 'http://a'}]", r"servers\[1\]: http://a is named twice"),
         ("workers: ['http://a']\nservers: [{url: 'http://a'}]", r"servers\[0\]: http://a is named twice"),
+        ("servers: [{url: 'http://a'}, {url: 'http://a', rank: 0}]", r"servers\[1\]: http://a is named twice"),
+        ("servers: [{url: 'http://a#rank=1', rank: 2}]", r"servers\[0\]: rank is 2, and the url .* names one, too"),
+        ("servers: [{url: 'http://a', rank: -1}]", r"servers: Expected `int` >= 0"),
         ("servers: [{url: 'http://a', api_key_variable: NONE_SUCH}]", r"servers\[0\].*no variable NONE_SUCH is set"),
         ("servers: [{url: 'http://a', api_key: k, api_key_variable: HOME}]", r"servers\[0\].*api_key is given, too"),
         ("servers: [{url: 'http://a', replay_endpoint: 'tcp://a:1'}]", r"servers\[0\]: .*of no use without"),

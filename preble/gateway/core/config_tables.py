@@ -33,6 +33,10 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Name | None,
         Meta(description="Certificates (PEM) of who may vouch for an https:// server, beside the system's own."),
     ] = None
+    rank: Annotated[
+        Annotated[int, Meta(ge=0, le=65_535)] | None,
+        Meta(description="The data-parallel rank of it to use; each rank is a table of its own. Without, rank 0."),
+    ] = None
     model: Annotated[Name | None, Meta(description="The model to use there, of several that it serves.")] = None
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=65_536)] | None, Meta(description="Tokens of a block of its cache.")
@@ -143,17 +147,29 @@ def check_servers(servers: Sequence[ServerTable], workers: Sequence[str]) -> Non
                 client_context(options.ca_file)
             if options.cost_model:
                 CostModel.preset(options.cost_model)
+            address = address_of(server)
         except InvalidInput as error:
             raise InvalidConfig(f"{place}: {error}") from error
-        if server.url in seen:
-            raise InvalidConfig(f"{place}: {server.url} is named twice")
-        seen.add(server.url)
+        if address in seen:
+            raise InvalidConfig(f"{place}: {address} is named twice")
+        seen.add(address)
+
+
+def address_of(server: ServerTable) -> str:
+    """The worker's address: the server's, with the rank where it is not the first. Raises `InvalidConfig`."""
+    if server.rank is None:
+        return server.url
+    if "#" in server.url:
+        raise InvalidConfig(f"rank is {server.rank}, and the url {server.url!r} names one, too; one of them is enough")
+    return f"{server.url}#rank={server.rank}" if server.rank else server.url
 
 
 def options_of(server: ServerTable) -> ServerOptions:
     """What the operator knows of a server. Raises `InvalidConfig`."""
     given = {
-        name: getattr(server, name) for name in server.__struct_fields__ if name not in ("url", "api_key_variable")
+        name: getattr(server, name)
+        for name in server.__struct_fields__
+        if name not in ("url", "rank", "api_key_variable")
     }
     return ServerOptions(**{name: value for name, value in given.items() if value is not None})
 
