@@ -161,7 +161,7 @@ class FleetWorker:
             cache.release(hold, now)
             self.uncached += 1
             return ()
-        taken = cache.take(need).copy()
+        taken = cache.take(need, now).copy()
         running.hold, running.slots = hold, np.concatenate([cache.slots_of(hold), taken])
         evicted = cache.take_events()
         return [_removed(event) for event in evicted] if self._blocks else evicted

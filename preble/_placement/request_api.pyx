@@ -197,7 +197,7 @@ cdef Match estimated_match(RequestApi api, object token_ids, object namespace):
 
 
 def choice_to_come(DecisionCore core not None, policy, token_ids, object namespace, int64_t max_new_tokens, double now,
-                   request, bint of_session) -> tuple:
+                   request, bint of_session=False) -> tuple:
     """Decide without booking: (chosen index, reason, prompt tokens, rows of (index, usable, L, M, P, Q, total,
     candidate), names). E2 takes no lock for it; a Python policy is asked under both, with its `request`."""
     cdef TokenView view

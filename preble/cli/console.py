@@ -222,9 +222,10 @@ def need_matplotlib() -> None:
 
 def new_figure(size: tuple[float, float], rect: tuple[float, float, float, float], h_pad: float = 0.10) -> Any:
     """A white figure of `size` inches whose axes keep inside `rect`. Raises `MissingExtra` without matplotlib."""
-    need_matplotlib()
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra('figures need matplotlib: pip install "preble[bench]"') from error
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(rect=rect, w_pad=0.12, h_pad=h_pad)
     return figure

@@ -43,7 +43,8 @@ class Shadow:
         self._last_error = ""
 
     def ask(self, core: DecisionCore, request: RequestView, now: float) -> ShadowAnswer | None:
-        """What the shadow would do now; None, and counted, if it raised anything."""
+        """What the shadow would do now; None, and counted, if it raised anything. E2 as a shadow sees a session where
+        the tree shows it, not where a hint names it."""
         try:
             asked = request.token_ids, request.namespace, output_limit(request.max_new_tokens)
             chosen, reason, _, rows, names = choice_to_come(core, self.policy, *asked, now, request)
