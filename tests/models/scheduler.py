@@ -26,6 +26,7 @@ SLICES = 36
 # The rule's constants.
 HOLDER_SHARE_MIN, BEHIND_SECONDS, REQUEST_SECONDS, INTERRUPTED_SHARE = 0.9, 0.3, 0.004, 0.1
 TOGETHER_SHARE, EVICTED_USES, LOAD_SHARE, PRESSURE_MAX = 0.3, 2.0, 0.02, 2.0
+PASSED_SHARE = 0.8  # of what is ahead, that a session's next turn passes where all of it is cached
 WORK_SHARE, COPY_SECONDS, MOVED_USES = 0.5, 0.05, 3.0
 CREDIT_AGE_SECONDS = 60.0
 UNSEEN_DELAYS, DRAW_QUEUE_WEIGHT, HEAD_TOKENS, PLACED_LATELY, OTHERS_MIN = (
@@ -168,6 +169,14 @@ class NaiveTree:
         shared = {node: common(node[1], tokens) for node in self.nodes if node[0] == space}
         passed = [node for node, matched in shared.items() if matched > self.start(node)]
         return sorted(passed, key=lambda node: len(node[1])), max(shared.values(), default=0)
+
+    def goes_on(self, path: Path) -> bool:
+        """Whether a prompt leads into one that no other has gone on from."""
+        nodes, _ = self.walk(path)
+        end = nodes[-1] if nodes else None
+        return end is not None and not any(
+            node != end and node[0] == end[0] and node[1][: len(end[1])] == end[1] for node in self.nodes
+        )
 
     def above(self, path: Path) -> list[Path]:
         """The nodes that `path` contains as a whole, from the top; itself is the last."""
@@ -397,6 +406,11 @@ class Prices:
     pressure: float
     output: int
     evicted_uses: float
+    passed: float  # of what is ahead, by token of the prompt that is cached
+
+    def still_ahead(self, matched: int) -> float:
+        """How much of what is ahead a prompt waits for where so much of it is cached."""
+        return 1.0 - self.passed * matched
 
 
 @dataclass(frozen=True)
@@ -523,7 +537,7 @@ class NaiveScheduler:
         longest = max(whole.values())
         enough = longest > self.config.exploit_ratio * length
         least_held = max(1, int(HOLDER_SHARE_MIN * longest))
-        prices = self.prices(limit, now)
+        prices = self.prices(path, limit, now)
         rows = [self.row(name, path, held[name], prices, now) for name in names]
         if not enough:
             homes = self.tree.homes(path, self.config.exploit_ratio, self.places)
@@ -572,7 +586,7 @@ class NaiveScheduler:
         ahead, requests = ahead_seconds / len(accounts), len(live) / len(accounts)
         context = TOGETHER_SHARE * prices.output * self.accounts[home.worker].cost.context[3]
         return (
-            ahead + min(ahead, BEHIND_SECONDS) + REQUEST_SECONDS * requests
+            (ahead + min(ahead, BEHIND_SECONDS)) * prices.still_ahead(home.matched) + REQUEST_SECONDS * requests
             + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * requests)
             + context * (length * requests + sum(b.prompt_tokens for b in live) / len(accounts))
         )  # fmt: skip
@@ -636,7 +650,8 @@ class NaiveScheduler:
         evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
         return Row(
             *(name, whole, usable, load, prefill),
-            queue=self.ahead(account, now) + min(behind, BEHIND_SECONDS) + REQUEST_SECONDS * live,
+            queue=(self.ahead(account, now) + min(behind, BEHIND_SECONDS)) * prices.still_ahead(usable)
+            + REQUEST_SECONDS * live,
             others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
             eviction=evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure),
@@ -650,7 +665,7 @@ class NaiveScheduler:
         every = [booking for account in self.accounts.values() for booking in self.window(account)]
         return sum(b.prefill_ns for b in every) * 1e-9 + sum(b.output for b in every) * self.output_seconds
 
-    def prices(self, limit: int | None, now: float) -> Prices:
+    def prices(self, path: Path, limit: int | None, now: float) -> Prices:
         """What is the same for all workers."""
         rho = self.assigned() / (self.longest_observed(now) * len(self.accounts))
         recent = [b for account in self.accounts.values() for b in self.window(account) if b.counts]
@@ -659,6 +674,7 @@ class NaiveScheduler:
             pressure=min(PRESSURE_MAX, rho / (1.0 - min(rho, 0.9))),
             output=self.expected_anywhere(limit),
             evicted_uses=EVICTED_USES * (matched / max(prompts, 1)),
+            passed=PASSED_SHARE / len(path[1]) if self.tree.goes_on(path) else 0.0,
         )
 
     def longest_observed(self, now: float) -> float:
