@@ -108,7 +108,7 @@ class Storm:
 
 
 def test_five_hundred_workers_join_and_leave_while_requests_run() -> None:
-    storm = Storm(seed=11)
+    storm = Storm(seed=14)
     sched, sizes, resident = storm.sched, [], []
     for step in range(1, STEPS + 1):
         storm.step()

@@ -27,9 +27,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     seen: Sent = []
     submit = SimWorker.submit
 
-    def watched(self: SimWorker, request_id: str, token_ids: Any, planned_ids: Any) -> bool:
+    def watched(self: SimWorker, request_id: str, token_ids: Any, planned_ids: Any, *rest: Any) -> bool:
         seen.append((self.engine.scheduler._clock(), self.name, request_id, token_ids.tolist(), planned_ids.tolist()))
-        return submit(self, request_id, token_ids, planned_ids)
+        return submit(self, request_id, token_ids, planned_ids, *rest)
 
     monkeypatch.setattr(SimWorker, "submit", watched)
     return seen

@@ -186,9 +186,12 @@ async def test_a_server_that_dies_is_lost_and_its_streams_go_on_elsewhere(kind: 
         await until(lambda: first.running == 5, "all run on the first")
         await until(lambda: router.counters.output_tokens >= 10, "some tokens came")
         await first.kill()
+        by: set[str] = set()
         for n, (tokens, chunks) in enumerate(await asyncio.gather(*streams)):
             assert tokens == expected_tokens([n, *PROMPT], 60)
-            assert {chunk.worker for chunk in chunks} == {f"127.0.0.1:{one.port}" for one in servers}
+            assert chunks[-1].worker == f"127.0.0.1:{second.port}"
+            by |= {chunk.worker for chunk in chunks}
+        assert by == {f"127.0.0.1:{one.port}" for one in servers}  # a stream may have had no token of the first
         assert router.counters.resumed == 5 and len(second.bodies) == 5
         await until(lambda: worker_at(router, first).state == "lost", "it is lost")
         assert "cannot be reached" in worker_at(router, first).why, "at once, not after a silence"
