@@ -153,7 +153,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[float, Meta(gt=0, le=1e9)] | None,
         Meta(
             description="Choices a minute for each key, or for each client address where there are no keys; beyond "
-            "them 429. Each process counts its own."
+            "them 429. Of all processes together."
         ),
     ] = None
     rate_limit_burst: Annotated[Count, Meta(description="Choices that may come at once, where there is a rate.")] = 60
