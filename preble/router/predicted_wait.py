@@ -10,6 +10,8 @@ routers send to the same worker.
     nothing measured     the wait is at least as long as nobody's first token has come, and no more is known
     refused              a request that would wait longer than it may at every worker, if `WAITING_MIN` wait in all:
                          an idle fleet, or one that has just been started, refuses nobody
+    a burst              passes by itself: until no worker has had room for `BURST_SECONDS`, a request may wait
+                         `BURST_FACTOR` times as long. There is room again where one would wait `SPILL_SHARE` of it
 
 A client (an API key, say) that waits for less than its equal part of what may wait is let in beyond the bound, up to
 `FAIR_EXCESS` times the bound: so one that asks for too much is refused, not the others. Belongs to one asyncio loop.
@@ -28,6 +30,8 @@ MEASURED_SECONDS = 0.5  # of backlog, after which a pace is said
 BACKLOG_MIN = 2
 WAITING_MIN = 4
 FAIR_EXCESS = 1.5
+BURST_SECONDS = 15.0  # in which caches that are cold, or a rush, need not be an overload
+BURST_FACTOR = 4.0
 SPILL_SHARE = 0.5  # of the bound: who waits less than this elsewhere leaves a full worker
 
 
@@ -88,7 +92,9 @@ class PredictedWait:
     Bounded by the router's live requests and its workers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, burst_factor: float = BURST_FACTOR) -> None:
+        self._burst_factor = burst_factor
+        self._full_since: float | None = None  # no worker has had room since
         self._paces: dict[str, WorkerPace] = {}
         self._waiting: dict[str, _PlacedRequest] = {}
         self._clients: dict[Hashable, list[float]] = {}  # those that wait: requests, their seconds
@@ -130,6 +136,8 @@ class PredictedWait:
         if request is None:
             return None, None
         pace = self._paces[request.worker_id]
+        if self.is_calm:
+            self._full_since = None
         pace.advance(now)
         pace.requests -= 1
         self.total_seconds = self.total_seconds - request.seconds if self._waiting else 0.0
@@ -177,21 +185,37 @@ class PredictedWait:
         pace.advance(now)
         return pace.wait_seconds()
 
-    def verdict(self, workers: Iterable[str], client: Hashable, bound_seconds: float, now: float) -> Verdict:
-        """Whether a new request may wait at one of the workers that take requests. O(workers) where `WAITING_MIN`
-        requests wait, else O(1)."""
+    def verdict(
+        self, workers: Iterable[str], client: Hashable, bound_seconds: float, now: float, own_seconds: float = math.inf
+    ) -> Verdict:
+        """Whether a new request may wait at one of the workers that take requests: `bound_seconds`, longer in a burst,
+        and never longer than `own_seconds`. O(workers) where `WAITING_MIN` requests wait, else O(1)."""
         if self.is_calm:
             return ADMITTED
         waits = {worker_id: self.wait_seconds(worker_id, now) for worker_id in workers}
-        over = frozenset(worker_id for worker_id, seconds in waits.items() if seconds > bound_seconds)
+        shortest = min(waits.values(), default=0.0)
+        if shortest <= SPILL_SHARE * bound_seconds:
+            self._full_since = None
+        elif shortest > bound_seconds and self._full_since is None:
+            self._full_since = now
+        longest = min(self.patience_seconds(bound_seconds, now), own_seconds)
+        bound = min(bound_seconds, own_seconds)
+        over = frozenset(worker_id for worker_id, seconds in waits.items() if seconds > bound)
         if not over:
             return ADMITTED
-        shortest = min(waits.values())
-        if shortest > bound_seconds:
-            if shortest <= FAIR_EXCESS * bound_seconds and self._is_below_its_part(client, shortest / bound_seconds):
+        if shortest > longest:
+            if shortest <= FAIR_EXCESS * longest and self._is_below_its_part(client, shortest / longest):
                 return ADMITTED
             return Verdict(refuse_seconds=shortest)
-        return Verdict(over=over, avoid=shortest <= SPILL_SHARE * bound_seconds or self._is_below_its_part(client, 1.0))
+        if shortest <= SPILL_SHARE * bound or (shortest <= bound and self._is_below_its_part(client, 1.0)):
+            return Verdict(over=over, avoid=True)
+        over = frozenset(worker_id for worker_id in over if waits[worker_id] > longest)
+        return Verdict(over=over) if over else ADMITTED
+
+    def patience_seconds(self, bound_seconds: float, now: float) -> float:
+        """How long requests may wait now: the bound, or longer in a burst."""
+        lasting = self._full_since is not None and now - self._full_since > BURST_SECONDS
+        return bound_seconds if lasting else self._burst_factor * bound_seconds
 
     def _is_below_its_part(self, client: Hashable, fill: float) -> bool:
         """Whether a client's requests wait for less than an equal part of what may wait; `fill` times as much does."""

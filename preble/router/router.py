@@ -85,8 +85,9 @@ class RouterConfig:
     `max_live_requests` bounds `generate` calls at a time (then `QueueFull`), `max_attempts` the workers that may fail
     under one request (then `WorkerLost`). A request that has lost its worker waits up to `resume_seconds` for another
     one. A new request that would wait longer than `refuse_wait_seconds` for its first token at every worker, by what
-    waits there and how fast that goes (`predicted_wait`), is refused at once with `Overloaded`; None: none is. `flow`:
-    how requests that name a tenant, a deadline or a class wait before the workers (`flow_control`).
+    waits there and how fast that goes (`predicted_wait`), is refused at once with `Overloaded`; None: none is. In a
+    burst, until no worker has had room for 15 s, four times as long may be waited. `flow`: how requests that name a
+    tenant, a deadline or a class wait before the workers (`flow_control`).
     """
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
@@ -568,9 +569,9 @@ class Router:
         where too many wait."""
         if claim.priority == INTERACTIVE:
             self._verdict(live, {*self.fleet.unusable, *live.exclude})
-        bound = min(self.config.refuse_wait_seconds or math.inf, live.first_token_seconds)
+        patience = self._predicted_wait.patience_seconds(self.config.refuse_wait_seconds or math.inf, self._clock())
         try:
-            return await self._turns.take(live, claim, bound)
+            return await self._turns.take(live, claim, min(patience, live.first_token_seconds))
         except CapacityExceeded as error:
             if live.error is None:
                 self.counters.queue_full += isinstance(error, QueueFull)
@@ -650,11 +651,11 @@ class Router:
     def _verdict(self, live: PlacedRequest, unusable: Collection[str]) -> Verdict:
         """Where a request may wait. Raises `Overloaded` for one that would wait too long everywhere; one that has run
         is never refused."""
-        bound = min(self.config.refuse_wait_seconds or math.inf, live.first_token_seconds)
-        if bound == math.inf or live.failures or self._predicted_wait.is_calm:
+        bound, own = self.config.refuse_wait_seconds or math.inf, live.first_token_seconds
+        if min(bound, own) == math.inf or live.failures or self._predicted_wait.is_calm:
             return ADMITTED
         workers = (name for name in self.fleet.worker_ids if name not in unusable)
-        verdict = self._predicted_wait.verdict(workers, live.client, bound, self._clock())
+        verdict = self._predicted_wait.verdict(workers, live.client, bound, self._clock(), own)
         if verdict.refuse_seconds is not None:
             raise self._overloaded(verdict.refuse_seconds)
         return verdict

@@ -10,6 +10,8 @@ import pytest
 from preble.router.predicted_wait import (
     ADMITTED,
     BACKLOG_MIN,
+    BURST_FACTOR,
+    BURST_SECONDS,
     FADE_SECONDS,
     FAIR_EXCESS,
     SPILL_SHARE,
@@ -22,10 +24,10 @@ BOUND = 3.0
 
 
 class Line:
-    """One fleet whose workers start a request every so often, in order."""
+    """One fleet whose workers start a request every so often, in order; by default nothing is taken for a burst."""
 
-    def __init__(self, *workers: str) -> None:
-        self.wait = PredictedWait()
+    def __init__(self, *workers: str, burst_factor: float = 1.0) -> None:
+        self.wait = PredictedWait(burst_factor)
         self.workers = workers
         self.now = 100.0
         self.number = 0
@@ -43,9 +45,9 @@ class Line:
             self.now += every_seconds
             self.wait.started(self.waiting[worker].pop(0), self.now)
 
-    def verdict(self, client: str = "", bound: float = BOUND) -> Verdict:
+    def verdict(self, client: str = "", bound: float = BOUND, own: float = math.inf) -> Verdict:
         self.wait.check()
-        return self.wait.verdict(self.workers, client, bound, self.now)
+        return self.wait.verdict(self.workers, client, bound, self.now, own)
 
     def seconds(self, worker: str = "a") -> float:
         return self.wait.wait_seconds(worker, self.now)
@@ -204,6 +206,53 @@ def test_equal_keys_have_no_excess() -> None:
         line.place("a", client=f"key {number % 4}")
     assert line.seconds() > BOUND
     assert all(line.verdict(f"key {number}").refuse_seconds is not None for number in range(4))
+
+
+def lasting(line: Line, seconds: float) -> None:
+    """Time in which as many requests come to `a` as are started there, half a second each."""
+    for _ in range(int(seconds / 0.5)):
+        line.place("a")
+        line.start("a", 0.5)
+        line.verdict()
+
+
+def test_in_a_burst_four_times_as_long_may_be_waited_and_no_longer() -> None:
+    line = Line("a", burst_factor=BURST_FACTOR)
+    line.busy("a", 0.5)
+    assert BOUND < line.seconds() and line.verdict() == ADMITTED
+    line.place("a", count=int(BOUND * BURST_FACTOR / 0.5))
+    refused = line.verdict().refuse_seconds
+    assert refused is not None and refused > BOUND * BURST_FACTOR
+
+
+def test_what_lasts_is_no_burst_and_ends_when_there_was_room() -> None:
+    line = Line("a", burst_factor=BURST_FACTOR)
+    line.busy("a", 0.5)
+    lasting(line, BURST_SECONDS)
+    assert line.verdict() == ADMITTED
+    lasting(line, 1.0)
+    assert line.verdict().refuse_seconds is not None
+    line.start("a", 0.5, 3)
+    assert line.seconds() < BOUND and line.verdict() == ADMITTED
+    line.place("a", count=4)
+    assert line.verdict().refuse_seconds is not None, "a little room does not make a new burst of it"
+    line.start("a", 0.5, 7)
+    assert line.seconds() < SPILL_SHARE * BOUND and line.verdict() == ADMITTED
+    line.place("a", count=6)
+    assert line.seconds() > BOUND and line.verdict() == ADMITTED, "much room does"
+
+
+def test_who_has_a_time_of_its_own_waits_no_longer_in_a_burst() -> None:
+    line = Line("a", burst_factor=BURST_FACTOR)
+    line.busy("a", 0.5)
+    assert line.verdict(own=3.5).refuse_seconds is not None
+    assert line.verdict(own=600.0) == ADMITTED
+
+
+def test_in_a_burst_a_worker_over_the_bound_is_still_left_for_one_that_has_much_less() -> None:
+    line = Line("a", "b", burst_factor=BURST_FACTOR)
+    line.busy("a", 0.5)
+    assert line.verdict() == Verdict(over=frozenset({"a"}), avoid=True)
 
 
 def test_who_leaves_makes_room_and_leaves_no_trace() -> None:

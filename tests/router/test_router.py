@@ -664,7 +664,7 @@ async def test_a_worker_silent_for_very_long_is_given_up() -> None:
 async def line(*others: Any, **config: Any) -> AsyncIterator[Any]:
     """(router, workers): the first worker answers one request after another, each a second after the one before by the
     router's clock, which nothing else moves; there have been 12 requests, and two of them have been answered."""
-    clock, turns, lock = ManualClock(), itertools.count(), asyncio.Lock()
+    clock, turns, lock = ManualClock(), itertools.count(), asyncio.Lock()  # a burst: four times the bound may be waited
     held, queued = asyncio.Event(), asyncio.Event()
 
     async def slow(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
@@ -698,7 +698,7 @@ def ask(router: Router, number: int = 0, **options: Any) -> asyncio.Task[Any]:
 
 @asynchronous
 async def test_a_request_that_would_wait_too_long_is_refused_at_once_and_sent_nowhere() -> None:
-    async with line(refuse_wait_seconds=8.0) as (router, (worker,)):
+    async with line(refuse_wait_seconds=2.0) as (router, (worker,)):
         with pytest.raises(Overloaded, match=r"would take 9\.\d s, longer than requests may wait") as refused:
             await collect(router.generate(PROMPT, SHORT, client="greedy"))
         assert refused.value.retry_after_seconds == pytest.approx(9.3, rel=0.05)
@@ -716,7 +716,7 @@ async def test_nobody_is_refused_where_the_bound_is_off() -> None:
 
 @asynchronous
 async def test_a_full_worker_is_passed_over_for_one_with_room_before_anybody_is_refused() -> None:
-    async with line(good, refuse_wait_seconds=8.0) as (router, (_, second)):
+    async with line(good, refuse_wait_seconds=2.0) as (router, (_, second)):
         assert not second.got(wire.GenerationRequest)  # the policy takes the first by name
         await collect(router.generate(PROMPT, SHORT))
         assert len(second.got(wire.GenerationRequest)) == 1 and router.stats()["refused"] == 0
@@ -724,7 +724,7 @@ async def test_a_full_worker_is_passed_over_for_one_with_room_before_anybody_is_
 
 @asynchronous
 async def test_a_client_that_waits_for_less_than_its_part_is_let_in_where_one_with_more_is_refused() -> None:
-    async with line(refuse_wait_seconds=8.0) as (router, (worker,)):
+    async with line(refuse_wait_seconds=2.0) as (router, (worker,)):
         with pytest.raises(Overloaded):
             await collect(router.generate(PROMPT, SHORT, client="greedy"))
         modest = ask(router, client="modest")

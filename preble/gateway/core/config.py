@@ -183,7 +183,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 30.0
     refuse_wait_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)] | None,
-        Meta(description="A request whose first token would take longer is refused with 429; null refuses none."),
+        Meta(
+            description="A request whose first token would take longer is refused with 429, four times as long in a "
+            "burst of at most 15 s; null refuses none."
+        ),
     ] = 3.0
     request_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)] | None,
