@@ -219,7 +219,7 @@ def lasting(line: Line, seconds: float) -> None:
 def test_in_a_burst_four_times_as_long_may_be_waited_and_no_longer() -> None:
     line = Line("a", burst_factor=BURST_FACTOR)
     line.busy("a", 0.5)
-    assert BOUND < line.seconds() and line.verdict() == ADMITTED
+    assert line.seconds() > BOUND and line.verdict() == ADMITTED
     line.place("a", count=int(BOUND * BURST_FACTOR / 0.5))
     refused = line.verdict().refuse_seconds
     assert refused is not None and refused > BOUND * BURST_FACTOR
