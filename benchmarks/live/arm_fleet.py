@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,9 @@ Send = Callable[[str, Request], AsyncIterator[Progress]]
 
 @dataclass
 class Group:
-    """Engines of one kind, by address, and their processes."""
+    """Engines of one kind, by address, and their processes, which end with `stack`."""
 
+    stack: contextlib.ExitStack
     addresses: list[str] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -130,7 +131,8 @@ def peer_version(python: Path, name: str) -> str:
 
 
 class EngineFleet:
-    """Servers and workers of one engine, started when first asked and kept until the end; one group runs at a time."""
+    """Servers and workers of one engine, started when first asked, kept until the end or until they are to be new; one
+    group runs at a time."""
 
     def __init__(self, engine: str, python: Path, shape: engine_fleet.Shape, stack: contextlib.ExitStack) -> None:
         self.engine, self.python, self.shape = engine, python, shape
@@ -147,18 +149,23 @@ class EngineFleet:
         self._groups[kind].signal(signal.SIGCONT)
         return self._groups[kind]
 
+    def end(self, kind: str) -> None:
+        """End a group, if it runs; the next who asks for it has a new one."""
+        if kind in self._groups:
+            self._groups.pop(kind).stack.close()
+
     async def _started(self, kind: str) -> Group:
         variables = {**engine_fleet.OFFLINE, **engine_fleet.ON_CPU, "PYTHONPATH": str(ROOT)}
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
-        group, waiting = Group(), []
+        group, waiting = Group(self._stack.enter_context(contextlib.ExitStack())), []
         for number in range(self.shape.engines):
             make = server_command if kind == "servers" else worker_command
             command = make(self.engine, self.python, self.shape, number)
             core = engine_fleet.core_of(self.shape, number)
             name = f"{self.engine}-{kind}-{number}"
-            process, log = self._stack.enter_context(engine_fleet.started(name, command, core, variables))
+            process, log = group.stack.enter_context(engine_fleet.started(name, command, core, variables))
             group.processes.append(process)
-            self._stack.callback(group.signal, signal.SIGCONT)  # a stopped process would not end
+            group.stack.callback(group.signal, signal.SIGCONT)  # a stopped process would not end
             if kind == "servers":
                 url = f"http://127.0.0.1:{self.shape.base_port + number}"
                 waiting.append(engine_fleet.until_answers(process, log, f"{url}/health", engine_fleet.READY_SECONDS))
@@ -255,19 +262,12 @@ def least_loaded(urls: Sequence[str], send: Send) -> Ask:
     return ask
 
 
-def of_other_text(send: Send, url: str) -> Ask:
-    """A client whose prompts all begin with a word of its own: what they share among each other stays, with the prompts
-    of runs before they share nothing. For engines whose caches cannot be emptied."""
-    word = secrets.token_hex(4)
-    return lambda request: send(url, replace(request, text=f"{word}\n{request.text}"))  # type: ignore[call-arg]
-
-
 @contextlib.asynccontextmanager
 async def asked(
     arm: str, fleet: EngineFleet, peers: Path, output_tokens: int, decisions: Path | None = None
 ) -> AsyncIterator[Ask]:
-    """The way to ask in an arm, knowing nothing yet, before engines with empty caches. Raises ValueError for an unknown
-    arm."""
+    """The way to ask in an arm, knowing nothing yet, before servers with empty caches, or workers as they are. Raises
+    ValueError for an unknown arm."""
     group = await fleet.group("workers" if arm == "preble workers" else "servers")
     urls = group.addresses
     if arm != "preble workers":
@@ -283,7 +283,7 @@ async def asked(
             yield lambda request: send(url, request)
         elif arm.startswith("preble"):
             url = await stack.enter_async_context(served(urls, fleet.shape, session, decisions))
-            yield of_other_text(send, url) if arm == "preble workers" else lambda request: send(url, request)
+            yield lambda request: send(url, request)
         elif arm == "round robin":
             yield lambda request: send(urls[next(turns) % len(urls)], request)
         elif arm == "least load":

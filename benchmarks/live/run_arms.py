@@ -12,7 +12,7 @@ later than `LATE` of the run's seconds, of the rates that are tried. A rate is g
 Then every arm (`arm_fleet.ARMS`) runs at parts of it. Within a repetition all arms meet the same requests at the same
 times, one after the other in an order drawn for the repetition. Every run begins with empty caches and a gateway that
 has just started: the minute in which it learns is measured with the rest. Servers run on between runs and are emptied
-(SGLang `/flush_cache`, vLLM `/reset_prefix_cache`); workers cannot be, so there each run has prompts of its own.
+(SGLang `/flush_cache`, vLLM `/reset_prefix_cache`); workers cannot be, so they are started anew for each run.
 
 Each run is appended to a file of JSON lines as it ends, with what was measured of the machine's quiet; what is in the
 file is not measured again, if settings and seed are the same. A noisy run is kept, marked, and repeated, twice at most.
@@ -239,13 +239,17 @@ class Bench:
             return outcomes, arm_noise.between(first, arm_noise.now(), load)
 
     async def _warm_up(self, arm: str) -> None:
-        """What an engine loads at its first request is no part of any arm. Raises RuntimeError if one fails."""
+        """What an engine loads at its first request is no part of any arm; new workers have none of a run's documents
+        then. Raises RuntimeError if a request fails."""
         kind = "preble workers" if arm == "preble workers" else "round robin"
-        if kind in self._warm:
+        if kind == "preble workers":
+            self.fleet.end("workers")
+        elif kind in self._warm:
             return
         self._warm.add(kind)
         count = WARM_UP_REQUESTS * self.args.workers
         sessions = make_sessions("documents", self.sources, 100.0, 10.0, self.args.seed)[:count]
+        sessions = [of_other_text(session, "warm-up") for session in sessions]
         async with arm_fleet.asked(kind, self.fleet, self.args.peers, self.args.output_tokens) as ask:
             failed = [one.error for one in await send_all(ask, sessions, self.args.output_tokens) if one.error]
         if failed:
@@ -294,6 +298,12 @@ class Bench:
         found["run_seconds"] = time.perf_counter() - began
         self.keep({**found, **quiet, "noisy": arm_noise.is_noisy(quiet)})
         return self.kept[-1]
+
+
+def of_other_text(session: Session, word: str) -> Session:
+    """A session whose prompts share nothing with those that do not begin with the word."""
+    turns = tuple(replace(turn, text=f"{word}\n{turn.text}") for turn in session.turns)
+    return replace(session, turns=turns)
 
 
 def kept_up(outcomes: Sequence[Outcome] | None) -> bool:

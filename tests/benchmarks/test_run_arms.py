@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -397,22 +398,34 @@ def test_a_gateway_of_ours_is_started_before_the_engines_as_others_are() -> None
     assert command[4:9] == config and "--record-share" not in command
 
 
+def test_a_warm_up_caches_nothing_of_what_a_run_asks() -> None:
+    asked = arm_traffic.Session(3, 0.5, (arm_traffic.Turn("same a", [1]), arm_traffic.Turn("same b", [2], 1.0)))
+    other = run_arms.of_other_text(asked, "warm-up")
+    assert [turn.text for turn in other.turns] == ["warm-up\nsame a", "warm-up\nsame b"]
+    assert (other.key, other.arrival_seconds, other.turns[1].pause_seconds) == (3, 0.5, 1.0)
+
+
 @asynchronous
-async def test_prompts_of_another_run_share_among_each_other_and_with_no_run_before() -> None:
-    sent: list[list[str]] = [[], []]
+async def test_a_group_that_ended_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = "import time; time.sleep(60)"
+    monkeypatch.setattr(arm_fleet, "worker_command", lambda *_: [sys.executable, "-c", ready])
+    monkeypatch.setattr(engine_fleet, "until_ready_line", answered)
+    with contextlib.ExitStack() as stack:
+        fleet = arm_fleet.EngineFleet(
+            "sglang", Path(sys.executable), engine_fleet.Shape(Path("m"), "cpu", 1, 1, 1, 24_000), stack
+        )
+        first = (await fleet.group("workers")).processes[0]
+        assert (await fleet.group("workers")).processes[0] is first
+        fleet.end("workers")
+        fleet.end("servers")  # was never started
+        assert first.poll() is not None
+        second = (await fleet.group("workers")).processes[0]
+        assert second is not first and second.poll() is None
+    assert second.poll() is not None
 
-    async def send(url: str, request: Request) -> AsyncIterator[Progress]:
-        sent[int(url)].append(request.text)  # type: ignore[attr-defined]
-        yield Progress(1)
 
-    for run in ("0", "1"):
-        ask = arm_fleet.of_other_text(send, run)
-        for text in ("same a", "same b"):
-            async for _ in ask(arm_traffic.TextRequest(0, [1], 0.0, text)):
-                pass
-    words = [[text.partition("\n")[0] for text in one] for one in sent]
-    assert words[0][0] == words[0][1] != words[1][0] == words[1][1]
-    assert [text.partition("\n")[2] for text in sent[0]] == ["same a", "same b"]
+async def answered(*_: object) -> None:
+    """At once."""
 
 
 @asynchronous
