@@ -1,6 +1,7 @@
 # One word per task; each task does all its own set-up in .venv from nothing but Python 3.10+ and a C/C++ compiler.
 #
 #   make demo    serve real prompts with two workers, round robin against E2; writes demo-out/
+#   make demo-docs  the same, and the README's table of it
 #   make test    the test suite
 #   make check   ruff, mypy, cython-lint
 #   make asan    the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in build/asan
@@ -14,7 +15,7 @@
 #   make test-ray   the router inside a real Ray cluster, in .venv-ray (600 MB; 3 minutes the first time)
 #   make bench-ray  Preble's router against Ray Serve's own (40 minutes); writes its section of docs/results.md
 #   make build   the compiled core, in place
-#   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables
+#   make bench   every benchmark and its peers, three times (half an hour); writes docs/benchmarks.md's tables and the README's
 #   make paper        the paper's evaluation in simulation, and the contest (40 minutes): docs/results.md and its figures
 #   make agents       its page on agents and tenants alone (20 minutes): docs/agents.md
 #   make paper-quick  the same with a tenth of the requests (4 minutes), into build/paper-quick
@@ -40,11 +41,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(shell find preble -name '*.pyx' -o -name '*.pxd')
 
 .PHONY: wheel wheels wheel-test docs quickstart
-.PHONY: demo test test-live bench-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick agents peers instructions instructions-renew clean
+.PHONY: demo demo-docs test test-live bench-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick agents peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
 	$(BIN)/preble demo --workdir demo-out $(ARGS)
+
+demo-docs: demo
+	$(BIN)/python -m benchmarks.common.readme --demo demo-out/demo.json
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest $(ARGS)
@@ -94,10 +98,12 @@ build: $(VENV)/built
 
 bench: $(VENV)/built peers
 	$(BIN)/python -m benchmarks.decision.bench_schedule --everything --runs 3 --json benchmarks/results/everything.json --docs $(ARGS)
+	$(BIN)/python -m benchmarks.common.readme
 
 paper: $(VENV)/built
 	$(BIN)/python -m benchmarks.paper.run $(ARGS)
 	$(BIN)/python -m benchmarks.paper.agents
+	$(BIN)/python -m benchmarks.common.readme
 
 agents: $(VENV)/built
 	$(BIN)/python -m benchmarks.paper.agents $(ARGS)

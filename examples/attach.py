@@ -1,7 +1,7 @@
 """Preble before servers that already run: python examples/attach.py http://host:30000 http://host:30001
 
 Sends questions about two documents and prints where each went and how much of it was cached there. Needs the extra
-`attach`; what the servers must be started with is in docs/attach.md.
+`attach`; what the servers must be started with is in docs/engines.md.
 """
 
 from __future__ import annotations

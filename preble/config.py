@@ -25,7 +25,7 @@ class SchedulerConfig:
     cancelled by `tick`, and counted.
     handover_prefixes_max: a draining worker gives at most so many of its hot prefixes away; 0: none.
     tick_seconds: how often the background thread of `start` ticks.
-    calibrate: learn from requests' times what workers really cost (docs/calibration.md). "auto": where the scheduler
+    calibrate: learn from requests' times what workers really cost (docs/learning.md). "auto": where the scheduler
     was given no cost model; it then says True or False in the scheduler's `config`.
     rebalance_ratio: when the heaviest worker's load is more than this times the lightest's, prefixes move (0: never).
     rebalance_floor_seconds: prefixes move only when the heaviest worker's load is so many seconds more, too.

@@ -419,7 +419,7 @@ class GlobalScheduler(RequestApi):
         Namespaces and request ids must be None, bool, int, float, str, bytes or tuples of these; InvalidInput names one
         that is not, and a policy whose state is not kept. Records and shadow are left out, as is a request whose
         `schedule` has not returned. Other threads' decisions wait while memory is copied, `match` does not.
-        O(everything). See docs/snapshot.md.
+        O(everything). See docs/fleet.md.
         """
         from .scheduling.snapshot import take
 

@@ -32,7 +32,7 @@ ABOUT = """
     The paper's ablation: 640 tools asked for with Zipf 1.1, four A6000, 36 requests a second for 300 s in the
     authors' configuration, beside a lighter and a heavier load. Each stage adds one part to those before it, on the
     paper's rule ("e2-paper") and then on ours. The oracle knows the tools and deals them out evenly by number. The
-    paper has no formula of its prefill/decode balancing; [ours](rebalancing.md) is of the cost model.
+    paper has no formula of its prefill/decode balancing; [ours](policies.md#plans) is of the cost model.
 """
 REMARK = """
     The paper shows this figure as a picture only; its text says that E2 improves mean and p99, rebalancing and copies

@@ -11,12 +11,14 @@ and of the sources. The page has no dates and no timings in it: the same sources
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.common.paths import ROOT
+from benchmarks.common.facts import commit
+from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.paper import (
     cells,
     contest,
@@ -70,6 +72,8 @@ def main(arguments: list[str]) -> int:
     (out / "results.md").write_text("\n".join(parts))
     if not (args.quick or args.out):
         measured.update()
+    if not (args.quick or args.out or args.only):
+        (RESULTS / "paper.json").write_text(json.dumps({"commit": commit(), "seeds": contest.SEEDS}) + "\n")
     sys.stderr.write(f"wrote {out / 'results.md'} after {time.monotonic() - started:.0f} s\n")
     return 0
 

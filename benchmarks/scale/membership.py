@@ -1,4 +1,4 @@
-"""What users notice of workers that join and leave: the tables of docs/membership.md, in the simulator. Owns the loads
+"""What users notice of workers that join and leave: tables of docs/experiments/fleet.md. Owns the loads
 and what is printed; the rule is `preble/scheduling/membership.py`.
 
     python -m benchmarks.scale.membership join     # 20 workers become 40

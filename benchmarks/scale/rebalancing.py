@@ -1,5 +1,5 @@
 """What each corrective of the paper brings where load shifts, and what one price makes of the same: the table of
-docs/rebalancing.md, in the simulator. Owns the loads and what is printed; moves and copies are planned in
+docs/experiments/rebalancing.md, in the simulator. Owns the loads and what is printed; moves and copies are planned in
 `preble/scheduling/rebalance_planner.py`.
 
     python -m benchmarks.scale.rebalancing --seeds 3

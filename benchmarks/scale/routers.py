@@ -4,7 +4,7 @@
 
 Each request comes to one of the routers by chance; the others learn of it from its worker, `event_delay_seconds` after
 it got there. One router learns of its own requests' tokens as late. Every cell runs with all seeds; ratios are to one
-router with the same requests and the same delay, geometric means over the seeds. See docs/routers.md.
+router with the same requests and the same delay, geometric means over the seeds. See docs/fleet.md.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def section(record: Mapping[str, Any]) -> str:
         f"{WORKERS} workers (A6000, Mistral-7B) in simulation; each request comes to one of the routers by chance, the",
         "others learn of it as late as the column says. Ratios to one router that learns of its own requests' tokens",
         f"as late; geometric means over seeds {', '.join(map(str, seeds))}.",
-        "How routers agree: [routers.md](routers.md).",
+        "How routers agree: [fleets](fleet.md#many-routers).",
         "",
         "At 50 ms, eight routers have a p99 TTFT more than 10 % over one router's in: "
         + (", ".join(late) or "none")

@@ -1,5 +1,5 @@
 """1,000 workers, 10 routers, 10^6 requests: what one router does for them and where the first limit lies. Owns the list
-of runs, what is derived from them, and the tables of docs/scale.md; `router.py` and `links.py` measure.
+of runs, what is derived from them, and the tables of docs/experiments/scale.md; `router.py` and `links.py` measure.
 
     python -m benchmarks.scale.scale --docs
 
@@ -32,7 +32,7 @@ from benchmarks.scale.router import KV_TOKENS, SOURCES, Cell, measured
 from preble import LocalConfig, sim
 from preble.workloads import generate, poisson
 
-PAGE = DOCS / "scale.md"
+PAGE = DOCS / "experiments/scale.md"
 BEGIN, END = "<!-- scale: begin -->", "<!-- scale: end -->"
 DELAY_SECONDS = 0.05
 LINK_BYTES_PER_SECOND = 10e9 / 8
@@ -475,7 +475,7 @@ def main(arguments: list[str]) -> int:
     """Everything asked for; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "scale.json")
-    parser.add_argument("--docs", action="store_true", help="write the tables of docs/scale.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables of docs/experiments/scale.md")
     parser.add_argument("--quick", action="store_true", help="small numbers, for tests; nothing is kept")
     parser.add_argument("--only", choices=[*cells(True), "links", "fleet"], help="this part; the JSON keeps the others")
     parser.add_argument("--beside", default="", help="start this command when the big run's times begin to count")

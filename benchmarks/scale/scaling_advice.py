@@ -1,4 +1,4 @@
-"""Does the scaling advice come true? The tables of docs/scaling.md, in the simulator. Owns the loads and what is
+"""Does the scaling advice come true? Makes tables of docs/experiments/fleet.md. Owns the loads and what is
 printed; the estimate is `preble/scheduling/autoscaling.py`.
 
     python -m benchmarks.scale.scaling_advice sizes     # fleets of one more and one less from the start

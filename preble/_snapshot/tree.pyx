@@ -6,7 +6,7 @@ items are handed out, the table's deleted slots and the room of entry blocks are
 same memory at every later step. Pointers are written as what they point to. Nothing in the bytes is accepted unchecked:
 links are followed only after they are known to lead to items, and lists only as long as each item's way back is right.
 
-Sections: writing, reading, what is checked. The layout of the bytes is in docs/snapshot.md.
+Sections: writing, reading, what is checked. The layout of the bytes is in docs/fleet.md.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t

@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in STAGES:
         default = getattr(SchedulerConfig(), name)
         add(f"--scheduler-{name.replace('_', '-')}", type=type(default), default=default, metavar="N",
-            help="docs/rebalancing.md (default: %(default)s)")  # fmt: skip
+            help="docs/policies.md (default: %(default)s)")  # fmt: skip
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any field of SchedulerConfig; may be repeated")
     add = parser.add_argument_group("what goes wrong").add_argument
     add("--routers", type=int, default=1, metavar="N", help="schedulers that share the requests (default: 1)")

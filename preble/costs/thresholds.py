@@ -1,5 +1,5 @@
 """The two thresholds of the paper that come "from profiling GPU and LLM types", for which it has no formula: Th_bal and
-IMBALR of a cost model. Owns how we derive them (docs/rebalancing.md says why so); reads times, knows no worker.
+IMBALR of a cost model. Owns how we derive them (why: docs/experiments/rebalancing.md); reads times, knows no worker.
 
 Paper section 4.2, "Post-assignment load adjustment" and "Prefill-decoding balancing".
 """

@@ -76,7 +76,7 @@ class Policy:
     `reason` is what decisions carry as their reason. `needs` names the state that the scheduler shall keep for this
     policy ("active_blocks", "placed_requests", "paper_history", "session", "window_costs"); what they say comes with
     the request.
-    `takes_plans`: whether prefixes that become too hot are moved and copied for it (docs/rebalancing.md): a plan's
+    `takes_plans`: whether prefixes that become too hot are moved and copied for it (docs/policies.md): a plan's
     worker then takes the place of its choice. Errors raised here reach the caller of `schedule`; nothing is booked
     then.
     """

@@ -39,7 +39,7 @@ class E2Paper(Policy):
     the worker's cost model's (`preble.costs.thresholds`), or `SchedulerConfig.imbalance_share`; 1 switches this off.
 
     Ties go by order. Rebalancing and autoscaling (section 4.2, "post-assignment") are the scheduler's plans;
-    docs/rebalancing.md has the knob of each stage, and how to switch it off.
+    docs/policies.md has the knob of each stage, and how to switch it off.
     """
 
     name = reason = "e2-paper"

@@ -1,5 +1,5 @@
 """How many workers a fleet should have: what one more would save, which one less would cost least. Owns the estimate
-and the samples that it rests on; it starts and stops nobody. docs/scaling.md has the figures that were checked.
+and the samples that it rests on; it starts and stops nobody. docs/experiments/fleet.md has the figures.
 
 With n workers the time to first token is the prompt's own prefill and the wait for prefills that came before it:
 

@@ -2,7 +2,7 @@
 cost model it was given, and the rule by which a better model is published.
 
 `_placement/timing_samples.pyx` notes samples on the hot path; `Calibrator.tick` reads them in the background, and
-`calibration_fit.py`, with numpy that nothing else here loads, says what they say. docs/calibration.md explains to an
+`calibration_fit.py`, with numpy that nothing else here loads, says what they say. docs/learning.md explains to an
 operator what is behind it. Knows nothing of requests, prompts or policies.
 
   1. Each worker's factors are estimated from its samples.

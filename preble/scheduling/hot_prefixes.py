@@ -1,6 +1,6 @@
 """The prefixes that most work is for, and which workers have them. Owns how they are ranked and named; what is counted
 of each is `_placement/prefix_groups.pyx`'s, and nothing is counted before somebody watches, or a policy takes plans
-(docs/rebalancing.md).
+(docs/experiments/rebalancing.md).
 
 A prefix is shown by its length and a name, never by its tokens: the name is a keyed hash, so that nobody without the
 key can try whether a prompt they guess is among them.

@@ -116,7 +116,7 @@ class Membership:
         self._load_sampler.tick(now)
 
     def advice(self) -> dict[str, Any]:
-        """What a worker more, or one less, would do (docs/scaling.md). Under the writers' lock."""
+        """What a worker more, or one less, would do (docs/fleet.md). Under the writers' lock."""
         return self._load_sampler.advice()
 
     def removed(self, name: str) -> None:

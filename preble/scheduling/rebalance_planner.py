@@ -1,6 +1,6 @@
 """What to do about load that moves: which prefix to move, which to copy. Pure functions from rows to plans; the only
 place where the thresholds of rebalancing and of prefix autoscaling are compared. Paper section 4.2, "Post assignment
-load adjustment" and "Prefill-decode balancing" before it; docs/rebalancing.md says it in words.
+load adjustment" and "Prefill-decode balancing" before it; docs/experiments/rebalancing.md says it in words.
 
 Nothing here books or redirects anything: `rebalancer.py` does.
 """

@@ -3,8 +3,8 @@ and their counts; what to plan is computed by `rebalance_planner.py`, what decis
 `_placement/e2.pyx`.
 
 `tick` looks, proposes, and books what was proposed, each in short holds of the scheduler's lock. Decisions read one
-table (`_placement/redirects.pyx`), which is empty while nothing is planned. docs/rebalancing.md explains it to
-operators.
+table (`_placement/redirects.pyx`), which is empty while nothing is planned. docs/policies.md explains it to operators,
+docs/experiments/rebalancing.md how plans are found.
 """
 
 from __future__ import annotations

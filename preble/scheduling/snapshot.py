@@ -6,7 +6,7 @@ Python, and how time goes on; compiled state is `_snapshot/accounts.pyx`. Read b
 
 Nothing of the rest is looked at before all of these are right. A checksum is no signature: whoever can write the bytes
 can make them right. What is read is checked for that reason, too, and never makes more memory than its own size
-allows; but a snapshot from a stranger may still be wrong about what is cached. docs/snapshot.md has the table.
+allows; but a snapshot from a stranger may still be wrong about what is cached. docs/fleet.md has the table.
 """
 
 from __future__ import annotations

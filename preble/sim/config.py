@@ -122,7 +122,7 @@ class SimConfig:
     workers: WorkerSpecs, or a number of equal ones, named w0, w1, ...; an engine's KV capacity and cost model are its
     spec's, else those of `local` and `cost_model`.
     routers: schedulers over the same workers; each request comes to one of them by chance, and the others learn of it
-    from its worker (docs/routers.md).
+    from its worker (docs/fleet.md).
     policy: a name or a `Policy`; `scheduler`: the global scheduler's knobs; `local`: the local schedulers'.
     step_seconds, step_seconds_per_request: what an iteration takes beside the model (the engine's own scheduling,
     sampling, detokenising), once and for each request in its batch.

@@ -90,7 +90,7 @@ def generate(
     `name`: "toolbench", "videoqa", "loogle", "programming", "embodied", "mixed" (toolbench and videoqa, 4 to 1) or
     "conversation" (multi-turn chat like Mooncake's trace; groups are conversations). In "embodied" and "conversation"
     a turn is sent after the one before it has finished, and conversations stand randomly interleaved. `shape`:
-    "experiment" as the paper's experiments ran it (docs/workloads.md has the parameters), "table1" as its Table 1
+    "experiment" as the paper's experiments ran it (docs/simulator.md has the parameters), "table1" as its Table 1
     measures the data set. `zipf`: groups' popularity falls as rank ** -zipf, instead of the workload's own; not for
     turns. The same arguments give the same workload on every machine. Raises `InvalidInput` naming the argument.
     """

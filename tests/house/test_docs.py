@@ -85,7 +85,7 @@ def test_every_command_of_a_page_is_one_that_preble_understands(page: Path) -> N
 
 def test_commands_are_found_on_the_pages_that_have_them() -> None:
     found = {page.name: len(list(commands(page))) for page in PAGES}
-    for name in ("quickstart.md", "tuning.md", "operating.md", "gateway.md", "deploy.md", "README.md"):
+    for name in ("quickstart.md", "simulator.md", "operating.md", "gateway.md", "deploy.md", "README.md"):
         assert found[name], f"no command was found on {name}"
 
 
@@ -124,6 +124,14 @@ def test_the_page_of_options_is_what_they_say_of_themselves() -> None:
 
     page = text_of(PAGE)
     assert written(page) == page, "run: python -m tests.gateway.options_page"
+
+
+def test_the_table_of_metrics_is_what_they_say_of_themselves() -> None:
+    pytest.importorskip("uvicorn")
+    from tests.gateway.metrics_page import PAGE, written
+
+    page = text_of(PAGE)
+    assert written(page) == page, "run: python -m tests.gateway.metrics_page"
 
 
 def rendered_metrics() -> str:

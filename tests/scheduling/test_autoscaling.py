@@ -1,5 +1,5 @@
 """The scaling advice: known cases of its queue, what must hold for any load, what it reads off a scheduler's bookings,
-and in the simulator whether it comes true. How well it does so over a range of loads is in docs/scaling.md."""
+and in the simulator whether it comes true. Over a range of loads: docs/experiments/fleet.md."""
 
 from __future__ import annotations
 

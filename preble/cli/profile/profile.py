@@ -140,7 +140,7 @@ def table(profile: Profile) -> str:
             lines.append(f"{part.tokens:>8,}  {cells}")
     lines += ["", f"{'Error of the fit':<30} {'fitted to':<32} held out"]
     lines += [f"{what:<30} {fitted.text:<32} {held.text}" for what, fitted, held in groups(profile)]
-    lines += ["", "The paper's thresholds, for e2-paper (docs/rebalancing.md)"]
+    lines += ["", "The paper's thresholds, for e2-paper (docs/policies.md)"]
     lines += [f"{what:<58} {value:.3g}" for what, value in thresholds(profile.model)]
     return "\n".join(lines)
 

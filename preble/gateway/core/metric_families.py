@@ -129,6 +129,7 @@ _EVENT_TYPES = {
     "BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared", "PrefixEvicted": "evicted",
     "RequestPlaced": "placed", "RequestPrefilled": "prefilled", "RequestEnded": "ended",
 }  # fmt: skip
+_EVENTS_TEXT = "Cache events, and reports of requests, by type; of attached servers batches are counted only"
 
 
 def _worker_families(loads: Mapping[str, Any], routers: Mapping[str, Any]) -> list[Family]:
@@ -158,7 +159,7 @@ def _worker_families(loads: Mapping[str, Any], routers: Mapping[str, Any]) -> li
         family(GaugeMetricFamily, "worker_up", "1 while it may take requests", lambda _, r: r.get("state") == "ready"),
         *(family(GaugeMetricFamily, name, text, booked(field)) for name, text, field in _BOOKING_METRICS),
         *(family(CounterMetricFamily, name, text, reported(own, feed)) for name, text, own, feed in _LINK_METRICS),
-        _labelled(CounterMetricFamily, "kv_events", "Cache events by type", ("type", "worker"), events.items()),
+        _labelled(CounterMetricFamily, "kv_events", _EVENTS_TEXT, ("type", "worker"), events.items()),
         _labelled(GaugeMetricFamily, "worker_epoch", started, ("worker",), epochs),
     ]
 
@@ -188,7 +189,11 @@ def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> l
 def _sibling_families(siblings: Mapping[str, Any]) -> list[Family]:
     """What the routers of several processes report to each other."""
     reports = [((what,), siblings.get(what, 0)) for what in SIBLING_REPORTS]
-    text = "Reports of requests between the routers of several processes, and what became of them"
+    text = (
+        "Reports of requests between the routers of several processes: sent, received; lost, doubled, malformed "
+        "messages; snapshots; bookings given_back because a process was restarted or silent; not booked: "
+        "unknown_worker, refused, over_bound, left_out"
+    )
     return [
         _labelled(CounterMetricFamily, "sibling_reports", text, ("what",), reports),
         _level("siblings_connected", "Other processes whose reports come", siblings.get("connected", 0)),

@@ -73,16 +73,26 @@ class Metrics:
             registry.register(found)
             return found
 
-        self._http = counter("http_requests", "HTTP requests by route, status and model", ("route", "status", "model"))
-        self._http_seconds = seconds("http_request_duration_seconds", "HTTP requests, whole streams", ("route",))
+        self._http = counter(
+            "http_requests",
+            "HTTP requests; status 499 is a client that went away; what generates nothing has no model",
+            ("route", "status", "model"),
+        )
+        self._http_seconds = seconds(
+            "http_request_duration_seconds", "Time of HTTP requests, whole streams", ("route",)
+        )
         self._decision = seconds(
             "decision_duration_seconds",
-            "From text to a worker, by phase: tokenize, match, decide",
+            "From text to a worker, by phase: tokenize (its wait for a thread included), match (how much of the prompt "
+            "each worker has), decide (match, costs, choice and booking)",
             ("phase",),
             DECISION_SECONDS,
         )
         self._connections_refused = counter(
-            "connections_refused", "Connections that were refused or cut off, by reason", ("why",)
+            "connections_refused",
+            "Connections that were refused or cut off: head_too_large, not_http, pipelined, many, many_of_address, "
+            "slow_head, slow_body, unread",
+            ("why",),
         )
         self._sessions = counter(
             "session_requests", "Generations whose client named a session, a parent of it, an agent", ("names",)
@@ -205,11 +215,19 @@ class Metrics:
 
 _KEY = ("key",)
 _KEY_COUNTERS = (
-    ("requests", "Requests of a named key that were let in", _KEY),
-    ("prompt_tokens", "Prompt tokens of requests of a named key", _KEY),
+    ("requests", "Requests of a named key that were let in; beyond 1,000 names other", _KEY),
+    (
+        "prompt_tokens",
+        "Prompt tokens of requests of a named key, by the engine's count; where a client left before it, by ours",
+        _KEY,
+    ),
     ("cached_tokens", "Those of them that were cached by the engine's word", _KEY),
     ("output_tokens", "Output tokens of requests of a named key", _KEY),
-    ("refused", "Requests of a named key that were turned away, by why", ("key", "why")),
+    (
+        "refused",
+        "Requests of a named key that were turned away, by the code of the error",
+        ("key", "why"),
+    ),
 )
 
 # --- by model ---------------------------------------------------------------------------------------------------------
