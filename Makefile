@@ -140,7 +140,8 @@ wheels: $(VENV)/installed
 		$(BIN)/cibuildwheel --platform linux --output-dir dist dist/preble-*.tar.gz
 
 docs: $(VENV)/installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/outside.py build/pages
+	$(BIN)/zensical build --strict --clean
 
 peers: $(PEERS)/installed
 

@@ -14,7 +14,6 @@ import re
 import runpy
 import shlex
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -254,11 +253,17 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_pages_keep_links_between_themselves() -> None:
-    """Those to files outside of docs/ become names: the made pages do not hold them."""
+def test_the_pages_keep_links_between_themselves(tmp_path: Path) -> None:
+    """Those to files outside of docs/ become names: the made pages do not hold them. Code is left alone."""
     outside = runpy.run_path(str(DOCS / "outside.py"))
-    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="experiments/one-price.md"))
-    text = "[the rule](../e2.md), [its figures](../../README.md) and [`README.md`](../../README.md#x)"
-    assert outside["on_page_markdown"](text, page=page) == (
-        "[the rule](../e2.md), its figures (`README.md`) and `README.md`"
+    source = DOCS / "experiments" / "one-price.md"
+    code = "\n```\n[a](b)\n```\n"
+    text = "[the rule](../e2.md#x), [its figures](../../README.md) and [`README.md`](../../README.md#x)"
+    assert outside["page"](text + code, source) == (
+        "[the rule](../e2.md#x), its figures (`README.md`) and `README.md`" + code
     )
+    with pytest.raises(FileNotFoundError, match="one-price.md: no file for the link to none.png"):
+        outside["page"]("![a picture](none.png)", source)
+    outside["copied"](tmp_path / "pages")
+    made = {path.relative_to(tmp_path / "pages") for path in (tmp_path / "pages").rglob("*.md")}
+    assert made == {path.relative_to(DOCS) for path in DOCS.rglob("*.md")}

@@ -126,7 +126,7 @@ def test_machines_report_and_receive(page: Path) -> None:
 
 
 def test_the_index_leads_to_every_page_and_so_does_the_navigation() -> None:
-    index, navigation = (DOCS / "index.md").read_text("utf-8"), (ROOT / "mkdocs.yml").read_text("utf-8")
+    index, navigation = (DOCS / "index.md").read_text("utf-8"), (ROOT / "zensical.toml").read_text("utf-8")
     pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.name != "index.md"]
     assert [page for page in pages if f"({page}" not in index] == []
-    assert [page for page in pages if f": {page}\n" not in navigation] == []
+    assert [page for page in pages if f'= "{page}"}}' not in navigation] == []

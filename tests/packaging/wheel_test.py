@@ -38,7 +38,7 @@ EXTRAS = {
     "sglang": "sglang",
     "vllm": "vllm",
     "test": "pytest, hypothesis, openai",
-    "docs": "mkdocs, material",
+    "docs": "zensical",
     "build": "build, auditwheel",
     "dev": "Cython, mypy",
 }
