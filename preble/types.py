@@ -453,19 +453,23 @@ class SessionHint:
     use the same one, and nothing may be trusted to them alone.
 
     `session` is a conversation or an agent's run, `agent` the one within it whose request this is, `parent` the session
-    or agent that started it. Each is at most NAME_CHARS_MAX visible ASCII characters. Raises `InvalidInput` naming the
-    field.
+    or agent that started it. Each is at most NAME_CHARS_MAX visible ASCII characters. `shared`: several conversations
+    may have this session's name (a cache key, a user), so nobody is placed by it. A hint is true if it names something.
+    Raises `InvalidInput` naming the field.
     """
 
     session: str = ""
     parent: str = ""
     agent: str = ""
+    shared: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("session", "parent", "agent"):
             value = getattr(self, name)
             if not isinstance(value, str) or not is_session_name(value or "-"):
                 raise InvalidInput(f"SessionHint.{name} must be visible ASCII, at most {NAME_CHARS_MAX} characters")
+        if not isinstance(self.shared, bool):
+            raise InvalidInput(f"SessionHint.shared must be a bool, got {self.shared!r}")
 
     def __bool__(self) -> bool:
         return bool(self.session or self.parent or self.agent)

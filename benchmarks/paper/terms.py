@@ -30,7 +30,7 @@ ABOUT = f"""
 ABOUT_POINTS = """
     Every digitised point beside the simulated one at its rate; behind a "/" ours. Published round robin ran
     SGLang's engine without chunked prefill, and so does the simulated one; the oracle likewise. In *italics* what
-    is beyond saturation.
+    lies beyond saturation.
 """
 REMARKS = """
     What explains the differences:

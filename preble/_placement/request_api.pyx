@@ -132,10 +132,10 @@ def output_limit(max_new_tokens) -> int:
 
 
 def names_session(session) -> bool:
-    """Whether a hint names a session. Raises InvalidInput for what is no hint."""
+    """Whether a hint names a session, and one alone. Raises InvalidInput for what is no hint."""
     if not isinstance(session, SessionHint):
         raise InvalidInput(f"session must be a SessionHint, got {type(session).__name__}")
-    return bool(session.session)
+    return bool(session.session) and not session.shared
 
 
 cdef object at_index(object error, str what, Py_ssize_t at):

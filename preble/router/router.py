@@ -334,7 +334,7 @@ class Router:
         `client`: whose request it is; where requests are refused, clients that wait for less than an equal part are
         refused last. `first_token_seconds`: without a token by then the request is of no use; it is refused if it
         would wait longer, and given up, also at its worker, when it has. `session`: what the client says it belongs to;
-        it is in the decision's record, and moves no request.
+        it is in the decision's record, and E2 places a session's next turn by it.
 
         With any of the next three it may wait in front of the workers (`flow_control`): `tenant`, whose share of the
         workers it is served from (`FlowConfig.weights`); `deadline_seconds`, as `first_token_seconds`, and the least
@@ -592,7 +592,7 @@ class Router:
             exclude = unusable | live.failed_workers if live.failed_workers else unusable
             try:
                 decision = self._schedule(
-                    live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left, exclude
+                    live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left, exclude, live.session
                 )
             except NoWorkers:
                 if not live.failed_workers:
@@ -620,7 +620,7 @@ class Router:
             exclude |= self._unable(live)
         asked = live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left
         try:
-            decision = self._schedule(*asked, exclude | closed if anywhere else exclude)
+            decision = self._schedule(*asked, exclude | closed if anywhere else exclude, live.session)
         except NoWorkers:
             return None
         if decision.worker in closed:
@@ -672,9 +672,12 @@ class Router:
         namespace: Hashable,
         max_new_tokens: int | None,
         exclude: Collection[str],
+        session: SessionHint | None = None,
     ) -> Decision:
         began = self._clock()
         asked: dict[str, Any] = {"request_id": request_id, "namespace": namespace, "max_new_tokens": max_new_tokens}
+        if session:
+            asked["session"] = session
         try:
             # The scheduler's own "nobody" takes its shortest way.
             return self.scheduler.schedule(token_ids, exclude=exclude or (), **asked)

@@ -393,10 +393,12 @@ def _refuse(constant: str) -> None:
 
 def _read(kind: type[Any], data: Any, name: str) -> Any:
     """An object of a dataclass; every field must be there, of its kind, and no other. Lines that are older than
-    `session` lack it."""
+    `session` or `shared` lack them."""
     known = {field.name: str(field.type) for field in fields(kind)}
     if kind is DecisionRecord and isinstance(data, dict):
         data.setdefault("session", None)
+    if kind is SessionHint and isinstance(data, dict):
+        data.setdefault("shared", False)
     if not isinstance(data, dict) or data.keys() != known.keys():
         raise InvalidInput(f"{name} must be an object with {', '.join(known)}")
     return kind(**{key: _read_value(known[key], data[key], f"{name}.{key}") for key in known})

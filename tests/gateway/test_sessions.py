@@ -112,6 +112,8 @@ def test_a_field_of_the_body_names_a_session_where_no_header_does() -> None:
     assert with_body(SessionHint("talk"), prompt_cache_key="k", user="u") == SessionHint("talk")
     assert with_body(SessionHint("", "p", "a"), user="u").parent == "p"
     assert "example" not in user.session, "it may be somebody's name"
+    assert key.shared and user.shared, "many conversations may have it"
+    assert not with_body(SessionHint("talk"), user="u").shared
 
 
 @pytest.mark.parametrize("value", [None, "", 7, [], {}, True], ids=repr)
@@ -138,6 +140,9 @@ def test_a_record_keeps_the_session_and_its_line_is_read_again() -> None:
     assert first.session == SessionHint("talk", "root", "agent") and first.outcome is not None
     assert second.session is None
     assert [from_json(to_json(one)) for one in (first, second)] == [first, second]
+    older = json.loads(to_json(first))
+    del older["session"]["shared"]
+    assert from_json(json.dumps(older)) == first
     older = {name: value for name, value in json.loads(to_json(second)).items() if name != "session"}
     assert from_json(json.dumps(older)) == second
     wrong = {**older, "session": {"session": "a b", "parent": "", "agent": ""}}
@@ -153,13 +158,25 @@ def test_without_records_a_session_is_nobodys() -> None:
     assert scheduler.records() == ()
 
 
+class Noting(GlobalScheduler):
+    """It notes the hints that it is asked with."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.hints: list[SessionHint | None] = []
+
+    def schedule(self, *args: Any, **named: Any) -> Any:
+        self.hints.append(named.get("session"))
+        return super().schedule(*args, **named)
+
+
 @asynchronous
-async def test_a_routed_request_takes_its_session_to_the_record() -> None:
+async def test_a_routed_request_takes_its_session_to_the_decision_and_to_the_record() -> None:
     async def answer(worker: Any, submit: Any) -> None:
         await worker.send(wire.OutputChunk(submit.request_id, 0, (7,), 0, "length"))
 
     worker = ScriptedWorker(answer)
-    scheduler = GlobalScheduler([], record=Recording())
+    scheduler = Noting([], record=Recording())
     async with Router([worker.endpoint], scheduler=scheduler, config=FAST) as router:
         for session in (SessionHint("talk"), None, NO_SESSION):
             async for _ in router.generate([1, 2, 3], session=session):
@@ -168,6 +185,7 @@ async def test_a_routed_request_takes_its_session_to_the_record() -> None:
             router.generate([1], session="talk")  # type: ignore[arg-type]
     await worker.close()
     assert [record.session for record in scheduler.records()] == [SessionHint("talk"), None, None]
+    assert scheduler.hints == [SessionHint("talk"), None, None]
 
 
 def test_requests_that_name_a_session_are_counted() -> None:

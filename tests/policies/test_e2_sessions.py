@@ -49,6 +49,8 @@ def test_a_prefix_that_others_have_gone_on_from_is_no_session() -> None:
     named = queue_of(scheduler, turn, SessionHint("talk"))[0]
     assert named < 0.4 * waiting, "unless its client says that it is one"
     assert queue_of(scheduler, turn, SessionHint(parent="root"))[0] == waiting
+    shared = queue_of(scheduler, turn, SessionHint("key", shared=True))[0]
+    assert shared == waiting, "nobody passes those who may have the same name"
 
 
 def test_it_stays_where_others_leave() -> None:

@@ -9,13 +9,15 @@ and of the body's fields that say so, which of them counts, and how they become 
     agent     x-claude-code-agent-id, x-codex-thread-id, thread-id, x-codex-turn-metadata
 
 Of each the first counts that is there and is a name: 1 to 128 visible ASCII characters. What is none is passed over,
-and no request fails for it. The fields of a body may name a person, so they become a keyless hash of theirs.
+and no request fails for it. The fields of a body may name a person, so they become a keyless hash of theirs; several
+conversations may have the same, so no request is placed by them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 
@@ -78,7 +80,7 @@ def _hint_of(given: list[tuple[bytes, bytes]]) -> SessionHint:
             rank = ranks.get(name, len(_KNOWN))
             if rank < best[part] and is_session_name(texts[part]):
                 best[part], found[part] = rank, texts[part]
-    return SessionHint(*found) if any(found) else NO_SESSION
+    return SessionHint(found[0], found[1], found[2]) if any(found) else NO_SESSION
 
 
 def _texts(name: bytes, value: bytes) -> tuple[str, str, str]:
@@ -110,5 +112,5 @@ def with_body(hint: SessionHint, *, prompt_cache_key: object = None, user: objec
     for kind, value in (("key", prompt_cache_key), ("user", user)):
         if isinstance(value, str) and value:
             digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-            return SessionHint(f"{kind}-{digest}", hint.parent, hint.agent)
+            return replace(hint, session=f"{kind}-{digest}", shared=True)
     return hint
