@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from ..clock import Clock
 from ..errors import PrebleError
-from ..types import PRIORITIES
+from ..types import NAME_CHARS_MAX, PRIORITIES, is_session_name
 from .access import Access, is_unlogged
 from .api.http import Receive, Send, error_response
 from .core.config import GatewayConfig
@@ -47,6 +47,7 @@ OTHER = "other"
 TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
 TIMEOUT_SECONDS_MAX = 1e6
 DEADLINE_HEADER, PRIORITY_HEADER = "x-preble-deadline-seconds", "x-preble-priority"
+GROUP_HEADER = "x-preble-group"  # names the set of samples, all of which are waited for
 _RANDOM = random.Random(secrets.randbits(128))  # of ids, which need to differ and may be guessed
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -77,6 +78,14 @@ def _urgency_of(headers: Any) -> tuple[float | None, str | None]:
     if not 0.0 < seconds <= TIMEOUT_SECONDS_MAX:
         raise wrong(f"{DEADLINE_HEADER} must be a positive number of seconds", DEADLINE_HEADER)
     return seconds, priority
+
+
+def _group_of(headers: Any) -> str | None:
+    """The set of samples that the headers name. Raises `ApiError` 400 for what is no name."""
+    given: str | None = headers.get(GROUP_HEADER) or None
+    if given is not None and not is_session_name(given):
+        raise wrong(f"{GROUP_HEADER} must be visible ASCII, at most {NAME_CHARS_MAX} characters", GROUP_HEADER)
+    return given
 
 
 class Middleware:
@@ -154,6 +163,7 @@ class Middleware:
         else:
             self._access.admit(scope, headers, context)
             context.deadline_seconds, context.priority = _urgency_of(headers)
+            context.group = _group_of(headers)
             if self._request_seconds is None or is_unlogged(path):
                 await self._app(scope, receive, send)
             else:

@@ -70,6 +70,7 @@ class Placement(PlacedRequest):
         max_new_tokens: int | None = None,
         exclude: frozenset[str] = frozenset(),
         claim: Claim | None = None,
+        group: Hashable = None,
     ) -> None:
         super().__init__(
             request_id,
@@ -80,6 +81,7 @@ class Placement(PlacedRequest):
             session=session,
             exclude=exclude,
             claim=claim,
+            group=group,
         )
         self.on_lost: Callable[[], object] | None = None  # the attempt is over, and not by our word
         self.timer: asyncio.TimerHandle | None = None  # until which the first token is of use

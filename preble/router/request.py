@@ -92,11 +92,13 @@ class PlacedRequest:
         session: SessionHint | None = None,
         exclude: frozenset[str] = frozenset(),
         claim: Claim | None = None,
+        group: Hashable = None,
     ) -> None:
         self.request_id = request_id
         self.client = client
         self.claim = claim  # on whose account, and how soon; None where nothing was said of it
         self.session = session
+        self.group = group  # of samples of one prompt, all of which are waited for
         self.first_token_seconds = first_token_seconds  # in which the first token is of use
         self.prompt = token_ids
         self.namespace = namespace
@@ -166,6 +168,7 @@ class RoutedRequest(PlacedRequest):
         first_token_seconds: float = math.inf,
         session: SessionHint | None = None,
         claim: Claim | None = None,
+        group: Hashable = None,
     ) -> None:
         super().__init__(
             request_id,
@@ -175,6 +178,7 @@ class RoutedRequest(PlacedRequest):
             first_token_seconds=first_token_seconds,
             session=session,
             claim=claim,
+            group=group,
         )
         self.sampling = sampling
         self.needs = sampling.needs()

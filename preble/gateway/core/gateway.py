@@ -208,6 +208,7 @@ class Gateway:
             claim=self.claim_of(context),
             session=context.session,
             keep_stop=keep_stop,
+            group=context.group,
         )
         return jobs_for(prompts, template, choices)
 

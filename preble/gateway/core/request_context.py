@@ -39,6 +39,7 @@ class RequestContext:
     tenant: str | None = None  # whose share of the workers it is served from; None where keys have no shares
     deadline_seconds: float | None = None  # after its arrival, within which its first token is of use
     priority: str | None = None
+    group: str | None = None  # the set of samples that it is one of, all of which are waited for
     stream: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)
     first_token_seconds: float | None = None

@@ -206,6 +206,7 @@ class Exchange:
             first_token_seconds=gateway.left_seconds(context),
             **gateway.claim_of(context),
             session=context.session or None,
+            group=context.group,
             max_new_tokens=body.max_tokens or None,
             exclude=await self._excluded(),
             streamed=body.stream,

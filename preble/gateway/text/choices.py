@@ -20,7 +20,7 @@ class ChoiceJob:
     """What one choice is to be. `stops` are strings, of which the one that came is part of the text with `keep_stop`;
     `skip_special_tokens` leaves special tokens out of the text.
 
-    `client`, `first_token_seconds` and `session` are `Router.generate`'s, `claim` are further arguments of it.
+    `client`, `first_token_seconds`, `session` and `group` are `Router.generate`'s, `claim` are further arguments of it.
     """
 
     index: int
@@ -35,6 +35,7 @@ class ChoiceJob:
     session: SessionHint | None = None
     claim: Mapping[str, Any] = field(default_factory=dict)
     keep_stop: bool = False
+    group: Hashable = None
 
 
 @dataclass(slots=True)
@@ -96,7 +97,9 @@ class RequestProgress:
 
 
 def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: ChoiceJob, choices: int) -> list[ChoiceJob]:
-    """`choices` jobs for each prompt, like `template`; each with a request id, and a seed where there is one."""
+    """`choices` jobs for each prompt, like `template`; each with a request id, and a seed where there is one. Those of
+    one prompt are a group: their request ends with the last of them."""
+    alone = choices == 1 or template.group is not None
     return [
         replace(
             template,
@@ -104,6 +107,7 @@ def jobs_for(prompts: Sequence[npt.NDArray[np.int32]], template: ChoiceJob, choi
             request_id=f"{template.request_id}/{index}",
             token_ids=prompts[index // choices],
             sampling=_with_seed(template.sampling, index % choices),
+            group=template.group if alone else (template.request_id, index // choices),
         )
         for index in range(len(prompts) * choices)
     ]

@@ -100,6 +100,7 @@ async def _choice_pieces(router: Router, codec: TextCodec | None, choice: Choice
         client=job.client,
         first_token_seconds=job.first_token_seconds,
         session=job.session,
+        group=job.group,
         **job.claim,
     )
     async with aclosing(stream) as chunks:
