@@ -38,10 +38,11 @@ from .types import AllBlocksCleared, PrefixEvicted
 
 __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "LocalScheduler", "StepOutput"]
 
+STEP_KEPT = 0.8  # of how long iterations took, with each one more
 DEFERRALS_PER_ROUND = 64
 CUT_SHORT = ()  # how an answer ended that was cancelled
 COUNTERS = (
-    *("admitted", "finished", "cancelled", "preempted", "deferred"),
+    *("admitted", "finished", "cancelled", "preempted", "deferred", "too_late"),
     *("prompt_tokens", "cached_tokens", "computed_tokens"),
 )
 _by_arrival = attrgetter("number")
@@ -66,6 +67,8 @@ class LocalScheduler:
         self._arrived = 0
         self._step = 0
         self._decodes_till_look = 0
+        self._begun_seconds = 0.0  # when the batch in flight began
+        self._step_seconds = 0.0  # of the iterations that prefilled lately; 0 before the first
         self._counts = dict.fromkeys(COUNTERS, 0)
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -140,6 +143,7 @@ class LocalScheduler:
         assert batch or not self._live, "requests are live and none can run"
         if batch:
             self._batch = batch
+            self._begun_seconds = now
             self._step += 1
         return batch
 
@@ -200,6 +204,10 @@ class LocalScheduler:
                 self._waiting.defer(live)
                 deferrals += 1
                 continue
+            if self._is_too_late(live, now):
+                self._waiting.put_last(live)
+                self._counts["too_late"] += 1
+                continue
             if not self.config.chunked_prefill and len(batch) and live.uncached_now > budget:
                 break  # it is computed whole, in a later iteration; a longer one than the budget goes alone
             if not self._start_running(live, now):
@@ -224,6 +232,16 @@ class LocalScheduler:
         if extra == 0 or end >= live.known_tokens:
             return False
         return any(other.prefill_end >= end and _share(other, live, end, extra) for other in prefilling(self._running))
+
+    def _is_too_late(self, live: LiveRequest, now: float) -> bool:
+        """True if a newcomer's first token would come after its deadline though it went now, by how long iterations
+        that prefill have taken lately."""
+        claim = live.request.claim
+        if claim is None or claim.deadline_seconds is None or live.resumes or self._waiting.is_last(live):
+            return False
+        chunk = max(self.config.token_budget - len(self._running), 1)
+        steps = -(-live.uncached_now // chunk) if self.config.chunked_prefill else 1
+        return now + steps * self._step_seconds > live.arrival_seconds + claim.deadline_seconds
 
     def _start_running(self, live: LiveRequest, now: float) -> bool:
         """Move a waiting request to the running ones, holding its cached prefix, if memory allows; False otherwise.
@@ -277,8 +295,14 @@ class LocalScheduler:
             for live, token in zip(batch.prefills, picked[batch.decode_count :], strict=True):
                 if live.scheduled:  # not cancelled in flight
                     self._book_chunk(batch, live, token, outputs, now)
+            self._note_step(now - self._begun_seconds)
         self._batch = None
         return outputs
+
+    def _note_step(self, seconds: float) -> None:
+        """An iteration that prefilled took so long."""
+        kept = STEP_KEPT if self._step_seconds else 0.0
+        self._step_seconds = kept * self._step_seconds + (1.0 - kept) * max(seconds, 0.0)
 
     def discard(self, batch: Batch) -> None:
         """Give up a batch that the engine failed to compute: nothing of it counts, its requests run on.

@@ -447,6 +447,12 @@ class Claim:
             raise InvalidInput(f"priority must be one of {', '.join(PRIORITIES)}, got {self.priority!r}")
 
 
+def claim_of(tenant: str | None, deadline_seconds: float | None, priority: str | None, weight: float = 1.0) -> Claim:
+    """What a caller says of these; None where it says nothing. Raises `InvalidInput` naming the argument."""
+    name, kind = ("" if tenant is None else tenant), (INTERACTIVE if priority is None else priority)
+    return Claim(name, weight, deadline_seconds, kind)
+
+
 @dataclass(frozen=True, slots=True)
 class SessionHint:
     """What a client says its request belongs to; "" where it says nothing. Names are the client's own: two clients may

@@ -32,7 +32,7 @@ from preble import CostModel, Policy, sim
 from preble.errors import InvalidInput
 from preble.policies.base import RequestView, WorkersView
 from preble.policies.known import by_rendezvous, hashed
-from preble.router.flow_control import FlowConfig
+from preble.scheduling.flow_control import FlowConfig
 from preble.sim.bounds import lower_bounds
 from preble.sim.service import (
     entitlements,

@@ -18,6 +18,7 @@ cdef class RequestApi:
     cdef public object _policy       # None: E2
     cdef public object _policy_state             # None: the policy needs none
     cdef public object _observer     # None: nobody looks on
+    cdef public object _tenants      # None: no request has named a tenant, a deadline or a class
     cdef readonly dict _reasons      # decisions where every worker was weighed
     cdef int64_t sequence            # decisions booked so far
     cdef int64_t scheduled
@@ -32,7 +33,8 @@ cdef class RequestApi:
     cdef Decision place_walked(self, object token_ids, object request_id, object namespace, Placement* request)
     cdef list place_many(self, list prompts, list request_ids, object namespace, int64_t limit)
     cdef list answer_many(self, Asked* asked, list names, list keys, list request_ids)
-    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens, list groups)
+    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens, list groups,
+                         object claim)
     cdef int check_many(self, list prompts, list request_ids) except -1
     cdef Decision place_weighed(self, object token_ids, object request_id, object namespace, object max_new_tokens,
                                 object exclude, bint explain, object group, bint of_session)

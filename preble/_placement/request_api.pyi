@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidInput
 from ..policies.base import Policy, RequestView
-from ..types import Explanation, SessionHint
+from ..types import Claim, Explanation, SessionHint
 from .bookings import DecisionCore
 from .decision import Decision, Match
 
@@ -49,6 +49,12 @@ class RequestApi:
         explain: bool = False,
         group: Hashable = None,
         session: SessionHint | None = None,
+        tenant: str | None = None,
+        deadline_seconds: float | None = None,
+        priority: str | None = None,
+    ) -> Decision: ...
+    def _place_claimed(
+        self, claim: Claim, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]
     ) -> Decision: ...
     def schedule_many(
         self,
@@ -58,6 +64,9 @@ class RequestApi:
         namespace: Hashable = None,
         max_new_tokens: int | None = None,
         groups: Iterable[Hashable] | None = None,
+        tenant: str | None = None,
+        deadline_seconds: float | None = None,
+        priority: str | None = None,
     ) -> list[Decision]: ...
     def match(self, token_ids: Any, *, namespace: Hashable = None) -> Match: ...
     def explain(
@@ -99,6 +108,7 @@ def choice_to_come(
     max_new_tokens: int,
     now: float,
     request: RequestView | None,
+    of_session: bool = False,
 ) -> tuple[int, str, int, list[tuple[Any, ...]], tuple[str, ...]]: ...
 def explanation(
     core: DecisionCore,

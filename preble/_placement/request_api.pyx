@@ -44,7 +44,7 @@ from .decision import unit_draw
 from .bookings import REASON_NAMES
 from ..errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from ..policies.base import RequestView
-from ..types import Explanation, SessionHint, WorkerCost
+from ..types import Explanation, SessionHint, WorkerCost, claim_of
 
 cdef extern from "Python.h":
     PyObject* PyDict_GetItemWithError(dict d, object key) except? NULL
@@ -324,12 +324,14 @@ cdef class RequestApi:
         self._policy = policy
         self._policy_state = policy_state
         self._observer = observer
+        self._tenants = None
         self._reasons = {}
 
     # --- schedule ---
 
     def schedule(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, exclude=_NOTHING,
-                 bint explain=False, group=None, session=None) -> Decision:
+                 bint explain=False, group=None, session=None, tenant=None, deadline_seconds=None,
+                 priority=None) -> Decision:
         """Choose a worker and book the request on it, until `finish` or `cancel`.
 
         `token_ids`: see the package; not to be changed while this runs. `request_id`: made up when None. `exclude`:
@@ -339,6 +341,14 @@ cdef class RequestApi:
         as a session's turn, also where the tree does not show it. Raises InvalidTokens, InvalidInput, DuplicateRequest,
         UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers). Thread-safe; other threads
         run meanwhile.
+
+        `tenant`: a text, on whose account the request's seconds of worker time go (`tenant_seconds`); it moves nothing
+        here. `deadline_seconds`: from now, within which its first token is of use. Workers where it would come later
+        are left out, and where that is all of them `Overloaded` is raised, with the seconds after which to try again:
+        the shortest wait, by what is booked and what such requests have really waited (`scheduling/tenants`). A worker
+        at which nothing waits is never too late. `priority` "batch": only where work for less than 0.15 s waits, else
+        `Overloaded`; "interactive": as without. What is refused is for the caller to ask again. Shares of tenants, the
+        order by slack, and batch work that waits need a queue in front: `Router`, or `scheduling.admission`.
         """
         cdef int64_t limit = 0
         cdef bint observed, of_session = False
@@ -349,6 +359,11 @@ cdef class RequestApi:
         if session is not None:
             of_session = names_session(session)
         observed = self._observer is not None and self.is_observed(&explain)
+        if tenant is not None or deadline_seconds is not None or priority is not None:
+            return self._place_claimed(claim_of(tenant, deadline_seconds, priority), token_ids, exclude, {
+                "request_id": request_id, "namespace": namespace, "max_new_tokens": max_new_tokens,
+                "explain": explain, "group": group, "session": session,
+            })
         if explain or observed or exclude is not _NOTHING or self._policy is not None or group is not None:
             hashable("group", group)
             return self.place_weighed(token_ids, request_id, namespace, max_new_tokens, exclude, explain, group,
@@ -457,16 +472,20 @@ cdef class RequestApi:
         return new_decision(key if request_id is None else request_id, name, choice.usable, request.count,
                             REASON_NAMES[<int> choice.reason], None)
 
+    def _place_claimed(self, claim, token_ids, exclude, asked) -> Decision:
+        """Place a request that names a tenant, a deadline or a class: for a scheduler, which keeps their accounts."""
+        raise InvalidInput("tenant, deadline_seconds and priority are for a GlobalScheduler")
+
     # --- several at once ---
 
-    def schedule_many(self, prompts, *, request_ids=None, namespace=None, max_new_tokens=None,
-                      groups=None) -> list[Decision]:
+    def schedule_many(self, prompts, *, request_ids=None, namespace=None, max_new_tokens=None, groups=None,
+                      tenant=None, deadline_seconds=None, priority=None) -> list[Decision]:
         """Place several prompts by one call; returns their Decisions in order: those that `schedule` would have made
         one after the other at this moment.
 
         `prompts`: an iterable of what `schedule` takes as `token_ids`, not to be changed while this runs.
-        `request_ids`, `groups`: as many, or None; `namespace` and `max_new_tokens` hold for all. Raises what `schedule`
-        does, with the index of the prompt that is wrong, and then nothing has changed; where only the fleet, the memory
+        `request_ids`, `groups`: as many, or None; the other arguments hold for all. Raises what `schedule` does, with
+        the index of the prompt that is wrong, and then nothing has changed; where only the fleet, the memory
         or a policy of your own fails in the midst, what was placed before is cancelled. O(tokens + prompts x workers).
         Thread-safe; Python's lock is let go once, other threads' decisions come in between.
         """
@@ -488,8 +507,11 @@ cdef class RequestApi:
         if PyDict_Size(self.core.leases) + len(given) > self.core.live_max:
             raise QueueFull(f"{len(given)} more requests than the {PyDict_Size(self.core.leases)} live ones are more "
                             f"than may be live ({self.core.live_max}, SchedulerConfig.live_requests_max)")
-        if self._observer is not None or self._policy is not None or labels is not None:
-            return self.place_each(given, ids, namespace, max_new_tokens, labels)
+        claim = None
+        if tenant is not None or deadline_seconds is not None or priority is not None:
+            claim = claim_of(tenant, deadline_seconds, priority)
+        if self._observer is not None or self._policy is not None or labels is not None or claim is not None:
+            return self.place_each(given, ids, namespace, max_new_tokens, labels, claim)
         if FREE_THREADED:
             with self.core.tree:
                 return self.place_many(given, ids, namespace, limit)
@@ -553,16 +575,19 @@ cdef class RequestApi:
         self.scheduled += len(names)
         return decisions
 
-    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens, list groups):
-        """The way where a policy or an observer is asked about every prompt."""
+    cdef list place_each(self, list prompts, list request_ids, object namespace, object max_new_tokens, list groups,
+                         object claim):
+        """The way where a policy or an observer is asked about every prompt, or each has a `Claim`."""
         cdef Py_ssize_t at = 0
         decisions = []
+        claimed = {} if claim is None else {"tenant": claim.tenant, "deadline_seconds": claim.deadline_seconds,
+                                            "priority": claim.priority}
         self.check_many(prompts, request_ids)
         try:
             for at in range(len(prompts)):
                 decisions.append(self.schedule(prompts[at], namespace=namespace, max_new_tokens=max_new_tokens,
                                                request_id=None if request_ids is None else request_ids[at],
-                                               group=None if groups is None else groups[at]))
+                                               group=None if groups is None else groups[at], **claimed))
         except BaseException as error:
             for decision in reversed(decisions):
                 self.cancel((<Decision> decision).request_id)
@@ -801,7 +826,7 @@ cdef class RequestApi:
         if ending == TOO_MANY_CACHED:
             raise InvalidInput(f"cached_tokens is {cached_tokens}, more than the prompt has")
         try:
-            if self._policy_state is not None or self._observer is not None:
+            if self._policy_state is not None or self._observer is not None or self._tenants is not None:
                 # Before the id is free for another.
                 self.report_ending(call, key, now, cached_tokens, output_tokens)
         finally:
@@ -819,7 +844,7 @@ cdef class RequestApi:
         cached = None if cached_tokens < 0 else cached_tokens
         output = None if output_tokens < 0 else output_tokens
         with self.core.tree:
-            for one in (self._policy_state, self._observer):
+            for one in (self._policy_state, self._observer, self._tenants):
                 if one is None:
                     continue
                 if call == FIRST_TOKEN:

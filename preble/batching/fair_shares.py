@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from ..types import check_int, check_seconds
 
-TENANTS_MAX = 10_000
+TENANTS_MAX = 100_000
 
 
 class FairShares:

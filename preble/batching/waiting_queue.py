@@ -5,7 +5,8 @@ A round is one visit of the scheduler:
     queue.begin_round()                    # re-bin what the cache has changed
     while (live := queue.peek(now)):       # the next request by the rules below; asking again gives the same one
         queue.take(live)                   # it was admitted; or
-        queue.defer(live)                  # pass over it until the round ends
+        queue.defer(live)                  # pass over it until the round ends; or
+        queue.put_last(live)               # it cannot make its deadline any more
     queue.end_round()
 
 Who is next:
@@ -25,7 +26,9 @@ output, once it has ended (`batching/fair_shares`). A batch request that waited 
 OVERDUE_EVERY-th pick all the same.
 
 Within a group the request goes first whose time is over first: arrival and `deadline_seconds`, or the age bound for one
-without. Without deadlines that is the oldest.
+without. Without deadlines that is the oldest. One that cannot make its deadline any more is put last: it goes when
+nobody else waits, or as the oldest that is beyond the age bound. Else an overloaded worker would be busy with what
+comes just too late, since that is what is urgent.
 
 How turns are counted (smooth weighted round robin): each pick adds to every non-empty group its weight as credit, takes
 from the group with the most credit (the higher one on a tie), and charges it the weights added. So the shares hold over
@@ -93,7 +96,8 @@ class WaitingQueue:
         self._looks_left = rebin_per_round
         self._live: dict[int, LiveRequest] = {}  # number -> every waiting request
         self._preempted: deque[LiveRequest] = deque()
-        self._arrivals: list[int] = []  # numbers of newcomers in order, without deferred ones
+        self._arrivals: list[int] = []  # numbers of newcomers in order, without deferred ones and those put last
+        self._last: dict[int, LiveRequest] = {}  # newcomers that were put last, the longest so first
         groups = config.priority_groups + 1 if config.order == "priority" else 1
         self._nobody = _TenantLine("", False, groups)  # of requests that name no tenant
         self._lines: dict[tuple[bool, str], _TenantLine] = {
@@ -121,7 +125,8 @@ class WaitingQueue:
 
     def oldest_arrival_seconds(self) -> float | None:
         """When the longest-waiting newcomer arrived."""
-        return self._live[self._arrivals[0]].arrival_seconds if self._arrivals else None
+        firsts = [*self._arrivals[:1], *self._last]
+        return self._live[min(firsts)].arrival_seconds if firsts else None
 
     # --- who waits ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +185,9 @@ class WaitingQueue:
         if self._preempted:
             live = self._preempted[0]
         elif not self._arrivals:
-            return None
+            if not self._last:
+                return None
+            live = next(iter(self._last.values()))
         else:
             oldest = self._oldest_overdue(now) if self._turns >= OVERDUE_EVERY - 1 else None
             if oldest is None:
@@ -194,7 +201,7 @@ class WaitingQueue:
         if self._picked_by_turn:
             self._charge(live.place[0])
             self._turns += 1
-        elif not live.resumes:
+        elif not live.resumes and self._arrivals:
             self.overdue_picks += 1
             self._turns = 0
         if not live.resumes:
@@ -206,6 +213,15 @@ class WaitingQueue:
         """Pass over the request last peeked at until the round ends. It keeps its place and its group its credit."""
         self._deferred.append(live)
         self._withdraw(live)
+
+    def put_last(self, live: LiveRequest) -> None:
+        """Let the request last peeked at, a newcomer, go when nobody else waits."""
+        self._withdraw(live)
+        self._last[live.number] = live
+
+    def is_last(self, live: LiveRequest) -> bool:
+        """Whether it was put last."""
+        return live.number in self._last
 
     def end_round(self) -> None:
         """Give deferred requests their places back."""
@@ -296,7 +312,10 @@ class WaitingQueue:
         lines = self._open_lines()
         if self._is_shared:
             lines += tuple(self._lines[True, tenant] for tenant in self._near(True))
-        live = self._live[min(line.arrivals[0] for line in lines)]
+        first = min(line.arrivals[0] for line in lines)
+        if self._last:
+            first = min(first, next(iter(self._last)))
+        live = self._live[first]
         return live if now - live.arrival_seconds > self._config.max_wait_seconds else None
 
     # --- turns --------------------------------------------------------------------------------------------------------
@@ -369,6 +388,8 @@ class WaitingQueue:
         if live.resumes:
             self._preempted.remove(live)
             return
+        if self._last.pop(live.number, None) is not None:
+            return
         line = self._line_of(live)
         del self._arrivals[bisect_left(self._arrivals, live.number)]
         del line.arrivals[bisect_left(line.arrivals, live.number)]
@@ -405,7 +426,7 @@ class WaitingQueue:
         assert filed == self._arrivals, "groups and arrivals list different requests"
         assert filed == sorted(number for line in lines for number in line.arrivals), "lines list different requests"
         assert not self._deferred, "a round did not end"
-        waiting = sorted(self._arrivals + [live.number for live in self._preempted])
+        waiting = sorted([*self._arrivals, *self._last, *(live.number for live in self._preempted)])
         assert waiting == sorted(self._live), "a waiting request stands in no line"
         for line in lines:
             self._check_line(line)

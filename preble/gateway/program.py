@@ -31,10 +31,10 @@ import msgspec
 from ..config import PEER_DELAY_SECONDS, SchedulerConfig
 from ..errors import HandshakeRefused, MissingExtra, PrebleError
 from ..router.fleet import FleetConfig
-from ..router.flow_control import FlowConfig
 from ..router.router import Router, RouterConfig
 from ..router.sibling_routers import REPORT_SECONDS, SiblingRouters
 from ..scheduler import GlobalScheduler
+from ..scheduling.flow_control import FlowConfig
 from ..scheduling.records import Recording
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.security import load_client_keys

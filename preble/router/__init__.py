@@ -4,6 +4,6 @@
 its way, `peer_requests` what other routers do, `warm_ups` prefixes that are computed before anybody asks.
 """
 
-from .flow_control import FlowConfig as FlowConfig
+from ..scheduling.flow_control import FlowConfig as FlowConfig
 from .router import Router as Router
 from .router import RouterConfig as RouterConfig

@@ -52,6 +52,8 @@ from ..errors import (
     UnknownWorker,
     WorkerLost,
 )
+from ..scheduling.flow_control import FlowConfig
+from ..scheduling.predicted_wait import ADMITTED, PredictedWait, Verdict
 from ..transport import wire
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.messages import PROMPT_TOKENS_MAX
@@ -61,9 +63,7 @@ from ..transport.tasks import end_all
 from ..transport.worker_address import check_worker_address, why_silent
 from ..types import INTERACTIVE, Claim, SamplingParams, SessionHint, check_fields
 from .fleet import Fleet, FleetConfig, FleetWorker
-from .flow_control import FlowConfig
 from .placement import Placement
-from .predicted_wait import ADMITTED, PredictedWait, Verdict
 from .request import Attempt, PlacedRequest, RoutedRequest, Setback, StreamChunk, TokenIds
 from .turns import Turns
 from .warm_ups import WarmUps
@@ -328,6 +328,7 @@ class Router:
         tenant: str | None = None,
         deadline_seconds: float | None = None,
         priority: str | None = None,
+        group: Hashable = None,
     ) -> AsyncIterator[StreamChunk]:
         """Stream the output tokens for a prompt: text (with a tokenizer) or token ids.
 
@@ -339,6 +340,7 @@ class Router:
         With any of the next three it may wait in front of the workers (`flow_control`): `tenant`, whose share of the
         workers it is served from (`FlowConfig.weights`); `deadline_seconds`, as `first_token_seconds`, and the least
         slack goes first; `priority` "batch": it fills what "interactive" ones leave.
+        `group`: what samples of one prompt that are waited for together have in common (`GlobalScheduler.schedule`).
 
         Raises at once `InvalidInput`, `InvalidTokens` or `DuplicateRequest`; while iterated `QueueFull` (this router,
         or every worker, is at its bound), `Overloaded` (it would wait, or has waited, too long), `NoWorkers`,
@@ -348,13 +350,14 @@ class Router:
         token_ids = self._token_ids(prompt)
         check_namespace(namespace)
         _check_session(session)
+        hashable("group", group)
         limit = _first_token_limit(client, first_token_seconds)
         claim = self._claim(tenant, deadline_seconds, priority)
         if claim is not None:
             client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
         asked = (self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
         return self._generate(
-            RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session, claim=claim)
+            RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session, claim=claim, group=group)
         )
 
     async def _generate(self, live: RoutedRequest) -> AsyncIterator[StreamChunk]:
@@ -391,6 +394,7 @@ class Router:
         tenant: str | None = None,
         deadline_seconds: float | None = None,
         priority: str | None = None,
+        group: Hashable = None,
         max_new_tokens: int | None = None,
         streamed: bool = True,
         exclude: Collection[str] = (),
@@ -404,13 +408,14 @@ class Router:
         """
         token_ids = self._token_ids(prompt)
         _check_session(session)
+        hashable("group", group)
         limit = _first_token_limit(client, first_token_seconds)
         claim = self._claim(tenant, deadline_seconds, priority)
         if claim is not None:
             client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
         placement = Placement(
             self, self._new_id(request_id), token_ids, namespace, client=client, first_token_seconds=limit,
-            session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude), claim=claim,
+            session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude), claim=claim, group=group,
         )  # fmt: skip
         placement.is_streamed = streamed
         self._admit(placement)
@@ -592,7 +597,7 @@ class Router:
             exclude = unusable | live.failed_workers if live.failed_workers else unusable
             try:
                 decision = self._schedule(
-                    live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left, exclude, live.session
+                    live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left, exclude, live
                 )
             except NoWorkers:
                 if not live.failed_workers:
@@ -620,7 +625,7 @@ class Router:
             exclude |= self._unable(live)
         asked = live.tokens_so_far(), live.request_id, live.namespace, live.tokens_left
         try:
-            decision = self._schedule(*asked, exclude | closed if anywhere else exclude, live.session)
+            decision = self._schedule(*asked, exclude | closed if anywhere else exclude, live)
         except NoWorkers:
             return None
         if decision.worker in closed:
@@ -672,12 +677,12 @@ class Router:
         namespace: Hashable,
         max_new_tokens: int | None,
         exclude: Collection[str],
-        session: SessionHint | None = None,
+        live: PlacedRequest | None = None,
     ) -> Decision:
         began = self._clock()
         asked: dict[str, Any] = {"request_id": request_id, "namespace": namespace, "max_new_tokens": max_new_tokens}
-        if session:
-            asked["session"] = session
+        if live is not None:
+            asked |= {"session": live.session or None, "group": live.group}
         try:
             # The scheduler's own "nobody" takes its shortest way.
             return self.scheduler.schedule(token_ids, exclude=exclude or (), **asked)

@@ -1,5 +1,5 @@
 """The turns of a router's requests that name a tenant, a deadline or a class: what `FlowControl` asks of a router. Owns
-the futures on which such requests wait, and what their tenants were charged; who is next is the flow control's.
+the futures on which such requests wait; who is next is the flow control's, what tenants are charged is `Charges`'.
 
 Requests that name nothing of it never come here. Belongs to the router's loop.
 """
@@ -7,17 +7,17 @@ Requests that name nothing of it never come here. Belongs to the router's loop.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..clock import Clock
 from ..errors import CapacityExceeded, PrebleError
 from ..scheduler import GlobalScheduler
-from ..types import BATCH, Claim
-from .flow_control import FlowConfig, FlowControl, HeldRequest, Turn
-from .predicted_wait import PredictedWait
+from ..scheduling.admission import held_request
+from ..scheduling.charges import Charges
+from ..scheduling.flow_control import FlowConfig, FlowControl, HeldRequest, Turn
+from ..scheduling.predicted_wait import PredictedWait
+from ..types import Claim
 from .request import PlacedRequest
 
 
@@ -34,15 +34,6 @@ class TurnOwner(Protocol):
         `anywhere` leaves out beforehand. None if there is no place. Raises what ends the request."""
 
 
-@dataclass(slots=True)
-class _Charge:
-    """What a request's tenant was charged for it."""
-
-    claim: Claim
-    worker: str
-    seconds: float
-
-
 class Turns:
     """See the module."""
 
@@ -51,33 +42,23 @@ class Turns:
         self._owner = owner
         self._clock = clock
         self._held: dict[PlacedRequest, HeldRequest] = {}  # requests that wait
-        self._charges: dict[PlacedRequest, _Charge] = {}  # requests that were placed and have not ended
+        self._charges = Charges()  # of requests that were placed and have not ended
 
     async def take(self, live: PlacedRequest, claim: Claim, limit_seconds: float) -> bool:
         """Wait for a request's turn; False if it is to be placed without one. Raises `Overloaded`, `QueueFull`, and
         what ends it while it is placed."""
         if not self.workers():
             return False
-        held = self._held_of(live, claim, limit_seconds)
+        scheduler, some, now = self._owner.scheduler, next(iter(self.workers())), self._clock()
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        held.owner = live, turn
+        held = held_request(scheduler, some, live.prompt, live.namespace, claim, limit_seconds, now, (live, turn))
         self._held[live] = held
         try:
-            self.control.offer(held, self._clock())
+            self.control.offer(held, now)
             return await turn
         finally:
             del self._held[live]
             self.control.withdraw(held)
-
-    def _held_of(self, live: PlacedRequest, claim: Claim, limit_seconds: float) -> HeldRequest:
-        scheduler, some = self._owner.scheduler, next(iter(self.workers()))
-        cached = scheduler.match(live.prompt, namespace=live.namespace).best_tokens
-        seconds, whole = (scheduler.prefill_seconds(some, len(live.prompt), known) for known in (cached, 0))
-        is_batch = claim.priority == BATCH
-        has_deadline = claim.deadline_seconds is not None
-        limit = math.inf if is_batch and not has_deadline else limit_seconds
-        now = self._clock()
-        return HeldRequest(claim.tenant, seconds, limit, has_deadline, is_batch, now, None, whole - seconds)
 
     def give_up(self, live: PlacedRequest, error: PrebleError) -> None:
         """A request that may wait here ends with an error."""
@@ -88,10 +69,9 @@ class Turns:
 
     def ended(self, live: PlacedRequest, cached_tokens: int | None, output_tokens: int | None) -> None:
         """A request's attempt is over; with `output_tokens` it has finished."""
-        charge = self._charges.pop(live, None)
-        if charge is not None and output_tokens is not None and cached_tokens is not None:
-            real = self._owner.scheduler.service_seconds(charge.worker, len(live.prompt), cached_tokens, output_tokens)
-            self.control.correct(charge.claim.tenant, charge.claim.priority == BATCH, real - charge.seconds)
+        ended = self._charges.ended(live, self._owner.scheduler.service_seconds, cached_tokens, output_tokens)
+        if ended is not None:
+            self.control.ended(*ended)
 
     def pump(self) -> None:
         """A worker may have room again, or there may be none any more."""
@@ -125,7 +105,7 @@ class Turns:
             return Turn(found[0], 0.0, False)
         seconds = self._owner.scheduler.booked_seconds(live.request_id)
         assert live.claim is not None, "only requests with claims have turns"
-        self._charges[live] = _Charge(live.claim, found[0], seconds)
+        self._charges.placed(live, live.claim, found[0], len(live.prompt), seconds)
         _settle(held, True)
         return Turn(found[0], seconds, True)
 

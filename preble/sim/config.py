@@ -13,7 +13,7 @@ from ..config import SchedulerConfig
 from ..errors import DuplicateWorker, InvalidConfig, UnknownWorker
 from ..local import LocalConfig
 from ..policies.base import Policy
-from ..router.flow_control import FlowConfig
+from ..scheduling.flow_control import FlowConfig
 from ..types import WorkerSpec, check_int, check_seconds
 
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration

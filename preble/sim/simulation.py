@@ -16,21 +16,20 @@ truncated. Each request ends once: `Result.outcome`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..clock import ManualClock
-from ..errors import CapacityExceeded, InvalidInput
+from ..errors import CapacityExceeded, InvalidInput, PrebleError
 from ..local import StepOutput
 from ..scheduler import GlobalScheduler
+from ..scheduling.admission import AdmissionQueue
 from ..types import INTERACTIVE, CacheEvent, Claim, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .flight import Flight
-from .flow import SimFlow
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .routers import News, SimRouters
 from .timeline import Timeline
@@ -67,21 +66,7 @@ class Simulation:
         self._clock = ManualClock()
         self._timeline = Timeline(self._clock)
         self.routers = SimRouters(config, self._clock)
-        self._flows = (
-            []
-            if config.flow is None
-            else [
-                SimFlow(
-                    config.flow,
-                    partial(self.routers.schedulers.__getitem__, number),
-                    self._clock,
-                    self._book,
-                    self._send,
-                    self._refuse,
-                )
-                for number in range(config.routers)
-            ]
-        )
+        self._queues: list[AdmissionQueue] = []  # in front of each router's workers, where the configuration has any
         self._rng = np.random.default_rng([config.seed, 1])  # for lost events
         self._workers: dict[str, SimWorker] = {}
         self.workers: list[SimWorker] = []  # all there ever were
@@ -107,6 +92,11 @@ class Simulation:
         """Everything, in order."""
         for spec in self._config.specs():
             self._add_worker(spec)
+        if self._config.flow is not None:
+            self._queues = [
+                AdmissionQueue(scheduler, self._take_turn, self._turn_away, config=self._config.flow)
+                for scheduler in self.routers.schedulers
+            ]
         for fault in self._config.faults:
             self._timeline.at(fault.at_seconds, self._fault, fault)
         for request in self._requests:
@@ -125,35 +115,48 @@ class Simulation:
         self._arrival[row] = self._timeline.now
         flight = Flight(request, row, _answer(request, row), self.routers.pick())
         self._flights[request.request_id] = flight
-        if self._flows and _claim_of(request) is not None:
+        if self._queues and _claim_of(request) is not None:
             if request.deadline_seconds is not None:
                 self._timeline.at(self._timeline.now + request.deadline_seconds, self._give_up, flight)
-            self._flows[flight.router].offer(flight)
+            self._offer(flight)
         else:
             self._place(flight)
 
-    def _place(self, flight: Flight) -> None:
-        """Let the scheduler choose a worker and send the request there, with what is emitted of its answer."""
-        decision = self._book(flight)
-        if decision is not None:
-            self._send(flight, decision)
-
-    def _book(self, flight: Flight, exclude: Collection[str] = ()) -> Decision | None:
-        """Let the scheduler choose a worker; None where it refuses, and the request has ended."""
-        scheduler = self.routers.schedulers[flight.router]
-        token_ids, left = flight.tokens_so_far(), len(flight.planned_ids) - flight.emitted
+    def _offer(self, flight: Flight) -> None:
+        """Let a request wait for its turn."""
         request = flight.request
-        asked: dict[str, Any] = {
+        asked = self._asked(flight)
+        asked |= {"deadline_seconds": request.deadline_seconds, "priority": request.priority}
+        try:
+            self._queues[flight.router].offer(flight.tokens_so_far(), tenant=request.tenant, **asked)
+        except CapacityExceeded:
+            self._refuse(flight)
+
+    def _take_turn(self, request_id: Hashable, decision: Decision) -> None:
+        self._send(self._flights[str(request_id)], decision)
+
+    def _turn_away(self, request_id: Hashable, _: PrebleError) -> None:
+        self._refuse(self._flights[str(request_id)])
+
+    def _asked(self, flight: Flight) -> dict[str, Any]:
+        """What a scheduler is asked with a prompt."""
+        request = flight.request
+        return {
             "request_id": request.request_id,
-            "max_new_tokens": left,
+            "max_new_tokens": len(flight.planned_ids) - flight.emitted,
             "group": request.group if request.sampled else None,
             "session": request.hint,
         }
+
+    def _place(self, flight: Flight) -> None:
+        """Let the scheduler choose a worker and send the request there, with what is emitted of its answer."""
+        scheduler = self.routers.schedulers[flight.router]
         try:
-            return scheduler.schedule(token_ids, exclude=exclude or (), **asked)
+            decision = scheduler.schedule(flight.tokens_so_far(), **self._asked(flight))
         except CapacityExceeded:
             self._refuse(flight)
-            return None
+            return
+        self._send(flight, decision)
 
     def _send(self, flight: Flight, decision: Decision) -> None:
         """Send a request to its worker."""
@@ -171,8 +174,8 @@ class Simulation:
         claim = None if self._config.flow is None else _claim_of(flight.request)
         if not worker.submit(flight.request.request_id, token_ids, left, claim):
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
-            if self._flows:
-                self._flows[flight.router].ended(flight.request.request_id)
+            if self._queues:
+                self._queues[flight.router].ended(flight.request.request_id)
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
@@ -187,9 +190,9 @@ class Simulation:
             flight.worker = None
             worker.engine.abort(request_id)
             self.routers.schedulers[flight.router].cancel(request_id)
-        self._flows[flight.router].ended(request_id)
+        self._queues[flight.router].ended(request_id)
         self._refuse(flight)
-        self._flows[flight.router].pump()
+        self._queues[flight.router].pump()
 
     def _refuse(self, flight: Flight) -> None:
         """A request ends without an answer, or with half of one, and with it all that wait for it, unsent."""
@@ -259,19 +262,19 @@ class Simulation:
                 scheduler.apply(worker.name, events)
         elif events:
             self._counts["late_event_batches"] += 1
-        if self._flows:
-            self._report_to_flows(true)
+        if self._queues:
+            self._report_to_queues(true)
 
-    def _report_to_flows(self, news: Sequence[News]) -> None:
+    def _report_to_queues(self, news: Sequence[News]) -> None:
         """First tokens and ends make room."""
         for router, request_id, cached_tokens, output_tokens in news:
-            flow = self._flows[router]
+            queue = self._queues[router]
             if output_tokens is None:
-                flow.started(request_id, cached_tokens)
+                queue.started(request_id, cached_tokens)
             else:
-                flow.ended(request_id, output_tokens)
-        for flow in self._flows:
-            flow.pump()
+                queue.ended(request_id, output_tokens)
+        for queue in self._queues:
+            queue.pump()
 
     def _is_true(self, news: News, worker: SimWorker) -> bool:
         """Not so of a first token whose request was placed anew since."""
@@ -312,8 +315,8 @@ class Simulation:
             scheduler.remove_worker(worker.name)
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
-            if self._flows:
-                self._flows[flight.router].ended(flight.request.request_id)
+            if self._queues:
+                self._queues[flight.router].ended(flight.request.request_id)
             self._counts["resumed"] += 1
             self._place(flight)
 
@@ -322,8 +325,8 @@ class Simulation:
     def _tick(self, _: object) -> None:
         for scheduler in self.routers.schedulers:
             scheduler.tick()
-        for flow in self._flows:
-            flow.pump()
+        for queue in self._queues:
+            queue.pump()
         if self._progress is not None:
             self._progress(self._ended, len(self._requests), self._timeline.now)
         if self._ended < len(self._requests):

@@ -42,8 +42,8 @@ from preble.errors import (
 )
 from preble.router import Router, RouterConfig
 from preble.router import fleet as fleet_module
-from preble.router.predicted_wait import Verdict
 from preble.router.request import RoutedRequest
+from preble.scheduling.predicted_wait import Verdict
 from preble.transport import wire
 from preble.transport.tasks import within
 from preble.types import AllBlocksCleared, BlockRemoved, PrefixEvicted

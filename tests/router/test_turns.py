@@ -12,7 +12,7 @@ import pytest
 from preble import SamplingParams
 from preble.errors import InvalidInput, Overloaded, QueueFull
 from preble.router import Router
-from preble.router.flow_control import FlowConfig
+from preble.scheduling.flow_control import FlowConfig
 from preble.transport import wire
 from tests.support.transport import FirstByName, ScriptedWorker, assert_bookings_are_even, asynchronous, collect, fast
 

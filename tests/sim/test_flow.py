@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from preble import sim
-from preble.router.flow_control import FlowConfig
+from preble.scheduling.flow_control import FlowConfig
 from preble.sim.results import FINISHED, REFUSED
 from preble.sim.service import within_deadlines
 from preble.workloads import Flood, Workload, generate, poisson, tenant_arrivals
@@ -29,11 +29,11 @@ def tenants(flooded):
 
 
 def waits(workload, flow):
-    """(p95 of the others' TTFT since the flood, fraction of prompts cached)."""
+    """(p95 of the others' TTFT since the flood, fraction of their prompts cached)."""
     result = sim.simulate(workload, config(flow=flow))
     waited = np.where(np.isnan(result.ttft_seconds), SECONDS - result.arrival_seconds, result.ttft_seconds)
     others = np.array([request.tenant != "t0" for request in workload.requests]) & (result.arrival_seconds > 6.0)
-    known = result.cached_tokens >= 0
+    known = others & (result.cached_tokens >= 0)
     hits = result.cached_tokens[known].sum() / result.prompt_tokens[known].sum()
     return float(np.percentile(waited[others], 95)), float(hits)
 
@@ -43,8 +43,8 @@ def test_a_flood_of_one_tenant_hardly_moves_the_others_and_prefixes_stay():
     unfair, hits = waits(tenants(True), None)
     flooded, kept = waits(tenants(True), FlowConfig())
     assert unfair > 5.0 * calm
-    assert flooded < 2.5 * calm
-    assert kept > 0.95 * hits
+    assert flooded < 1.7 * calm
+    assert kept > 0.97 * hits
 
 
 def deadlines(flow):

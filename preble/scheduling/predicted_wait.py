@@ -96,13 +96,13 @@ class PredictedWait:
         self._burst_factor = burst_factor
         self._full_since: float | None = None  # no worker has had room since
         self._paces: dict[str, WorkerPace] = {}
-        self._waiting: dict[str, _PlacedRequest] = {}
+        self._waiting: dict[Hashable, _PlacedRequest] = {}
         self._clients: dict[Hashable, list[float]] = {}  # those that wait: requests, their seconds
         self.total_seconds = 0.0  # booked, of all that wait
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
-    def placed(self, name: str, worker_id: str, client: Hashable, booked_seconds: float, now: float) -> None:
+    def placed(self, name: Hashable, worker_id: str, client: Hashable, booked_seconds: float, now: float) -> None:
         """A request waits at a worker from now on."""
         pace = self._paces.setdefault(worker_id, WorkerPace())
         pace.advance(now)
@@ -114,7 +114,7 @@ class PredictedWait:
         mine[0] += 1
         mine[1] += booked_seconds
 
-    def started(self, name: str, now: float) -> None:
+    def started(self, name: Hashable, now: float) -> None:
         """Its first token has come."""
         pace, request = self._leave(name, now)
         if request is None or pace is None:
@@ -122,7 +122,7 @@ class PredictedWait:
         if pace.requests + 1 >= BACKLOG_MIN:
             pace.started_seconds += request.seconds
 
-    def left(self, name: str, now: float) -> None:
+    def left(self, name: Hashable, now: float) -> None:
         """It waits no more, started or not; again does nothing."""
         self._leave(name, now)
 
@@ -131,7 +131,7 @@ class PredictedWait:
         for worker_id in [one for one, pace in self._paces.items() if one not in worker_ids and not pace.requests]:
             del self._paces[worker_id]
 
-    def _leave(self, name: str, now: float) -> tuple[WorkerPace | None, _PlacedRequest | None]:
+    def _leave(self, name: Hashable, now: float) -> tuple[WorkerPace | None, _PlacedRequest | None]:
         request = self._waiting.pop(name, None)
         if request is None:
             return None, None

@@ -12,8 +12,9 @@ at once, for the queues of workers know best which prefixes they have:
 
   1. Of the tenants that wait the one with the least service over its weight is next (`batching/fair_shares`); service
      is in seconds of worker time, as booked, and corrected as requests end.
-  2. Of a tenant's requests the one with the least slack: the time until its first token is of no use, less its own
-     work. One without a deadline counts as having `PATIENCE_SECONDS`.
+  2. Of a tenant's requests that have a deadline the one with the least slack: the time until its first token is of no
+     use, less its own work. One without counts as having `PATIENCE_SECONDS`, and as much again for each second of its
+     work: of a flood what is cached goes first, as it costs nobody much, and what is not goes by its age.
   3. Batch work goes when nobody interactive can; a request of it that has waited for `PATIENCE_SECONDS` has every
      eighth turn, so that it does not starve.
   4. The scheduler chooses the worker. A request whose worker has no room waits for it, for as long as computing it
@@ -40,14 +41,17 @@ from typing import Any, NamedTuple, Protocol
 
 from ..batching.fair_shares import TENANTS_MAX, FairShares
 from ..errors import CapacityExceeded, InvalidConfig, Overloaded, QueueFull
-from ..types import check_int, check_seconds
+from ..types import BATCH, check_int, check_seconds
+from .charges import Charge
 from .predicted_wait import PredictedWait
 
 PATIENCE_SECONDS = 30.0
 OVERDUE_EVERY = 8
 LOOK_AHEAD = 16  # requests that are looked at for one that can go
+PLACES_SHARE, PLACES_MIN = 0.5, 4  # that a flood holds beside others' requests
+WORK_PATIENCE = 30.0  # seconds that a request stands further behind for each second of its work
 KEPT_SHARE = 0.98  # of what is known of requests placed before, with each one placed
-RECENT_SECONDS, RECENT_MAX = 10.0, 1000
+RECENT_SECONDS = 10.0
 OVER_SHARE = 1.5  # times the mean: more is a flood
 
 
@@ -101,8 +105,10 @@ class HeldRequest:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """By slack; the order among requests of a tenant."""
-        return min(self.due, self.arrived + PATIENCE_SECONDS) - self.seconds, self.number
+        """The order among requests of a tenant: those with a deadline by slack, others by age and work."""
+        if self.has_deadline:
+            return min(self.due, self.arrived + PATIENCE_SECONDS) - self.seconds, self.number
+        return self.arrived + PATIENCE_SECONDS + WORK_PATIENCE * self.seconds, self.number
 
 
 _NO_WORKERS: frozenset[str] = frozenset()
@@ -196,6 +202,45 @@ class _HeldClass:
                 yield held
 
 
+class _FloodPlaces:
+    """How many requests of each tenant run at each worker, of those that were placed here."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[str, int]] = {}
+        self._all: dict[str, int] = {}
+
+    def take(self, tenant: str, worker: str) -> None:
+        """A request runs there from now on."""
+        own = self._of.setdefault(tenant, {})
+        own[worker] = own.get(worker, 0) + 1
+        self._all[worker] = self._all.get(worker, 0) + 1
+
+    def leave(self, tenant: str, worker: str) -> None:
+        """One of them has ended."""
+        own = self._of[tenant]
+        for counts, key in ((own, worker), (self._all, worker)):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+        if not own:
+            del self._of[tenant]
+
+    def full(self, tenant: str, workers: Collection[str]) -> frozenset[str]:
+        """The workers at which a flood holds as much as it may beside the others that run there. O(workers)."""
+        own = self._of.get(tenant, {})
+        return frozenset(name for name in workers if self._is_full(own.get(name, 0), self._all.get(name, 0)))
+
+    @staticmethod
+    def _is_full(own: int, together: int) -> bool:
+        others = together - own
+        return others > 0 and own >= max(PLACES_MIN, PLACES_SHARE * others)
+
+    def check(self) -> None:
+        """Assert that the sums are those of the tenants."""
+        for worker, count in self._all.items():
+            assert count == sum(own.get(worker, 0) for own in self._of.values()), f"places at {worker} are off"
+
+
 class FlowControl:
     """See the module."""
 
@@ -207,6 +252,7 @@ class FlowControl:
         self._classes = {False: _HeldClass(config), True: _HeldClass(config)}  # by is_batch
         self._numbers = 0
         self._turns = 0
+        self._places = _FloodPlaces()
         self._recent: OrderedDict[str, float] = OrderedDict()  # tenants, and when they were here last
         self._estimated_seconds = self._booked_seconds = 0.0  # of those placed lately
 
@@ -242,9 +288,11 @@ class FlowControl:
         for one in self._classes.values():
             yield from one.candidates()
 
-    def correct(self, tenant: str, is_batch: bool, seconds: float) -> None:
-        """A request has ended, and was so many seconds more than was booked, or less."""
-        self._classes[is_batch].shares.correct(tenant, seconds / self._weight(tenant))
+    def ended(self, charge: Charge, more_seconds: float) -> None:
+        """A request that was placed has ended, and took so many seconds more than was booked, or less."""
+        claim = charge.claim
+        self._places.leave(claim.tenant, charge.worker)
+        self._classes[claim.priority == BATCH].shares.correct(claim.tenant, more_seconds / self._weight(claim.tenant))
 
     def pump(self, now: float) -> None:
         """Place what can go. To be called whenever a worker may have room again."""
@@ -290,7 +338,7 @@ class FlowControl:
     def _note_tenant(self, tenant: str, now: float) -> None:
         self._recent[tenant] = now
         self._recent.move_to_end(tenant)
-        while len(self._recent) > RECENT_MAX or now - next(iter(self._recent.values())) > RECENT_SECONDS:
+        while len(self._recent) > self.config.tenants_max or now - next(iter(self._recent.values())) > RECENT_SECONDS:
             self._recent.popitem(last=False)
 
     def _overdue(self, now: float) -> HeldRequest | None:
@@ -303,16 +351,27 @@ class FlowControl:
 
     def _try_class(self, one: _HeldClass, closed: frozenset[str], spare: frozenset[str] | None, now: float) -> bool:
         looked = 0
-        for held in one.candidates():
-            room = spare if self._is_over(held.tenant) else closed
+        for _, tenant in one.shares.lowest():
+            room = self._room_of(tenant, closed, spare)
             if room is None:
                 continue
-            if self._try(held, room, now):
-                return True
-            looked += 1
-            if looked >= LOOK_AHEAD:
-                break
+            for _, held in one.lines[tenant].entries:
+                if self._try(held, room, now):
+                    return True
+                looked += 1
+                if looked >= LOOK_AHEAD:
+                    return False
         return False
+
+    def _room_of(self, tenant: str, closed: frozenset[str], spare: frozenset[str] | None) -> frozenset[str] | None:
+        """The workers without room for a tenant; None if that is all."""
+        if not self._is_over(tenant):
+            return closed
+        if spare is None:
+            return None
+        workers = self._owner.workers()
+        full = spare | self._places.full(tenant, workers)
+        return None if len(full) == len(workers) else full
 
     def _try(self, held: HeldRequest, closed: frozenset[str], now: float) -> bool:
         """Whether a request does not wait any more."""
@@ -332,6 +391,7 @@ class FlowControl:
             held.blocked_since = min(held.blocked_since, now)
             return False
         own.shares.charge(held.tenant, turn.seconds / self._weight(held.tenant))
+        self._places.take(held.tenant, turn.worker)
         self._estimated_seconds = KEPT_SHARE * self._estimated_seconds + held.seconds
         self._booked_seconds = KEPT_SHARE * self._booked_seconds + turn.seconds
         own.remove(held)
@@ -418,7 +478,8 @@ class FlowControl:
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that lines, sums and shares agree. O(requests that wait)."""
+        """Assert that lines, sums and shares agree. O(requests that wait + places taken)."""
+        self._places.check()
         for is_batch, one in self._classes.items():
             one.shares.check()
             tenants = {tenant for _, tenant in one.shares.lowest()}

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from preble.router.predicted_wait import (
+from preble.scheduling.predicted_wait import (
     ADMITTED,
     BACKLOG_MIN,
     BURST_FACTOR,

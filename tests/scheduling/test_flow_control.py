@@ -7,15 +7,20 @@ import math
 import pytest
 
 from preble.errors import InvalidConfig, Overloaded, QueueFull
-from preble.router.flow_control import (
+from preble.scheduling.charges import Charge
+from preble.scheduling.flow_control import (
     OVERDUE_EVERY,
     PATIENCE_SECONDS,
+    PLACES_MIN,
+    PLACES_SHARE,
+    WORK_PATIENCE,
     FlowConfig,
     FlowControl,
     HeldRequest,
     Turn,
 )
-from preble.router.predicted_wait import PredictedWait
+from preble.scheduling.predicted_wait import PredictedWait
+from preble.types import BATCH, INTERACTIVE, Claim
 
 
 class Fleet:
@@ -53,14 +58,22 @@ class Fleet:
     def refuse(self, held, error):
         self.refused.append((held, error))
 
-    def start(self, worker="a", after=0.1):
-        """The first request there gets its first token."""
+    def start(self, worker="a", after=0.1, *, ends=True, more=None):
+        """The first request there gets its first token, and `ends` at once; `more`: seconds that one of a tenant took
+        beyond what was booked."""
         self.now += after
         held = self.there[worker].pop(0)
         self.waits.started(str(held.number), self.now)
+        if ends:
+            self.end(held, worker, (more or {}).get(held.tenant, 0.0))
         self.control.pump(self.now)
         self.control.check()
         return held
+
+    def end(self, held, worker="a", more_seconds=0.0):
+        """A request that has its first token ends."""
+        claim = Claim(held.tenant, priority=BATCH if held.is_batch else INTERACTIVE)
+        self.control.ended(Charge(claim, worker, 100, held.seconds), more_seconds)
 
     def tenants(self):
         return [held.tenant for held in self.placed]
@@ -109,6 +122,49 @@ def test_a_flood_gets_only_what_is_spare_and_the_others_go_at_once():
     assert quiet in fleet.placed
 
 
+def test_a_flood_holds_half_as_many_places_as_the_others_where_they_run():
+    fleet = Fleet(("a", "b"), hold_seconds=1.0, spare_seconds=0.3)
+    others = [fleet.offer("quiet", seconds=0.01, wants="a") for _ in range(12)]
+    for _ in others:
+        fleet.start("a", after=0.01, ends=False)
+    for _ in range(60):
+        fleet.offer("flood", wants="a")
+    held = 0
+    while fleet.there["a"]:
+        fleet.start("a", ends=False)
+        held += 1
+    assert held == PLACES_SHARE * len(others)
+    for one in others:
+        fleet.end(one)
+    fleet.control.pump(fleet.now)
+    assert fleet.there["a"], "nobody else runs there any more"
+
+
+def test_beside_few_others_a_flood_still_holds_some_places():
+    fleet = Fleet(hold_seconds=1.0, spare_seconds=0.3)
+    fleet.offer("quiet")
+    fleet.start(ends=False)
+    for _ in range(60):
+        fleet.offer("flood")
+    held = 0
+    while fleet.there["a"]:
+        fleet.start(ends=False)
+        held += 1
+    assert held == PLACES_MIN + 1  # its first five went as a burst, at 0.1 s each
+
+
+def test_of_a_tenant_s_requests_those_with_little_work_go_first_until_the_others_are_old():
+    fleet = Fleet(hold_seconds=0.05)
+    fleet.offer()
+    long, short = fleet.offer(seconds=0.5), fleet.offer(seconds=0.1)
+    fleet.start()
+    assert fleet.placed[-1] is short
+    fleet.now += WORK_PATIENCE * 0.5
+    later = fleet.offer(seconds=0.01)
+    fleet.start()
+    assert fleet.placed[-1] is long and later.waits
+
+
 def test_floods_alike_are_all_given_work_ahead():
     fleet = Fleet(hold_seconds=1.0, spare_seconds=0.15)
     for _ in range(100):
@@ -136,8 +192,7 @@ def test_what_a_request_really_took_is_made_up_for():
         fleet.offer("long")
         fleet.offer("short")
     for _ in range(200):
-        if fleet.start().tenant == "long":
-            fleet.control.correct("long", False, 0.2)  # three times what was booked
+        fleet.start(more={"long": 0.2})  # three times what was booked
     tenants = fleet.tenants()[20:200]
     assert tenants.count("short") / tenants.count("long") == pytest.approx(3.0, rel=0.25)
 
