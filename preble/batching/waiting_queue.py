@@ -25,8 +25,9 @@ counted in tokens, for a worker has no cost model: prompt tokens that are comput
 output, once it has ended (`batching/fair_shares`). A batch request that waited longer than the age bound goes at every
 OVERDUE_EVERY-th pick all the same.
 
-Within a group the request goes first whose time is over first: arrival and `deadline_seconds`, or the age bound for one
-without. Without deadlines that is the oldest. One that cannot make its deadline any more is put last: it goes when
+Within a group the request goes first whose time is over first: arrival and the age bound, or `deadline_seconds` and as
+much again for every `DEADLINE_TOKENS` that it must compute, so that what costs little is in time first. Without
+deadlines that is the oldest. One that cannot make its deadline any more is put last: it goes when
 nobody else waits, or as the oldest that is beyond the age bound. Else an overloaded worker would be busy with what
 comes just too late, since that is what is urgent.
 
@@ -59,6 +60,7 @@ REBIN_PER_ROUND = 64  # of 256 waiting, looking at all costs 1.5 times the simul
 QUANTUM_TOKENS = 2048  # computed, by which tenants may be apart before their shares decide alone
 TENANTS_TOGETHER = 16
 OUTPUT_COST = 8  # tokens of a prompt that take as long as one of an output, decoded among others
+DEADLINE_TOKENS = 1000  # that a request must compute, and stands as far behind as its deadline is long
 OVERDUE_EVERY = 8  # where all went first who are overdue, an overloaded worker would serve in order of arrival
 
 
@@ -136,7 +138,10 @@ class WaitingQueue:
         self._latest_arrival = max(self._latest_arrival, live.arrival_seconds)
         claim = live.request.claim
         limit = None if claim is None else claim.deadline_seconds
-        live.place = 0, self._latest_arrival + (self._config.max_wait_seconds if limit is None else limit)
+        wait = self._config.max_wait_seconds
+        if limit is not None:
+            wait = limit * (1.0 + live.uncached_now / DEADLINE_TOKENS)
+        live.place = 0, self._latest_arrival + wait
         live.place = self._place_of(live)
         live.place_version = self._cache.version
         self._file(live)

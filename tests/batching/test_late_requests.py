@@ -92,3 +92,13 @@ def test_a_late_request_does_not_starve():
         worker.step()
     assert "late" in worker.first and worker.scheduler.load().waiting > 30
     assert worker.scheduler.stats()["oldest_arrival_seconds"] is not None
+
+
+def test_of_two_deadlines_that_cannot_both_be_kept_the_one_that_costs_little_is():
+    worker = warm(order="fcfs", token_budget=500)
+    worker.add("running", tokens=500)
+    worker.step()
+    worker.add("long", tokens=1000, deadline=2.5)  # alone it would be in time
+    worker.add("short", tokens=400, deadline=2.6)
+    worker.serve()
+    assert worker.first == ["running", "short", "long"] and worker.scheduler.stats()["too_late"] == 1
