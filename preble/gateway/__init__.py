@@ -32,9 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of the configuration that is no secret."""
     from .core.config import SECRET, flag_of
+    from .core.config_sources import router_option
     from .core.config_text import sections
+    from .migration.counterparts import ALL
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration, .yaml or .toml; flags go before it")
+    for router in ALL:
+        text = f"a command line of {router}, whose options are taken where nothing else says more (docs/migrating.md)"
+        parser.add_argument(f"--from-{router}", dest=router_option(router), metavar="COMMAND", help=text)
     for heading, paths in sections().items():
         group = parser.add_argument_group(heading)
         for path in paths:

@@ -80,11 +80,14 @@ COLLECT_AFTER_OBJECTS = 5_000  # more than there were, that may be in a cycle
 def serve_until_stopped(load: Callable[[], Loaded], slot: ProcessSlot | None = None) -> int:
     """Run the gateway that `load` describes, in this thread; with a `slot` it is one of several. Main thread only, for
     the signals."""
-    config = load().config
+    loaded = load()
+    config = loaded.config
     # The pool's threads are as many as were asked for; the library need not start its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     log_as_json(config.log_level, {} if slot is None else {"process": slot.index})
+    for remark in loaded.remarks if slot is None or slot.index == 0 else ():
+        logger.info("of the other router's command line: %s", remark)
     # Connections of clients, and one to a server over HTTP for each request.
     _allow_descriptors(DESCRIPTORS_OWN + config.max_connections + config.max_live_requests)
     _run_loop(_serve(config, load, slot))

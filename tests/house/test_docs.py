@@ -21,6 +21,7 @@ import pytest
 
 from preble import GlobalScheduler, Router, cli
 from preble.config import SchedulerConfig
+from preble.gateway.migration.counterparts import SUBJECTS, of_router
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -95,7 +96,7 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
         for path in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text(encoding="utf-8")))
     if page.name == "migrating.md":
-        known |= sglang_router_options()
+        known |= set(of_router("sglang-router")) | set(of_router("smg")) | set(of_router("vllm-router"))
     named = set(re.findall(r"(?<![\w|-])--[a-z][a-z0-9-]*[a-z0-9](?![\w>-])", text_of(page)))
     assert not named - known, f"{page.name} names options that do not exist: {sorted(named - known)}"
 
@@ -166,33 +167,22 @@ def test_every_metric_that_a_page_names_is_shown() -> None:
     assert len([name for name in quoted(DOCS / "operating.md") if name in known]) >= 10
 
 
-# --- sglang-router ----------------------------------------------------------------------------------------------------
+# --- other routers ----------------------------------------------------------------------------------------------------
 
 
-def sglang_router_options() -> set[str]:
-    """The options of sglang-router 0.3.2, as its own help lists them."""
-    return set((ROOT / "tests" / "data" / "sglang_router_flags.txt").read_text().split())
+def test_the_page_of_other_routers_has_the_table_that_command_lines_are_read_by() -> None:
+    from tests.gateway.migration_page import PAGE, written
 
-
-def migrating_rows() -> list[tuple[str, str]]:
-    """(theirs, ours) of every row of the table."""
-    table = text_of(DOCS / "migrating.md").partition("| sglang-router | Preble |")[2].partition("\n\n")[0]
-    return [(cells[1], cells[2]) for row in table.splitlines()[2:] if (cells := row.split("|"))]
-
-
-def test_the_table_has_each_of_their_options_once() -> None:
-    theirs = [option for cell, _ in migrating_rows() for option in re.findall(r"`(--[a-z0-9-]+)`", cell)]
-    assert sorted(theirs) == sorted(sglang_router_options())
+    page = text_of(PAGE)
+    assert written(page) == page, "run: python -m tests.gateway.migration_page"
 
 
 def test_what_the_table_offers_instead_are_keys_of_ours() -> None:
-    for theirs, ours in migrating_rows():
-        keys = re.findall(r"`([\w.]+)`", ours)
-        assert keys or ours.strip() == "-", f"{theirs} has neither a key nor a dash"
-        assert set(keys) <= gateway_keys(), f"{theirs}: {sorted(set(keys) - gateway_keys())}"
+    named = {key for rows in SUBJECTS.values() for row in rows for key in row.key.split()}
+    assert len(named) > 20 and named <= gateway_keys(), sorted(named - gateway_keys())
 
 
-@pytest.mark.parametrize("name", ["gateway", "migrating"])
+@pytest.mark.parametrize("name", ["gateway"])
 def test_a_pages_configuration_is_one_that_the_gateway_takes(name: str, tmp_path: Path) -> None:
     sources = pytest.importorskip("preble.gateway.core.config_sources", exc_type=ImportError)
     block = blocks(DOCS / f"{name}.md", "yaml")[0]

@@ -2,8 +2,9 @@
 said of a wrong one.
 
 A value comes from the first of these that has it: a flag (`--drain-seconds 5`), a variable
-(`PREBLE_DRAIN_SECONDS=5`), the file (`drain_seconds: 5`), the default. The scheduler's fields are under `scheduler`:
-`--scheduler-max-bytes`, `PREBLE_SCHEDULER_MAX_BYTES`. Lists are separated by commas in variables.
+(`PREBLE_DRAIN_SECONDS=5`), the file (`drain_seconds: 5`), another router's command line, the default. The scheduler's
+fields are under `scheduler`: `--scheduler-max-bytes`, `PREBLE_SCHEDULER_MAX_BYTES`. Lists are separated by commas in
+variables.
 
 A name that is none is refused, with the nearest one. Of variables, which other programs share, only those are refused
 that are nearly a name.
@@ -15,7 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from ...errors import InvalidConfig, InvalidInput, MissingExtra
 from ...policies.base import resolve
 from ...transport.security import is_loopback
 from ...transport.worker_address import check_worker_address
+from ..migration.counterparts import ALL
+from ..migration.translation import translate
 from .addresses import is_network, is_origin, is_url
 from .config import FIELDS, LISTS, PREFIX, TABLES, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
 from .config_tables import check_servers, keys_with_secrets, with_secrets
@@ -36,17 +39,30 @@ NEAR = 0.75  # how alike two names are that were meant to be the same
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A configuration, and where each value came from, by dotted name."""
+    """A configuration, and where each value came from, by dotted name. `remarks`: of another router's command line."""
 
     config: GatewayConfig
     origins: Mapping[str, str]
+    remarks: Sequence[str] = ()
 
 
-def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[FieldPath, Any]) -> Loaded:
-    """The configuration of all sources together. Raises `InvalidConfig` naming the source and the field."""
+def load(
+    file: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[FieldPath, Any],
+    routers: Mapping[str, str] = {},
+) -> Loaded:
+    """The configuration of all sources together; `routers`: command lines of other routers, by their names. Raises
+    `InvalidConfig` naming the source and the field."""
     values: dict[FieldPath, Any] = {}
     origins: dict[str, str] = {}
-    sources = [
+    remarks: list[str] = []
+    sources: list[tuple[Mapping[FieldPath, Any], Callable[[FieldPath], str]]] = []
+    for router, line in routers.items():
+        translation = translate(router, line)
+        sources.append((translation.values, lambda _, router=router: f"from {router}"))  # type: ignore[misc]
+        remarks += translation.remarks
+    sources += [
         ({} if file is None else _from_file(file), lambda path: str(file)),
         (_from_environment(environment), variable_of),
         (flags, flag_of),
@@ -54,13 +70,19 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[Field
     for found, origin in sources:
         values.update(found)
         origins.update({".".join(path): origin(path) for path in found})
-    return Loaded(_checked(values, origins, environment), origins)
+    return Loaded(_checked(values, origins, environment), origins, remarks)
 
 
 def load_for(args: argparse.Namespace, environment: Mapping[str, str]) -> Loaded:
     """The configuration for a command line, whose options are named as `add_arguments` names them. Raises as `load`."""
     flags = {path: value for path in FIELDS if (value := getattr(args, "/".join(path), None)) is not None}
-    return load(args.config, environment, flags)
+    routers = {name: line for name in ALL if (line := getattr(args, router_option(name), None)) is not None}
+    return load(args.config, environment, flags, routers)
+
+
+def router_option(router: str) -> str:
+    """Under which name a parsed command line holds another router's."""
+    return f"from {router}"
 
 
 def _from_file(file: Path) -> dict[FieldPath, Any]:

@@ -110,7 +110,7 @@ def schema() -> dict[str, Any]:
 
 def shown(loaded: Loaded) -> str:
     """The configuration as a YAML file that says where each value is from; secrets are only counted."""
-    lines = []
+    lines = [f"# {remark}" for remark in loaded.remarks]
     for path in FIELDS:
         if path[0] == "scheduler" and "scheduler:" not in lines:
             lines.append("scheduler:")
