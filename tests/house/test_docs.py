@@ -171,10 +171,10 @@ def test_every_metric_that_a_page_names_is_shown() -> None:
 
 
 def test_the_page_of_other_routers_has_the_table_that_command_lines_are_read_by() -> None:
-    from tests.gateway.migration_page import PAGE, written
+    from tests.gateway.migration.page import PAGE, written
 
     page = text_of(PAGE)
-    assert written(page) == page, "run: python -m tests.gateway.migration_page"
+    assert written(page) == page, "run: python -m tests.gateway.migration.page"
 
 
 def test_what_the_table_offers_instead_are_keys_of_ours() -> None:
