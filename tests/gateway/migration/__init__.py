@@ -1,0 +1,1 @@
+"""Other routers' command lines."""
