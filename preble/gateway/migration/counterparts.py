@@ -74,7 +74,7 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
         ),
         Counterpart("--dp-minimum-tokens-scheduler!", "", "the rule places on ranks as on workers", (SMG,)),
         Counterpart("--enable-igw!", "", "several models behind one gateway need no option"),
-        Counterpart("--backend", "", "SGLang and vLLM are told apart by what they answer", (SGLANG, SMG)),
+        Counterpart("--backend", "", "SGLang and vLLM differ in what they answer", (SGLANG, SMG)),
         Counterpart(
             "--worker-startup-timeout-secs",
             "connect_seconds",
@@ -254,7 +254,7 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
             "--remove-unhealthy-workers! --no-remove-unhealthy-workers! --worker-auto-recovery! "
             "--no-worker-auto-recovery!",
             "",
-            "a worker that answers again is used again, with nothing believed of its cache",
+            "a worker that answers again is used again, with its cache reckoned empty",
             (SMG,),
         ),
     ),
