@@ -40,6 +40,7 @@ __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "Lo
 
 STEP_KEPT = 0.8  # of how long iterations took, with each one more
 DEFERRALS_PER_ROUND = 64
+SHORT_LOOKS = 8  # waiting requests that are passed over for shorter ones, an iteration
 CUT_SHORT = ()  # how an answer ended that was cancelled
 COUNTERS = (
     *("admitted", "finished", "cancelled", "preempted", "deferred", "too_late"),
@@ -124,8 +125,10 @@ class LocalScheduler:
           1. Make room for the decodes: evict cached tokens that nobody holds; where that is not enough, preempt the
              newest.
           2. Every decoding request gets one token, oldest first.
-          3. Requests in the middle of their prefill get chunks of what is left of the token budget, oldest first.
-          4. Waiting requests are admitted in the queue's order while budget, places and memory last, each with its
+          3. While a prefill is under way, waiting requests whose own fits whole into half of the token budget are
+             admitted before it goes on, in the queue's order (`LocalConfig.short_first`).
+          4. Requests in the middle of their prefill get chunks of what is left of the token budget, oldest first.
+          5. Waiting requests are admitted in the queue's order while budget, places and memory last, each with its
              first chunk.
 
         Raises `InvalidInput` while an earlier batch is neither completed nor discarded.
@@ -136,8 +139,11 @@ class LocalScheduler:
         batch = Batch(self._step)
         if self.config.chunked_prefill:
             self._schedule_decodes(batch, now)  # 1., 2.
-            budget = self._schedule_prefills(batch, self.config.token_budget - len(batch), now)  # 3.
-            self._admit(batch, budget, now)  # 4.
+            budget, under_way = self.config.token_budget - len(batch), prefilling(self._running)
+            if under_way and self.config.short_first:
+                budget -= self._admit_short(batch, budget // 2, under_way, now)  # 3.
+            budget = self._schedule_prefills(batch, budget, under_way, now)  # 4.
+            self._admit(batch, budget, now)  # 5.
         else:
             self._prefill_or_decode(batch, now)
         assert batch or not self._live, "requests are live and none can run"
@@ -152,7 +158,7 @@ class LocalScheduler:
 
         A prefill is under way already only where the iteration that should have computed it was discarded.
         """
-        self._schedule_prefills(batch, self.config.kv_capacity_tokens, now)
+        self._schedule_prefills(batch, self.config.kv_capacity_tokens, prefilling(self._running), now)
         if not batch and self._decodes_till_look == 0:
             self._admit(batch, self.config.token_budget, now)
         if batch:
@@ -176,13 +182,35 @@ class LocalScheduler:
         if count:
             batch.add_decodes(self._running, self._cache.take(count, now))
 
-    def _schedule_prefills(self, batch: Batch, budget: int, now: float) -> int:
+    def _admit_short(self, batch: Batch, budget: int, under_way: list[LiveRequest], now: float) -> int:
+        """Admit waiting requests that are computed whole within a budget, and leave those under way the memory that
+        they need; returns what they take. At most `SHORT_LOOKS` others are passed over."""
+        taken = passed_over = 0
+        needed = sum(live.prefill_end - live.computed for live in under_way)
+        self._waiting.begin_round()
+        while taken < budget and len(self._running) < self.config.max_running and passed_over < SHORT_LOOKS:
+            live = self._waiting.peek(now)
+            if live is None:
+                break
+            is_short = live.uncached_now <= budget - taken and not self._is_being_computed(live)
+            is_short = is_short and not self._is_too_late(live, now)
+            if is_short and self._start_running(live, now, spared=needed):
+                count = live.prefill_end - live.computed
+                batch.add_chunk(live, self._cache.take(count, now))
+                taken += count
+            else:
+                self._waiting.defer(live)
+                passed_over += 1
+        self._waiting.end_round()
+        return taken
+
+    def _schedule_prefills(self, batch: Batch, budget: int, under_way: list[LiveRequest], now: float) -> int:
         """Give chunks to requests in mid-prefill; returns the budget left.
 
         A chunk shrinks to the memory there is, down to nothing where decodes have grown into what was there at its
         admission: they end and leave theirs. Without decodes all of it is there, so that something can always run.
         """
-        for live in prefilling(self._running):
+        for live in under_way:
             count = min(budget, live.prefill_end - live.computed, self._cache.available_tokens)
             if count == 0:
                 break
@@ -243,15 +271,16 @@ class LocalScheduler:
         steps = -(-live.uncached_now // chunk) if self.config.chunked_prefill else 1
         return now + steps * self._step_seconds > live.arrival_seconds + claim.deadline_seconds
 
-    def _start_running(self, live: LiveRequest, now: float) -> bool:
-        """Move a waiting request to the running ones, holding its cached prefix, if memory allows; False otherwise.
+    def _start_running(self, live: LiveRequest, now: float, spared: int = 0) -> bool:
+        """Move a waiting request to the running ones, holding its cached prefix, if memory allows and so many tokens
+        of it stay; False otherwise.
 
         Memory allows it if its own prefill and the next token of every running request fit into what is free or
         evictable; chunks of this batch have their slots already, and a prefill that this batch does not finish
         leaves no budget, or no memory, for others. Outputs are not reserved: most end early, and preemption covers
         the rest. A request preempted for this batch does not fit into it, for what it left is what was missing.
         """
-        reserved = len(self._running)
+        reserved = len(self._running) + spared
         if live.uncached_now + reserved > self._cache.available_tokens:
             return False  # holding its prefix could only leave less
         hold = self._cache.hold(live.known, live.request.namespace, live.known_tokens - 1, now)

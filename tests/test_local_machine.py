@@ -42,6 +42,7 @@ configs = st.builds(
     min_shared_tokens=st.sampled_from([0, 1, 3, 6]),
     chunked_prefill=st.sampled_from([True, True, False]),
     decodes_per_look=st.sampled_from([1, 3]),
+    short_first=st.booleans(),
 )
 
 
@@ -212,6 +213,7 @@ def random_config(rng):
         min_shared_tokens=rng.choice([0, 1, 3, 6]),
         chunked_prefill=rng.choice([True, True, False]),
         decodes_per_look=rng.choice([1, 3]),
+        short_first=rng.choice([True, False]),
     )
 
 

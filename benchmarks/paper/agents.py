@@ -56,7 +56,7 @@ CACHES, LOADS = (0.3, 0.6, 1.0), (1.2, 2.0)
 FLOOD_LOAD, SAMPLE_WORKERS = 0.8, 8
 # (kind, workers) -> (seeds, shares: of what `agents_cells` says).
 GRID = {
-    ("sessions", 4): (2, CACHES), ("sessions", 8): (1, CACHES[:1]), ("flood", 4): (3, (FLOOD_LOAD,)),
+    ("sessions", 4): (3, CACHES), ("sessions", 8): (2, CACHES), ("flood", 4): (3, (FLOOD_LOAD,)),
     ("deadlines", 4): (3, LOADS), ("samples", SAMPLE_WORKERS): (6, (1.0,)),
     ("samples", 2): (6, (1.0,)),
 }  # fmt: skip
@@ -273,8 +273,10 @@ def bar_table(bars: Sequence[Bar]) -> str:
 
 def session_table(found: Found) -> str:
     """Rows of rules, by cell."""
-    heads = ["workers", "caches", "rule", "turns an hour", "p99 TTFT, s", "mean TTFT, s", "p99 latency, s", "hits"]
-    metrics = ("turns_per_hour", "p99_ttft_seconds", "mean_ttft_seconds", "p99_latency_seconds", "hit_fraction")
+    heads = ["workers", "caches", "rule", "turns an hour", "turns from the start", "p99 TTFT, s", "mean TTFT, s",
+             "p99 latency, s", "hits"]  # fmt: skip
+    metrics = ("turns_per_hour", "turns_from_start", "p99_ttft_seconds", "mean_ttft_seconds", "p99_latency_seconds",
+               "hit_fraction")  # fmt: skip
     rows = []
     for place in places(found, "sessions"):
         for policy in POLICIES["sessions"]:

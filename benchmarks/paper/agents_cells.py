@@ -258,7 +258,7 @@ def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
         policy = SessionIds(sessions) if rule == IDS else rule
         config = config_of(cell, policy, kv_capacity_tokens=capacity, until_seconds=END_SECONDS)
         if rule != name:
-            config = replace(config, local=replace(config.local, eviction="returns"))
+            config = replace(config, local=replace(config.local, eviction="returns", short_first=True))
         runs[name] = session_figures(sim.simulate(workload, config))
     return {"runs": runs, "kv_tokens": capacity}
 
@@ -273,6 +273,7 @@ def session_figures(result: sim.Result) -> dict[str, float]:
     admitted = sent & (result.cached_tokens >= 0)
     return rounded({
         "turns_per_hour": turns_per_hour(result, WARM_SECONDS, END_SECONDS),
+        "turns_from_start": int((result.outcome == sim.results.FINISHED).sum()),
         "mean_ttft_seconds": float(waited.mean()),
         "p99_ttft_seconds": float(np.percentile(waited, 99)),
         "mean_latency_seconds": float(took.mean()),

@@ -101,7 +101,9 @@ def local_config(fleet: Fleet, system: System) -> LocalConfig:
     """The local scheduler of every worker."""
     settings: dict[str, Any] = {**ENGINES[system.engine], **system.local}
     budget = fleet.chunk if settings.get("chunked_prefill", True) else fleet.batch
-    base = LocalConfig(fleet.kv_tokens, token_budget=budget, max_running=512, max_waiting=OVER, eviction="lru")
+    base = LocalConfig(
+        fleet.kv_tokens, token_budget=budget, max_running=512, max_waiting=OVER, eviction="lru", short_first=False
+    )
     return replace(base, **settings)
 
 

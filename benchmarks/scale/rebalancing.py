@@ -92,7 +92,7 @@ def measured(made: Scenario, rule: str) -> list[float]:
         workers=workers,
         policy="e2-paper" if rule in STAGES else rule,
         scheduler=SchedulerConfig(**STAGES.get(rule, {})),
-        local=LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6, eviction="lru"),
+        local=LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6, eviction="lru", short_first=False),
         faults=joins,
     )
     ordered = sorted(requests, key=lambda request: request.arrival_seconds)

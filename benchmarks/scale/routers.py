@@ -108,7 +108,9 @@ def run(cell: Cell) -> dict[str, float]:
         routers=cell.routers,
         event_delay_seconds=cell.delay_seconds,
         network_seconds=0.0005,
-        local=LocalConfig(KV_TOKENS, token_budget=512, max_running=512, max_waiting=10**6, eviction="lru"),
+        local=LocalConfig(
+            KV_TOKENS, token_budget=512, max_running=512, max_waiting=10**6, eviction="lru", short_first=False
+        ),
         seed=cell.seed,
     )
     result = sim.simulate(workload, config)

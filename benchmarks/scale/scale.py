@@ -105,7 +105,9 @@ def simulated(fleet: Fleet) -> dict[str, Any]:
         routers=fleet.routers,
         event_delay_seconds=DELAY_SECONDS,
         network_seconds=0.0005,
-        local=LocalConfig(KV_TOKENS, token_budget=512, max_running=512, max_waiting=10**6, eviction="lru"),
+        local=LocalConfig(
+            KV_TOKENS, token_budget=512, max_running=512, max_waiting=10**6, eviction="lru", short_first=False
+        ),
         seed=fleet.seed,
     )
     started = time.process_time()

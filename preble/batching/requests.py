@@ -36,6 +36,9 @@ class LocalConfig:
     `eviction` is what goes first when the cache is full: "returns", the prefix whose session is least likely to come
     back soon (`retention`), or "lru", the one used least recently, as engines of others do (paper section 4.3).
 
+    `short_first`: who waits and has little to compute goes before the next chunk of a long prefill, so that a cached
+    prompt does not wait for a long one's end; False: after it, as in engines of others.
+
     `chunked_prefill` False is how engines worked before Sarathi, for comparison with them: prompts are computed whole,
     in iterations of their own that go before all decoding; `token_budget` then bounds the prompt tokens of an iteration
     that computes several. The queue is looked at before every `decodes_per_look`-th decode iteration.
@@ -47,6 +50,7 @@ class LocalConfig:
     max_waiting: int = 4096
     order: str = "priority"
     eviction: str = "returns"
+    short_first: bool = True
     priority_groups: int = 10
     max_wait_seconds: float = 30.0
     min_shared_tokens: int = 32
@@ -61,8 +65,9 @@ class LocalConfig:
         check_int("LocalConfig.priority_groups", self.priority_groups, 1, 1_000)
         check_int("LocalConfig.min_shared_tokens", self.min_shared_tokens, 0, 2**31 - 1)
         check_int("LocalConfig.decodes_per_look", self.decodes_per_look, 1, 1_000_000)
-        if not isinstance(self.chunked_prefill, bool):
-            raise InvalidConfig(f"LocalConfig.chunked_prefill must be True or False, got {self.chunked_prefill!r}")
+        for name in ("chunked_prefill", "short_first"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(f"LocalConfig.{name} must be True or False, got {getattr(self, name)!r}")
         if self.order not in ORDERS:
             raise InvalidConfig(f"LocalConfig.order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.eviction not in EVICTIONS:

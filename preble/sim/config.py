@@ -20,8 +20,9 @@ A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' confi
 
 
 def engine_config() -> LocalConfig:
-    """An engine as others build them: what was used least recently is evicted first."""
-    return LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6, eviction="lru")
+    """An engine as others build them: what was used least recently is evicted first, and a prefill that has begun goes
+    on before others begin."""
+    return LocalConfig(A6000_KV_TOKENS, max_running=256, max_waiting=10**6, eviction="lru", short_first=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,10 @@ class NaiveLocal:
         if not self.config.chunked_prefill:
             return self.next_whole_batch(batch, now)
         self.decode_all(batch)
-        budget = self.continue_prefills(batch, self.config.token_budget - len(batch))
+        budget = self.config.token_budget - len(batch)
+        under_way = [r for r in self.running() if not r.decoding]
+        budget -= self.admit_short(batch, budget // 2, under_way, now)
+        budget = self.continue_prefills(batch, budget, under_way)
         self.admit(batch, budget, now)
         return batch
 
@@ -183,7 +186,7 @@ class NaiveLocal:
         self, batch: list[tuple[str, int, int, bool, bool]], now: float
     ) -> list[tuple[str, int, int, bool, bool]]:
         """Without chunks: what was discarded, or else newcomers where it is time to look, or else decodes."""
-        self.continue_prefills(batch, self.config.kv_capacity_tokens)
+        self.continue_prefills(batch, self.config.kv_capacity_tokens, [r for r in self.running() if not r.decoding])
         if not batch and self.decodes_till_look == 0:
             self.admit(batch, self.config.token_budget, now)
         if not batch:
@@ -206,15 +209,55 @@ class NaiveLocal:
         for request in decodes:
             self.schedule(request, 1, batch)
 
-    def continue_prefills(self, batch: list[tuple[str, int, int, bool, bool]], budget: int) -> int:
+    def continue_prefills(
+        self, batch: list[tuple[str, int, int, bool, bool]], budget: int, under_way: list[NaiveRequest]
+    ) -> int:
         """Gives the budget left."""
-        for request in [r for r in self.running() if not r.decoding]:
+        for request in under_way:
             count = min(budget, request.prefill_end - request.computed, self.available())
             if count == 0:
                 break
             self.schedule(request, count, batch)
             budget -= count
         return budget
+
+    def admit_short(
+        self, batch: list[tuple[str, int, int, bool, bool]], budget: int, under_way: list[NaiveRequest], now: float
+    ) -> int:
+        """Who is computed whole within the budget goes before prefills under way; gives what that takes."""
+        if not self.config.short_first or not under_way or len(self.running()) == len(self.requests):
+            return 0
+        needed = sum(r.prefill_end - r.computed for r in under_way)
+        taken, passed_over = 0, set[str]()
+        self.cached_at_start = {r.request_id: self.cached_now(r) for r in self.newcomers(set())}
+        while taken < budget and len(self.running()) < self.config.max_running and len(passed_over) < 8:
+            request, by_turn = self.pick(passed_over, now)
+            if request is None:
+                break
+            uncached = len(request.known) - min(self.cached_now(request), len(request.known) - 1)
+            is_short = uncached <= budget - taken and not self.is_being_computed(request)
+            if is_short and self.fits(request, needed):
+                self.let_in(request, by_turn, passed_over)
+                self.schedule(request, uncached, batch)
+                taken += uncached
+            else:
+                passed_over.add(request.request_id)
+        self.end_round()
+        return taken
+
+    def let_in(self, request: NaiveRequest, by_turn: bool, passed_over: set[str]) -> None:
+        if by_turn and self.config.order == "priority":
+            self.charge(self.group(request), passed_over)
+        if by_turn:
+            self.turns += 1
+        elif not request.preempted:
+            self.turns = 0
+        self.start(request)
+
+    def end_round(self) -> None:
+        for group in self.credits:
+            if not any(self.group(r) == group for r in self.newcomers(set())):
+                self.credits[group] = 0
 
     def admit(self, batch: list[tuple[str, int, int, bool, bool]], budget: int, now: float) -> None:
         if budget <= 0 or len(self.running()) >= self.config.max_running or len(self.running()) == len(self.requests):
@@ -231,23 +274,15 @@ class NaiveLocal:
             uncached = len(request.known) - min(self.cached_now(request), len(request.known) - 1)
             if not self.config.chunked_prefill and batch and uncached > budget:
                 break
-            if not self.fits(request):
+            if not self.fits(request, 0):
                 break
-            if by_turn and self.config.order == "priority":
-                self.charge(self.group(request), passed_over)
-            if by_turn:
-                self.turns += 1
-            elif not request.preempted:
-                self.turns = 0
-            self.start(request)
+            self.let_in(request, by_turn, passed_over)
             count = request.prefill_end - request.computed
             if self.config.chunked_prefill:
                 count = min(budget, count)
             self.schedule(request, count, batch)
             budget -= count
-        for group in self.credits:
-            if not any(self.group(r) == group for r in self.newcomers(set())):
-                self.credits[group] = 0
+        self.end_round()
 
     def newcomers(self, passed_over: set[str]) -> list[NaiveRequest]:
         waiting = [r for r in self.requests.values() if not r.running and not r.preempted]
@@ -287,16 +322,18 @@ class NaiveLocal:
             if not other.decoding
         )
 
-    def fits(self, request: NaiveRequest) -> bool:
-        """Whether its prefill and a token for each running request fit beside what is held.
+    def fits(self, request: NaiveRequest, spared: int) -> bool:
+        """Whether its prefill and a token for each running request fit beside what is held, and so much stays.
 
         Where that depends on the request's own cached prefix, asking makes the prefix the most recently used one.
         """
         cached = min(self.cached_now(request), len(request.known) - 1)
         unplanned = sum(max(0, r.prefill_end - r.computed - r.scheduled) for r in self.running())
-        assert unplanned == 0 or self.available() == 0, "a prefill under way leaves budget or memory to others"
+        assert spared or unplanned == 0 or self.available() == 0, (
+            "a prefill under way leaves budget or memory to others"
+        )
         unheld = sum(self.cache.entries[(request.namespace, request.known[:n])][1] == 0 for n in range(1, cached + 1))
-        missing = len(request.known) - cached + len(self.running())
+        missing = len(request.known) - cached + len(self.running()) + spared
         if missing > self.available() - unheld and missing <= self.available():
             self.cache.hold(request.namespace, request.known, 0, cached)
             self.cache.release(request.namespace, request.known[:cached])
