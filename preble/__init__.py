@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .local import LocalRequest as LocalRequest
     from .local import LocalScheduler as LocalScheduler
     from .policies.base import Policy as Policy
+    from .recording import Recording as Recording
     from .router import Router as Router
     from .scheduler import GlobalScheduler as GlobalScheduler
     from .types import AllBlocksCleared as AllBlocksCleared
@@ -49,6 +50,7 @@ _HOMES = {
     "ManualClock": "clock",
     "Policy": "policies.base",
     "PrefixEvicted": "types",
+    "Recording": "recording",
     "Router": "router",
     "SamplingParams": "types",
     "SchedulerConfig": "config",

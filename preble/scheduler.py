@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .scheduling.policy_state import PolicyState
     from .scheduling.rebalancer import Rebalancer, WarmUp
     from .scheduling.recording import Recorder
-    from .scheduling.records import DecisionRecord, Recording
+    from .scheduling.records import DecisionRecord, DecisionRecording
     from .scheduling.snapshot import Parts, Snapshot
     from .scheduling.tenants import Tenants
 
@@ -68,8 +68,8 @@ class GlobalScheduler(RequestApi):
 
     `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
     or preset name, "neutral", or a file (*.json), for workers that bring none. `clock`: any callable returning
-    seconds. `seed`: makes random choices repeatable. `record`: keep records of decisions, a `Recording` says of which.
-    `shadow`: a policy, as `policy`, that is asked what it would do, without effect.
+    seconds. `seed`: makes random choices repeatable. `record`: which decisions are kept, a
+    `DecisionRecording`. `shadow`: a policy, as `policy`, that is asked what it would do, without effect.
     """
 
     _policy_state: PolicyState | None
@@ -84,7 +84,7 @@ class GlobalScheduler(RequestApi):
         config: SchedulerConfig | None = None,
         clock: Clock | None = None,
         seed: int = 0,
-        record: Recording | None = None,
+        record: DecisionRecording | None = None,
         shadow: str | Policy | type[Policy] | None = None,
     ) -> None:
         self.config = config if config is not None else SchedulerConfig()
@@ -601,7 +601,7 @@ class GlobalScheduler(RequestApi):
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _open_recorder(record: Recording | None, shadow: Any, seed: int) -> Recorder | None:
+def _open_recorder(record: DecisionRecording | None, shadow: Any, seed: int) -> Recorder | None:
     """Who keeps records and asks a shadow; None, and nothing is loaded for it, where neither is wanted."""
     if record is None and shadow is None:
         return None

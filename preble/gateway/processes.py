@@ -36,6 +36,7 @@ from typing import Any
 from ..errors import InvalidConfig, PrebleError
 from ..launch.processes import ChildProcess, end_with_stdin
 from ..launch.supervisor import Happening, Supervisor, SupervisorConfig
+from ..recording.names import KEY_BYTES
 from .core.config import GatewayConfig, end_seconds, is_keyless
 from .core.config_sources import load_for
 from .core.logs import log_as_json
@@ -68,6 +69,8 @@ class _Fleet:
         self._admin_token = secrets.token_urlsafe(24) if is_keyless(config) else None
         if self._admin_token is not None:
             self._slot(0).keep_token(self._admin_token)
+        if config.record is not None:
+            self._slot(0).keep_record_key(secrets.token_bytes(KEY_BYTES))
         self._ready: set[int] = set()  # processes that have served once
         self._failed = False
         self._hung: deque[tuple[int, ChildProcess]] = deque()  # from the threads that ask

@@ -30,12 +30,13 @@ import msgspec
 
 from ..config import PEER_DELAY_SECONDS, SchedulerConfig
 from ..errors import HandshakeRefused, MissingExtra, PrebleError
+from ..recording import RecordingWriter
 from ..router.fleet import FleetConfig
 from ..router.router import Router, RouterConfig
 from ..router.sibling_routers import REPORT_SECONDS, SiblingRouters
 from ..scheduler import GlobalScheduler
 from ..scheduling.flow_control import FlowConfig
-from ..scheduling.records import Recording
+from ..scheduling.records import DecisionRecording
 from ..transport.engine_servers.server_info import ServerOptions
 from ..transport.security import load_client_keys
 from ..transport.tasks import end_all
@@ -122,7 +123,7 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         codec = _codec(config)
         metrics = Metrics(time.monotonic, otlp)
         running = None if processes is None else await processes.workers()
-        router = _router(config, metrics, codec, running)
+        router = _router(config, metrics, codec, running, slot)
         await _start(router, config, codec)
         _drain_like(router, running or [])
         siblings = shared = None
@@ -281,10 +282,14 @@ def _codec(config: GatewayConfig) -> TextCodec | None:
 
 
 def _router(
-    config: GatewayConfig, metrics: Metrics, codec: TextCodec | None, running: list[dict[str, Any]] | None = None
+    config: GatewayConfig,
+    metrics: Metrics,
+    codec: TextCodec | None,
+    running: list[dict[str, Any]] | None = None,
+    slot: ProcessSlot | None = None,
 ) -> Router:
     """A router for the workers of the configuration, or for those that the other processes have now."""
-    recording = Recording(
+    recording = DecisionRecording(
         share=config.record_share, keep=RECORDS_KEPT, sink=metrics.record, per_second=RECORDS_PER_SECOND
     )
     scheduler = GlobalScheduler([], policy=config.policy, config=_scheduler_config(config), record=recording)
@@ -303,6 +308,22 @@ def _router(
         ),
         keys=None if config.curve_keys is None else load_client_keys(config.curve_keys),
         tokenizer_fingerprint=codec.fingerprint if codec is not None and strict else "",
+        record=_recording(config, slot),
+    )
+
+
+def _recording(config: GatewayConfig, slot: ProcessSlot | None) -> RecordingWriter | None:
+    """Who writes requests down. Several processes make names with one key, so that their files are one recording."""
+    if config.record is None:
+        return None
+    return RecordingWriter(
+        config.record if slot is None else f"{config.record}.process-{slot.index}",
+        now=time.monotonic(),
+        started_unix_seconds=time.time(),
+        policy=config.policy,
+        max_bytes=config.record_max_bytes // (1 if slot is None else slot.count),
+        files=config.record_files,
+        key=None if slot is None else slot.record_key(),
     )
 
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
-from ..types import Claim, SamplingParams, SessionHint, TokenLogprob
+from ..types import Claim, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -70,6 +70,19 @@ class Setback:
     full: bool = False
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """A live request's moments, by the router's clock, and what its last attempt came to."""
+
+    arrived_at: float
+    prompt: TokenIds | None = None  # as it was sent first
+    sent_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    worker: WorkerSpec | None = None
+    cached_tokens: int | None = None
+
+
 class Accepted(NamedTuple):
     """What a chunk brought: tokens that were new, tokens that had come before, tokens beyond what was asked for."""
 
@@ -113,11 +126,17 @@ class PlacedRequest:
         self.setback: Setback | None = None
         self.finish_reason: str | None = None
         self.error: PrebleError | None = None
+        self.times: RequestTimes | None = None  # where requests are recorded
 
     @property
     def output_tokens(self) -> int:
         """Output tokens that have come so far."""
         raise NotImplementedError
+
+    @property
+    def output_limit(self) -> int | None:
+        """Output tokens that its client allows; None where it names no limit."""
+        return None if self.tokens_left is None else self.tokens_left + self.output_tokens
 
     @property
     def tokens_left(self) -> int | None:

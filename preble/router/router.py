@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core.token_ids import prompt_words
-from .._placement.request_api import finite_time, hashable
+from .._placement.request_api import hashable
 from ..clock import Clock
 from ..errors import (
     CapacityExceeded,
@@ -62,9 +62,11 @@ from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
 from ..transport.worker_address import check_worker_address, why_silent
 from ..types import INTERACTIVE, Claim, SamplingParams, SessionHint, check_fields
+from .asked import check_session, first_token_limit
 from .fleet import Fleet, FleetConfig, FleetWorker
 from .placement import Placement
 from .request import Attempt, PlacedRequest, RoutedRequest, Setback, StreamChunk, TokenIds
+from .traffic_recorder import Record, recorder_for
 from .turns import Turns
 from .warm_ups import WarmUps
 
@@ -136,7 +138,7 @@ class Router:
     `scheduler` None makes a `GlobalScheduler` with `policy`; one given may be shared with other code of this process.
     `tokenizer`, needed for prompts that are text, is a callable or has `encode`, giving token ids (or an object with
     `ids`). `model` and `tokenizer_fingerprint`, when given, must be those of every worker; else the first worker
-    decides.
+    decides. `record`: a file to write what comes to, or a `RecordingWriter`, for a replay (docs/what-if.md).
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Router:
         keys: ClientKeys | None = None,
         model: str = "",
         tokenizer_fingerprint: str = "",
+        record: Record = None,
         clock: Clock = time.monotonic,
     ) -> None:
         if scheduler is None:
@@ -178,6 +181,7 @@ class Router:
         self.siblings: SiblingRouters | None = None  # those that learn of requests at servers
         self._available = asyncio.Event()
         self._fleet: Fleet | None = None
+        self._recorder = recorder_for(record, self, clock)
         self._tick_task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -255,6 +259,7 @@ class Router:
         fleet, self._fleet = self._fleet, None
         if fleet is not None:
             await fleet.close()
+        await asyncio.to_thread(self._recorder.close)
 
     async def __aenter__(self) -> Router:
         await self.start()
@@ -349,9 +354,9 @@ class Router:
         """
         token_ids = self._token_ids(prompt)
         check_namespace(namespace)
-        _check_session(session)
+        check_session(session)
         hashable("group", group)
-        limit = _first_token_limit(client, first_token_seconds)
+        limit = first_token_limit(client, first_token_seconds)
         claim = self._claim(tenant, deadline_seconds, priority)
         if claim is not None:
             client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
@@ -407,9 +412,9 @@ class Router:
         does at once and while iterated; then nothing is booked.
         """
         token_ids = self._token_ids(prompt)
-        _check_session(session)
+        check_session(session)
         hashable("group", group)
-        limit = _first_token_limit(client, first_token_seconds)
+        limit = first_token_limit(client, first_token_seconds)
         claim = self._claim(tenant, deadline_seconds, priority)
         if claim is not None:
             client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
@@ -538,6 +543,7 @@ class Router:
             raise DuplicateRequest(f"request_id {live.request_id!r} is live")
         self._live[live.request_id] = live
         self.counters.requests += 1
+        self._recorder.admitted(live)
 
     def _dismiss(self, live: PlacedRequest) -> None:
         """The consumer is done with the request, however it ended."""
@@ -545,6 +551,7 @@ class Router:
             self.counters.cancelled += 1
         self._end_attempt(live, abort=True)
         del self._live[live.request_id]
+        self._recorder.dismissed(live)
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
@@ -710,6 +717,7 @@ class Router:
             raise
         live.attempt = attempt
         self._running[attempt.wire_id] = live
+        self._recorder.sent(live, worker_id)
         if live.is_streamed:  # of others nobody knows how long they wait
             booked = self.scheduler.booked_seconds(live.request_id)
             self._predicted_wait.placed(attempt.wire_id, worker_id, live.client, booked, self._clock())
@@ -723,6 +731,7 @@ class Router:
         if attempt.first_seen:
             return
         attempt.first_seen = True
+        self._recorder.first_token(live)
         self._predicted_wait.started(attempt.wire_id, self._clock())
         self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
         self._turns.pump()
@@ -752,6 +761,7 @@ class Router:
         if attempt is None:
             return
         del self._running[attempt.wire_id]
+        self._recorder.left(live, attempt)
         self._predicted_wait.left(attempt.wire_id, self._clock())
         output_tokens = live.output_tokens - attempt.offset if finished else None
         if output_tokens is None:
@@ -882,19 +892,3 @@ class Router:
         self._turns.control.check()
         if self._fleet is not None:
             self._fleet.check()
-
-
-def _first_token_limit(client: Hashable, first_token_seconds: float | None) -> float:
-    """The time in which a first token is of use, infinite for None. Raises `InvalidInput` for what is none, and for a
-    client that cannot be counted."""
-    if client is not None:
-        hashable("client", client)
-    limit = math.inf if first_token_seconds is None else finite_time("first_token_seconds", first_token_seconds)
-    if limit <= 0.0:
-        raise InvalidInput(f"first_token_seconds must be positive, got {first_token_seconds!r}")
-    return limit
-
-
-def _check_session(session: SessionHint | None) -> None:
-    if session is not None and not isinstance(session, SessionHint):
-        raise InvalidInput(f"session must be a SessionHint, got {type(session).__name__}")

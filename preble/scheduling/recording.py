@@ -15,7 +15,7 @@ from .._placement.decision import Decision
 from .._placement.request_api import RequestObserver, explanation, output_limit
 from ..policies.base import Policy, RequestView
 from ..types import Explanation, SessionHint
-from .records import DecisionRecord, Recording, Records, record_of
+from .records import DecisionRecord, DecisionRecording, Records, record_of
 from .shadow import Shadow, ShadowAnswer
 
 
@@ -33,7 +33,7 @@ class Recorder(RequestObserver):
     """The records and the shadow of one scheduler. A request's record and its booking begin and end together. Raises
     InvalidConfig."""
 
-    def __init__(self, record: Recording | None, shadow: str | Policy | type[Policy] | None, seed: int) -> None:
+    def __init__(self, record: DecisionRecording | None, shadow: str | Policy | type[Policy] | None, seed: int) -> None:
         self._records = None if record is None else Records(record, seed)
         self._shadow = None if shadow is None else Shadow(shadow)
 

@@ -171,7 +171,7 @@ class DecisionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class DecisionRecording:
     """Which decisions are recorded, and where records go. Raises InvalidConfig naming the field.
 
     share: of all decisions, drawn by the scheduler's seed; those with `explain=True` are recorded in any case.
@@ -189,12 +189,12 @@ class Recording:
 
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0.0 <= self.share <= 1.0:
-            raise InvalidConfig(f"Recording.share must be a number in [0, 1], got {self.share!r}")
-        check_int("Recording.keep", self.keep, 1, 1 << 20)
-        check_int("Recording.sink_queue", self.sink_queue, 1, 1 << 20)
-        check_int("Recording.per_second", self.per_second, 0, 1 << 20)
+            raise InvalidConfig(f"DecisionRecording.share must be a number in [0, 1], got {self.share!r}")
+        check_int("DecisionRecording.keep", self.keep, 1, 1 << 20)
+        check_int("DecisionRecording.sink_queue", self.sink_queue, 1, 1 << 20)
+        check_int("DecisionRecording.per_second", self.per_second, 0, 1 << 20)
         if not (self.sink is None or callable(self.sink) or isinstance(self.sink, (str, os.PathLike))):
-            raise InvalidConfig(f"Recording.sink must be a callable, a path or None, got {self.sink!r}")
+            raise InvalidConfig(f"DecisionRecording.sink must be a callable, a path or None, got {self.sink!r}")
 
 
 @dataclass(slots=True, eq=False)
@@ -212,9 +212,9 @@ class Records:
     A record that is pushed out before its request has ended goes to the sink as it is, without an outcome.
     """
 
-    def __init__(self, recording: Recording, seed: int) -> None:
-        if not isinstance(recording, Recording):
-            raise InvalidConfig(f"record must be a preble.scheduling.records.Recording, got {recording!r}")
+    def __init__(self, recording: DecisionRecording, seed: int) -> None:
+        if not isinstance(recording, DecisionRecording):
+            raise InvalidConfig(f"record must be a preble.scheduling.records.DecisionRecording, got {recording!r}")
         self._recording, self._seed = recording, seed
         self._ring: dict[int, DecisionRecord] = {}  # by number, oldest first
         self._live: dict[Hashable, _OpenRecord] = {}  # by key

@@ -15,8 +15,8 @@ from preble.cli.explain import RECORDS_MAX, choose, text_of
 from preble.scheduling.records import (
     PRICE_TERMS,
     DecisionRecord,
+    DecisionRecording,
     Outcome,
-    Recording,
     ShadowChoice,
     WorkerTerms,
     write_lines,
@@ -98,7 +98,9 @@ def test_scores_are_shown_where_they_are_not_the_totals() -> None:
 def test_the_columns_of_a_price_are_named_and_add_up() -> None:
     """Of a fleet that queues, decodes and evicts: each printed row, as it is read by its columns."""
     sched = GlobalScheduler(
-        [WorkerSpec(name, kv_capacity_tokens=2500) for name in "abc"], clock=ManualClock(100.0), record=Recording()
+        [WorkerSpec(name, kv_capacity_tokens=2500) for name in "abc"],
+        clock=ManualClock(100.0),
+        record=DecisionRecording(),
     )
     for number in range(40):
         sched.schedule([number % 2] * 800 + [100 + number] * 60, request_id=number, max_new_tokens=50)
@@ -208,7 +210,7 @@ def test_wrong_usage_is_refused(file: Path, options: list[str]) -> None:
 
 def test_a_scheduler_s_own_file_can_be_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, clock = tmp_path / "live.jsonl", ManualClock(100.0)
-    sched = GlobalScheduler(["a", "b"], clock=clock, record=Recording(sink=path), shadow="least_loaded")
+    sched = GlobalScheduler(["a", "b"], clock=clock, record=DecisionRecording(sink=path), shadow="least_loaded")
     for name in ("first", "second"):
         sched.schedule([1] * 300, request_id=name)
         clock.advance(1.0)
@@ -227,7 +229,7 @@ def test_the_page_s_tables_are_what_is_printed() -> None:
     page = (ROOT / "docs" / "explain.md").read_text()
     tools = workloads.generate("toolbench", requests=600, groups=40, seed=0, zipf=1.1)
     run = sim.Simulation(workloads.poisson(tools, rps=14.0, seed=0), sim.SimConfig(workers=4), None)
-    run.scheduler = GlobalScheduler(clock=run._clock, record=Recording(), shadow="kv_cost")
+    run.scheduler = GlobalScheduler(clock=run._clock, record=DecisionRecording(), shadow="kv_cost")
     run.run()
     worst = sorted(run.scheduler.records(), key=lambda one: one.regret_seconds or 0.0)[-1]
     assert text_of(worst) in page

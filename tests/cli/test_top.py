@@ -22,7 +22,7 @@ import pytest
 from preble import GlobalScheduler
 from preble.cli import top
 from preble.errors import InvalidInput, TransportError
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.paths import ROOT
 from tests.support.transport import HANG_SECONDS, WorkerProcess
@@ -111,7 +111,7 @@ def decision_lines(lines: list[str]) -> list[str]:
 
 def test_the_terms_that_are_shown_are_those_of_a_price() -> None:
     """What the gateway sends of a decision has each of them, and they add up."""
-    sched = GlobalScheduler(["a", "b"], record=Recording())
+    sched = GlobalScheduler(["a", "b"], record=DecisionRecording())
     sched.schedule([1] * 500)
     chosen = asdict(sched.records()[0].chosen)
     assert sum(chosen[name] for name in frames.PRICE_TERMS) == pytest.approx(chosen["total_seconds"], rel=1e-12)

@@ -24,7 +24,7 @@ from preble.gateway.dashboard.history import UNKNOWN, Ratio, Series, percentile
 from preble.gateway.dashboard.state import HISTORY_TICKS, RECENT_TICKS, Live
 from preble.router.fleet import AddressCounters
 from preble.router.router import RouterCounters
-from preble.scheduling.records import PRICE_TERMS, Recording
+from preble.scheduling.records import PRICE_TERMS, DecisionRecording
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.transport import WorkerProcess
 
@@ -118,7 +118,7 @@ class Stage:
 
     def __init__(self, *names: str) -> None:
         self.clock = ManualClock(1000.0)
-        self.scheduler = GlobalScheduler(names, clock=self.clock, record=Recording())
+        self.scheduler = GlobalScheduler(names, clock=self.clock, record=DecisionRecording())
         self.workers = {f"tcp://{name}": worker(name) for name in names}
         self.router = SimpleNamespace(
             fleet=SimpleNamespace(workers=self.workers), counters=RouterCounters(), scheduler=self.scheduler

@@ -16,7 +16,7 @@ from preble.gateway.core.request_context import RequestContext
 from preble.gateway.core.sessions import NO_SESSION, hint_of_headers, with_body
 from preble.gateway.text.choices import Choice, ChoiceJob
 from preble.router import Router
-from preble.scheduling.records import Recording, from_json, to_json
+from preble.scheduling.records import DecisionRecording, from_json, to_json
 from preble.transport import wire
 from preble.types import SessionHint
 from tests.support.transport import FAST, ScriptedWorker, asynchronous
@@ -130,7 +130,7 @@ def test_any_text_of_a_body_becomes_a_name_of_the_same_length() -> None:
 
 
 def test_a_record_keeps_the_session_and_its_line_is_read_again() -> None:
-    scheduler = GlobalScheduler(["a", "b"], clock=ManualClock(), record=Recording())
+    scheduler = GlobalScheduler(["a", "b"], clock=ManualClock(), record=DecisionRecording())
     named, unnamed = scheduler.schedule([1, 2, 3]), scheduler.schedule([1, 2, 3])
     scheduler.note_session(named.request_id, SessionHint("talk", "root", "agent"))
     scheduler.finish(named.request_id)
@@ -176,7 +176,7 @@ async def test_a_routed_request_takes_its_session_to_the_decision_and_to_the_rec
         await worker.send(wire.OutputChunk(submit.request_id, 0, (7,), 0, "length"))
 
     worker = ScriptedWorker(answer)
-    scheduler = Noting([], record=Recording())
+    scheduler = Noting([], record=DecisionRecording())
     async with Router([worker.endpoint], scheduler=scheduler, config=FAST) as router:
         for session in (SessionHint("talk"), None, NO_SESSION):
             async for _ in router.generate([1, 2, 3], session=session):

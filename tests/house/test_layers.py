@@ -28,7 +28,7 @@ LAYERS = (
     ("_placement", "local"),
     ("_snapshot",),
     ("scheduling",),
-    ("scheduler",),
+    ("scheduler", "recording"),
     ("router", "engines"),
     ("worker", "sim"),
     ("gateway",),

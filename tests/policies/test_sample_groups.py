@@ -16,7 +16,7 @@ from preble.errors import InvalidInput
 from preble.local import LocalConfig
 from preble.policies.base import RequestView, WorkersView
 from preble.policies.sample_groups import SAMPLE_GROUPS
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 from preble.sim.service import makespan
 from preble.workloads import sample_groups
 
@@ -127,7 +127,7 @@ def test_other_policies_are_given_the_group_and_decide_themselves() -> None:
 
 
 def test_records_keep_what_was_weighed() -> None:
-    sched = scheduler(record=Recording())
+    sched = scheduler(record=DecisionRecording())
     decision = sched.schedule(prompt(1), group="g")
     assert decision.reason == "group"
     assert sched.records()[0].worker == decision.worker

@@ -10,7 +10,7 @@ import preble
 from preble.clock import ManualClock
 from preble.errors import InvalidInput, InvalidTime, InvalidTokens, UnknownWorker
 from preble.scheduling.peer_bookings import is_peer, peer_id
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 from preble.types import AllBlocksCleared, PrefixStored, RequestEnded, RequestPlaced, RequestPrefilled
 
 PROMPT = list(range(100, 400))
@@ -241,7 +241,7 @@ def test_a_policy_with_books_knows_the_requests_of_others() -> None:
 
 
 def test_records_are_of_own_requests_only() -> None:
-    sched = scheduler(record=Recording())
+    sched = scheduler(record=DecisionRecording())
     sched.apply("a", [RequestPlaced("A", "r", PROMPT), RequestPrefilled("A", "r", 0), RequestEnded("A", "r", 3)])
     assert sched.records() == ()
     sched.check()

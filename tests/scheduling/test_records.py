@@ -20,8 +20,8 @@ from preble.scheduling.record_sink import Sink
 from preble.scheduling.records import (
     PRICE_TERMS,
     DecisionRecord,
+    DecisionRecording,
     Outcome,
-    Recording,
     ShadowChoice,
     WorkerTerms,
     from_json,
@@ -54,7 +54,9 @@ def scheduler(workers: int = 2, policy: Any = "e2", **recording: Any) -> tuple[G
     clock = ManualClock(1000.0)
     specs = [WorkerSpec(f"w{i}", kv_capacity_tokens=10_000) for i in range(workers)]
     config = SchedulerConfig(lease_seconds=60.0)
-    sched = GlobalScheduler(specs, policy=policy, clock=clock, config=config, seed=3, record=Recording(**recording))
+    sched = GlobalScheduler(
+        specs, policy=policy, clock=clock, config=config, seed=3, record=DecisionRecording(**recording)
+    )
     return sched, clock
 
 
@@ -138,7 +140,7 @@ def test_the_seven_terms_of_every_worker_add_up_to_its_total(policy: str) -> Non
     """Of a fleet that has queues, decodes, and caches that are full; explained, and on record."""
     clock = ManualClock(1000.0)
     specs = [WorkerSpec(f"w{i}", kv_capacity_tokens=2000) for i in range(3)]
-    sched = GlobalScheduler(specs, policy=policy, clock=clock, seed=3, record=Recording())
+    sched = GlobalScheduler(specs, policy=policy, clock=clock, seed=3, record=DecisionRecording())
     used = set()
     for number in range(40):
         prompt = [number % 2] * 800 + [50 + number] * 20
@@ -220,7 +222,7 @@ def test_only_a_share_is_recorded_and_whatever_is_explained() -> None:
 
 def test_the_first_of_each_second_are_recorded_beside_the_share() -> None:
     clock = ManualClock(100.0)
-    sched = GlobalScheduler(["a", "b"], clock=clock, record=Recording(share=0.0, per_second=2))
+    sched = GlobalScheduler(["a", "b"], clock=clock, record=DecisionRecording(share=0.0, per_second=2))
     for _ in range(3):
         for _ in range(5):
             sched.cancel(sched.schedule([1, 2, 3]).request_id)
@@ -238,7 +240,7 @@ def test_a_python_policy_is_recorded_with_its_scores() -> None:
 
 
 def test_the_shadow_s_choice_is_in_the_record() -> None:
-    sched = GlobalScheduler(["a", "b"], record=Recording(), shadow="longest_prefix")
+    sched = GlobalScheduler(["a", "b"], record=DecisionRecording(), shadow="longest_prefix")
     sched.schedule([1, 2, 3])
     choice = sched.records()[0].shadow
     assert choice is not None and (choice.policy, choice.reason) == ("longest_prefix", "longest_prefix")
@@ -310,8 +312,8 @@ def test_what_is_refused_leaves_no_record() -> None:
     ],
 )
 def test_a_recording_names_what_is_wrong(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidConfig, match=f"Recording.{next(iter(wrong))}"):
-        Recording(**wrong)
+    with pytest.raises(InvalidConfig, match=f"DecisionRecording.{next(iter(wrong))}"):
+        DecisionRecording(**wrong)
 
 
 def test_record_must_be_a_recording() -> None:

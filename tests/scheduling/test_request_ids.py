@@ -17,7 +17,7 @@ import pytest
 from preble import AllBlocksCleared, BlockStored, GlobalScheduler, ManualClock, SchedulerConfig
 from preble._core.dict_keys import HashedKey, find_key, key_value
 from preble.errors import DuplicateRequest, InvalidInput, UnknownWorker
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 from preble.types import RequestEnded, RequestPlaced
 from tests.stress.threads import run_together
 
@@ -160,7 +160,7 @@ def test_the_key_of_what_is_never_the_same_when_looked_at_is_refused() -> None:
 def test_a_hash_that_ends_another_request_costs_no_booking(policy: str, asked: dict[str, Any]) -> None:
     """Regression: the other's end made the number of live requests the same as before, and that was taken for a
     duplicate: DuplicateRequest, and an id that stayed live for ever."""
-    record = Recording() if asked else None
+    record = DecisionRecording() if asked else None
     sched = GlobalScheduler(["a", "b", "gone"], policy=policy, clock=ManualClock(), record=record)
     for number in range(20):
         sched.schedule([1, 2, number], request_id=f"other-{number}")
@@ -173,7 +173,7 @@ def test_a_hash_that_ends_another_request_costs_no_booking(policy: str, asked: d
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_hash_that_books_the_same_id_books_it_once(policy: str) -> None:
-    sched = GlobalScheduler(["a", "b"], policy=policy, clock=ManualClock(), record=Recording())
+    sched = GlobalScheduler(["a", "b"], policy=policy, clock=ManualClock(), record=DecisionRecording())
     for after in range(5):
         for asked in ({}, {"explain": True}):
             one = Calling("id", lambda: sched.schedule([1, 2, 3], request_id="id"), after=after)
@@ -185,7 +185,7 @@ def test_a_hash_that_books_the_same_id_books_it_once(policy: str) -> None:
 
 @pytest.mark.parametrize("call", ["first_token", "finish", "cancel", "renew"])
 def test_an_equality_that_ends_the_request_leaves_the_call_late(call: str) -> None:
-    sched = GlobalScheduler(["a", "b"], clock=ManualClock(), record=Recording())
+    sched = GlobalScheduler(["a", "b"], clock=ManualClock(), record=DecisionRecording())
     for _ in range(3):
         one = Calling("id")
         sched.schedule([1, 2, 3], request_id=one)
@@ -198,7 +198,7 @@ def test_an_equality_that_ends_the_request_leaves_the_call_late(call: str) -> No
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_calls_that_fail_in_hash_or_equality_change_nothing(policy: str) -> None:
-    sched = GlobalScheduler(["a", "b"], policy=policy, clock=ManualClock(), record=Recording())
+    sched = GlobalScheduler(["a", "b"], policy=policy, clock=ManualClock(), record=DecisionRecording())
     live = Calling("live", times=0)
     sched.schedule([1, 2, 3], request_id=live)
     before = sched.stats()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from preble import Decision, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidInput, InvalidTokens, NoWorkers, QueueFull
 from preble.policies.base import RequestView, WorkersView
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 
 # Few segments, put together and cut: prompts share, split and extend each other.
 SEGMENTS = [tuple(range(100 * i, 100 * i + size)) for i, size in enumerate([10, 16, 33, 5, 20])]
@@ -55,7 +55,7 @@ def state(sched: GlobalScheduler) -> Any:
 def test_decisions_and_all_they_leave_are_those_of_single_calls(
     rounds: list[tuple[list[tuple[int, ...]], Any, int]], policy: str, recorded: bool
 ) -> None:
-    many, one = (scheduler(policy=policy, record=Recording() if recorded else None) for _ in range(2))
+    many, one = (scheduler(policy=policy, record=DecisionRecording() if recorded else None) for _ in range(2))
     for asked, namespace, finished in rounds:
         more = {"namespace": namespace, "max_new_tokens": finished + 1}
         together = many.schedule_many(asked, **more)

@@ -14,7 +14,7 @@ from preble import BlockStored, Decision, GlobalScheduler, ManualClock, Policy, 
 from preble._placement.request_api import RequestApi, RequestObserver
 from preble.errors import InvalidConfig, InvalidTokens, NoWorkers, PrebleError
 from preble.policies.base import RequestView, WorkersView
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 from preble.scheduling.shadow import PAIRS_MAX
 from tests.support.sim import PLAIN, config, tools
 
@@ -145,7 +145,7 @@ def test_no_shadow_and_no_record_changes_a_decision_or_a_book(
     policy: str, shadow: Any, steps: list[tuple[Any, ...]], share: float
 ) -> None:
     plain = history(steps, policy=policy)
-    watched = history(steps, policy=policy, shadow=shadow, record=Recording(share=share, keep=8))
+    watched = history(steps, policy=policy, shadow=shadow, record=DecisionRecording(share=share, keep=8))
     assert watched[0] == plain[0]
     assert watched[1] == plain[1]
 
@@ -159,7 +159,7 @@ def test_a_simulated_fleet_under_a_shadow_runs_as_without(policy: str, shadow: s
     plain = sim.simulate(tools(40), settings)
     watched = sim.Simulation(tools(40), settings, None)
     watched.scheduler = GlobalScheduler(
-        policy=policy, cost_model=PLAIN, clock=watched._clock, record=Recording(keep=64), shadow=shadow
+        policy=policy, cost_model=PLAIN, clock=watched._clock, record=DecisionRecording(keep=64), shadow=shadow
     )
     assert watched.run().trace_hash == plain.trace_hash
     watched.scheduler.check()
@@ -402,7 +402,7 @@ def test_a_shadow_that_changes_the_fleet_is_counted_as_in_error() -> None:
 
 def test_the_class_of_a_recording_scheduler_makes_recorded_and_plain_ones():
     kind = type(GlobalScheduler(["a"], shadow="kv_cost"))
-    for watched in ({"shadow": "kv_cost"}, {"record": Recording()}, {}):
+    for watched in ({"shadow": "kv_cost"}, {"record": DecisionRecording()}, {}):
         scheduler = kind(["a", "b"], **watched)
         decision = scheduler.schedule([1, 2, 3])
         scheduler.finish(decision.request_id, output_tokens=1)

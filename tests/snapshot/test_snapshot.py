@@ -28,7 +28,7 @@ from preble import (
 from preble._snapshot.accounts import cost_at
 from preble.errors import InvalidConfig, InvalidInput, InvalidTime, PrebleError, SnapshotRefused
 from preble.scheduling.leases import Drift
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 
 NAMESPACES = (None, "tenant", 7, b"raw", ("lora", "x", (None, True, -(2**80))))
 HEADER_BYTES = 24
@@ -418,7 +418,7 @@ def test_every_attribute_of_a_scheduler_is_kept_or_left_out_on_purpose() -> None
     left_out = {"_recorder"}
     scheduler = GlobalScheduler(["a"])
     assert set(vars(scheduler)) == kept | new_each_time | left_out
-    assert set(vars(GlobalScheduler(["a"], record=Recording()))) == kept | new_each_time | left_out
+    assert set(vars(GlobalScheduler(["a"], record=DecisionRecording()))) == kept | new_each_time | left_out
     worker_kept = {"spec", "index", "blocks", "draining", "drift", "cache_mismatches"}
     assert {field.name for field in fields(scheduler._workers["a"])} == worker_kept
     assert {field.name for field in fields(Drift)} == {"reports", "requests", "since", "reported_at"}
@@ -426,7 +426,7 @@ def test_every_attribute_of_a_scheduler_is_kept_or_left_out_on_purpose() -> None
 
 def test_a_recording_scheduler_is_restored_as_a_plain_one() -> None:
     clock = ManualClock(0.0)
-    watched = GlobalScheduler(["a", "b"], record=Recording(), shadow="round_robin", clock=clock)
+    watched = GlobalScheduler(["a", "b"], record=DecisionRecording(), shadow="round_robin", clock=clock)
     for number in range(20):
         watched.schedule([number % 3] * 9, request_id=number, explain=True)
     assert len(watched.records()) == 20

@@ -53,7 +53,7 @@ from preble.errors import (
 from preble.gateway.api import fields, sampling, schemas
 from preble.gateway.core import config_sources
 from preble.gateway.core.http_errors import ApiError
-from preble.scheduling.records import Recording, from_json, to_json
+from preble.scheduling.records import DecisionRecording, from_json, to_json
 from preble.transport import wire
 from preble.transport.engine_servers import kv_event_codec, server_info
 from preble.transport.engine_servers.http_client import _SglangStream, _VllmStream
@@ -362,7 +362,7 @@ class Snapshots:
 
 
 def _records() -> list[str]:
-    scheduler = GlobalScheduler(["a", "b"], clock=ManualClock(1.0), record=Recording())
+    scheduler = GlobalScheduler(["a", "b"], clock=ManualClock(1.0), record=DecisionRecording())
     for i in range(4):
         decision = scheduler.schedule([1, 2, 3, i], request_id=f"r{i}")
         scheduler.first_token(decision.request_id, cached_tokens=1)

@@ -234,6 +234,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "each second.",
         ),
     ] = 0.1
+    record: Annotated[
+        Name | None,
+        Meta(
+            description="File for what `preble replay` needs: every request's times, and its prompt as keyed hashes of "
+            "blocks, no text. Process N of several writes FILE.process-N."
+        ),
+    ] = None
+    record_max_bytes: Annotated[
+        int, Meta(ge=1 << 20, le=1 << 50, description="Bytes of all files of `record`; beyond them the oldest goes.")
+    ] = 1 << 30
+    record_files: Annotated[
+        int, Meta(ge=1, le=1000, description="Files of `record`: FILE, FILE.1 before it, and so on.")
+    ] = 4
     traces_endpoint: Annotated[
         Name | None,
         Meta(

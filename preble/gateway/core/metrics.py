@@ -185,7 +185,7 @@ class Metrics:
         self._broken.labels(kind).inc()
 
     def record(self, record: DecisionRecord) -> None:
-        """A recorded decision's request has ended; a sink for `preble.scheduling.records.Recording`."""
+        """A recorded decision's request has ended; a sink for `preble.scheduling.records.DecisionRecording`."""
         if record.regret_seconds is not None:
             self._regret.observe(record.regret_seconds)
 

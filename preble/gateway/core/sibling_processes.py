@@ -73,6 +73,18 @@ class ProcessSlot:
         """The admin token that the parent left; None if there is none."""
         return self._token_path.read_text() if self._token_path.exists() else None
 
+    @property
+    def _record_key_path(self) -> Path:
+        return Path(self.directory) / "record-key"
+
+    def keep_record_key(self, key: bytes) -> None:
+        """Leave what recordings name blocks with for all processes; the parent does, before it starts them."""
+        self._record_key_path.write_bytes(key)
+
+    def record_key(self) -> bytes | None:
+        """What the parent left; None if there is none."""
+        return self._record_key_path.read_bytes() if self._record_key_path.exists() else None
+
     def hangs(self, seconds: float) -> bool:
         """Whether the process takes a question and says nothing for so long. One that is not there, or ends, does not
         hang."""
