@@ -25,7 +25,7 @@ from preble.gateway.core.request_context import RequestContext
 from preble.gateway.dashboard.state import HISTORY_TICKS, Live
 from preble.router.fleet import AddressCounters
 from preble.router.router import RouterCounters
-from preble.scheduling.records import Recording
+from preble.scheduling.records import DecisionRecording
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "preble" / "gateway" / "dashboard" / "page"
@@ -45,7 +45,7 @@ class MadeUpFleet:
         self.clock = ManualClock(1000.0)
         self.rng = random.Random(seed)
         names = [f"gpu-{number:02d}" for number in range(workers)]
-        self.scheduler = GlobalScheduler(names, clock=self.clock, record=Recording(per_second=10))
+        self.scheduler = GlobalScheduler(names, clock=self.clock, record=DecisionRecording(per_second=10))
         self.workers = {f"tcp://10.0.0.{number}:5600": self._worker(name) for number, name in enumerate(names)}
         self.counters = RouterCounters()
         fleet = SimpleNamespace(workers=self.workers)

@@ -24,6 +24,7 @@ COMMANDS = {
         "lengths, sharing and key portions of prompts: the paper's Table 1, Figures 4 and 5",
     ),
     "simulate": ("preble.cli.simulate", "compare policies on a simulated fleet, reproducibly"),
+    "replay": ("preble.cli.replay", "what recorded requests would have got under another policy or on more workers"),
     "explain": ("preble.cli.explain", "why requests went where they went, from a file of decision records"),
     "profile": ("preble.cli.profile.program", "measure an engine and fit its cost model"),
     "serve": ("preble.gateway", "serve an OpenAI-compatible HTTP API in front of workers"),

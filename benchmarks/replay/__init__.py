@@ -1,0 +1,1 @@
+"""What a replay says beside what then happened, and how fast it is."""

@@ -1,0 +1,149 @@
+"""A replay: engines are learned from a recording, and what it says of other policies is what they would have done."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preble import CostModel, LocalConfig, Recording, sim, workloads
+from preble.errors import InvalidConfig, InvalidInput
+from preble.recording import RecordedRequest, RecordedWorker
+from preble.sim.engine_fit import EngineCosts, EngineModel, fit_engines
+from preble.sim.replay import FIGURES, ReplayAnswer, fleet_of, replay, seen_before
+from preble.workloads import PromptRequest, Workload
+from tests.support.recording import recording_of
+
+# Unlike the form that is fitted: it bends at 256 tokens, and attention begins late.
+TRUTH = CostModel([(0, 0.010), (256, 0.012), (8192, 0.9)], context=(0, 0, 0, 2e-7), pair=(2e5, 0, 0, 0, 1e-9))
+LOCAL = LocalConfig(8_000, max_running=64, max_waiting=10**6)
+
+
+@cache
+def traffic(rps: float = 8.0, requests: int = 300) -> Workload:
+    """Questions about 12 documents, unequally often."""
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(0, 30_000, int(rng.integers(200, 1200))).astype(np.int32) for _ in range(12)]
+    asked = [
+        PromptRequest(
+            f"q{number}",
+            (
+                documents[int(12 * rng.random() ** 2)],
+                rng.integers(0, 30_000, int(rng.integers(20, 120))).astype(np.int32),
+            ),
+            int(rng.integers(2, 16)),
+        )
+        for number in range(requests)
+    ]
+    return workloads.poisson(Workload("questions", asked), rps, 4)
+
+
+def truth(policy: str, workers: int = 2, **more: Any) -> sim.SimConfig:
+    """A fleet as it really is."""
+    scheduler = dataclasses.replace(sim.SimConfig().scheduler, calibrate=True)
+    values: dict[str, Any] = {"cost_model": "mistral-7b/a6000", "local": LOCAL, "scheduler": scheduler}
+    names = [f"w{number}" for number in range(workers)]
+    return sim.SimConfig(
+        workers=workers, policy=policy, engine_cost_models=dict.fromkeys(names, TRUTH), **values, **more
+    )
+
+
+@cache
+def recorded() -> Recording:
+    """What round robin made of it."""
+    config = truth("round_robin")
+    return recording_of(traffic(), sim.simulate(traffic(), config), config)
+
+
+@cache
+def found() -> ReplayAnswer:
+    """Its replay."""
+    return replay(recorded(), ["round_robin", "e2"])
+
+
+def test_the_model_of_the_engines_is_close_where_nothing_was_fitted_to() -> None:
+    engines = found().engines
+    assert engines.requests == 300
+    assert abs(engines.error["mean_ttft_seconds"]) < 0.10
+    assert abs(engines.error["mean_latency_seconds"]) < 0.05
+    assert abs(engines.error["p99_latency_seconds"]) < 0.15
+    assert abs(found().model_error["mean_ttft_seconds"]) < 0.05
+
+
+def test_it_says_what_another_policy_would_have_done() -> None:
+    for name, run in zip(("round_robin", "e2"), found().runs, strict=True):
+        really = sim.simulate(traffic(), truth(name)).summary(0.1 * recorded().seconds)
+        for figure, limit in (("mean_ttft_seconds", 0.10), ("mean_latency_seconds", 0.10), ("p99_ttft_seconds", 0.25)):
+            assert getattr(run.figures, figure).value == pytest.approx(getattr(really, figure), rel=limit), figure
+    one, other = (run.figures for run in found().runs)
+    assert other.mean_ttft_seconds.value < one.mean_ttft_seconds.value
+    assert other.recomputed_tokens.value < one.recomputed_tokens.value
+
+
+def test_more_workers_are_like_the_first() -> None:
+    more = replay(recorded(), ["round_robin"], workers=3, engines=found().engines)
+    really = sim.simulate(traffic(), truth("round_robin", 3)).summary(0.1 * recorded().seconds)
+    assert more.runs[0].figures.mean_ttft_seconds.value == pytest.approx(really.mean_ttft_seconds, rel=0.1)
+    assert [worker.id for worker in fleet_of(recorded(), 4)] == ["w0", "w1", "worker-3", "worker-4"]
+    assert [worker.id for worker in fleet_of(recorded(), 1)] == ["w0"]
+    with pytest.raises(InvalidConfig, match="workers"):
+        fleet_of(recorded(), 0)
+
+
+def test_a_slower_worker_is_found() -> None:
+    slow = CostModel([(0, 0.015), (256, 0.018), (8192, 1.35)], context=(0, 0, 0, 3e-7), pair=(2e5, 0, 0, 0, 1.5e-9))
+    config = dataclasses.replace(truth("round_robin"), engine_cost_models={"w0": TRUTH, "w1": slow})
+    few = traffic(requests=140)
+    engines = fit_engines(recording_of(few, sim.simulate(few, config), config))
+    assert engines.slowness["w1"] / engines.slowness["w0"] == pytest.approx(1.5, rel=0.2)
+    assert abs(engines.error["mean_latency_seconds"]) < 0.15
+
+
+def test_intervals_hold_their_figure_and_the_same_arguments_give_the_same_answer() -> None:
+    for run in (found().measured, found().recorded, *(one.figures for one in found().runs)):
+        assert run is not None
+        for name in FIGURES:
+            estimate = getattr(run, name)
+            assert estimate.low <= estimate.value <= estimate.high, name
+    again = replay(recorded(), ["round_robin", "e2"], engines=found().engines)
+    assert again.as_dict() == found().as_dict()
+
+
+def test_a_seed_each_makes_a_result_each() -> None:
+    several = replay(recorded(), ["random"], engines=found().engines, seeds=(1, 2))
+    assert len({result.trace_hash for result in several.runs[0].results}) == 2
+
+
+def request(at: float, *names: int, tokens: int | None = None) -> RecordedRequest:
+    """A request with blocks of these names."""
+    blocks = np.array(names, np.uint64)
+    return RecordedRequest(arrival_seconds=at, prompt_tokens=tokens or 16 * len(names), blocks=blocks, output_tokens=1)
+
+
+def test_tokens_computed_twice_are_those_that_an_earlier_request_had() -> None:
+    requests = (
+        request(0, 1, 2, 3),
+        request(1, 1, 2, 4),
+        request(2, 1, 2, 4),
+        request(3, 5),
+        request(4, 1, 9, tokens=20),
+    )
+    recording = Recording(workers=(RecordedWorker(id="a", kv_capacity_tokens=9),), requests=requests)
+    assert seen_before(recording, range(5)).tolist() == [0, 32, 47, 0, 16]
+    assert seen_before(recording, [2, 4]).tolist() == [0, 16]
+
+
+def test_a_recording_without_times_or_workers_needs_a_model() -> None:
+    requests = tuple(request(float(at), at % 3, 10 + at) for at in range(40))
+    recording = Recording(workers=(RecordedWorker(id="a", kv_capacity_tokens=10_000),), requests=requests)
+    with pytest.raises(InvalidInput, match="0 finished requests with their times"):
+        replay(recording)
+    engines = EngineModel(EngineCosts(0.01, 1e-3), LOCAL)
+    said = replay(recording, engines=engines, workers=2)
+    assert said.measured is None and said.recorded is None and said.model_error == {}
+    assert said.runs[0].figures.requests == 36 and said.runs[0].not_finished == 0
+    with pytest.raises(InvalidInput, match="no request that ran"):
+        replay(dataclasses.replace(recording, requests=()))
