@@ -174,6 +174,18 @@ def test_several_choices_come_together_and_share_the_prompt(api: Any, codec: Tex
     assert texts == [wanted] * 3
 
 
+def test_choices_of_a_prompt_and_requests_that_name_a_group_are_placed_as_one_set(api: Any) -> None:
+    def decision(**asked: Any) -> str:
+        raw = api.completions.with_raw_response.create(model="tiny", prompt="samples", max_tokens=2, **asked)
+        return str(raw.headers["x-preble-decision"])
+
+    assert not decision().startswith("reason=group,")
+    assert decision(n=2).startswith("reason=group,")
+    assert decision(extra_headers={"x-preble-group": "step-1"}).startswith("reason=group,")
+    with pytest.raises(openai.BadRequestError, match="x-preble-group must be"):
+        decision(extra_headers={"x-preble-group": "two words"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_answer_before_it(api: Any, codec: TextCodec, client: Client, stream: bool) -> None:
     whole = answer(codec, "stop here", 400)

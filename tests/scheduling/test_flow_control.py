@@ -293,6 +293,13 @@ def test_at_the_bound_the_newest_of_the_longest_line_is_refused():
     assert isinstance(fleet.refused[0][1], QueueFull) and quiet.waits and len(fleet.control) == 10
 
 
+def test_of_more_tenants_than_the_bound_those_here_last_are_remembered():
+    fleet = Fleet(tenants_max=3)
+    for number in range(5):
+        fleet.offer(f"t{number}")
+    assert list(fleet.control._recent) == ["t2", "t3", "t4"]
+
+
 def test_who_goes_away_is_forgotten_and_again_nothing():
     fleet = Fleet(hold_seconds=0.05)
     fleet.offer()
