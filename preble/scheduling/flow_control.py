@@ -225,15 +225,15 @@ class _FloodPlaces:
         if not own:
             del self._of[tenant]
 
-    def full(self, tenant: str, workers: Collection[str]) -> frozenset[str]:
-        """The workers at which a flood holds as much as it may beside the others that run there. O(workers)."""
+    def full(self, tenant: str, workers: Collection[str], share: float) -> frozenset[str]:
+        """The workers at which a flood holds `share` of what the others hold there, or more. O(workers)."""
         own = self._of.get(tenant, {})
-        return frozenset(name for name in workers if self._is_full(own.get(name, 0), self._all.get(name, 0)))
+        return frozenset(name for name in workers if self._is_full(own.get(name, 0), self._all.get(name, 0), share))
 
     @staticmethod
-    def _is_full(own: int, together: int) -> bool:
+    def _is_full(own: int, together: int, share: float) -> bool:
         others = together - own
-        return others > 0 and own >= max(PLACES_MIN, PLACES_SHARE * others)
+        return others > 0 and own >= max(PLACES_MIN, share * others)
 
     def check(self) -> None:
         """Assert that the sums are those of the tenants."""
@@ -370,7 +370,8 @@ class FlowControl:
         if spare is None:
             return None
         workers = self._owner.workers()
-        full = spare | self._places.full(tenant, workers)
+        share = max(PLACES_SHARE, self._weight(tenant) / max(len(self._recent) - 1, 1))  # its due is never less
+        full = spare | self._places.full(tenant, workers, share)
         return None if len(full) == len(workers) else full
 
     def _try(self, held: HeldRequest, closed: frozenset[str], now: float) -> bool:

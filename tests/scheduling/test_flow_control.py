@@ -124,7 +124,7 @@ def test_a_flood_gets_only_what_is_spare_and_the_others_go_at_once():
 
 def test_a_flood_holds_half_as_many_places_as_the_others_where_they_run():
     fleet = Fleet(("a", "b"), hold_seconds=1.0, spare_seconds=0.3)
-    others = [fleet.offer("quiet", seconds=0.01, wants="a") for _ in range(12)]
+    others = [fleet.offer(name, seconds=0.01, wants="a") for name in ("quiet", "still") for _ in range(6)]
     for _ in others:
         fleet.start("a", after=0.01, ends=False)
     for _ in range(60):
@@ -138,6 +138,20 @@ def test_a_flood_holds_half_as_many_places_as_the_others_where_they_run():
         fleet.end(one)
     fleet.control.pump(fleet.now)
     assert fleet.there["a"], "nobody else runs there any more"
+
+
+def test_of_two_tenants_neither_is_held_to_less_than_the_other():
+    fleet = Fleet(hold_seconds=1.0, spare_seconds=0.3)
+    others = [fleet.offer("quiet", seconds=0.01) for _ in range(12)]
+    for _ in others:
+        fleet.start(after=0.01, ends=False)
+    for _ in range(60):
+        fleet.offer("flood")
+    held = 0
+    while fleet.there["a"]:
+        fleet.start(after=0.01, ends=False)
+        held += 1
+    assert held == len(others)
 
 
 def test_beside_few_others_a_flood_still_holds_some_places():
