@@ -22,7 +22,9 @@ at once, for the queues of workers know best which prefixes they have:
   5. A request that would come too late is refused at once; one that waits and cannot make its deadline any more is
      refused when its turn comes, so that nothing is computed in vain. While nobody waits nobody is refused.
   6. A tenant wants more than its share if for more of its work nobody has a first token yet than `burst_seconds`, and
-     than `OVER_SHARE` times the mean of the tenants that were here lately.
+     than `OVER_SHARE` times the mean of the tenants that were here lately. Where others run at a worker it holds at
+     most half as many places as they do (`PLACES_SHARE`), or its equal part where that is more, and `PLACES_MIN` in any
+     case: every request that decodes lengthens the iterations in which the others are prefilled.
 
 What a request would wait is the work that goes before it by these rules over the pace of the workers, as measured
 (`predicted_wait`).
