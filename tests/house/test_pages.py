@@ -22,7 +22,7 @@ SHORT_PAGES = (
     "README.md",
     *(f"docs/{name}.md" for name in ("index", "quickstart", "embedding", "architecture", "e2", "design")),
 )
-GENERATED = {"results.md"}  # whole pages that a program writes
+GENERATED = {"api.md", "results.md"}  # whole pages that a program writes
 MARK = re.compile(r"<!--[^>]*\b(begin|start|end)\b[^>]*-->")
 WORD = re.compile(r"\S*\w\S*")
 # What people do, and machines do not.
