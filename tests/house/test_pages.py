@@ -30,7 +30,14 @@ HUMAN = re.compile(
     r"\b(tells?|told|telling|hears?|heard|hearing|believ(?:e|es|ed|ing)|lie|lies|lied|lying)\b", re.IGNORECASE
 )
 # Where the word is about people, or the name of a rival.
-ABOUT_PEOPLE = {"agents.md": ("one is told the session",)}
+ABOUT_PEOPLE = {
+    "agents.md": (
+        "one is told the session",
+        "affinity, told sessions",
+        "affinity told sessions",
+        "affinity, told, our workers",
+    )
+}
 
 
 def without_generated(text: str) -> str:
