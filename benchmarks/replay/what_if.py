@@ -166,7 +166,11 @@ def compared(said: ReplayAnswer, runs: dict[str, ReplayAnswer], recorded: str, c
         row: Found = {**cell, "recorded": recorded, "policy": run.policy}
         for name in FIGURES:
             predicted, measured = getattr(run.figures, name).value, getattr(really, name).value
-            row[name] = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1.0}
+            row[name] = {
+                "predicted": predicted,
+                "measured": measured,
+                "error": predicted / measured - 1.0 if measured else math.nan,
+            }
         found.append(row)
     return found
 
