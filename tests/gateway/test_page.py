@@ -253,13 +253,28 @@ def test_a_decision_can_be_opened_from_the_keyboard(page: Any) -> None:
     expect(page.locator("#decision")).to_be_hidden()
 
 
-@pytest.mark.parametrize("width", [360, 768, 1280])
+@pytest.mark.parametrize("width", [360, 390, 768, 820, 1280, 1440])
 def test_nothing_is_wider_than_the_screen(page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.locator(".decision").first.click()
     expect(page.locator("#decision tr.is-chosen")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for box in ("#decision", "#decision .scroll"):
+        hidden = page.locator(box).evaluate("box => box.scrollWidth - box.clientWidth")
+        assert hidden <= 0, f"{box} is scrolled sideways by {hidden} px"
+
+
+@pytest.mark.parametrize("width", [390, 820])
+def test_on_a_narrow_screen_every_term_of_a_price_has_its_name_beside_it(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    page.locator(".decision").first.click()
+    cells = page.locator("#decision tr.is-chosen td")
+    expect(cells.first).to_be_visible()
+    shown = cells.evaluate_all("cells => cells.map(cell => getComputedStyle(cell, '::before').content)")
+    names = ["Cached", *(name.title() for name in PRICE), "Credit", "Total"]
+    assert shown[1 : 1 + len(names)] == [f'"{name}"' for name in names]
+    assert not page.locator("#decision thead").is_visible()
 
 
 def test_it_is_dark_where_the_reader_likes_it_dark(page: Any) -> None:

@@ -97,7 +97,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(ge=1, le=64, description="Gateway processes that share the port; each uses one core.")
     ] = 1
     max_connections: Annotated[
-        Count, Meta(description="Connections of clients at a time; one more is answered with 503.")
+        Count, Meta(description="Connections of clients at a time, at each process; one more is answered with 503.")
     ] = 8192
     max_connections_per_address: Annotated[
         Count, Meta(description="The same for each client address; IPv6 addresses of one /64 are one.")
@@ -172,7 +172,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Prompts times `n` in one request.")] = 64
     max_live_requests: Annotated[
-        Count, Meta(description="Choices that are generated at a time; one more is answered with 503.")
+        Count, Meta(description="Choices that are generated at a time, at each process; one more is answered with 503.")
     ] = 4096
     stalled_after_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=1e6)],
@@ -204,7 +204,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=1024,
             le=1 << 40,
             description="Bytes of all bodies until their prompts are token ids, or relayed ones are answered, beyond "
-            "the first 64 KiB of each; then 503. One body alone is always read.",
+            "the first 64 KiB of each, at each process; then 503. One body alone is always read.",
         ),
     ] = 256 << 20
     tokenizer: Annotated[
@@ -221,7 +221,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokenizer_threads: Annotated[
         int, Meta(ge=1, le=64, description="Threads that tokenise, beside the one for long texts.")
     ] = 2
-    tokenizer_queue: Annotated[Count, Meta(description="Texts that may wait to be tokenised; then 503.")] = 1024
+    tokenizer_queue: Annotated[
+        Count, Meta(description="Texts that may wait to be tokenised, at each process; then 503.")
+    ] = 1024
     tokenizer_cache_bytes: Annotated[
         int, Meta(ge=0, le=1 << 40, description="Cache of the parts of conversations that were tokenised before.")
     ] = 64 << 20

@@ -133,6 +133,7 @@ class Exchange:
         self._connection: BoundedProtocol | None = scope.get("preble.connection")
         self._client_gone = False
         self._began = False  # the client has been sent something
+        self._is_answered = False  # all of it was written, and is counted in any case
         self._answer: Answer | None = None
         self._lost_text = ""
         self._continuation: dict[str, bytes] = {}
@@ -149,8 +150,9 @@ class Exchange:
         connection, watcher = self._connection, None
 
         def gone() -> None:
-            self._client_gone = True
-            task.cancel()
+            if not self._is_answered:
+                self._client_gone = True
+                task.cancel()
 
         if connection is None:
             watcher = asyncio.ensure_future(_until_gone(receive, gone))
@@ -347,21 +349,43 @@ class Exchange:
 
     async def _pass_whole(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
         """Pass on an answer that is no stream. Raises `TransportError` for one that breaks off after it has begun."""
-        well = 200 <= answer.status < 300
-        length = b"%d" % len(first) if answer.is_whole else value_of(answer.headers, b"content-length")
-        await self._begin(answer, RELAY, length)
-        reader = usage_reader(self._endpoint, False)
+        reader = usage_reader(self._endpoint, False) if 200 <= answer.status < 300 else None
+        if answer.is_whole:
+            await self._pass_at_once(reader, first, key)
+            return
+        await self._begin(answer, RELAY, value_of(answer.headers, b"content-length"))
         part = first
         while part:
-            if well:
+            if reader is not None:
                 self._read(reader, part, key)
-            await self._write(part, more=not (answer.is_whole and part is first))
-            part = b"" if answer.is_whole and part is first else await answer.read()
-        if well:
+            await self._write(part)
+            part = await answer.read()
+        self._count_whole(reader, key)
+        await self._write(b"", more=False)
+
+    async def _pass_at_once(self, reader: UsageReader | None, body: bytes, key: RoutingKey) -> None:
+        """Pass on an answer that is here as a whole. It leaves before it is read and counted; but what it takes of its
+        key's limits is known to the next request, wherever that comes in."""
+        assert self._answer is not None, "it is passed on"
+        await self._begin(self._answer, RELAY, b"%d" % len(body))
+        if self._context.spend is not None:
+            self._count_whole(reader, key, body)
+            await self._write(body, more=False)
+            return
+        await self._write(body, more=False)
+        self._is_answered = True
+        try:
+            await asyncio.sleep(0)  # the loop writes before it goes on here
+        finally:
+            self._count_whole(reader, key, body)
+
+    def _count_whole(self, reader: UsageReader | None, key: RoutingKey, body: bytes = b"") -> None:
+        """An answer is whole, of which this was not read yet."""
+        if reader is not None:
+            if body:
+                self._read(reader, body, key)
             reader.end()
             self._finish(reader, key)
-        if not (answer.is_whole and first):
-            await self._write(b"", more=False)
 
     async def _pass_stream(self, answer: Answer, first: bytes, key: RoutingKey) -> None:
         """Pass on a stream, and go on elsewhere where it breaks off and that can be done."""

@@ -162,6 +162,20 @@ async def test_clients_that_leave_early_use_up_their_budget() -> None:
         assert status == 429 and json.loads(body)["error"]["code"] == "insufficient_quota"
 
 
+@asynchronous
+async def test_a_whole_answer_is_taken_from_its_keys_limits_before_the_next_request() -> None:
+    keys = [
+        KeyTable(key="key-of-team-c", name="c", token_budget=20),
+        KeyTable(key="key-of-team-d", name="d", tokens_per_minute=20),
+    ]
+    async with serving(ScriptedServer(whole), keys=keys) as front:  # 7 tokens of prompt and 3 of output, by its word
+        for key, code in (("key-of-team-c", "insufficient_quota"), ("key-of-team-d", "tokens_per_minute")):
+            answers = [await front.post(CHAT, asking("tiny"), bearer(key)) for _ in range(3)]
+            assert [status for status, _, _ in answers] == [200, 200, 429]
+            assert json.loads(answers[2][2])["error"]["code"] == code
+        await front.settled()
+
+
 def test_names_of_keys_beyond_the_bound_are_counted_together(monkeypatch: Any) -> None:
     monkeypatch.setattr(metrics_module, "KEY_LABELS_MAX", 2)
     metrics = Metrics(lambda: 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from preble.gateway.app import make_app
 from preble.transport.engine_servers.server_info import ServerOptions
 from tests.support.relay import (
     JSON_HEAD,
@@ -62,6 +63,33 @@ async def test_a_body_reaches_the_server_byte_for_byte_and_its_answer_comes_back
 def servers_calls(front: Any) -> list[Call]:
     """The requests that the servers of a front got."""
     return [call for server in front.servers for call in server.calls]
+
+
+@asynchronous
+async def test_a_whole_answer_leaves_before_it_is_counted_and_is_counted_though_its_client_goes_then() -> None:
+    async with serving(ScriptedServer(whole)) as front:
+        has_all = asyncio.Event()
+        received = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
+        finished: list[int] = []
+
+        async def receive() -> Any:
+            if received:
+                return received.pop()
+            await has_all.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                finished.append(front.router.counters.finished)
+                has_all.set()
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        await make_app(front.gateway)(scope, receive, send)
+        assert (*finished, front.router.counters.finished) == (0, 1)
+        counted = front.gateway.metrics.own_text().decode()
+        assert f'preble_http_requests_total{{model="tiny",route="{CHAT}",status="200"}} 1.0' in counted
+        assert 'preble_output_tokens_total{model="tiny"} 3.0' in counted
+        await front.settled()
 
 
 @asynchronous

@@ -181,7 +181,7 @@ function table(decision) {
   const names = ["Worker", "Cached", ...TERMS.map(titleOf), "Total", ...(scored ? ["Score"] : []), "", ...BESIDE.map(titleOf)];
   const unit = unitFor(Math.max(...rows.map((terms) => Math.abs(terms.total_seconds)), most));
   const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
-  const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, { most, scored, unit }));
+  const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, { most, scored, unit, names }));
   const caption = make("p", { class: "note" }, `Prices in ${unit.name}; the terms add up to the total.`);
   if (scored) setText(caption, `Prices in ${unit.name}; the policy compared the score.`);
   const box = make("div", { class: "scroll" }, caption, make("table", {}, make("thead", {}, head), make("tbody", {}, ...shown)));
@@ -194,14 +194,15 @@ function titleOf({ title }) {
   return title;
 }
 
-function tableRow(terms, decision, { most, scored, unit }) {
+// Where the page is narrow each cell says what it is, and its row has several lines.
+function tableRow(terms, decision, { most, scored, unit, names }) {
   const shown = addingUp(terms, unit);
   const bar = partsBar();
   bar.update(partsOf(TERMS.filter(({ kind }) => kind !== "credit"), terms, most));
   const isChosen = terms.worker === decision.worker;
   const note = isChosen ? "chosen" : terms.candidate ? "" : "no candidate";
   const cells = [
-    make("td", {}, make("b", { class: "name" }, terms.worker), note ? make("span", { class: `tag ${isChosen ? "chosen" : ""}` }, note) : "", make("span", { class: "sum" }, `${shown.total} ${unit.name}`)),
+    make("td", {}, make("b", { class: "name" }, terms.worker), note ? make("span", { class: `tag ${isChosen ? "chosen" : ""}` }, note) : ""),
     make("td", {}, count(terms.matched_tokens)),
     ...shown.terms.map((word) => make("td", { class: word === "0" || /^0\.0*$/.test(word) ? "nothing" : "" }, word)),
     make("td", {}, make("b", {}, shown.total)),
@@ -209,6 +210,7 @@ function tableRow(terms, decision, { most, scored, unit }) {
     make("td", { class: "bar" }, bar.node),
     ...BESIDE.map(({ name }) => make("td", { class: "beside" }, seconds(terms[name]))),
   ];
+  cells.forEach((cell, i) => cell.setAttribute("data-name", names[i]));
   return make("tr", { class: isChosen ? "is-chosen" : terms.candidate ? "" : "is-out" }, ...cells);
 }
 
