@@ -120,7 +120,7 @@ class MadeUpFleet:
     def _troubles(self, ticks_left: int) -> None:
         """What happens in the last minute."""
         cards = list(self.workers.values())
-        if ticks_left == -24:
+        if ticks_left == -24 and len(cards) > 17:
             cards[17].state, cards[17].why = "lost", "it does not answer"
         if ticks_left == -14 and len(cards) > 40:
             self.scheduler.drain_worker(cards[40].worker_id)
