@@ -531,7 +531,7 @@ def test_what_a_client_says_of_sessions_is_in_the_log_the_metrics_and_the_record
     assert 'preble_session_requests_total{names="agent"}' in client.call("GET", "/metrics")[2]
     (sequence,) = [one["sequence"] for one in state["decisions"] if one["request_id"].startswith("of-a-session")]
     told = client.call("GET", f"/v1/preble/decisions/{sequence}")[2]
-    assert told["session"] == {"session": "talk", "parent": "root", "agent": "agent-2"}
+    assert told["session"] == {"session": "talk", "parent": "root", "agent": "agent-2", "shared": False}
 
 
 # --- keys, rates, bounds, ends ----------------------------------------------------------------------------------------
