@@ -30,12 +30,14 @@ async def ask(client: AsyncOpenAI, model: str, name: str, question: str) -> None
         stream=True,
         stream_options={"include_usage": True},
     )
-    pieces = []
+    pieces: list[str] = []
+    prompt, cached = 0, 0
     async for event in answer.parse():
         if event.choices:
             pieces.append(event.choices[0].delta.content or "")
-        else:  # the last event reports the usage
-            prompt, cached = event.usage.prompt_tokens, event.usage.prompt_tokens_details.cached_tokens
+        elif event.usage is not None:  # the last event
+            details = event.usage.prompt_tokens_details
+            prompt, cached = event.usage.prompt_tokens, (details.cached_tokens or 0) if details else 0
     print(f"{name}: {question} {''.join(pieces)!r}")
     print(f"  {len(pieces)} pieces from {answer.headers['x-preble-worker']}, {cached} of {prompt} prompt tokens cached")
 

@@ -16,8 +16,11 @@ from importlib import import_module
 TYPE_CHECKING = False  # what type checkers know as true; importing typing would cost more than all the rest
 if TYPE_CHECKING:
     from . import errors as errors
+    from ._core.token_types import TokenIds as TokenIds
     from ._cost import CostModel as CostModel
     from ._placement.decision import Decision as Decision
+    from ._placement.decision import Match as Match
+    from .batching.stats import LocalStats as LocalStats
     from .clock import ManualClock as ManualClock
     from .config import SchedulerConfig as SchedulerConfig
     from .local import LocalConfig as LocalConfig
@@ -26,12 +29,20 @@ if TYPE_CHECKING:
     from .policies.base import Policy as Policy
     from .recording import Recording as Recording
     from .router import Router as Router
+    from .router import RouterConfig as RouterConfig
+    from .router.request import StreamChunk as StreamChunk
+    from .router.stats import RouterStats as RouterStats
     from .scheduler import GlobalScheduler as GlobalScheduler
+    from .scheduling.leases import Lease as Lease
+    from .scheduling.stats import SchedulerStats as SchedulerStats
     from .types import AllBlocksCleared as AllBlocksCleared
     from .types import BlockRemoved as BlockRemoved
     from .types import BlockStored as BlockStored
+    from .types import Explanation as Explanation
     from .types import PrefixEvicted as PrefixEvicted
     from .types import SamplingParams as SamplingParams
+    from .types import SessionHint as SessionHint
+    from .types import WorkerCost as WorkerCost
     from .types import WorkerSpec as WorkerSpec
 
 __version__ = "0.1.0"
@@ -43,17 +54,28 @@ _HOMES = {
     "BlockStored": "types",
     "CostModel": "_cost",
     "Decision": "_placement.decision",
+    "Explanation": "types",
     "GlobalScheduler": "scheduler",
+    "Lease": "scheduling.leases",
     "LocalConfig": "local",
     "LocalRequest": "local",
     "LocalScheduler": "local",
+    "LocalStats": "batching.stats",
     "ManualClock": "clock",
+    "Match": "_placement.decision",
     "Policy": "policies.base",
     "PrefixEvicted": "types",
     "Recording": "recording",
     "Router": "router",
+    "RouterConfig": "router",
+    "RouterStats": "router.stats",
     "SamplingParams": "types",
     "SchedulerConfig": "config",
+    "SchedulerStats": "scheduling.stats",
+    "SessionHint": "types",
+    "StreamChunk": "router.request",
+    "TokenIds": "_core.token_types",
+    "WorkerCost": "types",
     "WorkerSpec": "types",
 }
 

@@ -109,7 +109,7 @@ cdef class CostModel:
     `knots` are (tokens in the batch, seconds) points, ascending in both; `context` is (from, flat, base, slope): flat
     seconds up to `from` context tokens, base + slope * context beyond; `pair` is (from, base, q, s, qs): attention of a
     chunk, base + q * chunk + s * context + qs * chunk * context, where chunk * context > from. Raises InvalidConfig
-    when the result would not be monotone.
+    when the result would not be monotone. `name`: what it is called in `stats` and messages.
     """
 
     def __init__(self, knots, *, context=(0.0, 0.0, 0.0, 0.0), pair=(0.0, 0.0, 0.0, 0.0, 0.0), str name="custom"):
@@ -133,7 +133,8 @@ cdef class CostModel:
         self.assert_monotone()
 
     def assert_monotone(self) -> None:
-        """Raise InvalidConfig if anything could be negative, or more tokens could cost less. Exact, not sampled.
+        """Raises InvalidConfig if anything could be negative, or more tokens could cost less. Exact, not sampled.
+        O(knots).
 
         The pair term is the only one that may fall with the chunk (q < 0), as long as the linear part or the growth
         with context makes up for it everywhere.
@@ -163,8 +164,9 @@ cdef class CostModel:
 
     @staticmethod
     def preset(str name) -> CostModel:
-        """A published model by name, such as "mistral-7b/a6000", or a measured one by its file, whose name ends in
-        ".json". Raises InvalidConfig listing the names, or naming the file and what is wrong with it."""
+        """Returns a published model by its `name`, such as "mistral-7b/a6000", or a measured one by its file, whose
+        name ends in ".json". Raises InvalidConfig listing the names, or naming the file and what is wrong with it.
+        O(knots)."""
         if name.endswith(".json"):
             return CostModel.load(name)
         if name not in PRESETS:
@@ -182,15 +184,17 @@ cdef class CostModel:
 
     @staticmethod
     def presets() -> list[str]:
-        """Names that `preset` knows."""
+        """Returns the names that `preset` knows, sorted. Raises nothing. O(presets)."""
         return sorted(PRESETS)
 
     @staticmethod
     def fit(samples: Iterable[tuple[int, int, float]], *, decode=(), str name="fitted") -> CostModel:
         """Least relative squares over measured iterations, with no term that falls, so that the result is monotone.
+        Returns the model, called `name`.
 
         `samples`: (missed tokens, context tokens, seconds) of single prefills; `decode`: (batch, context tokens of
-        each, seconds) of decode iterations. At least 3 samples in total; InvalidInput otherwise. Needs numpy.
+        each, seconds) of decode iterations. Raises InvalidInput where there are fewer than 3 samples in total. Needs
+        numpy. O(samples), some milliseconds.
         """
         from .costs.fit import fitted
         prefills = [_sample("samples", sample) for sample in samples]
@@ -205,14 +209,15 @@ cdef class CostModel:
         raise AssertionError("the last fit falls nowhere")
 
     def save(self, path, measured=None) -> None:
-        """Write the model as JSON, with `measured`: where it comes from, as a dict that JSON can hold. Raises
-        InvalidConfig naming the file where that fails; a file of that name is then as it was."""
+        """Write the model to the file `path` as JSON, with `measured`: where it comes from, as a dict that JSON can
+        hold. Raises InvalidConfig naming the file where that fails; a file of that name is then as it was. O(knots)."""
         from .costs.file import write
         write(path, self.coefficients(), measured)
 
     @staticmethod
     def load(path) -> CostModel:
-        """A model that `save` wrote. Raises InvalidConfig naming the file and what is wrong with it."""
+        """Returns the model that `save` wrote to the file `path`. Raises InvalidConfig naming the file and what is
+        wrong with it. O(knots)."""
         from .costs.file import read, refused
         coefficients = read(path)
         try:
@@ -221,20 +226,23 @@ cdef class CostModel:
             raise refused(path, error) from error
 
     def prefill_time(self, missed_tokens, context_tokens=None) -> float:
-        """Seconds to prefill `missed_tokens` that end a context of `context_tokens` (default: nothing before them)."""
+        """Returns the seconds it takes to prefill `missed_tokens` that end a context of `context_tokens` (None: nothing
+        before them), alone in the batch. Raises InvalidInput. O(knots)."""
         missed = amount("missed_tokens", missed_tokens)
         context = missed if context_tokens is None else amount("context_tokens", context_tokens)
         return prefill_seconds(&self.cost, missed, max(missed, context))
 
     def decode_time(self, output_tokens, context_tokens=0, batch=1) -> float:
-        """Seconds one request takes to decode `output_tokens` in a batch of `batch` alike, from `context_tokens` on."""
+        """Returns the seconds one request takes to decode `output_tokens` in a batch of `batch` alike, from
+        `context_tokens` on. Raises InvalidInput. O(knots)."""
         tokens = amount("output_tokens", output_tokens)
         middle = amount("context_tokens", context_tokens) + tokens / 2
         return tokens * token_seconds(&self.cost, middle, amount("batch", batch, 1.0))
 
     def iteration_time(self, prefill_chunks=(), decode_contexts=()) -> float:
-        """Seconds of one mixed iteration: chunks of (new tokens, context tokens after them), and the context of each
-        decode: any iterable; a list of ints and a numpy array of int32 or int64 are quickest."""
+        """Returns the seconds of one mixed iteration. `prefill_chunks`: (new tokens, context tokens after them) each;
+        `decode_contexts`: the context tokens of each decode, shape [decodes], any iterable; a list of ints and a numpy
+        array of int32 or int64 are quickest. Raises InvalidInput. O(chunks + decodes)."""
         cdef Work work = Work(0, 0, 0)
         cdef double q, s
         for chunk, after in prefill_chunks:
@@ -277,7 +285,7 @@ cdef class CostModel:
         return True
 
     def coefficients(self) -> dict[str, object]:
-        """The arguments that make this model again."""
+        """Returns the arguments that make this model again, by name. Raises nothing. O(knots)."""
         cdef uint32_t i
         cdef Cost* c = &self.cost
         return {

@@ -1,6 +1,6 @@
-"""`dataclass`, `field`, `replace`, `Any`, `Literal` and `TYPE_CHECKING`, as `dataclasses` and `typing` have them, but
-without importing these two: a first scheduler would wait longer for them than for all of Preble. Owns what stands in
-for them.
+"""`dataclass`, `field`, `replace`, `cast`, `Any`, `Literal` and `TYPE_CHECKING`, as `dataclasses` and `typing` have
+them, but without importing these two: a first scheduler would wait longer for them than for all of Preble. Owns what
+stands in for them.
 
 Type checkers see the originals. At run time a class gets its `__init__` when the first object is made, and the rest
 (`==`, `hash`, `repr`, what `dataclasses.fields` reads) when it is first asked for. `dataclasses` itself makes that.
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dataclasses import replace as replace
     from typing import Any as Any
     from typing import Literal as Literal
+    from typing import cast as cast
 
 
 class _Factory:
@@ -60,6 +61,11 @@ def _dataclass(*, slots: bool, frozen: bool = False, eq: bool = True, kw_only: b
 
 def _field(*, default_factory: Callable[[], Any]) -> _Factory:
     return _Factory(default_factory)
+
+
+def _cast(kind: Any, value: Any) -> Any:
+    """The value itself; `kind` is for type checkers."""
+    return value
 
 
 def _replace(value: Any, **changes: Any) -> Any:
@@ -148,4 +154,4 @@ def _check_not_frozen(value: Any, name: str, what: str) -> None:
 
 if not TYPE_CHECKING:
     Any, Literal = object, _Literal
-    dataclass, field, replace = _dataclass, _field, _replace
+    dataclass, field, replace, cast = _dataclass, _field, _replace, _cast

@@ -24,7 +24,7 @@ import math
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from .batching._batch import Batch, BatchItem, LiveRequest, StepOutput, decoding_count, prefilling
 from .batching._kv_slots import Hold
@@ -35,6 +35,9 @@ from .batching.waiting_queue import WaitingQueue
 from .clock import Clock, monotonic
 from .errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from .types import AllBlocksCleared, PrefixEvicted
+
+if TYPE_CHECKING:
+    from .batching.stats import LocalStats
 
 __all__ = ["Batch", "BatchItem", "LocalConfig", "LocalLoad", "LocalRequest", "LocalScheduler", "StepOutput"]
 
@@ -52,7 +55,8 @@ _by_arrival = attrgetter("number")
 class LocalScheduler:
     """Forms batches for one engine: `add` requests, then in turn `next_batch`, run it, `complete` it.
 
-    `clock` is any callable that gives seconds (default: the monotonic clock); it is asked only where `now` is left out.
+    `config`: a LocalConfig. `clock` is any callable that gives seconds (default: the monotonic clock); it is asked only
+    where `now`, in seconds, is left out.
     Not thread-safe: one thread drives it. A request over the bound of the queue is refused with `QueueFull`.
     """
 
@@ -75,10 +79,10 @@ class LocalScheduler:
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def add(self, request: LocalRequest, now: float | None = None) -> None:
-        """Queue a request. Cost: its cached prefix.
+        """Queue `request`, at `now`. O(its cached prefix).
 
-        Raises `DuplicateRequest`, `QueueFull`, or `InvalidInput` where prompt and output together could never fit the
-        KV capacity; then nothing has changed.
+        Raises `DuplicateRequest`, `QueueFull`, `InvalidTime`, or `InvalidInput` where prompt and output together could
+        never fit the KV capacity; then nothing has changed.
         """
         now = self._time(now)
         if request.request_id in self._live:
@@ -98,7 +102,8 @@ class LocalScheduler:
         live.follows = self._cache.ask(live.known, request.namespace, now)
 
     def cancel(self, request_id: str, now: float | None = None) -> bool:
-        """End a request in any state; False if it is not live. What it computed stays cached.
+        """End the request with `request_id` in any state, at `now`. What it computed stays cached. Returns False if it
+        is not live. Raises `InvalidTime`. O(its tokens).
 
         If it is part of a batch in flight, that part of the batch counts for nothing.
         """
@@ -120,7 +125,8 @@ class LocalScheduler:
     # --- the next batch -----------------------------------------------------------------------------------------------
 
     def next_batch(self, now: float | None = None) -> Batch:
-        """Choose what the engine computes next; empty if nothing is live.
+        """Choose what the engine computes next, at `now`. Returns a Batch, empty if nothing is live.
+        O(running requests + tokens of the batch).
 
           1. Make room for the decodes: evict cached tokens that nobody holds; where that is not enough, preempt the
              newest.
@@ -131,7 +137,7 @@ class LocalScheduler:
           5. Waiting requests are admitted in the queue's order while budget, places and memory last, each with its
              first chunk.
 
-        Raises `InvalidInput` while an earlier batch is neither completed nor discarded.
+        Raises `InvalidInput` while an earlier batch is neither completed nor discarded, `InvalidTime`.
         """
         now = self._time(now)
         if self._batch is not None:
@@ -305,11 +311,11 @@ class LocalScheduler:
     # --- the batch is done --------------------------------------------------------------------------------------------
 
     def complete(self, batch: Batch, tokens: Mapping[str, int], now: float | None = None) -> list[StepOutput]:
-        """Book a computed batch; `tokens` maps the request id of every item that samples to its token.
+        """Book a computed `batch`, at `now`; `tokens` maps the request id of every item that samples to its token id.
 
-        Returns the output tokens in the order of the items. Tokens of requests cancelled meanwhile are ignored. Raises
-        `InvalidInput` if `batch` is not the one in flight or a token is missing or out of range; then nothing has
-        changed.
+        Returns the output tokens in the order of the items. Tokens of requests cancelled meanwhile are ignored. O(items
+        + tokens computed). Raises `InvalidTime`, and `InvalidInput` if `batch` is not the one in flight or a token is
+        missing or out of range; then nothing has changed.
         """
         now = self._time(now)
         if not batch:
@@ -334,9 +340,9 @@ class LocalScheduler:
         self._step_seconds = kept * self._step_seconds + (1.0 - kept) * max(seconds, 0.0)
 
     def discard(self, batch: Batch) -> None:
-        """Give up a batch that the engine failed to compute: nothing of it counts, its requests run on.
+        """Give up `batch`, which the engine failed to compute: nothing of it counts, its requests run on.
 
-        Raises `InvalidInput` if `batch` is not the one in flight.
+        Raises `InvalidInput` if `batch` is not the one in flight. O(items).
         """
         if not batch:
             return
@@ -404,11 +410,12 @@ class LocalScheduler:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[PrefixEvicted | AllBlocksCleared]:
-        """Evictions since the last call, oldest first. See `KvCache` for what happens if nobody calls."""
+        """Returns the evictions since the last call, oldest first. See `KvCache` for what happens if nobody calls.
+        Raises nothing. O(events)."""
         return self._cache.take_events()
 
     def load(self) -> LocalLoad:
-        """Load at this moment. Changes nothing."""
+        """Returns the load at this moment. Changes nothing. Raises nothing. O(1)."""
         return LocalLoad(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -417,13 +424,13 @@ class LocalScheduler:
             waiting_uncached_tokens=self._waiting.uncached_tokens,
         )
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since the start and sizes now. Changes nothing.
+    def stats(self) -> LocalStats:
+        """Returns counters since the start and sizes now. Changes nothing. Raises nothing. O(priority groups).
 
         `prompt_tokens` and `cached_tokens` count each request once, at its first admission; `deferred` the times a
         request was delayed because a running one was computing its prefix.
         """
-        return {
+        found = {
             **self._counts,
             **self.load()._asdict(),
             "steps": self._step,
@@ -437,9 +444,11 @@ class LocalScheduler:
             "evicted_tokens": self._cache.evicted_tokens,
             "collapsed_events": self._cache.collapsed_events,
         }
+        return cast("LocalStats", found)
 
     def check(self) -> None:
-        """Assert every invariant, among them that each KV slot has exactly one owner. Cost: the capacity."""
+        """Assert every invariant, among them that each KV slot has exactly one owner. Raises AssertionError.
+        O(capacity)."""
         self._waiting.check()
         assert len(self._live) == len(self._running) + len(self._waiting), "a live request neither runs nor waits"
         places = self.config.max_running
@@ -463,7 +472,8 @@ class LocalScheduler:
                 yield live.slots[live.hold.matched_tokens : live.computed + live.scheduled]
 
     def show(self) -> str:
-        """The running requests, the waiting ones by group, and the tree, as text for people."""
+        """Returns the running requests, the waiting ones by group, and the tree, as text for people. Raises nothing.
+        O(capacity)."""
         lines = [f"running {len(self._running)}, waiting {len(self._waiting)} in groups {self._waiting.group_sizes()}"]
         for live in self._running:
             phase = "decode" if live.decoding else "prefill"

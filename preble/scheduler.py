@@ -15,35 +15,46 @@ from ._cost import CostModel, LoadTracker
 from ._kv_index.block_index import BlockIndex
 from ._kv_index.event_batch import EventBatch
 from ._placement.bookings import DecisionCore
-from ._placement.request_api import RequestApi, finite_time, iterable, policy_name
+from ._placement.request_api import RequestApi, finite_time, iterable, names_session, policy_name
 from ._radix import RadixTree
 from ._snapshot.accounts import cost_at
 from .clock import Clock, monotonic
 from .config import SchedulerConfig as SchedulerConfig
 from .errors import CacheMismatchWarning, DuplicateWorker, InvalidConfig, InvalidInput, InvalidTime, UnknownWorker
-from .lazy_typing import TYPE_CHECKING, Any, dataclass, field, replace
+from .lazy_typing import TYPE_CHECKING, Any, cast, dataclass, field, replace
 from .policies.base import Policy, resolve
 from .scheduling import peer_bookings
 from .scheduling.cache_mismatch import CacheMismatches, look, warn
 from .scheduling.calibration import NEUTRAL, Calibrator
 from .scheduling.charges import service_of
 from .scheduling.cost_factors import logs_of_served, scaled
-from .scheduling.leases import Drift, Lease, Reconciliation, give_back, reconcile, request_ids_in
+from .scheduling.leases import Drift, Lease, Reconciliation, give_back, named_request, reconcile, request_ids_in
 from .scheduling.membership import Handover, Membership
-from .types import AllBlocksCleared, BlockKeys, CacheEvent, Claim, ServedWork, SessionHint, WorkerSpec, check_int
+from .types import (
+    AllBlocksCleared,
+    BlockKeys,
+    CacheEvent,
+    Claim,
+    Priority,
+    ServedWork,
+    SessionHint,
+    WorkerSpec,
+    check_int,
+)
 
 if TYPE_CHECKING:
     import threading
 
+    from ._core.token_types import TokenIds
     from ._placement.decision import Decision
     from .scheduling.policy_state import PolicyState
     from .scheduling.rebalancer import Rebalancer, WarmUp
     from .scheduling.recording import Recorder
     from .scheduling.records import DecisionRecord, DecisionRecording
     from .scheduling.snapshot import Parts, Snapshot
+    from .scheduling.stats import SchedulerStats, WorkerStats
     from .scheduling.tenants import Tenants
 
-TokenIds = Any
 DEFAULT_COST_MODEL = "mistral-7b/a6000"
 COUNTED = (
     *("events", "expired_leases", "expired_nodes", "failed_ticks", "reconciled_leases", "unknown_requests"),
@@ -66,10 +77,11 @@ class _Worker:
 class GlobalScheduler(RequestApi):
     """Chooses a worker for each request so that cached prefixes are reused and load is shared. Thread-safe.
 
-    `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel`
-    or preset name, "neutral", or a file (*.json), for workers that bring none. `clock`: any callable returning
-    seconds. `seed`: makes random choices repeatable. `record`: which decisions are kept, a
-    `DecisionRecording`. `shadow`: a policy, as `policy`, that is asked what it would do, without effect.
+    `workers`: WorkerSpecs or ids. `policy`: "e2", another built-in name, or a `Policy`. `cost_model`: a `CostModel` or
+    preset name, "neutral", or a file (*.json), for workers that bring none; None: what they cost is learned. `config`:
+    its knobs, a SchedulerConfig. `clock`: any callable returning seconds. `seed`: makes random choices repeatable.
+    `record`: which decisions are kept, a `DecisionRecording`. `shadow`: a policy, as `policy`, that is asked
+    what it would do, without effect.
     """
 
     _policy_state: PolicyState | None
@@ -140,10 +152,11 @@ class GlobalScheduler(RequestApi):
         group: Hashable = None,
         tenant: str | None = None,
         deadline_seconds: float | None = None,
-        priority: str | None = None,
+        priority: Priority | None = None,
     ) -> Lease:
         """A booking for the length of a block, which cannot leak: `with scheduler.lease(token_ids) as lease`, or
-        `async with`. Arguments are those of `schedule`, which runs when the block is entered."""
+        `async with`. Arguments are those of `schedule`, which runs when the block is entered, and raises there. Returns
+        a Lease. Raises InvalidInput for an `exclude` that is no iterable. O(1); entering costs what `schedule` does."""
         asked = {"namespace": namespace, "max_new_tokens": max_new_tokens, "explain": explain, "group": group}
         asked |= {"tenant": tenant, "deadline_seconds": deadline_seconds, "priority": priority}
         return Lease(self, token_ids, exclude, {"request_id": request_id, **asked})
@@ -151,11 +164,12 @@ class GlobalScheduler(RequestApi):
     def reconcile(
         self, worker_id: str, live_request_ids: Iterable[Hashable], *, grace_seconds: float = 5.0
     ) -> Reconciliation:
-        """Take an engine's word on which requests it has, by the ids they were scheduled under.
+        """Take the engine's word of `worker_id` on which requests it has: `live_request_ids`, by the ids they were
+        scheduled under. Returns a Reconciliation.
 
         A booking on this worker that the engine does not have is given back and counted (`reconciled_leases`), unless
-        it was made or renewed within the grace: its request, or the report of its end, may be on its way. What the
-        engine has is renewed. What it has and nobody booked there is returned and counted (`unknown_requests`).
+        it was made or renewed within `grace_seconds`: its request, or the report of its end, may be on its way. What
+        the engine has is renewed. What it has and nobody booked there is returned and counted (`unknown_requests`).
         Raises UnknownWorker, InvalidInput, InvalidTime; then nothing has changed. O(live requests + ids).
         """
         reported, now = request_ids_in("live_request_ids", live_request_ids), self.now()
@@ -168,12 +182,12 @@ class GlobalScheduler(RequestApi):
         return found
 
     def reconcile_counts(self, worker_id: str, *, running: int, waiting: int) -> int:
-        """Where an engine reports only how many requests it runs and keeps waiting: returns how many more it has than
-        are booked on it, and keeps that for `stats` (`drift_requests`, and `drift_seconds`, for how long it has been on
-        the same side of zero). Changes no booking, for nobody knows which is wrong.
+        """Where the engine of `worker_id` reports only how many requests it has `running` and `waiting`: returns how
+        many more those are than are booked on it, and keeps that for `stats` (`drift_requests`, and `drift_seconds`,
+        for how long it has been on the same side of zero). Changes no booking, for nobody knows which is wrong.
 
         A difference that goes away is a message on its way. One that lasts is, below zero, bookings that leak, above,
-        requests of others, or lost ones that still run. Raises UnknownWorker, InvalidInput.
+        requests of others, or lost ones that still run. Raises UnknownWorker, InvalidInput. O(1).
         """
         engine_requests = sum(
             check_int(name, value, 0, 2**31 - 1, InvalidInput)
@@ -185,17 +199,21 @@ class GlobalScheduler(RequestApi):
             return worker.drift.update(engine_requests, booked, self.now())
 
     def note_session(self, request_id: Hashable, session: SessionHint) -> None:
-        """What a live request belongs to by its client's word. It is kept in the request's decision record, where there
-        is one, and moves no request. Of a request that has ended nothing is kept. O(1)."""
-        if self._recorder is not None:
+        """What a live request belongs to by its client's word. `session` is kept in the decision record of
+        `request_id` (an id or a Decision), where there is one, and moves no request. Of a request that has ended
+        nothing is kept. Raises InvalidInput. O(1)."""
+        request_id = named_request(request_id)
+        if names_session(session) and self._recorder is not None:
             with self._lock:
                 self._recorder.on_session(request_id, session)
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def booked_seconds(self, request_id: Hashable) -> float:
-        """Seconds of its worker that a live request is booked for: the prefill of what is not estimated cached, and
-        its expected output's part of a busy batch. 0.0 where it is not booked. Changes nothing. O(1)."""
+        """Returns the seconds of its worker that a live request is booked for: the prefill of what is not estimated
+        cached, and its expected output's part of a busy batch. 0.0 where `request_id` (an id or a Decision) is not
+        booked. Changes nothing. Raises InvalidInput. O(1)."""
+        request_id = named_request(request_id)
         with self._lock:
             booked: Mapping[str, Any] = self.core.lease(request_id) if request_id in self.core.leases else {}
             if booked.get("worker") is None:
@@ -205,32 +223,33 @@ class GlobalScheduler(RequestApi):
         return service_of(cost, prompt, booked["matched_tokens"], output)
 
     def prefill_seconds(self, worker_id: str, prompt_tokens: int, cached_tokens: int) -> float:
-        """What a worker takes for the prefill of a prompt of which so much is cached, by its cost model and without any
-        waiting; 0.0 for a worker that is none. Changes nothing. O(1)."""
-        with self._lock:
-            worker = self._workers.get(worker_id)
-            cost = None if worker is None else cost_at(self.core, worker.index)
+        """Returns the seconds that `worker_id` takes for the prefill of a prompt of `prompt_tokens`, of which
+        `cached_tokens` are cached, by its cost model and without any waiting; 0.0 for a worker that is none. Changes
+        nothing. Raises InvalidInput. O(1)."""
+        cost = self._cost_of(worker_id, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
         return 0.0 if cost is None else float(cost.prefill_time(max(prompt_tokens - cached_tokens, 0), prompt_tokens))
 
     def service_seconds(self, worker_id: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> float:
-        """Seconds of a worker that a request took, by its cost model: its prefill, as `prefill_seconds`, and the part
-        of a busy batch that so much output is; 0.0 for a worker that is none. Changes nothing. O(1)."""
-        with self._lock:
-            worker = self._workers.get(worker_id)
-            cost = None if worker is None else cost_at(self.core, worker.index)
+        """Returns the seconds of `worker_id` that a request took, by its cost model: its prefill, as `prefill_seconds`
+        of `prompt_tokens` and `cached_tokens`, and the part of a busy batch that `output_tokens` are; 0.0 for a worker
+        that is none. Changes nothing. Raises InvalidInput. O(1)."""
+        counts = {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
+        cost = self._cost_of(worker_id, **counts)
         return 0.0 if cost is None else service_of(cost, prompt_tokens, cached_tokens, output_tokens)
 
     def tenant_seconds(self) -> dict[str, float]:
-        """Seconds of worker time that tenants have had so far, by name (`schedule(tenant=...)`): as booked, and as it
-        really was once a request has ended. Empty while no request has named a tenant, a deadline or a class; at most
-        100,000 tenants beside those with live requests. Not part of a snapshot. A copy. O(tenants)."""
+        """Returns the seconds of worker time that tenants have had so far, by name (`schedule(tenant=...)`): as booked,
+        and as it really was once a request has ended. Empty while no request has named a tenant, a deadline or a class;
+        at most 100,000 tenants beside those with live requests. Not part of a snapshot. A copy. Raises nothing.
+        O(tenants)."""
         with self._lock:
             return {} if self._tenants is None else self._tenants.seconds()
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since the start, sizes now, and per worker its bookings and cache. A plain dict, safe to keep."""
+    def stats(self) -> SchedulerStats:
+        """Returns counters since the start, sizes now, and per worker its bookings and cache: a plain dict, safe to
+        keep. Raises nothing. O(workers + prefix plans)."""
         with self._lock:
-            return {
+            found = {
                 "policy": self.policy,
                 **self._counts(),
                 **self._counts_here,
@@ -246,9 +265,11 @@ class GlobalScheduler(RequestApi):
                 "tenants": {} if self._tenants is None else self._tenants.stats(),
                 **({} if self._recorder is None else self._recorder.stats()),
             }
+        return cast("SchedulerStats", found)
 
     def check(self) -> None:
-        """Assert every invariant of tree, bookings and workers. O(everything); for tests and doubt."""
+        """Assert every invariant of tree, bookings and workers; for tests and doubt. Raises AssertionError.
+        O(everything)."""
         with self._lock:
             self.core.check()
             known = {name: worker.index for name, worker in self._workers.items()}
@@ -263,7 +284,8 @@ class GlobalScheduler(RequestApi):
                 self._rebalancer.check()
 
     def records(self) -> tuple[DecisionRecord, ...]:
-        """The decision records that are kept, oldest first; empty without `record`."""
+        """Returns the decision records that are kept, oldest first; empty without `record`. Raises nothing.
+        O(records)."""
         with self._lock:
             return () if self._recorder is None else self._recorder.records()
 
@@ -281,8 +303,9 @@ class GlobalScheduler(RequestApi):
             return {name: worker.spec for name, worker in self._workers.items()}
 
     def add_worker(self, spec: WorkerSpec | str, *, served: ServedWork | None = None) -> WorkerSpec:
-        """Let a worker take requests. `served`: what it says of its speed, which counts until its times are known; only
-        where costs are learned and the spec has none. Raises DuplicateWorker, InvalidConfig."""
+        """Let a worker take requests. `spec`: a WorkerSpec, or an id alone. `served`: what it says of its speed, which
+        counts until its times are known; only where costs are learned and the spec has none. Returns the spec. Raises
+        DuplicateWorker, InvalidConfig; then nothing has changed. O(workers)."""
         if isinstance(spec, str):
             spec = WorkerSpec(spec)
         if not isinstance(spec, WorkerSpec):
@@ -312,9 +335,10 @@ class GlobalScheduler(RequestApi):
         return worker
 
     def drain_worker(self, worker_id: str, *, handover_seconds: float = 0.0) -> Handover:
-        """Give a worker no more requests; those it has go on. Its hot prefixes are given to others: at once, or in
+        """Give `worker_id` no more requests; those it has go on. Its hot prefixes are given to others: at once, or in
         the course of `handover_seconds`, in which it still takes requests for what it has not given away. Idempotent;
-        a later call may shorten the time. Returns what goes where. Raises UnknownWorker, InvalidInput."""
+        a later call may shorten the time. Returns what goes where. Raises UnknownWorker, InvalidInput.
+        O(workers + its prefixes)."""
         seconds, now = finite_time("handover_seconds", handover_seconds), self.now()
         if seconds < 0.0:
             raise InvalidInput(f"handover_seconds must not be negative, got {handover_seconds!r}")
@@ -325,8 +349,8 @@ class GlobalScheduler(RequestApi):
         return self._membership.leave(worker_id, worker.index, now, seconds)
 
     def remove_worker(self, worker_id: str) -> list[Hashable]:
-        """Forget a worker and what it cached; returns its live requests' ids, which stay live until finished or
-        cancelled. Those of other routers are forgotten with it."""
+        """Forget `worker_id` and what it cached; returns its live requests' ids, which stay live until finished or
+        cancelled. Those of other routers are forgotten with it. Raises UnknownWorker. O(live requests)."""
         with self._lock:
             worker, now = self._worker(worker_id), self.now()
             orphans = self.core.close_worker(worker.index)
@@ -342,8 +366,9 @@ class GlobalScheduler(RequestApi):
             return peer_bookings.forget(self._give_back, orphans, now)
 
     def clear_worker(self, worker_id: str) -> int:
-        """A worker's cache is empty: its engine was restarted or its cache reset. Forgets what it cached; its bookings
-        stay. Returns the tokens that were estimated cached. O(its known blocks), marks are swept by `tick`."""
+        """The cache of `worker_id` is empty: its engine was restarted or its cache reset. Forgets what it cached; its
+        bookings stay. Returns the tokens that were estimated cached. Raises UnknownWorker. O(its known blocks), marks
+        are swept by `tick`."""
         with self._lock:
             worker = self._worker(worker_id)
             dropped: int = self.core.tree.worker_tokens(worker.index)
@@ -351,7 +376,8 @@ class GlobalScheduler(RequestApi):
             return dropped
 
     def apply(self, worker_id: str, events: Iterable[CacheEvent]) -> int:
-        """Take a worker's word on its cache and on other routers' requests; returns how many events were news.
+        """Take the word of `worker_id` on its cache and on other routers' requests: `events`, oldest first. Returns how
+        many were news. O(their tokens).
 
         Unknown hashes and parents are ignored and counted. A block with a parent is in its parent's namespace; an event
         that names another one is ignored, and counted as a conflict. Raises UnknownWorker, InvalidInput (an event that
@@ -372,8 +398,8 @@ class GlobalScheduler(RequestApi):
         return changed
 
     def forget_peer_bookings(self, worker_id: str) -> int:
-        """Give back what is booked on a worker for other routers, where its events were lost for good; returns how many
-        bookings that were. Raises UnknownWorker."""
+        """Give back what is booked on `worker_id` for other routers, where its events were lost for good; returns how
+        many bookings that were. Raises UnknownWorker. O(live requests)."""
         with self._lock:
             live = self.core.live_on(self._worker(worker_id).index)
             return len(live) - len(peer_bookings.forget(self._give_back, live, self.now()))
@@ -393,8 +419,8 @@ class GlobalScheduler(RequestApi):
         namespace: Hashable = None,
         namespace_of: Callable[[BlockKeys], Hashable] | None = None,
     ) -> int:
-        """Take a batch of cache events as an engine publishes it, MessagePack `[time, events, rank]`; returns how many
-        events changed an estimate.
+        """Take a batch of cache events as the engine of `worker_id` publishes it, MessagePack `[time, events, rank]`;
+        returns how many events changed an estimate. O(its bytes).
 
         `payload`: bytes-like, of SGLang or vLLM, events as arrays or as maps. Each data-parallel rank is a worker of
         its own; the rank in the batch is not looked at. Unknown tags, hashes and parents are ignored and counted
@@ -426,11 +452,11 @@ class GlobalScheduler(RequestApi):
     # --- all of it as bytes -------------------------------------------------------------------------------------------
 
     def snapshot(self) -> bytes:
-        """The whole scheduler as bytes, for `restore`: settings, workers, tree, load, live requests, blocks, counters.
+        """Returns the whole scheduler as bytes, for `restore`: settings, workers, tree, load, requests, blocks, counts.
 
-        Namespaces and request ids must be None, bool, int, float, str, bytes or tuples of these; InvalidInput names one
-        that is not, and a policy whose state is not kept. Records and shadow are left out, as is a request whose
-        `schedule` has not returned. Other threads' decisions wait while memory is copied, `match` does not.
+        Namespaces and request ids must be None, bool, int, float, str, bytes or tuples of these. Raises InvalidInput
+        naming one that is not, and a policy whose state is not kept. Records and shadow are left out, as is a request
+        whose `schedule` has not returned. Other threads' decisions wait while memory is copied, `match` does not.
         O(everything). See docs/fleet.md.
         """
         from .scheduling.snapshot import take
@@ -446,8 +472,8 @@ class GlobalScheduler(RequestApi):
         clock: Clock | None = None,
         elapsed_seconds: float = 0.0,
     ) -> GlobalScheduler:
-        """A scheduler that decides as the one `data` is a snapshot of would have. It does not tick by itself, keeps no
-        records and has no shadow.
+        """Returns a scheduler that decides as the one `data` is a snapshot of would have. It does not tick by itself,
+        keeps no records and has no shadow. O(everything).
 
         `policy`: in place of the snapshot's; must be given for one that is not built in. `clock`: may have any origin:
         ages are kept, as if `elapsed_seconds` had passed since the snapshot. Raises SnapshotRefused for bytes that are
@@ -488,7 +514,8 @@ class GlobalScheduler(RequestApi):
 
     def tick(self, now: float | None = None) -> None:
         """Background work: forget dead prefixes and old load, cancel leases that were never ended. Call about once a
-        second. Raises InvalidTime. Works in slices, so that a decision never waits for more than one of them."""
+        second. `now`: seconds by the scheduler's clock, which is read when None. Raises InvalidTime. O(what has
+        expired + workers), in slices, so that a decision never waits for more than one of them."""
         at = self.now() if now is None else finite_time("now", now) + self._ahead_seconds
         with self._lock:
             self.core.advance(at)
@@ -508,18 +535,20 @@ class GlobalScheduler(RequestApi):
             self._calibrator.tick(at)
 
     def warm_ups(self) -> list[WarmUp]:
-        """What plans ask workers to prefill before traffic moves (`SchedulerConfig.warm_up_seconds`): send each as an
-        ordinary request for one token to that very worker, then call `warmed`. Each is handed out once."""
+        """Returns what plans ask workers to prefill before traffic moves (`SchedulerConfig.warm_up_seconds`): send each
+        as an ordinary request for one token to that very worker, then call `warmed`. Each is handed out once. Raises
+        nothing. O(warm-ups)."""
         with self._lock:
             return [] if self._rebalancer is None else self._rebalancer.warm_ups()
 
     def warmed(self, plan: int) -> bool:
-        """The worker of a plan has prefilled its prefix: let the traffic move. False if the plan does not wait."""
+        """The worker of `plan`, a number, has prefilled its prefix: let the traffic move. Returns False if the plan
+        does not wait. Raises nothing. O(1)."""
         with self._lock:
             return self._rebalancer is not None and self._rebalancer.warmed(plan)
 
     def start(self) -> None:
-        """Tick in a background thread until `close`. Idempotent."""
+        """Tick in a background thread until `close`. Idempotent. Raises nothing. O(1)."""
         import threading
 
         with self._lock:
@@ -531,7 +560,8 @@ class GlobalScheduler(RequestApi):
                 self._thread.start()
 
     def close(self) -> None:
-        """Stop the background thread, and let the records' sink catch up. Idempotent; the scheduler stays usable."""
+        """Stop the background thread, and let the records' sink catch up. Idempotent; the scheduler stays usable.
+        Raises nothing. Waits for a tick under way."""
         import threading
 
         with self._lock:
@@ -576,8 +606,17 @@ class GlobalScheduler(RequestApi):
         except (KeyError, TypeError):
             raise UnknownWorker(f"no worker {worker_id!r}; there are {', '.join(self._workers) or 'none'}") from None
 
-    def _worker_stats(self, worker: _Worker) -> dict[str, Any]:
-        return {
+    def _cost_of(self, worker_id: str, **tokens: int) -> CostModel | None:
+        """What decisions reckon with for a worker, None for one that is none; of so many tokens, which are checked."""
+        for name, value in tokens.items():
+            if type(value) is not int or value < 0:
+                check_int(name, value, 0, 2**31 - 1, InvalidInput)
+        with self._lock:
+            worker = self._workers.get(worker_id) if isinstance(worker_id, str) else None
+            return None if worker is None else cost_at(self.core, worker.index)
+
+    def _worker_stats(self, worker: _Worker) -> WorkerStats:
+        found = {
             **self.core.loads.account(worker.index),
             "cached_tokens": self.core.tree.worker_tokens(worker.index),
             "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
@@ -588,6 +627,7 @@ class GlobalScheduler(RequestApi):
             **worker.cache_mismatches.stats(),
             "cost": {} if self._calibrator is None else self._calibrator.stats(worker.spec.id),
         }
+        return cast("WorkerStats", found)
 
     def _tick_until(self, stop: threading.Event) -> None:
         while not stop.wait(self.config.tick_seconds):

@@ -16,7 +16,15 @@ from .errors import InvalidConfig, InvalidInput
 from .lazy_typing import TYPE_CHECKING, Any, dataclass, field, replace
 
 if TYPE_CHECKING:
-    from typing import NamedTuple
+    from typing import Literal, NamedTuple
+
+    # Why E2 chose a worker (docs/e2.md); another policy has a word of its own, mostly its name.
+    Reason = Literal["exploit", "explore", "escape", "rebalance", "replica", "rendezvous"] | str
+    FinishReason = Literal["stop", "length", "abort"]
+    GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    Priority = Literal["interactive", "batch"]
+else:
+    Reason = FinishReason = GrammarKind = Priority = str
 
 BlockHash = int | bytes
 NAME_CHARS_MAX = 128  # of a session's name
@@ -24,12 +32,12 @@ NAME_CHARS_MAX = 128  # of a session's name
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One inference engine as the scheduler sees it.
+    """One inference engine as the scheduler sees it. Frozen.
 
-    `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size` its cache granularity in
-    tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel`, a preset name or a file (*.json), None
-    for the scheduler's own; `max_running` the requests it runs at once, None when unknown; `labels` free text for
-    filters and metrics. Raises `InvalidConfig` naming the field.
+    `id` is its name, not empty; `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size`
+    its cache granularity in tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel`, a preset name or
+    a file (*.json), None for the scheduler's own; `max_running` the requests it runs at once, None when unknown;
+    `labels` free text for filters and metrics. Raises `InvalidConfig` naming the field.
     """
 
     id: str
@@ -85,7 +93,7 @@ class Grammar:
     engine's structural tag (JSON). The engine reads it. Raises `InvalidInput` naming the field.
     """
 
-    kind: str
+    kind: GrammarKind
     text: str
 
     def __post_init__(self) -> None:
@@ -132,13 +140,14 @@ class SamplingParams:
     """How to choose output tokens. What is None is not said: the engine does what the model's maker says
     (generation_config.json), else as if there were no such field.
 
-    `temperature` 0 is greedy, and what is done unless another one, or None, is given. `top_p` in (0, 1]. `top_k`: only
-    the likeliest so many; -1 and 0 mean all. `min_p`: only what is at least so likely, relative to the likeliest.
-    `min_new_tokens`: none of the tokens that end the output before so many others. `frequency_penalty` and
-    `presence_penalty` count the output's tokens, `repetition_penalty` what the engine counts. `logit_bias`: added to
-    the logits of tokens, by id. `logprobs`: the output tokens' log probabilities are wanted, and of each so many
-    alternatives. `grammar`: what the output must conform to. `allowed_token_ids`: no others are chosen. `bad_words`:
-    texts that do not come, as the engine tokenises them.
+    `max_new_tokens`: bound of the output, 128 where nothing is said. `stop_token_ids` end it, beside the model's own
+    ends, which `ignore_eos` leaves out. `temperature` 0 is greedy, and what is done unless another one, or None, is
+    given. `top_p` in (0, 1]. `top_k`: only the likeliest so many; -1 and 0 mean all. `min_p`: only what is at least so
+    likely, relative to the likeliest. `min_new_tokens`: none of the tokens that end the output before so many others.
+    `frequency_penalty` and `presence_penalty` count the output's tokens, `repetition_penalty` what the engine counts.
+    `logit_bias`: added to the logits of tokens, by id. `logprobs`: the output tokens' log probabilities are wanted, and
+    of each so many alternatives. `grammar`: what the output must conform to. `allowed_token_ids`: no others are chosen.
+    `bad_words`: texts that do not come, as the engine tokenises them.
 
     With a `seed` sampling is repeatable: the draw for output position k depends only on (seed, k) where the engine can
     do that (torch), so a request resumed on another worker continues alike. Without one every request draws anew.
@@ -195,8 +204,8 @@ class SamplingParams:
             raise InvalidInput(f"SamplingParams.min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}")
 
     def needs(self) -> tuple[str, ...]:
-        """The fields that ask for more than any engine has, by name: some of `SAMPLING_FIELDS`. An engine that lacks
-        one must not run the request (`EngineInfo.sampling_fields`)."""
+        """Returns the fields that ask for more than any engine has, by name: some of `SAMPLING_FIELDS`. An engine that
+        lacks one must not run the request (`EngineInfo.sampling_fields`). Raises nothing. O(fields)."""
         if _all_of(self) == _NONE_OF_ALL:
             return ()
         asked = [
@@ -210,7 +219,8 @@ class SamplingParams:
         return tuple(asked)
 
     def left(self, max_new_tokens: int, output_tokens: int = 0) -> SamplingParams:
-        """What still counts after so many output tokens, for one that may have `max_new_tokens` more."""
+        """Returns what still counts after `output_tokens`, for one that may have `max_new_tokens` more. Raises
+        InvalidInput. O(fields)."""
         least = None if self.min_new_tokens is None else max(self.min_new_tokens - output_tokens, 0)
         least = None if least is None else min(least, max_new_tokens)
         return replace(self, max_new_tokens=max_new_tokens, min_new_tokens=least)
@@ -252,9 +262,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks entered a worker's cache: `token_ids` are those of `block_hashes` in order, `block_size` tokens each.
+    """Blocks entered a worker's cache: `token_ids`, shape [blocks * block_size], are those of `block_hashes` in order,
+    `block_size` tokens each.
 
-    `parent_block_hash` None means the first block starts the prompt. Hashes are opaque keys, int or bytes.
+    `parent_block_hash` None means the first block starts the prompt. Hashes are opaque keys, int or bytes. `namespace`:
+    that of their requests. `medium`: which memory of the engine they are in, by its own name; a block is cached as long
+    as one has it.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -295,7 +308,8 @@ class BlockKeys(_Keys):
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks left a worker's cache. A removed block takes every longer prefix through it along."""
+    """Blocks left a worker's cache: `block_hashes`, from `medium` (as in BlockStored). A removed block takes every
+    longer prefix through it along."""
 
     block_hashes: Sequence[BlockHash]
     medium: str | None = None
@@ -308,7 +322,8 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvicted:
-    """A worker has dropped `token_ids` from position `kept_tokens` on, and with it every cached prefix through there.
+    """A worker has dropped `token_ids` of `namespace` from position `kept_tokens` on, and with it every cached prefix
+    through there.
 
     This is what `LocalScheduler` reports: no hashes, the tokens themselves.
     """
@@ -378,12 +393,13 @@ CacheEvent = (
 class WorkerCost:
     """One worker's terms in one decision, in seconds (docs/e2.md).
 
-    `total_seconds` is what E2 compares, and the sum of seven terms: `queue_seconds` of waiting, `prefill_seconds` of
-    its own missed tokens, `others_seconds` that others wait for it, `decode_seconds` of its own output in that batch,
-    `eviction_seconds` to compute again what goes for it, and for room where it would be a copy, `balance_seconds` for
-    the load so far, and `credit_seconds`, 0 or less: a copy of the prefix for which earlier requests have saved up.
-    `load_seconds` is that load, L of the paper's Algorithm 2. `score` is what the policy compared (equal to
-    `total_seconds` for E2).
+    `worker`: its id. `matched_tokens` of the prompt are estimated cached there, `missed_tokens` are not. `candidate`:
+    whether it might have been chosen. `total_seconds` is what E2 compares, and the sum of seven terms: `queue_seconds`
+    of waiting, `prefill_seconds` of its own missed tokens, `others_seconds` that others wait for it, `decode_seconds`
+    of its own output in that batch, `eviction_seconds` to compute again what goes for it, and for room where it would
+    be a copy, `balance_seconds` for the load so far, and `credit_seconds`, 0 or less: a copy of the prefix for which
+    earlier requests have saved up. `load_seconds` is that load, L of the paper's Algorithm 2. `score` is what the
+    policy compared (equal to `total_seconds` for E2).
     """
 
     worker: str
@@ -404,21 +420,24 @@ class WorkerCost:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a worker would be chosen now. `margin` is the runner-up's score minus the winner's (0 with one candidate);
-    negative where the winner was drawn among several, or the prompt redirected to it."""
+    """Why `worker` would be chosen now, for `reason`, by `policy`. `margin` is the score of `runner_up`, the next best
+    (None with one candidate), minus the winner's (0 with one candidate); negative where the winner was drawn among
+    several, or the prompt redirected to it. Of the prompt's `prompt_tokens`, `matched_tokens` are estimated cached
+    there. `workers`: the terms of each."""
 
     worker: str
     runner_up: str | None
     margin: float
-    reason: str
+    reason: Reason
     policy: str
     prompt_tokens: int
     matched_tokens: int
     workers: Sequence[WorkerCost] = field(default_factory=tuple)
 
 
-INTERACTIVE, BATCH = "interactive", "batch"
-PRIORITIES = (INTERACTIVE, BATCH)  # batch work fills what the rest leaves
+INTERACTIVE: Priority = "interactive"
+BATCH: Priority = "batch"  # fills what the rest leaves
+PRIORITIES = (INTERACTIVE, BATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +451,7 @@ class Claim:
     tenant: str = ""
     weight: float = 1.0
     deadline_seconds: float | None = None
-    priority: str = INTERACTIVE
+    priority: Priority = INTERACTIVE
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > NAME_CHARS_MAX:
@@ -447,7 +466,9 @@ class Claim:
             raise InvalidInput(f"priority must be one of {', '.join(PRIORITIES)}, got {self.priority!r}")
 
 
-def claim_of(tenant: str | None, deadline_seconds: float | None, priority: str | None, weight: float = 1.0) -> Claim:
+def claim_of(
+    tenant: str | None, deadline_seconds: float | None, priority: Priority | None, weight: float = 1.0
+) -> Claim:
     """What a caller says of these; None where it says nothing. Raises `InvalidInput` naming the argument."""
     name, kind = ("" if tenant is None else tenant), (INTERACTIVE if priority is None else priority)
     return Claim(name, weight, deadline_seconds, kind)

@@ -2,17 +2,27 @@
 
 from collections.abc import Hashable, Mapping
 
+from ..types import Reason
+
 class Decision:
-    request_id: Hashable
-    worker: str
-    matched_tokens: int
-    prompt_tokens: int
-    reason: str
-    costs: Mapping[str, float] | None
+    @property
+    def request_id(self) -> Hashable: ...
+    @property
+    def worker(self) -> str: ...
+    @property
+    def matched_tokens(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def reason(self) -> Reason: ...
+    @property
+    def costs(self) -> Mapping[str, float] | None: ...
 
 class Match:
-    prompt_tokens: int
-    known_tokens: int
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def known_tokens(self) -> int: ...
     @property
     def matched_tokens(self) -> Mapping[str, int]: ...
     @property

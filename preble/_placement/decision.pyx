@@ -11,10 +11,12 @@ cimport cython
 @cython.freelist(64)
 @cython.no_gc
 cdef class Decision:
-    """Where a request goes. `matched_tokens` are estimated cached on `worker`; `costs` maps workers to seconds when
-    asked for.
+    """Where a request goes: made by `schedule`, for the request with `request_id`. Immutable, so thread-safe.
 
-    `reason` is "exploit" or "explore" for E2, else the policy's own word. Immutable, so thread-safe.
+    `worker`: its id. `matched_tokens`: of the prompt's `prompt_tokens`, those estimated cached there. `reason`: E2's
+    "exploit", "explore", "escape", "rebalance", "replica" or "rendezvous" (docs/e2.md), else the policy's own word.
+    `costs`: every worker's seconds, by id, where `explain` asked for them, else None. Where a scheduler asks for a
+    request's id, its Decision will do.
     """
 
     def __init__(self):
@@ -39,8 +41,8 @@ cdef Decision new_decision(object request_id, str worker, uint32_t matched, uint
 
 
 cdef class Match:
-    """What is estimated cached of a prompt. `matched_tokens` maps worker id to tokens (0 left out), in whole blocks and
-    at most the prompt less one.
+    """What is estimated cached of a prompt of `prompt_tokens`. `matched_tokens` maps worker id to tokens (0 left out),
+    in whole blocks and at most the prompt less one.
 
     `known_tokens` is the longest prefix in the tree, cached anywhere or not. Immutable, so thread-safe.
     """

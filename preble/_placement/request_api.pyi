@@ -3,9 +3,10 @@
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
+from .._core.token_types import TokenIds
 from ..errors import InvalidInput
 from ..policies.base import Policy, RequestView
-from ..types import Claim, Explanation, SessionHint
+from ..types import Claim, Explanation, Priority, SessionHint
 from .bookings import DecisionCore
 from .decision import Decision, Match
 
@@ -21,6 +22,8 @@ class RequestObserver:
     def before_decision(
         self, core: DecisionCore, policy: Policy | None, request: RequestView, now: float, explain: bool
     ) -> object: ...
+
+class RequestHandle: ...
 
 class RequestApi:
     core: DecisionCore
@@ -40,7 +43,7 @@ class RequestApi:
     ) -> None: ...
     def schedule(
         self,
-        token_ids: Any,
+        token_ids: TokenIds,
         *,
         request_id: Hashable = None,
         namespace: Hashable = None,
@@ -51,14 +54,14 @@ class RequestApi:
         session: SessionHint | None = None,
         tenant: str | None = None,
         deadline_seconds: float | None = None,
-        priority: str | None = None,
+        priority: Priority | None = None,
     ) -> Decision: ...
     def _place_claimed(
         self, claim: Claim, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]
     ) -> Decision: ...
     def schedule_many(
         self,
-        prompts: Iterable[Any],
+        prompts: Iterable[TokenIds],
         *,
         request_ids: Iterable[Hashable] | None = None,
         namespace: Hashable = None,
@@ -66,12 +69,12 @@ class RequestApi:
         groups: Iterable[Hashable] | None = None,
         tenant: str | None = None,
         deadline_seconds: float | None = None,
-        priority: str | None = None,
+        priority: Priority | None = None,
     ) -> list[Decision]: ...
-    def match(self, token_ids: Any, *, namespace: Hashable = None) -> Match: ...
+    def match(self, token_ids: TokenIds, *, namespace: Hashable = None) -> Match: ...
     def explain(
         self,
-        token_ids: Any,
+        token_ids: TokenIds,
         *,
         request_id: Hashable = None,
         namespace: Hashable = None,
@@ -125,6 +128,7 @@ def scores_of(
     core: DecisionCore, policy: Policy | None, request: RequestView | None, rows: list[tuple[Any, ...]]
 ) -> list[float]: ...
 def policy_name(policy: Policy | None) -> str: ...
+def request_id_of(value: Hashable) -> Hashable: ...
 def finite_time(name: str, seconds: Any) -> float: ...
 def iterable(name: str, values: Iterable[T], error: type[InvalidInput] = ...) -> Iterable[T]: ...
 def hashable(name: str, value: Any) -> None: ...

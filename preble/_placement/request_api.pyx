@@ -126,6 +126,19 @@ cdef str numbered(int64_t number):
     return text
 
 
+cdef class RequestHandle:
+    """Base of what stands for one request beside a `Decision`: its `request_id` names it (`Lease`)."""
+
+
+cpdef object request_id_of(object value):
+    """The id of a request that is named by its id, its `Decision` or its lease. Raises InvalidInput for None."""
+    if type(value) is Decision:
+        return (<Decision> value).request_id
+    if value is None:
+        raise InvalidInput("request_id is None: pass the request's id, or the Decision that schedule returned")
+    return value.request_id if isinstance(value, RequestHandle) else value
+
+
 def output_limit(max_new_tokens) -> int:
     """0 when none is given, which is how the core says it."""
     return 0 if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 1)
@@ -332,15 +345,17 @@ cdef class RequestApi:
     def schedule(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, exclude=_NOTHING,
                  bint explain=False, group=None, session=None, tenant=None, deadline_seconds=None,
                  priority=None) -> Decision:
-        """Choose a worker and book the request on it, until `finish` or `cancel`.
+        """Choose a worker and book the request on it, until `finish` or `cancel`. Returns its Decision.
 
-        `token_ids`: see the package; not to be changed while this runs. `request_id`: made up when None. `exclude`:
-        worker ids that may not take it (they failed it before). `explain`: fill `Decision.costs`. `group`: any hashable
-        that samples of one prompt have in common, where all of a set are waited for; E2 places these so that the set
-        ends soon. `session`: a `SessionHint`, what its client says it belongs to; one that names a session is placed
-        as a session's turn, also where the tree does not show it. Raises InvalidTokens, InvalidInput, DuplicateRequest,
-        UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers). Thread-safe; other threads
-        run meanwhile.
+        `token_ids`: shape [n], n >= 1: a list or tuple of ints or a C-contiguous buffer of int32, uint32 or int64, with
+        ids in [0, 2**31 - 1]; not to be changed while this runs. `request_id`: any hashable, made up when None.
+        `namespace`: any hashable; prefixes are shared within one. `max_new_tokens`: bound of the output, in tokens.
+        `exclude`: worker ids that may not take it (they failed it before). `explain`: fill `Decision.costs`. `group`:
+        any hashable that samples of one prompt have in common, where all of a set are waited for; E2 places these so
+        that the set ends soon. `session`: a `SessionHint`, what its client says it belongs to; one that names a session
+        is placed as a session's turn, also where the tree does not show it. Raises InvalidTokens, InvalidInput,
+        DuplicateRequest, UnknownWorker, NoWorkers, QueueFull; then nothing has changed. O(tokens + workers).
+        Thread-safe; other threads run meanwhile.
 
         `tenant`: a text, on whose account the request's seconds of worker time go (`tenant_seconds`); it moves nothing
         here. `deadline_seconds`: from now, within which its first token is of use. Workers where it would come later
@@ -352,6 +367,8 @@ cdef class RequestApi:
         """
         cdef int64_t limit = 0
         cdef bint observed, of_session = False
+        if request_id is not None and type(request_id) is not str:
+            request_id = request_id_of(request_id)
         if max_new_tokens is not None:
             limit = whole("max_new_tokens", max_new_tokens, 1)
         if namespace is not None:
@@ -391,7 +408,8 @@ cdef class RequestApi:
         return seconds
 
     def now(self) -> float:
-        """Seconds by the scheduler's clock. Raises InvalidTime if that returns no finite number."""
+        """Returns what the scheduler's clock shows, in seconds. Raises InvalidTime if that is no finite number.
+        O(1)."""
         return self.time()
 
     cdef object claim(self, object request_id, int64_t number):
@@ -494,7 +512,7 @@ cdef class RequestApi:
         cdef list ids = None, labels = None
         hashable("namespace", namespace)
         if request_ids is not None:
-            ids = list(iterable("request_ids", request_ids))
+            ids = [None if one is None else request_id_of(one) for one in iterable("request_ids", request_ids)]
             if len(ids) != len(given):
                 raise InvalidInput(f"request_ids are {len(ids)} for {len(given)} prompts")
         if groups is not None:
@@ -699,18 +717,22 @@ cdef class RequestApi:
     # --- questions ---
 
     def match(self, token_ids, *, namespace=None) -> Match:
-        """How much of a prompt each worker is estimated to cache. Changes nothing, takes no lock."""
+        """How much of a prompt each worker is estimated to cache. Changes nothing, takes no lock. `token_ids`,
+        `namespace`: as for `schedule`. Returns a Match. Raises InvalidTokens, InvalidInput. O(tokens + workers)."""
         if namespace is not None:
             hashable("namespace", namespace)
         return estimated_match(self, token_ids, namespace)
 
     def explain(self, token_ids, *, request_id=None, namespace=None, max_new_tokens=None, group=None,
                 session=None) -> Explanation:
-        """The decision `schedule` would make now, with every worker's terms. Books nothing; with E2 it takes no
-        lock. `request_id` is for policies that look at it; it need not be free."""
+        """Returns the decision that `schedule` would make now, with every worker's terms. Books nothing; with E2 it
+        takes no lock. Arguments are those of `schedule`; `request_id` is for policies that look at it and need not be
+        free. Raises InvalidTokens, InvalidInput, NoWorkers. O(tokens + workers)."""
         limit = output_limit(max_new_tokens)
         hashable("namespace", namespace)
-        hashable("request_id", request_id)
+        if request_id is not None:
+            request_id = request_id_of(request_id)
+            hashable("request_id", request_id)
         hashable("group", group)
         of_session = session is not None and names_session(session)
         policy = self.rule_for(group)
@@ -726,8 +748,8 @@ cdef class RequestApi:
     cdef object key_of(self, object request_id):
         """What a request is, or is to be, distinguished by among the live ones. Raises InvalidInput for what is no
         id."""
-        if type(request_id) is Decision:
-            raise InvalidInput("request_id is a Decision, not an id: pass decision.request_id")
+        if type(request_id) is not str:
+            request_id = request_id_of(request_id)
         try:
             return dict_key(self.core.leases, request_id)
         except TypeError:
@@ -740,9 +762,11 @@ cdef class RequestApi:
         return PENDING if found == NULL else <int64_t> <object> found
 
     def first_token(self, request_id, *, cached_tokens=None) -> bool:
-        """The prefill is done. `cached_tokens`, the engine's word on how much it reused, corrects load and estimates.
+        """The prefill is done. `request_id`: the request's, or its Decision. `cached_tokens`, the engine's word on how
+        many of the prompt's tokens it reused, corrects load and estimates.
 
-        Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput.
+        Returns False, and counts it, if the request is not live (a late message is normal). Raises InvalidInput; then
+        nothing has changed. O(workers that cache the prefix).
         """
         cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
         cdef DecisionCore core = self.core
@@ -758,8 +782,9 @@ cdef class RequestApi:
         return self.answer(ending, FIRST_TOKEN, key, now, cached, -1)
 
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
-        """The request is done; its booking ends. `output_tokens` teaches the expected output length. False if not
-        live. Raises InvalidInput, also for a Decision in place of its id."""
+        """The request is done; its booking ends. `request_id`: the request's, or its Decision. `output_tokens`, how
+        many came, teaches the expected output length; `cached_tokens`: as for `first_token`. Returns False, and counts
+        it, if the request is not live. Raises InvalidInput; then nothing has changed. O(prefix nodes)."""
         if not self.end(request_id, output_tokens, cached_tokens):
             return False
         add_count(&self.finished, 1)
@@ -786,7 +811,8 @@ cdef class RequestApi:
         return self.answer(ending, FINISHED, key, now, cached, output)
 
     def cancel(self, request_id) -> bool:
-        """The request will not be served here: give its booking back. False if it is not live. Raises InvalidInput."""
+        """The request will not be served here: give its booking back. `request_id`: the request's, or its Decision.
+        Returns False, and counts it, if it is not live. Raises InvalidInput; then nothing has changed. O(1)."""
         key = self.key_of(request_id)
         if not self.give_back(key, self.time()):
             add_count(&self.core.late_calls, 1)
@@ -809,8 +835,9 @@ cdef class RequestApi:
         return ending != LATE and self.answer(ending, CANCELLED, key, now, -1, -1)
 
     def renew(self, request_id) -> bool:
-        """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. False, and
-        counted, if it is not live. Nothing else renews it but `reconcile`. Raises InvalidInput."""
+        """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. `request_id`:
+        the request's, or its Decision. Returns False, and counts it, if it is not live. Nothing else renews it but
+        `reconcile`. Raises InvalidInput. O(1)."""
         key = self.key_of(request_id)
         if not self.core.renew(key, self.time()):
             add_count(&self.core.late_calls, 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,13 @@ TOKEN_ID_MAX = 2**31 - 1
 class LocalConfig:
     """How one worker forms its batches. Raises `InvalidConfig` naming the field. Paper section 4.3.
 
+    `kv_capacity_tokens` is how many tokens' KV there is room for, `max_running` how many requests run at once.
     `token_budget` is the number of tokens computed in one iteration: decodes first, the rest for prefill chunks.
     `max_waiting` bounds newcomers; preempted requests come back on top of it, at most one for each place among the
-    running. `order` is how waiting requests are chosen: "priority" (paper), "fcfs" or "longest_prefix". Of those that
-    waited longer than `max_wait_seconds` the oldest has every eighth turn, in every order (math.inf: never).
-    `min_shared_tokens` delays a request while a running one is computing that many tokens of its prompt (0: never
-    delay).
+    running. `order` is how waiting requests are chosen: "priority" (paper, in `priority_groups`), "fcfs" or
+    "longest_prefix". Of those that waited longer than `max_wait_seconds` the oldest has every eighth turn, in every
+    order (math.inf: never). `min_shared_tokens` delays a request while a running one is computing that many tokens of
+    its prompt (0: never delay).
 
     `eviction` is what goes first when the cache is full: "returns", the prefix whose session is least likely to come
     back soon (`retention`), or "lru", the one used least recently, as engines of others do (paper section 4.3).
@@ -48,8 +49,8 @@ class LocalConfig:
     token_budget: int = 512
     max_running: int = 64
     max_waiting: int = 4096
-    order: str = "priority"
-    eviction: str = "returns"
+    order: Literal["priority", "fcfs", "longest_prefix"] = "priority"
+    eviction: Literal["returns", "lru"] = "returns"
     short_first: bool = True
     priority_groups: int = 10
     max_wait_seconds: float = 30.0
@@ -82,10 +83,10 @@ class LocalConfig:
 class LocalRequest:
     """A prompt to continue by up to `max_new_tokens` tokens. Raises `InvalidInput` or `InvalidTokens` naming the field.
 
-    `token_ids` is 1-D, any integer type; it is copied to int32. A token in `stop_token_ids` ends the output and is part
-    of it. Requests share cached prefixes only within one `namespace`. `planned_ids`, shape [max_new_tokens], are the
-    output where it is known beforehand (a replay): nothing need be sampled for it. `claim`: on whose account it is
-    served and how soon; requests without one are all of one tenant, without deadlines.
+    `request_id`: not empty. `token_ids` is 1-D, any integer type; it is copied to int32. A token in `stop_token_ids`
+    ends the output and is part of it. Requests share cached prefixes only within one `namespace`. `planned_ids`, shape
+    [max_new_tokens], are the output where it is known beforehand (a replay): nothing need be sampled for it. `claim`:
+    on whose account it is served and how soon; requests without one are all of one tenant, without deadlines.
     """
 
     request_id: str

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ def watch_lines(router: Router) -> list[str]:
     return [_watch_line(worker, known.get(worker["worker_id"], {})) for worker in router.stats()["workers"].values()]
 
 
-def _watch_line(worker: dict[str, Any], known: dict[str, Any]) -> str:
+def _watch_line(worker: Mapping[str, Any], known: Mapping[str, Any]) -> str:
     feed = worker["feed"]
     load = worker["load"] or {"running": "?", "waiting": "?"}
     return (

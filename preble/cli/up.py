@@ -29,6 +29,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -368,7 +369,7 @@ class UpRun:
         workers += [] if self._gateway is None else [self._gateway.status]
         return f"{'; '.join(workers)}; requests: {request_counts(stats)}"
 
-    def _worker_status(self, slot: Slot, stats: dict[str, Any]) -> str:
+    def _worker_status(self, slot: Slot, stats: Mapping[str, Any]) -> str:
         """The launcher's word for a worker, the router's where that says more, and the load it last reported."""
         seen = stats["workers"].get(self._addresses.get(slot.number, ""), {})
         words = [slot.state.replace("_", " ")]

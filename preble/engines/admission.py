@@ -12,25 +12,31 @@ output are fewer than the look-ahead, or have together fewer tokens to compute t
 prompts still share an iteration.
 
 What is cached is known by a `GlobalScheduler` of the engine's data-parallel ranks, from the engine's own events or,
-where it has none, from what it reports of its hits. It also decides on the rank that a request goes to.
+where it has none, from what it reports of its hits. It also decides on the rank that a request goes to, by a policy. A
+policy that fails does not end the worker: its requests go to the ranks in turn, and the log has why.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from ..batching._batch import LiveRequest
 from ..batching.requests import Int32Array, LocalConfig, LocalRequest
 from ..batching.waiting_queue import WaitingQueue
 from ..clock import Clock, monotonic
 from ..errors import DuplicateRequest, InvalidConfig, QueueFull
+from ..policies.base import Policy, resolve
 from ..scheduler import GlobalScheduler
 from ..types import CacheEvent, WorkerSpec, check_int
 from .base import EngineInfo, GenerationRequest
 
 _TICK_SECONDS = 1.0
+
+logger = logging.getLogger("preble.engines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +45,21 @@ class AdmissionConfig:
 
     `order`, `priority_groups`, `max_wait_seconds` and `max_waiting` are those of `preble.LocalConfig`. `look_ahead` is
     the number of requests without output that the engine may always hold, `look_ahead_tokens` the prompt tokens yet to
-    be computed up to which it may hold more (None: what the engine computes in two iterations).
+    be computed up to which it may hold more (None: what the engine computes in two iterations). `policy` chooses the
+    data-parallel rank, as `preble.GlobalScheduler` takes one.
     """
 
-    order: str = "priority"
+    order: Literal["priority", "fcfs", "longest_prefix"] = "priority"
     priority_groups: int = 10
     max_wait_seconds: float = 30.0
     max_waiting: int = 4096
     look_ahead: int = 2
     look_ahead_tokens: int | None = None
+    policy: str | Policy | type[Policy] = "e2"
 
     def __post_init__(self) -> None:
         self.queue_config()
+        resolve(self.policy)
         check_int("AdmissionConfig.look_ahead", self.look_ahead, 1, 100_000)
         if self.look_ahead_tokens is not None:
             check_int("AdmissionConfig.look_ahead_tokens", self.look_ahead_tokens, 0, 2**31 - 1)
@@ -100,7 +109,10 @@ class Admission:
             for rank in range(ranks)
         ]
         self.config = config
-        self.scheduler = GlobalScheduler(specs, clock=clock)
+        self.scheduler = GlobalScheduler(specs, policy=config.policy, clock=clock)
+        self._ranks = ranks
+        self._turn = 0  # of the ranks, where the policy fails
+        self._unbooked: set[str] = set()  # inside, and no policy has said where
         self._places: float = math.inf if info.max_running is None else info.max_running * ranks + config.look_ahead
         tokens = config.look_ahead_tokens
         self._look_ahead_tokens = 2 * iteration_tokens * ranks if tokens is None else tokens
@@ -144,17 +156,26 @@ class Admission:
         self._queue.take(live)
         self._queue.end_round()
         _, request = self._waiting.pop(live.request.request_id)
-        decision = self.scheduler.schedule(
-            request.token_ids,
-            request_id=request.request_id,
-            namespace=request.namespace,
-            max_new_tokens=live.request.max_new_tokens,
-        )
+        rank, missed = self._placed(request, live.request.max_new_tokens)
         self._estimate.version += 1
-        self._inside[request.request_id] = decision.prompt_tokens - decision.matched_tokens
+        self._inside[request.request_id] = missed
         self._silent.add(request.request_id)
-        self._silent_tokens += self._inside[request.request_id]
-        return request, int(decision.worker)
+        self._silent_tokens += missed
+        return request, rank
+
+    def _placed(self, request: GenerationRequest, max_new_tokens: int) -> tuple[int, int]:
+        """Book a request: its rank, and the tokens to compute for it."""
+        name, space = request.request_id, request.namespace
+        try:
+            decision = self.scheduler.schedule(
+                request.token_ids, request_id=name, namespace=space, max_new_tokens=max_new_tokens
+            )
+        except Exception:  # a policy of the user's
+            logger.exception("policy %r failed, request %r goes to a rank in turn", self.scheduler.policy, name)
+            self._turn += 1
+            self._unbooked.add(name)
+            return self._turn % self._ranks, len(request.token_ids)
+        return int(decision.worker), decision.prompt_tokens - decision.matched_tokens
 
     def _has_room(self) -> bool:
         silent = len(self._silent)
@@ -175,7 +196,9 @@ class Admission:
         if request_id in self._silent:
             self._leave_silence(request_id)
         del self._inside[request_id]
-        if output_tokens is None:
+        if request_id in self._unbooked:
+            self._unbooked.remove(request_id)
+        elif output_tokens is None:
             self.scheduler.cancel(request_id)
         else:
             self.scheduler.finish(request_id, output_tokens=output_tokens, cached_tokens=cached_tokens)
@@ -243,5 +266,5 @@ class Admission:
         assert self._silent <= set(self._inside), "a silent request is not inside"
         tokens = sum(self._inside.values())
         assert tokens == self._silent_tokens, f"{tokens} tokens are to be computed, the sum says {self._silent_tokens}"
-        booked = self.scheduler.stats()["live_requests"]
-        assert booked == len(self._inside), f"{booked} requests are booked, {len(self._inside)} are inside"
+        booked, inside = self.scheduler.stats()["live_requests"], len(self._inside) - len(self._unbooked)
+        assert booked == inside, f"{booked} requests are booked, {inside} are inside"

@@ -78,7 +78,7 @@ class Policy:
     the request.
     `takes_plans`: whether prefixes that become too hot are moved and copied for it (docs/policies.md): a plan's
     worker then takes the place of its choice. Errors raised here reach the caller of `schedule`; nothing is booked
-    then.
+    then. Called under the scheduler's lock, so by one thread at a time.
     """
 
     name = "custom"
@@ -87,19 +87,23 @@ class Policy:
     takes_plans = False
 
     def score(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
-        """One number a worker, lower is better. For a policy that only picks: zeros."""
+        """Returns one number a worker, shape [workers], lower is better; zeros where a policy only picks. `request` and
+        `workers` are what it may look at. Raises what it likes; then nothing is booked. O(workers) is usual."""
         return [0.0] * len(workers)
 
     def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
-        """The position of the chosen worker: the lowest score, then fewer live requests, then order."""
+        """Returns the position of the chosen worker in `workers`: the lowest of `scores`, then fewer live requests,
+        then order. `request` as for `score`. Raises what it likes; then nothing is booked. O(workers)."""
         return min(range(len(scores)), key=lambda i: (scores[i], workers.live_requests[i], i))
 
     def decide(self, request: RequestView, workers: WorkersView) -> int:
-        """Score, pick and check. Raises InvalidInput if the policy answers nonsense."""
+        """Score, pick and check; `request` and `workers` as for `score`. Returns the chosen position. Raises
+        InvalidInput if the policy answers nonsense. O(workers)."""
         return self._position(self.pick(self.checked_scores(request, workers), request, workers), len(workers))
 
     def checked_scores(self, request: RequestView, workers: WorkersView) -> Sequence[float]:
-        """What `score` says, as floats. Raises InvalidInput unless it is one number for each worker."""
+        """Returns what `score` says of `request` and `workers`, as floats. Raises InvalidInput unless it is one number
+        for each worker. O(workers)."""
         answer = self.score(request, workers)
         try:
             scores = [float(score) for score in answer]

@@ -20,7 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import zmq.asyncio
 from msgspec import structs
@@ -49,6 +49,7 @@ from .peer_requests import PeerRequests
 
 if TYPE_CHECKING:
     from ..scheduler import GlobalScheduler
+    from .stats import RouterWorkerStats, WorkerState
 
 logger = logging.getLogger("preble.router")
 
@@ -117,7 +118,7 @@ class FleetWorker:
     def __init__(self, address: str, fleet: Fleet, options: ServerOptions | None = None) -> None:
         self.address = address
         self.options = options  # of a server that is attached
-        self.state = "connecting"
+        self.state: WorkerState = "connecting"
         self.why = ""
         self.is_unknown_host = False  # at the last attempt nobody had that name
         self.worker_id = ""
@@ -200,7 +201,7 @@ class FleetWorker:
             return frozenset()
         return frozenset(self.welcome.resumable_fields if resumed else self.welcome.sampling_fields)
 
-    def turn(self, state: str, why: str) -> None:
+    def turn(self, state: WorkerState, why: str) -> None:
         """Change state, with a line in the log."""
         if state != self.state:
             logger.info("worker %s at %s: %s -> %s %s", self.worker_id or "?", self.address, self.state, state, why)
@@ -208,9 +209,9 @@ class FleetWorker:
         self.why = why
         self._fleet.update_unusable()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> RouterWorkerStats:
         """Where this worker stands. Changes nothing."""
-        return {
+        found = {
             "worker_id": self.worker_id,
             "state": self.state,
             "why": self.why,
@@ -222,6 +223,7 @@ class FleetWorker:
             "feed": None if self.feed_counters is None else asdict(self.feed_counters),
             "load": None if self.pong is None else structs.asdict(self.pong),
         }
+        return cast("RouterWorkerStats", found)
 
 
 class Fleet:
@@ -582,7 +584,7 @@ class Fleet:
         except PrebleError as error:
             logger.debug("the load of worker %r was not compared: %s", worker.worker_id, error)
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self) -> dict[str, RouterWorkerStats]:
         """By address. Changes nothing."""
         return {address: worker.stats() for address, worker in self.workers.items()}
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
-from ..types import Claim, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
+from ..types import Claim, FinishReason, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -33,7 +33,8 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class StreamChunk(Struct, frozen=True):
-    """New output tokens of a request. `index` is the output position of `token_ids[0]`, counted from the prompt's end.
+    """New output tokens of the request with `request_id`. `index` is the output position of `token_ids[0]`, counted
+    from the prompt's end.
 
     `cached_tokens` (prompt tokens whose KV the first worker reused) comes once, with the first chunk or as soon as the
     worker reports it; `decision` (which sent the request to its first worker) with the first chunk; `finish_reason`
@@ -46,7 +47,7 @@ class StreamChunk(Struct, frozen=True):
     token_ids: tuple[int, ...]
     worker: str
     cached_tokens: int | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     decision: Decision | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -124,7 +125,7 @@ class PlacedRequest:
         self.full_workers: set[str] = set()  # at their bound when last asked
         self.failed_workers: set[str] = set()  # lost it; another one is preferred, whatever they have cached
         self.setback: Setback | None = None
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.error: PrebleError | None = None
         self.times: RequestTimes | None = None  # where requests are recorded
 
@@ -160,7 +161,7 @@ class PlacedRequest:
         """The request ends with an error."""
         raise NotImplementedError
 
-    def conclude(self, reason: str) -> None:
+    def conclude(self, reason: FinishReason) -> None:
         """The request has come to its end; the first reason counts."""
         self.finish_reason = self.finish_reason or reason
 
@@ -168,7 +169,7 @@ class PlacedRequest:
         """The attempt is over, the request is not."""
         raise NotImplementedError
 
-    def reason_if_complete(self, eos_token_ids: tuple[int, ...]) -> str | None:
+    def reason_if_complete(self, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """The finish reason if the tokens that came are all there will be, though nobody said so; None if not."""
         return None
 
@@ -263,7 +264,7 @@ class RoutedRequest(PlacedRequest):
             self._notify()
         return Accepted(len(wanted), len(chunk.token_ids) - len(fresh), len(fresh) - len(wanted))
 
-    def conclude(self, reason: str) -> None:
+    def conclude(self, reason: FinishReason) -> None:
         """No more tokens will come; the first reason counts."""
         if self.finish_reason is None:
             self.finish_reason = reason
@@ -285,7 +286,7 @@ class RoutedRequest(PlacedRequest):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def reason_if_complete(self, eos_token_ids: tuple[int, ...]) -> str | None:
+    def reason_if_complete(self, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """The finish reason if the tokens that came are all there will be, though nobody said so; None if not.
 
         A worker can die between the last token and saying that it was the last.

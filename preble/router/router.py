@@ -27,13 +27,10 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Hashable, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from .._core.token_ids import prompt_words
 from .._placement.request_api import hashable
 from ..clock import Clock
 from ..errors import (
@@ -42,7 +39,6 @@ from ..errors import (
     EngineError,
     HandshakeRefused,
     InvalidInput,
-    InvalidTokens,
     NoWorkers,
     Overloaded,
     PrebleError,
@@ -53,15 +49,16 @@ from ..errors import (
     WorkerLost,
 )
 from ..scheduling.flow_control import FlowConfig
+from ..scheduling.leases import named_request
 from ..scheduling.predicted_wait import ADMITTED, PredictedWait, Verdict
 from ..transport import wire
 from ..transport.engine_servers.server_info import ServerOptions
-from ..transport.messages import PROMPT_TOKENS_MAX
 from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
 from ..transport.worker_address import check_worker_address, why_silent
-from ..types import INTERACTIVE, Claim, SamplingParams, SessionHint, check_fields
+from ..types import INTERACTIVE, Claim, FinishReason, Priority, SamplingParams, SessionHint, check_fields
+from .arguments import NO_TOKENS, PromptTokenizer, Tokenizer, scheduler_of
 from .asked import check_session, first_token_limit
 from .fleet import Fleet, FleetConfig, FleetWorker
 from .placement import Placement
@@ -71,9 +68,14 @@ from .turns import Turns
 from .warm_ups import WarmUps
 
 if TYPE_CHECKING:
+    from .._cost import CostModel
     from .._placement.decision import Decision
+    from ..config import SchedulerConfig
+    from ..policies.base import Policy
     from ..scheduler import GlobalScheduler
+    from .arguments import Prompt
     from .sibling_routers import SiblingRouters
+    from .stats import RouterStats
 
 __all__ = ["Router", "RouterConfig", "StreamChunk"]
 
@@ -82,14 +84,16 @@ logger = logging.getLogger("preble.router")
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Times in seconds, and bounds. Raises `InvalidConfig` naming the field.
+    """Times in seconds, and bounds. Raises `InvalidConfig` naming the field. `fleet`: how workers are found and lost.
 
     `max_live_requests` bounds `generate` calls at a time (then `QueueFull`), `max_attempts` the workers that may fail
     under one request (then `WorkerLost`). A request that has lost its worker waits up to `resume_seconds` for another
     one. A new request that would wait longer than `refuse_wait_seconds` for its first token at every worker, by what
     waits there and how fast that goes (`predicted_wait`), is refused at once with `Overloaded`; None: none is. In a
     burst, until no worker has had room for 15 s, four times as long may be waited. `flow`: how requests that name a
-    tenant, a deadline or a class wait before the workers (`flow_control`).
+    tenant, a deadline or a class wait before the workers (`flow_control`). Where all workers are full a request tries
+    again after `retry_full_seconds`. `start` waits up to `connect_seconds` for workers. The scheduler ticks every
+    `tick_seconds`.
     """
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
@@ -135,10 +139,12 @@ class Router:
     """See the module. `workers` are endpoints of `preble worker`, or servers that already run: "http://host:30000", or
     (that, `ServerOptions`). More may be added while running.
 
-    `scheduler` None makes a `GlobalScheduler` with `policy`; one given may be shared with other code of this process.
-    `tokenizer`, needed for prompts that are text, is a callable or has `encode`, giving token ids (or an object with
-    `ids`). `model` and `tokenizer_fingerprint`, when given, must be those of every worker; else the first worker
-    decides. `record`: a file to write what comes to, or a `RecordingWriter`, for a replay (docs/what-if.md).
+    `scheduler` None makes a `GlobalScheduler` of `policy`, `cost_model` and `scheduler_config`; one given has its own,
+    and may be shared with other code of this process. `tokenizer`, needed for prompts that are text, is a callable or
+    has `encode`, giving token ids (or an object with `ids`); it is called in a thread, one text at a time. `config`: a
+    RouterConfig. `keys`: CURVE keys of workers that ask for them. `clock`: any callable returning seconds. `model` and
+    `tokenizer_fingerprint`, when given, must be those of every worker; else the first worker decides. `record`: a file
+    to write what comes to, or a `RecordingWriter`, for a replay (docs/what-if.md).
     """
 
     def __init__(
@@ -146,8 +152,10 @@ class Router:
         workers: Iterable[str | tuple[str, ServerOptions]],
         *,
         scheduler: GlobalScheduler | None = None,
-        policy: Any = "e2",
-        tokenizer: Any = None,
+        policy: str | Policy | type[Policy] = "e2",
+        cost_model: CostModel | str | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        tokenizer: Tokenizer | None = None,
         config: RouterConfig | None = None,
         keys: ClientKeys | None = None,
         model: str = "",
@@ -155,18 +163,14 @@ class Router:
         record: Record = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        if scheduler is None:
-            from ..scheduler import GlobalScheduler
-
-            scheduler = GlobalScheduler([], policy=policy, clock=clock)
-        self.scheduler = scheduler
+        self.scheduler = scheduler_of(scheduler, policy, cost_model, scheduler_config, clock)
         self.config = config or RouterConfig()
         self.counters = RouterCounters()
         self.router_id = f"router-{secrets.token_hex(8)}"  # no other router has it, also after a restart
         self._addresses = [(one, None) if isinstance(one, str) else one for one in workers]
         for address, _ in self._addresses:
             check_worker_address(address)
-        self._tokenizer = tokenizer
+        self._prompts = PromptTokenizer(tokenizer, self.config.max_live_requests)
         self._keys = keys
         self._hello = wire.Hello(self.router_id, "", model, tokenizer_fingerprint)
         self._clock = clock
@@ -174,7 +178,7 @@ class Router:
         self._running: dict[str, PlacedRequest] = {}  # by wire id of the attempt
         self._wire_ids = 0
         self._numbers = itertools.count(1)  # of requests without a name
-        self._warm_ups = WarmUps(scheduler)
+        self._warm_ups = WarmUps(self.scheduler)
         self._predicted_wait = PredictedWait()
         self._turns = Turns(self.config.flow, self._predicted_wait, self, clock)
         self.on_decision: Callable[[float], object] | None = None  # called with the seconds each one took
@@ -186,7 +190,8 @@ class Router:
 
     @classmethod
     def attach(cls, *urls: str, options: ServerOptions | None = None, **router_options: Any) -> Router:
-        """A router before SGLang or vLLM servers that already run: `Router.attach("http://host:30000", ...)`.
+        """Returns a router before SGLang or vLLM servers that already run, at `urls`:
+        `Router.attach("http://host:30000", ...)`. Raises `InvalidInput` for what is no address. O(urls).
 
         `options` are those of every URL (API key, and what a server does not say); where they differ, give pairs to
         the constructor. `router_options` are the constructor's. Needs the extra `attach`.
@@ -196,7 +201,7 @@ class Router:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self, *, min_workers: int = 1) -> None:
-        """Connect. Returns when every address has been tried and at least `min_workers` are ready.
+        """Connect. Comes back when every address has been tried and at least `min_workers` are ready. O(workers).
 
         Raises `HandshakeRefused` if a worker does not fit, `NoWorkers` if too few are ready after `connect_seconds`;
         then the router is closed.
@@ -248,11 +253,13 @@ class Router:
         logger.warning("going on without %s", text)
 
     async def close(self) -> None:
-        """Fail what is running, leave all workers, stop the background work. Idempotent; the scheduler stays usable."""
+        """Fail what is running, leave all workers, stop the background work. Idempotent; the scheduler stays usable.
+        Raises nothing. O(live requests + workers)."""
         for live in list(self._live.values()):
             self._end_attempt(live, abort=True)
             live.fail(TransportError("the router was closed"))
         self._available.set()
+        self._prompts.close()
         if self._tick_task is not None:
             await end_all(self._tick_task)
             self._tick_task = None
@@ -276,8 +283,8 @@ class Router:
         return self._fleet
 
     async def add_worker(self, address: str, options: ServerOptions | None = None) -> None:
-        """Connect one more worker or server; returns when its first handshake has been tried. Raises
-        `HandshakeRefused`, and `InvalidInput` for what is no address."""
+        """Connect one more worker or server at `address`, with `options` if it is a server; comes back when its first
+        handshake has been tried. Raises `HandshakeRefused`, and `InvalidInput` for what is no address. O(workers)."""
         worker = self.fleet.add(address, options)
         await worker.settled.wait()
         if worker.state == "refused":
@@ -286,11 +293,11 @@ class Router:
             raise HandshakeRefused(why)
 
     async def remove_worker(self, address: str) -> None:
-        """Leave a worker; its requests go elsewhere. Raises `UnknownWorker`."""
+        """Leave the worker at `address`; its requests go elsewhere. Raises `UnknownWorker`. O(its requests)."""
         await self.fleet.remove(address)
 
-    def change_policy(self, policy: Any) -> None:
-        """Decide by another policy from now on; what is booked and the estimates of caches stay.
+    def change_policy(self, policy: str | Policy | type[Policy]) -> None:
+        """Decide by another `policy` from now on; what is booked and the estimates of caches stay.
 
         `scheduler` becomes another one, without records and shadow; the old one is left as it is. O(everything).
         Raises as `GlobalScheduler.snapshot` and `restore` do; then nothing has changed.
@@ -301,7 +308,7 @@ class Router:
         self.fleet.scheduler = self._warm_ups.scheduler = self.scheduler = scheduler
 
     def change_flow(self, flow: FlowConfig) -> None:
-        """Let requests wait before the workers by another configuration from now on."""
+        """Let requests wait before the workers by another configuration, `flow`, from now on. Raises nothing. O(1)."""
         self.config = replace(self.config, flow=flow)
         self._turns.control.config = flow
 
@@ -322,7 +329,7 @@ class Router:
 
     def generate(
         self,
-        prompt: Any,
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         namespace: Hashable = None,
@@ -332,27 +339,31 @@ class Router:
         session: SessionHint | None = None,
         tenant: str | None = None,
         deadline_seconds: float | None = None,
-        priority: str | None = None,
+        priority: Priority | None = None,
         group: Hashable = None,
-    ) -> AsyncIterator[StreamChunk]:
-        """Stream the output tokens for a prompt: text (with a tokenizer) or token ids.
+    ) -> AsyncGenerator[StreamChunk, None]:
+        """Returns an iterator over the output tokens for a `prompt`: text (with a tokenizer, called in a thread) or
+        token ids, as `GlobalScheduler.schedule` takes them. O(tokens + workers), and O(1) for each chunk.
 
-        `client`: whose request it is; where requests are refused, clients that wait for less than an equal part are
-        refused last. `first_token_seconds`: without a token by then the request is of no use; it is refused if it
-        would wait longer, and given up, also at its worker, when it has. `session`: what the client says it belongs to;
-        it is in the decision's record, and E2 places a session's next turn by it.
+        `sampling`: how output tokens are chosen, and how many at most. `namespace`: prefixes are shared within one.
+        `request_id`: any hashable, made up when None. `client`: whose request it is; where requests are refused,
+        clients that wait for less than an equal part are refused last. `first_token_seconds`: without a token by then
+        the request is of no use; it is refused if it would wait longer, and given up, also at its worker, when it has.
+        `session`: what the client says it belongs to; it is in the decision's record, and E2 places a
+        session's next turn by it.
 
         With any of the next three it may wait in front of the workers (`flow_control`): `tenant`, whose share of the
         workers it is served from (`FlowConfig.weights`); `deadline_seconds`, as `first_token_seconds`, and the least
         slack goes first; `priority` "batch": it fills what "interactive" ones leave.
         `group`: what samples of one prompt that are waited for together have in common (`GlobalScheduler.schedule`).
 
-        Raises at once `InvalidInput`, `InvalidTokens` or `DuplicateRequest`; while iterated `QueueFull` (this router,
-        or every worker, is at its bound), `Overloaded` (it would wait, or has waited, too long), `NoWorkers`,
-        `WorkerLost` (it could not be resumed) or `EngineError`. Closing the iterator or cancelling its task aborts the
-        request.
+        Raises at once `InvalidInput`, `InvalidTokens` or `DuplicateRequest`; while iterated what the tokenizer raises,
+        `QueueFull` (this router, or every worker, is at its bound), `Overloaded` (it would wait, or has waited, too
+        long), `NoWorkers`, `WorkerLost` (it could not be resumed) or `EngineError`. Closing the iterator or cancelling
+        its task aborts the request.
         """
-        token_ids = self._token_ids(prompt)
+        read = self._prompts.read(prompt)
+        token_ids, text = (NO_TOKENS, read) if isinstance(read, str) else (read, None)
         check_namespace(namespace)
         check_session(session)
         hashable("group", group)
@@ -362,15 +373,20 @@ class Router:
             client, limit = claim.tenant if client is None else client, min(limit, claim.deadline_seconds or math.inf)
         asked = (self._new_id(request_id), token_ids, sampling or SamplingParams(), namespace)
         return self._generate(
-            RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session, claim=claim, group=group)
+            RoutedRequest(*asked, client=client, first_token_seconds=limit, session=session, claim=claim, group=group),
+            text,
         )
 
-    async def _generate(self, live: RoutedRequest) -> AsyncIterator[StreamChunk]:
+    async def _generate(self, live: RoutedRequest, text: str | None) -> AsyncGenerator[StreamChunk, None]:
         self._admit(live)
         finished = False
         limit = live.first_token_seconds
         timer = None if limit == math.inf else asyncio.get_running_loop().call_later(limit, self._shed, live)
         try:
+            if text is not None:
+                live.prompt = await self._prompts.tokens(text)
+                if live.error is not None:  # the router was closed, or the time is over
+                    raise live.error
             while live.finish_reason is None:
                 await self._place(live)
                 while (chunk := await live.next_chunk()) is not None:
@@ -389,7 +405,7 @@ class Router:
 
     async def place(
         self,
-        prompt: Any,
+        prompt: Prompt,
         *,
         namespace: Hashable = None,
         request_id: Hashable = None,
@@ -398,7 +414,7 @@ class Router:
         session: SessionHint | None = None,
         tenant: str | None = None,
         deadline_seconds: float | None = None,
-        priority: str | None = None,
+        priority: Priority | None = None,
         group: Hashable = None,
         max_new_tokens: int | None = None,
         streamed: bool = True,
@@ -407,13 +423,14 @@ class Router:
         """Find a server for a request that the caller sends itself, over HTTP; see `placement`. It is booked until the
         placement ends, and moves with `Placement.failed`.
 
-        `exclude`: ids of workers that it must not go to. `streamed`: its first token will be seen when it comes, else
-        it counts for nothing in what requests would wait. The other arguments are `generate`'s. Raises as `generate`
-        does at once and while iterated; then nothing is booked.
+        `prompt`: as for `generate`. `max_new_tokens`: bound of the output. `exclude`: ids of workers that it must not
+        go to. `streamed`: its first token will be seen when it comes, else it counts for nothing in what requests would
+        wait. The other arguments are `generate`'s. Returns the Placement. Raises as `generate` does at once and while
+        iterated; then nothing is booked. O(tokens + workers).
         """
-        token_ids = self._token_ids(prompt)
         check_session(session)
         hashable("group", group)
+        token_ids = await self._prompts.tokens(prompt)
         limit = first_token_limit(client, first_token_seconds)
         claim = self._claim(tenant, deadline_seconds, priority)
         if claim is not None:
@@ -459,7 +476,7 @@ class Router:
         if reason is not None:
             self.counters.output_tokens += placement.output_tokens
             self._end_attempt(placement, abort=False, finished=True)
-            self._finish(placement, reason)
+            self._finish(placement, cast(FinishReason, reason))
         self._dismiss(placement)
 
     def fail(self, placement: Placement) -> None:
@@ -489,16 +506,16 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def route(
-        self, prompt: Any, *, namespace: Hashable = None, max_new_tokens: int | None = None
+        self, prompt: Prompt, *, namespace: Hashable = None, max_new_tokens: int | None = None
     ) -> AsyncIterator[Decision]:
-        """Decide and book only, for applications that send the request themselves.
+        """Decide and book only, for applications that send the request themselves: `async with router.route(prompt)`
+        gives the Decision. `prompt`, `namespace`, `max_new_tokens`: as for `place`. O(tokens + workers).
 
         The booking is finished when the block ends, cancelled when it raises. Inside, `scheduler.first_token` and
         `scheduler.finish` may be given more with `decision.request_id`. Raises as `schedule` does.
         """
-        decision = self._schedule(
-            self._token_ids(prompt), self._new_id(None), namespace, max_new_tokens, self.fleet.unusable
-        )
+        token_ids = await self._prompts.tokens(prompt)
+        decision = self._schedule(token_ids, self._new_id(None), namespace, max_new_tokens, self.fleet.unusable)
         try:
             yield decision
         except BaseException:
@@ -507,7 +524,7 @@ class Router:
         # Where the block has finished it, and reported more than we could, this does nothing.
         self.scheduler.finish(decision.request_id)
 
-    def _claim(self, tenant: str | None, deadline_seconds: float | None, priority: str | None) -> Claim | None:
+    def _claim(self, tenant: str | None, deadline_seconds: float | None, priority: Priority | None) -> Claim | None:
         """What a request names of these; None for nothing. Raises `InvalidInput`."""
         if tenant is None and deadline_seconds is None and priority is None:
             return None
@@ -517,23 +534,10 @@ class Router:
     def _new_id(self, request_id: Hashable) -> Hashable:
         if request_id is None:
             return f"{self.router_id}/{next(self._numbers)}"
+        request_id = named_request(request_id)
         if request_id in self._live:
             raise DuplicateRequest(f"request_id {request_id!r} is live")
         return request_id
-
-    def _token_ids(self, prompt: Any) -> TokenIds:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise InvalidInput("prompt is text, but the Router was given no tokenizer")
-            encode = getattr(self._tokenizer, "encode", self._tokenizer)
-            encoded = encode(prompt)
-            prompt = getattr(encoded, "ids", encoded)
-        if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.dtype != np.int32:
-            prompt = np.ascontiguousarray(prompt, np.int64)
-        token_ids = np.frombuffer(prompt_words(prompt), np.int32)
-        if token_ids.size > PROMPT_TOKENS_MAX:
-            raise InvalidTokens(f"prompt has {token_ids.size} tokens, at most {PROMPT_TOKENS_MAX} are allowed")
-        return token_ids
 
     def _admit(self, live: PlacedRequest) -> None:
         if len(self._live) >= self.config.max_live_requests:
@@ -796,7 +800,7 @@ class Router:
             live.full_workers.clear()
         live.set_back(Setback(text, full))
 
-    def _finish(self, live: PlacedRequest, reason: str) -> None:
+    def _finish(self, live: PlacedRequest, reason: FinishReason) -> None:
         self.counters.finished += 1
         live.conclude(reason)
 
@@ -859,7 +863,7 @@ class Router:
             live.fail(kind(chunk.error or "the engine gave no reason"))
         elif chunk.finish_reason is not None or accepted.excess:
             self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
-            self._finish(live, chunk.finish_reason or "length")
+            self._finish(live, cast(FinishReason, chunk.finish_reason or "length"))
 
     def _take_cached(self, live: RoutedRequest, attempt: Attempt, chunk: wire.OutputChunk) -> None:
         """What of the prompt was really cached comes with the first chunk or, from vLLM's server, with the last."""
@@ -874,16 +878,17 @@ class Router:
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of this router, of its siblings' reports and of each worker address, and the requests alive now.
-        Changes nothing."""
+    def stats(self) -> RouterStats:
+        """Returns counters of this router, of its siblings' reports and of each worker address, and the requests alive
+        now. Changes nothing. Raises nothing. O(workers)."""
         workers = {} if self._fleet is None else self._fleet.stats()
         own = {**asdict(self.counters), **asdict(self._warm_ups.counters), "live_requests": len(self._live)}
         own["held_requests"] = len(self._turns.control)
-        return {**own, "siblings": {} if self.siblings is None else self.siblings.stats(), "workers": workers}
+        siblings = {} if self.siblings is None else self.siblings.stats()
+        return cast("RouterStats", {**own, "siblings": siblings, "workers": workers})
 
     def check(self) -> None:
-        """Assert that requests, attempts and the fleet agree."""
+        """Assert that requests, attempts and the fleet agree. Raises AssertionError. O(live requests + workers)."""
         for wire_id, live in self._running.items():
             assert live.attempt is not None and live.attempt.wire_id == wire_id, "a running request has its attempt"
             assert self._live.get(live.request_id) is live, "a running request is live"

@@ -89,7 +89,7 @@ class TrafficRecorder(NoRecorder):
 
     def dismissed(self, live: PlacedRequest) -> None:
         times = live.times
-        if times is None:
+        if times is None or not len(live.prompt):  # a text that was not tokenised any more
             return
         self._writer.offer(
             EndedRequest(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._placement.request_api import hashable
 from ..errors import CapacityExceeded, DuplicateRequest, NoWorkers, PrebleError
-from ..types import BATCH, Claim, claim_of
+from ..types import BATCH, Claim, Priority, claim_of
 from .charges import Charges
 from .flow_control import FlowConfig, FlowControl, HeldRequest, Turn
 from .predicted_wait import PredictedWait
@@ -140,7 +140,7 @@ class AdmissionQueue:
         request_id: Hashable = None,
         tenant: str | None = None,
         deadline_seconds: float | None = None,
-        priority: str | None = None,
+        priority: Priority | None = None,
         namespace: Hashable = None,
         exclude: Collection[str] = (),
         **asked: Any,

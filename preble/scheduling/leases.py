@@ -16,12 +16,15 @@ from collections.abc import Callable, Hashable, Iterable
 from .._core.dict_keys import key_value
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
-from .._placement.request_api import RequestApi, finite_time, hashable, iterable
+from .._placement.request_api import RequestApi, RequestHandle, finite_time, hashable, iterable, request_id_of
 from ..errors import InvalidInput, UnknownWorker
-from ..lazy_typing import Any, dataclass
+from ..lazy_typing import TYPE_CHECKING, Any, dataclass
+
+if TYPE_CHECKING:
+    from .._core.token_types import TokenIds
 
 
-class Lease:
+class Lease(RequestHandle):
     """One request's booking, for the length of a `with` or `async with` block. Made by `GlobalScheduler.lease`.
 
     Entering it schedules the request, and raises what `schedule` raises; then nothing is booked. Leaving the block ends
@@ -31,12 +34,12 @@ class Lease:
 
     A call about a booking that has ended returns False and is counted (`late_calls`), as with the scheduler's own
     calls; one that has expired, or whose id another request has taken since, is left alone. Calls before the block
-    raise InvalidInput. Thread-safe.
+    raise InvalidInput. Thread-safe. Where a scheduler asks for a request's id a lease will do.
     """
 
     __slots__ = ("_asked", "_calls", "_core", "_decision", "_entered", "_excluded", "_key", "_over", "_token_ids")
 
-    def __init__(self, calls: RequestApi, token_ids: Any, exclude: Iterable[str], asked: dict[str, Any]) -> None:
+    def __init__(self, calls: RequestApi, token_ids: TokenIds, exclude: Iterable[str], asked: dict[str, Any]) -> None:
         self._calls, self._core = calls, calls.core
         self._token_ids = token_ids  # read again by `reroute`
         self._excluded = list(iterable("exclude", exclude))
@@ -92,24 +95,27 @@ class Lease:
         return self._key is not None and self._core.leases.get(self._core.live_key(self.request_id)) == self._key
 
     def first_token(self, *, cached_tokens: int | None = None) -> bool:
-        """As `GlobalScheduler.first_token`."""
+        """As `GlobalScheduler.first_token`, of this booking. Returns False where it has ended. O(1) more."""
         return self._report(self._calls.first_token, cached_tokens=cached_tokens)
 
     def renew(self) -> bool:
-        """As `GlobalScheduler.renew`: the time to live begins anew."""
+        """As `GlobalScheduler.renew`: the time to live begins anew. Returns False where it has ended. O(1) more."""
         return self._report(self._calls.renew)
 
     def finish(self, *, output_tokens: int | None = None, cached_tokens: int | None = None) -> bool:
-        """As `GlobalScheduler.finish`. The lease is over; leaving the block does nothing more."""
+        """As `GlobalScheduler.finish`. The lease is over; leaving the block does nothing more. Returns False where the
+        booking has ended. O(1) more."""
         return self._end(self._calls.finish, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
     def cancel(self) -> bool:
-        """As `GlobalScheduler.cancel`. The lease is over before the block is."""
+        """As `GlobalScheduler.cancel`. The lease is over before the block is. Returns False where the booking has
+        ended. O(1) more."""
         return self._end(self._calls.cancel)
 
     def reroute(self, *, exclude: Iterable[str] = ()) -> Decision:
         """Give the booking back and book the same prompt anew, on none of the workers it has been on or was asked to
-        avoid, nor on those in `exclude`; of the former, workers that have left are forgotten.
+        avoid, nor on those in `exclude`; of the former, workers that have left are forgotten. Returns the new Decision.
+        Costs what `schedule` does, O(tokens + workers).
 
         A booking that has expired meanwhile is simply made anew. Raises InvalidInput once the lease is over and
         UnknownWorker for a name in `exclude`, and then nothing has changed; else what `schedule` raises (NoWorkers when
@@ -253,9 +259,16 @@ class Drift:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
+def named_request(value: Hashable) -> Hashable:
+    """A request's id, by that or by its Decision or lease. Raises InvalidInput for what can be none."""
+    value = request_id_of(value)
+    hashable("request_id", value)
+    return value
+
+
 def request_ids_in(name: str, values: Any) -> list[Hashable]:
     """Request ids as a list. Raises InvalidInput for what is no collection, and for one that cannot be an id."""
-    found = list(iterable(name, values))
+    found = [request_id_of(one) for one in iterable(name, values)]
     for one in found:
         hashable(f"each of {name}", one)
     return found

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ..errors import CapacityExceeded, InvalidInput, PrebleError
 from ..local import StepOutput
 from ..scheduler import GlobalScheduler
 from ..scheduling.admission import AdmissionQueue
-from ..types import INTERACTIVE, CacheEvent, Claim, WorkerSpec
+from ..types import INTERACTIVE, CacheEvent, Claim, Priority, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .flight import Flight
@@ -398,7 +398,7 @@ def _claim_of(request: PromptRequest) -> Claim | None:
     """What its client asks for of tenants, deadlines and classes; None for nothing."""
     if not request.tenant and request.deadline_seconds is None and request.priority == INTERACTIVE:
         return None
-    return Claim(request.tenant, 1.0, request.deadline_seconds, request.priority)
+    return Claim(request.tenant, 1.0, request.deadline_seconds, cast(Priority, request.priority))
 
 
 def _answer(request: PromptRequest, row: int) -> Int32Array:

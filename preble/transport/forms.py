@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from math import isnan
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,9 @@ from ..types import (
     CacheEvent,
     Claim,
     Grammar,
+    GrammarKind,
     PrefixEvicted,
+    Priority,
     RequestEnded,
     RequestPlaced,
     RequestPrefilled,
@@ -215,7 +217,7 @@ def _read_sampling(value: _Sampling) -> SamplingParams:
     if not len(tokens) == len(more.biases) == len(bias or ()):
         raise Unfit(".more.biases must be as many as bias_token_ids, and each id be there once")
     numbers = {name: getattr(more, name) for name in _MORE}
-    grammar = None if more.grammar is None else Grammar(more.grammar.kind, more.grammar.text)
+    grammar = None if more.grammar is None else Grammar(cast(GrammarKind, more.grammar.kind), more.grammar.text)
     allowed = None
     if more.allowed_token_ids is not None:
         allowed = _read_tuple(more.allowed_token_ids, ".more.allowed_token_ids")
@@ -244,7 +246,9 @@ def _pack_claim(claim: Claim) -> tuple[Any, ...]:
 
 
 def _read_claim(found: _Claim | None) -> Claim | None:
-    return None if found is None else Claim(found.tenant, found.weight, found.deadline_seconds, found.priority)
+    if found is None:
+        return None
+    return Claim(found.tenant, found.weight, found.deadline_seconds, cast(Priority, found.priority))
 
 
 # --- log probabilities ------------------------------------------------------------------------------------------------

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--look-ahead", type=int, metavar="N", help="requests that SGLang or vLLM may hold without output (2)"
     )
     batching.add_argument(
+        "--policy", metavar="NAME", help="which data-parallel rank of SGLang or vLLM: a name, or module:Class (e2)"
+    )
+    batching.add_argument(
         "--max-model-tokens", type=int, metavar="N", help="longest prompt + output (torch); default: the model's"
     )
     machine = parser.add_argument_group("machine")
@@ -75,8 +78,9 @@ def make_engine(args: argparse.Namespace) -> Engine:
         raise InvalidConfig(f"--engine-arg is for --engine sglang and vllm, not {args.engine}")
     if args.engine == "attached":
         return _attached_engine(args)
-    if args.look_ahead is not None:
-        raise InvalidConfig(f"--look-ahead is for engines that run by themselves, not {args.engine}")
+    for name in ("look_ahead", "policy"):
+        if getattr(args, name) is not None:
+            raise InvalidConfig(f"{_flag(name)} is for engines that run by themselves, not {args.engine}")
     if args.engine == "simulated":
         return _simulated_engine(args)
     return _torch_engine(args)
@@ -153,7 +157,7 @@ def _refuse_own_settings(args: argparse.Namespace) -> None:
 def _admission_config(args: argparse.Namespace) -> AdmissionConfig:
     from ..engines.admission import AdmissionConfig
 
-    chosen = {name: getattr(args, name) for name in ("order", "look_ahead")}
+    chosen = {name: getattr(args, name) for name in ("order", "look_ahead", "policy")}
     return AdmissionConfig(**{name: value for name, value in chosen.items() if value is not None})
 
 

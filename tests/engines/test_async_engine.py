@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preble import ManualClock, SamplingParams
+from preble import ManualClock, Policy, SamplingParams
 from preble.engines.admission import Admission, AdmissionConfig
 from preble.engines.async_engine import BackendInfo, StreamingEngine
 from preble.engines.async_requests import EngineJob, Stream, StreamCounters, StreamPart
@@ -562,6 +562,48 @@ def test_a_request_goes_to_the_rank_that_has_its_prefix() -> None:
     queue.add(request("warm", tokens=list(range(41))))
     chosen = queue.next()
     assert chosen is not None and chosen[1] == 1
+
+
+class Failing(Policy):
+    """A rule with a mistake."""
+
+    name = "failing"
+
+    def score(self, request: Any, workers: Any) -> Any:
+        raise ZeroDivisionError("a mistake")
+
+
+def test_a_policy_of_one_s_own_chooses_the_rank() -> None:
+    config = AdmissionConfig(policy="tests.engines.test_async_engine:SecondRank")
+    queue = Admission(config, INFO, ranks=3, clock=ManualClock())
+    for number in range(4):
+        queue.add(request(f"r{number}", tokens=[*range(40), number]))
+    chosen = [queue.next() for _ in range(2)]
+    assert [one[1] for one in chosen if one] == [1, 1]
+    assert queue.scheduler.policy == "second"
+
+
+class SecondRank(Policy):
+    """Always the same one."""
+
+    name = "second"
+
+    def score(self, request: Any, workers: Any) -> Any:
+        return [name != "1" for name in workers.ids]
+
+
+def test_a_policy_that_fails_ends_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Admission(AdmissionConfig(policy=Failing(), look_ahead=4), INFO, ranks=2, clock=ManualClock())
+    for number in range(2):
+        queue.add(request(f"r{number}", tokens=[*range(40), number]))
+    chosen = [queue.next(), queue.next()]
+    assert sorted(one[1] for one in chosen if one) == [0, 1]
+    assert "a mistake" in caplog.text and "policy 'failing' failed" in caplog.text
+    for number in range(2):
+        queue.started(f"r{number}", 0)
+        queue.ended(f"r{number}", 3)
+    assert queue.inside == 0
+    queue.check()
 
 
 @pytest.mark.parametrize(

@@ -261,19 +261,6 @@ def test_a_worker_that_an_exclusion_removes_is_not_taken_for_another() -> None:
     sched.check()
 
 
-@pytest.mark.parametrize("call", ["first_token", "finish", "cancel", "renew"])
-def test_a_decision_in_place_of_its_id_is_refused(call: str) -> None:
-    """Regression: it was no live request, so the call returned False and the booking stayed for an hour."""
-    sched = GlobalScheduler(["a"], clock=ManualClock())
-    decision = sched.schedule([1, 2, 3])
-    with pytest.raises(InvalidInput, match=r"pass decision\.request_id"):
-        getattr(sched, call)(decision)
-    with pytest.raises(InvalidInput, match=r"pass decision\.request_id"):
-        sched.schedule([1], request_id=decision)
-    assert sched.stats()["late_calls"] == 0 and sched.finish(decision.request_id)
-    nothing_is_left(sched)
-
-
 # --- namespaces -------------------------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,12 @@ refused: what a body does not say stays unsaid.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from ...errors import InvalidInput
-from ...types import Grammar, SamplingParams
+from ...types import Grammar, GrammarKind, SamplingParams
 from ..core.gateway import Gateway
 from ..core.http_errors import wrong
 from .fields import is_given
@@ -203,6 +203,6 @@ def _only(asked: list[_Asked]) -> Grammar | None:
         raise wrong(f"only one of {', '.join(name for name, _, _ in given)} may be given", given[1][0])
     name, kind, text = given[0]
     try:
-        return Grammar(kind, text or "")
+        return Grammar(cast(GrammarKind, kind), text or "")
     except InvalidInput as error:
         raise wrong(f"{name}: {str(error).removeprefix('Grammar.text: ')}", name) from error
