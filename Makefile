@@ -6,6 +6,8 @@
 #   make check   ruff, mypy, cython-lint
 #   make asan    the core's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in build/asan
 #   make tsan    threads of every kind on one scheduler under ThreadSanitizer, in build/tsan
+#   make test-free-threaded   the core's tests and threads of every kind on CPython without its lock, in .venv-free
+#                (PYTHON_FREE_THREADED=path, else python3.14t or python3.13t; skipped where there is none)
 #   make leaks   a million operations: does memory stay flat, and is it what the scheduler says it is
 #   make chaos   ten minutes of faults on workers, routers and their network, under load
 #   make soak    a thousand streaming clients before a gateway, hanging up at random, for a minute (ARGS=--servers)
@@ -36,12 +38,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 RAY := .venv-ray
+FREE := .venv-free
+FREE_PIP := $(FREE)/bin/python -m pip --disable-pip-version-check --quiet
+PYTHON_FREE_THREADED ?= $(shell command -v python3.14t || command -v python3.13t)
 RAY_PIP := $(RAY)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := setup.py $(shell find preble -name '*.pyx' -o -name '*.pxd')
 
 .PHONY: wheel wheels wheel-test docs quickstart
-.PHONY: demo demo-docs test test-live bench-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick agents peers instructions instructions-renew clean
+.PHONY: demo demo-docs test test-free-threaded test-live bench-live test-ray bench-ray check asan tsan leaks chaos soak fuzz build bench paper paper-quick agents peers instructions instructions-renew clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -52,6 +57,17 @@ demo-docs: demo
 
 test: $(VENV)/built
 	$(BIN)/python -m pytest $(ARGS)
+
+ifeq ($(PYTHON_FREE_THREADED),)
+test-free-threaded:
+	@echo "left out: no CPython without its lock here; PYTHON_FREE_THREADED=path names one"
+else
+test-free-threaded: $(FREE)/built
+	$(FREE)/bin/python -c 'import sys; sys.exit("the lock is on: $(PYTHON_FREE_THREADED) is built with it" if sys._is_gil_enabled() else 0)'
+	$(FREE)/bin/python -m pytest tests/core tests/costs tests/kv_index tests/policies tests/scheduling tests/snapshot \
+		tests/test_scheduler.py tests/test_scheduler_machine.py tests/stress/test_threads.py tests/stress/test_allocation.py $(ARGS)
+	$(FREE)/bin/python -m tests.stress.threads
+endif
 
 test-live: $(VENV)/built
 	$(BIN)/python tests/live/install.py --engine sglang
@@ -163,6 +179,15 @@ $(RAY)/built: pyproject.toml constraints.txt $(SOURCES)
 	$(RAY)/bin/python setup.py --quiet build_ext --inplace
 	@touch $@
 
+# What the core needs, and what runs its tests. msgspec refuses 3.13t, and later hypothesis needs Rust there.
+$(FREE)/built: constraints.txt $(SOURCES)
+	@echo "Installing what the core needs for $(PYTHON_FREE_THREADED) into $(FREE), once (about 3 minutes)"
+	$(PYTHON_FREE_THREADED) -m venv $(FREE)
+	$(FREE_PIP) install -c constraints.txt setuptools Cython wheel numpy msgpack pytest pytest-timeout
+	$(FREE_PIP) install "hypothesis<6.141"
+	$(FREE)/bin/python setup.py --quiet build_ext --inplace
+	@touch $@
+
 # The stamps make a second call fast: a step runs again only if what it was made from is newer.
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -183,5 +208,5 @@ $(VENV)/built: $(SOURCES) $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(RAY) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS) $(RAY) $(FREE) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find preble tests examples benchmarks \( -name '*.so' -o -name '__pycache__' \) -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
+from preble._core.atomic cimport Apart
 from preble._core.memory cimport Slab, Budget
 
 cdef enum:
@@ -106,6 +107,7 @@ cdef class LoadTracker:
     cdef Row* rows
     cdef uint32_t room
     cdef readonly uint32_t end   # one past the highest index in use
+    cdef Apart apart             # `match` looks at what is above
     cdef uint32_t generations
     cdef int64_t serials
     cdef Slab leases

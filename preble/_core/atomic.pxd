@@ -41,6 +41,8 @@ cdef extern from * nogil:
     static inline void preble_store_double(double *p, double value) {
         __atomic_store(p, &value, __ATOMIC_RELEASE);
     }
+    /* Keeps what threads read off the cache line of what others write. */
+    typedef struct { char line[64]; } preble_apart;
     /* CPython built with --disable-gil: what Python's lock orders elsewhere needs a lock, or an atomic step. */
     #ifdef Py_GIL_DISABLED
     #define PREBLE_FREE_THREADED 1
@@ -64,6 +66,8 @@ cdef extern from * nogil:
         return number;
     }
     """
+    ctypedef struct Apart "preble_apart":
+        pass
     uint32_t load32 "preble_load"(const uint32_t* p)
     int64_t load_signed "preble_load"(const int64_t* p)
     uint64_t load64 "preble_load"(const uint64_t* p)

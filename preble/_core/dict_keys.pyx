@@ -15,7 +15,7 @@ cimport cython
 from cpython.object cimport PyTypeObject
 from libc.stdint cimport int64_t
 
-from preble._core.atomic cimport add_count
+from preble._core.atomic cimport add_count, load_signed
 
 cdef extern from "Python.h":
     Py_ssize_t PyUnicode_GET_LENGTH(object text)
@@ -98,7 +98,7 @@ cpdef object find_key(dict table, object value):
     """
     cdef HashedKey key
     cdef bint own = is_own_key(value)
-    if type(value) is HashedKey or own and (not hashed_keys or value in table):
+    if type(value) is HashedKey or own and (load_signed(&hashed_keys) == 0 or value in table):
         return value
     if own:
         return compared_key(table, value, value, hash(value))

@@ -16,7 +16,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
-from preble._core.atomic cimport claim64, load32, load64, pause, raise32, store64, swap64, thread_number
+from preble._core.atomic cimport Apart, claim64, load32, load64, pause, raise32, store64, swap64, thread_number
 
 cdef enum:
     READERS_MAX = 128            # at once; one more spins until a slot is free
@@ -32,6 +32,7 @@ cdef struct Epochs:
     uint64_t* slots              # READERS_MAX lines; 0 = free, else the epoch in which its reader began
     uint32_t used                # slots below this have ever been claimed
     uint64_t epoch               # never 0
+    Apart apart                  # readers look at what is above
     Retired* queue               # a ring, oldest first
     uint32_t first
     uint32_t count

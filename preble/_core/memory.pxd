@@ -9,6 +9,8 @@ from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
+from preble._core.atomic cimport Apart
+
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void** out, size_t alignment, size_t size)
 
@@ -28,6 +30,7 @@ cdef struct Slab:
     void** chunks
     uint32_t chunk_count
     uint32_t item_bytes
+    Apart apart                  # readers look at what is above
     uint32_t free_head           # free items are chained through their first 4 bytes
     uint32_t free_count
     uint32_t live

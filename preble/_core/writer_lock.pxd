@@ -10,27 +10,37 @@ cdef extern from * nogil:
     #include <pthread.h>
     #include <Python.h>
 
-    typedef pthread_mutex_t preble_writer_lock;
+    /* `held` is a hint for those who wait: they look at it, and do not take the lock's word from under its holder. */
+    typedef struct { pthread_mutex_t mutex; uint32_t held; } preble_writer_lock;
     enum { PREBLE_SPINS = 400 };
 
     static inline int preble_writer_lock_init(preble_writer_lock *g) {
         pthread_mutexattr_t kind;
         if (pthread_mutexattr_init(&kind)) return -1;
         pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
-        int failed = pthread_mutex_init(g, &kind);
+        int failed = pthread_mutex_init(&g->mutex, &kind);
         pthread_mutexattr_destroy(&kind);
         return failed ? -1 : 0;
     }
-    static inline int preble_writer_lock_try(preble_writer_lock *g) { return pthread_mutex_trylock(g) == 0; }
+    static inline int preble_writer_lock_try(preble_writer_lock *g) {
+        if (pthread_mutex_trylock(&g->mutex)) return 0;
+        preble_store(&g->held, 1u);
+        return 1;
+    }
     static inline void preble_writer_lock_enter(preble_writer_lock *g) {
+        if (preble_writer_lock_try(g)) return;  /* also where this thread holds it already */
         for (int i = 0; i < PREBLE_SPINS; i++) {
-            if (preble_writer_lock_try(g)) return;
+            if (!preble_load(&g->held) && preble_writer_lock_try(g)) return;
             preble_pause();
         }
-        pthread_mutex_lock(g);
+        pthread_mutex_lock(&g->mutex);
+        preble_store(&g->held, 1u);
     }
-    static inline void preble_writer_lock_leave(preble_writer_lock *g) { pthread_mutex_unlock(g); }
-    static inline void preble_writer_lock_close(preble_writer_lock *g) { pthread_mutex_destroy(g); }
+    static inline void preble_writer_lock_leave(preble_writer_lock *g) {
+        preble_store(&g->held, 0u);
+        pthread_mutex_unlock(&g->mutex);
+    }
+    static inline void preble_writer_lock_close(preble_writer_lock *g) { pthread_mutex_destroy(&g->mutex); }
 
     /* Python's own lock puts whoever waits to sleep, which costs more than a whole decision. Before asking for it, wait
        until nobody seems to hold it. From 3.12 on nobody can know, so one asks at once. */

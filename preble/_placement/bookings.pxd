@@ -66,6 +66,7 @@ cdef class DecisionCore(E2):
     cdef bint redirect(self, const Placement* request, Choice* choice) noexcept nogil
     cdef str choose(self, Placement* request, object policy, object asked, Choice* choice)
     cdef int need_workers(self) except -1
+    cdef int need_eligible(self) except -1
     cdef str decide(self, TokenView* view, object namespace, Placement* request, Choice* choice)
     cdef int walk_and_book(self, TokenView* view, Placement* request, Choice* choice, bint checked) noexcept nogil
     cdef int decide_many(self, Asked* asked, uint32_t count, object namespace, list names, uint32_t* at) except -1

@@ -36,6 +36,7 @@ from preble._kv_index.cache_accuracy cimport Served
 from preble._core.tree.operations cimport (await_blocks, confirm_path, drop_beside, limit_of, set_limit, take_back,
                                            tree_insert)
 
+from sys import intern
 from zlib import crc32
 
 from ..errors import DuplicateRequest, InvalidInput, InvalidTokens, NoWorkers, QueueFull, TreeFull, UnknownWorker
@@ -95,7 +96,7 @@ cdef class DecisionCore(E2):
         store32(&self.loads.rows[index].name, crc32(name.encode()))
         while len(self.names) <= index:
             self.names.append(None)
-        self.names[index] = name
+        self.names[index] = intern(name)         # without Python's lock nobody counts references to it then
         self.publish_names()
         self.set_eligible(index, True)
         return index
@@ -162,9 +163,10 @@ cdef class DecisionCore(E2):
             self.serve(index, eligible)
 
     cdef int serve(self, uint32_t index, uint32_t eligible) except -1:
-        self.eligible_workers += (eligible == ANY_REQUEST) - (self.loads.rows[index].eligible == ANY_REQUEST)
+        store32(&self.eligible_workers, self.eligible_workers + (eligible == ANY_REQUEST)
+                - (self.loads.rows[index].eligible == ANY_REQUEST))
         store32(&self.loads.rows[index].eligible, eligible)
-        self.turnover += 1
+        store64(&self.turnover, self.turnover + 1)
         return 0
 
     def leave_out(self, list names) -> list[int]:
@@ -279,8 +281,7 @@ cdef class DecisionCore(E2):
         cdef str name = None
         request.tokens = view.data
         request.count = view.count
-        request.everyone = False
-        request.from_peer = False
+        request.everyone = request.from_peer = False
         while name is None:
             self.need_eligible()
             self.bind_root(request, namespace, False)
@@ -346,8 +347,7 @@ cdef class DecisionCore(E2):
         cdef uint32_t slot
         request.tokens = view.data
         request.count = view.count
-        request.everyone = False
-        request.from_peer = False
+        request.everyone = request.from_peer = False
         self.bind_root(request, namespace, False)
         if request.root != NONE:
             slot = reader_enter(&t.epochs)
@@ -636,16 +636,17 @@ cdef class DecisionCore(E2):
 
     cdef int need_workers(self) except -1:
         """Raise NoWorkers where there are none at all."""
-        if self.eligible_workers == 0 and not any(name is not None for name in self.names):
+        if load32(&self.eligible_workers) == 0 and not any(name is not None for name in self.names):
             raise NoWorkers("the scheduler has no workers; add_worker first")
         return 0
 
-    def need_eligible(self) -> None:
+    cdef int need_eligible(self) except -1:
         """Raise NoWorkers unless some worker may take a request; waits for decisions that leave workers out."""
-        if self.eligible_workers == 0:
+        if load32(&self.eligible_workers) == 0:
             with self.tree:
                 if self.eligible_workers == 0:
                     raise self.nobody()
+        return 0
 
     def nobody(self) -> NoWorkers:
         return NoWorkers(f"none of the {sum(name is not None for name in self.names)} workers may take a request")
@@ -834,8 +835,7 @@ cdef class DecisionCore(E2):
             return INFINITY if lease == NULL else lease.booked_at + lease.renewed_seconds
 
     def unseen_since(self, double then) -> list[object]:
-        """Keys of live requests booked before a time and not renewed since. They are known in booking order, so it is
-        O(those booked before)."""
+        """Keys of live requests booked before a time and not renewed since, in that order. O(those booked before)."""
         cdef PyObject* request
         cdef PyObject* key
         cdef Py_ssize_t place = 0

@@ -40,6 +40,7 @@ cdef Decision new_decision(object request_id, str worker, uint32_t matched, uint
     return decision
 
 
+@cython.no_gc
 cdef class Match:
     """What is estimated cached of a prompt of `prompt_tokens`. `matched_tokens` maps worker id to tokens (0 left out),
     in whole blocks and at most the prompt less one.

@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from preble._core.atomic cimport Apart
 from preble._cost cimport LoadTracker
 from preble._core.tree.layout cimport Walk
 from preble._radix cimport RadixTree
@@ -96,10 +97,11 @@ cdef class E2:
     cdef readonly RadixTree tree
     cdef readonly LoadTracker loads
     cdef readonly CacheAccuracy accuracy
-    cdef Scratch scratch         # the writer's
     cdef Credit* credits
     cdef double exploit_ratio
     cdef double unseen_seconds   # of other routers' work that a decision reckons with
+    cdef Apart apart             # readers look at what is above
+    cdef Scratch scratch         # the writer's
     cdef int grow(self, uint32_t room) except -1
     cdef void discount(self, Scratch* s) noexcept nogil
     cdef uint32_t gather(self, Scratch* s, Walk walk) noexcept nogil

@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int64_t
 
+from preble._core.atomic cimport Apart
 from preble._placement.decision cimport Decision
 from preble._placement.bookings cimport Asked, DecisionCore
 from preble._placement.e2 cimport REASONS, Placement
@@ -20,6 +21,7 @@ cdef class RequestApi:
     cdef public object _observer     # None: nobody looks on
     cdef public object _tenants      # None: no request has named a tenant, a deadline or a class
     cdef readonly dict _reasons      # decisions where every worker was weighed
+    cdef Apart apart                 # what every call reads is above, what every call writes below
     cdef int64_t sequence            # decisions booked so far
     cdef int64_t scheduled
     cdef int64_t finished
@@ -46,6 +48,7 @@ cdef class RequestApi:
     cdef int64_t lease_of(self, object key) except? -1
     cdef bint end(self, object request_id, object output_tokens, object cached_tokens) except -1
     cdef bint give_back(self, object key, double now) except -1
+    cdef bint is_over_unseen(self, int ending, object key) noexcept
     cdef bint answer(self, int ending, Call call, object key, double now, int64_t cached_tokens,
                      int64_t output_tokens) except -1
     cdef int report_ending(self, Call call, object key, double now, int64_t cached_tokens,

@@ -26,13 +26,14 @@ from libc.string cimport memcpy
 
 from preble._placement.decision cimport Decision, Match, new_decision
 from preble._core.atomic cimport FREE_THREADED, add_count, load64
-from preble._core.dict_keys cimport dict_key
-from preble._placement.bookings cimport LATE, PENDING, TOO_MANY_CACHED, Asked, DecisionCore
-from preble._core.manual_clock cimport ManualClock
+from preble._core.dict_keys cimport dict_key, is_plain_key
+from preble._placement.bookings cimport DONE, LATE, PENDING, TOO_MANY_CACHED, Asked, DecisionCore
+from preble._core.manual_clock cimport ManualClock, monotonic_seconds
 from preble._placement.e2 cimport Choice, Placement, Scratch, Terms, free_scratch, new_scratch, rows_of
 from preble._core.epochs cimport reader_enter, reader_leave
 from preble._core.writer_lock cimport await_python, lock_leave, lock_try
-from preble._core.tree.layout cimport Tree, generation, node_at
+from preble._core.tree.layout cimport TokenRun, Tree, generation, node_at
+from preble._core.tree.parts cimport copied_run
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, tree_walk
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
@@ -42,6 +43,7 @@ from collections.abc import Iterable
 
 from .decision import unit_draw
 from .bookings import REASON_NAMES
+from ..clock import monotonic
 from ..errors import DuplicateRequest, InvalidInput, InvalidTime, QueueFull
 from ..policies.base import RequestView
 from ..types import Explanation, SessionHint, WorkerCost, claim_of
@@ -63,6 +65,8 @@ cdef bytes _PREFIX = b"request-"
 
 _NOTHING = ()
 _PENDING = PENDING
+cdef tuple _REASONS = REASON_NAMES
+cdef object _MONOTONIC = monotonic
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -158,39 +162,6 @@ cdef object at_index(object error, str what, Py_ssize_t at):
     return error
 
 
-# --- who looks on -----------------------------------------------------------------------------------------------------
-
-class RequestObserver:
-    """Base of those who follow requests: whoever looks on overrides what concerns it. Every call comes under the
-    writers' lock, with the clock's time in seconds. A call that fails, or is late, is not reported. `key`: what the
-    request is distinguished by while it is live; its hash and equality run no code of users."""
-
-    def on_decision(self, key, decision, before, double now) -> None:
-        """A request was placed. `before`: what this observer was given, or has noted itself, before the decision."""
-
-    def on_first_token(self, key, double now, cached_tokens) -> None:
-        """A live request has its first token; `cached_tokens` is None where the engine did not say."""
-
-    def on_finish(self, key, double now, cached_tokens, output_tokens) -> None:
-        """A live request is done, its id not free yet; what nobody said is None."""
-
-    def on_cancel(self, key, double now) -> None:
-        """A live request's booking was given back, its id not free yet."""
-
-    # What only the observer of a `RequestApi` is asked, not its policy's state.
-
-    def explains(self, double now) -> bool:
-        """Whether the decision to come shall carry its costs, which nobody has asked for. Asked once a decision."""
-        return False
-
-    def watches(self, int64_t sequence) -> bool:
-        """Whether `before_decision` wants to see the decision of this number."""
-        return True
-
-    def before_decision(self, DecisionCore core, policy, request, double now, bint explain) -> object:
-        """What to note of a `RequestView` that is about to be placed by `policy` (None: E2). Changes nothing."""
-
-
 # --- questions --------------------------------------------------------------------------------------------------------
 
 cdef Match estimated_match(RequestApi api, object token_ids, object namespace):
@@ -234,9 +205,9 @@ def choice_to_come(DecisionCore core not None, policy, token_ids, object namespa
         placement.everyone = True
         placement.of_session = of_session
         for _ in range(EXPLAIN_ATTEMPTS):
-            changes = load64(&core.tree.t.worker_changes) + core.turnover
+            changes = load64(&core.tree.t.worker_changes) + load64(&core.turnover)
             found = None if core.left_out else choose_beside_writers(core, &placement, &view, namespace)
-            if found is not None and changes == load64(&core.tree.t.worker_changes) + core.turnover:
+            if found is not None and changes == load64(&core.tree.t.worker_changes) + load64(&core.turnover):
                 return found
         with core.tree:        # workers come and go faster than one can look: nobody does while this is held
             core.need_eligible()
@@ -399,6 +370,9 @@ cdef class RequestApi:
         if type(self._clock) is ManualClock:
             seconds = (<ManualClock> self._clock).seconds
         else:
+            seconds = monotonic_seconds() if self._clock is _MONOTONIC else -1.0
+            if seconds >= 0.0:
+                return seconds
             value = self._clock()
             if type(value) is not float:
                 return finite_time("what the clock returned", value)
@@ -437,7 +411,6 @@ cdef class RequestApi:
 
     cdef Decision place(self, object token_ids, object request_id, object namespace, int64_t limit, bint of_session):
         """The quick way: E2 decides and books without a look at who is no candidate."""
-        cdef DecisionCore core = self.core
         cdef TokenView view
         cdef Placement request
         cdef Choice choice
@@ -445,50 +418,61 @@ cdef class RequestApi:
         request.now = self.time()
         request.max_new_tokens = limit
         request.of_session = of_session
-        core.need_workers()
+        self.core.need_workers()
         if FREE_THREADED:
             return self.place_walked(token_ids, request_id, namespace, &request)
         key = self.claim(request_id, self.sequence)
         try:
             view_tokens(token_ids, &view)
             try:
-                name = core.decide(&view, namespace, &request, &choice)
+                name = self.core.decide(&view, namespace, &request, &choice)
             finally:
                 release_tokens(&view)
         except BaseException:
             self.give_up(key)
             raise
-        core.leases[key] = choice.lease
+        self.core.leases[key] = choice.lease
         self.sequence += 1
         self.scheduled += 1
         self.reasons[<int> choice.reason] += 1
         return new_decision(key if request_id is None else request_id, name, choice.usable, request.count,
-                            REASON_NAMES[<int> choice.reason], None)
+                            _REASONS[<int> choice.reason], None)
 
     cdef Decision place_walked(self, object token_ids, object request_id, object namespace, Placement* request):
-        """`place` where Python has no lock: what that does with it is done as the writer, after the walk."""
-        cdef DecisionCore core = self.core
+        """`place` where Python has no lock: what that does with it is done as the writer, after the walk. Nothing here
+        counts a reference to what threads share, as a variable `core` or `with core.tree` would."""
         cdef TokenView view
         cdef Choice choice
+        cdef TokenRun* run = NULL
+        cdef TokenRun* outer
         cdef str name
         view_tokens(token_ids, &view)
         try:
-            core.walk_ahead(&view, namespace, request)
-            with core.tree:
+            self.core.walk_ahead(&view, namespace, request)
+            run = copied_run(&request.walk, request.tokens, request.count)
+            self.core.tree.enter()
+            outer = self.core.tree.t.ready       # of a call that has led to this one, by code of users
+            self.core.tree.t.ready = run
+            try:
                 key = self.claim(request_id, self.sequence)
                 try:
-                    name = core.decide_walked(&view, namespace, request, &choice)
+                    name = self.core.decide_walked(&view, namespace, request, &choice)
                 except BaseException:
                     self.give_up(key)
                     raise
-                core.leases[key] = choice.lease
+                self.core.leases[key] = choice.lease
                 self.sequence += 1
                 self.scheduled += 1
                 self.reasons[<int> choice.reason] += 1
+            finally:
+                run = self.core.tree.t.ready
+                self.core.tree.t.ready = outer
+                self.core.tree.leave()
         finally:
+            free(run)
             release_tokens(&view)
         return new_decision(key if request_id is None else request_id, name, choice.usable, request.count,
-                            REASON_NAMES[<int> choice.reason], None)
+                            _REASONS[<int> choice.reason], None)
 
     def _place_claimed(self, claim, token_ids, exclude, asked) -> Decision:
         """Place a request that names a tenant, a deadline or a class: for a scheduler, which keeps their accounts."""
@@ -748,6 +732,8 @@ cdef class RequestApi:
     cdef object key_of(self, object request_id):
         """What a request is, or is to be, distinguished by among the live ones. Raises InvalidInput for what is no
         id."""
+        if request_id is not None and is_plain_key(request_id):
+            return request_id
         if type(request_id) is not str:
             request_id = request_id_of(request_id)
         try:
@@ -769,16 +755,15 @@ cdef class RequestApi:
         nothing has changed. O(workers that cache the prefix).
         """
         cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
-        cdef DecisionCore core = self.core
         cdef double now
         cdef int64_t lease
         cdef int ending
         key = self.key_of(request_id)
         now = self.time()
-        core.tree.enter()
+        self.core.tree.enter()
         lease = self.lease_of(key)
-        ending = core.prefilled(lease, cached, now)
-        core.tree.leave()
+        ending = self.core.prefilled(lease, cached, now)
+        self.core.tree.leave()
         return self.answer(ending, FIRST_TOKEN, key, now, cached, -1)
 
     def finish(self, request_id, *, output_tokens=None, cached_tokens=None) -> bool:
@@ -798,17 +783,18 @@ cdef class RequestApi:
         """Whether the request was live, and has ended."""
         cdef int64_t output = -1 if output_tokens is None else whole("output_tokens", output_tokens, 0)
         cdef int64_t cached = -1 if cached_tokens is None else whole("cached_tokens", cached_tokens, 0)
-        cdef DecisionCore core = self.core
         cdef double now
         cdef int64_t lease
         cdef int ending
+        cdef bint over
         key = self.key_of(request_id)
         now = self.time()
-        core.tree.enter()
+        self.core.tree.enter()
         lease = self.lease_of(key)
-        ending = core.ended(lease, output, cached, now)
-        core.tree.leave()
-        return self.answer(ending, FINISHED, key, now, cached, output)
+        ending = self.core.ended(lease, output, cached, now)
+        over = self.is_over_unseen(ending, key)
+        self.core.tree.leave()
+        return over or self.answer(ending, FINISHED, key, now, cached, output)
 
     def cancel(self, request_id) -> bool:
         """The request will not be served here: give its booking back. `request_id`: the request's, or its Decision.
@@ -825,14 +811,15 @@ cdef class RequestApi:
         return self.give_back(self.key_of(request_id), now)
 
     cdef bint give_back(self, object key, double now) except -1:
-        cdef DecisionCore core = self.core
         cdef int64_t lease
         cdef int ending
-        core.tree.enter()
+        cdef bint over
+        self.core.tree.enter()
         lease = self.lease_of(key)
-        ending = core.cancelled(lease, now)
-        core.tree.leave()
-        return ending != LATE and self.answer(ending, CANCELLED, key, now, -1, -1)
+        ending = self.core.cancelled(lease, now)
+        over = self.is_over_unseen(ending, key)
+        self.core.tree.leave()
+        return over or ending != LATE and self.answer(ending, CANCELLED, key, now, -1, -1)
 
     def renew(self, request_id) -> bool:
         """The request is still wanted: its time to live (`SchedulerConfig.lease_seconds`) begins anew. `request_id`:
@@ -842,6 +829,14 @@ cdef class RequestApi:
         if not self.core.renew(key, self.time()):
             add_count(&self.core.late_calls, 1)
             return False
+        return True
+
+    cdef bint is_over_unseen(self, int ending, object key) noexcept:
+        """Whether a request is over and nobody follows requests; then its id is free. As the writer."""
+        if (ending != DONE or self._policy_state is not None or self._observer is not None
+                or self._tenants is not None):
+            return False
+        del self.core.leases[key]
         return True
 
     cdef bint answer(self, int ending, Call call, object key, double now, int64_t cached_tokens,
@@ -858,10 +853,7 @@ cdef class RequestApi:
                 self.report_ending(call, key, now, cached_tokens, output_tokens)
         finally:
             if call != FIRST_TOKEN:              # only whoever ended the lease comes here
-                if FREE_THREADED:
-                    with self.core.tree:
-                        del self.core.leases[key]
-                else:
+                with self.core.tree:
                     del self.core.leases[key]
         return True
 

@@ -19,7 +19,7 @@ import numpy as np
 from .._core.dict_keys import find_key
 from .._cost import CostModel
 from .._placement.decision import Decision
-from .._placement.request_api import RequestObserver
+from .._placement.observer import RequestObserver
 from .._radix import RadixTree
 from ..config import SchedulerConfig
 from ..costs.thresholds import imbalance_share

@@ -1,7 +1,7 @@
 """Decisions on record: keeps records of them, and asks a shadow what it would do. Owns the order of these things around
 a decision; the records are `records.py`'s, the shadow's answers `shadow.py`'s, the decision is the scheduler's.
 
-A `Recorder` looks on (`request_api.RequestObserver`): a scheduler without one asks each call only whether there is one.
+A `Recorder` looks on (`RequestObserver`): a scheduler without one asks each call only whether there is one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
-from .._placement.request_api import RequestObserver, explanation, output_limit
+from .._placement.observer import RequestObserver
+from .._placement.request_api import explanation, output_limit
 from ..policies.base import Policy, RequestView
 from ..types import Explanation, SessionHint
 from .records import DecisionRecord, DecisionRecording, Records, record_of

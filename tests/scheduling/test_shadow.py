@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preble import BlockStored, Decision, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec, sim
-from preble._placement.request_api import RequestApi, RequestObserver
+from preble._placement.observer import RequestObserver
+from preble._placement.request_api import RequestApi
 from preble.errors import InvalidConfig, InvalidTokens, NoWorkers, PrebleError
 from preble.policies.base import RequestView, WorkersView
 from preble.scheduling.records import DecisionRecording

@@ -1,6 +1,7 @@
 """Builds the core with a sanitizer in a copy of its own and runs its tests there: `asan` or `tsan`.
 
-Owns the copy (`build/asan`, `build/tsan`: package, tests and build), the sanitizers' options, and the proof that they
+Owns the copy (`build/asan`, `build/tsan`, others for CPython without its lock: package, tests and build), the
+sanitizers' options, and the proof that they
 are at work: faults planted in `planted.c` must be reported as and where the tests run, and every compiled module must
 call the sanitizer. The build in place stays as it is. What the tests assert is theirs.
 """
@@ -28,6 +29,7 @@ CORE_TESTS = (
     *("stress/test_threads*", "stress/test_allocation*", "stress/test_leaks*"),
 )
 THREAD_OPERATIONS = 8000  # of each thread
+BUILT_FOR = "-free-threaded" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
 # UBSan beside ASan reports to standard error, whatever it is reported: kept by pytest, a report would die with its
 # process.
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys", "--timeout=900")
@@ -217,7 +219,7 @@ def main() -> int:
     parser.add_argument("kind", choices=sorted(SANITIZERS))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for pytest (asan) or threads.py (tsan)")
     chosen = parser.parse_args()
-    sanitizer, target = SANITIZERS[chosen.kind], ROOT / "build" / chosen.kind
+    sanitizer, target = SANITIZERS[chosen.kind], ROOT / "build" / (chosen.kind + BUILT_FOR)
     log = target / "report"
     say(f"compiling the core with -fsanitize={sanitizer.flags} in {target.relative_to(ROOT)}")
     copy_sources(target)

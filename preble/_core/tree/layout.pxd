@@ -45,7 +45,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from preble._core.atomic cimport load32
+from preble._core.atomic cimport Apart, load32
 from preble._core.epochs cimport Epochs
 from preble._core.writer_lock cimport WriterLock
 from preble._core.memory cimport CHUNK_BITS, CHUNK_MASK, NONE, Budget, Slab
@@ -128,27 +128,29 @@ cdef struct ChildTable:          # (parent, first token) -> child
     uint32_t unused
     uint64_t slots[1]            # (r) `size` of tag << 32 | child; EMPTY_SLOT and DELETED_SLOT are reserved
 
-cdef struct Tree:
-    Budget budget
-    Slab nodes
-    Slab marks
+cdef struct Tree:                # what readers look at lies apart from what writers change each time
     ChildTable* table            # (r)
     ChildTable* draining         # (r) the table before, while its children move over a few at a time; else NULL
-    uint32_t drained             # slots of it that have moved
     WorkerMarks* workers         # (r)
-    WorkerMarks ghost            # marks under keys of the past: nobody's, in the order they will be swept
-    uint32_t worker_room
-    uint32_t worker_end          # (r) one past the highest index in use
     uint64_t worker_changes      # (r) +1 whenever an index is given out or back
+    uint32_t worker_end          # (r) one past the highest index in use
+    bint with_slots
+    double window_seconds
+    Slab nodes                   # (r)
+    Slab marks                   # (r)
+    Budget budget
+    WorkerMarks ghost            # marks under keys of the past: nobody's, in the order they will be swept
+    uint32_t drained             # slots of the draining table that have moved
+    uint32_t worker_room
     List marked                  # aging lists of nodes
     List unmarked
-    double window_seconds
-    bint with_slots
     uint64_t version             # +1 at each change of what is cached
     int64_t shed_nodes           # nodes forgotten because of max_bytes
     int64_t refused_tokens       # prompt tokens not remembered because of max_bytes
-    Epochs epochs
+    TokenRun* ready              # what the writer copied before it was one, see `ready_run`; else NULL
     WriterLock writer_lock
+    Apart apart
+    Epochs epochs                # (r)
 
 cdef struct Walk:                # where a prompt leaves the tree
     uint32_t node                # deepest node reached; NONE: not even a root

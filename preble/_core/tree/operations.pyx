@@ -9,13 +9,13 @@ Sections: insert, eviction, corrections, room under max_bytes, forgetting.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from preble._core.atomic cimport store32, store64
+from preble._core.atomic cimport FREE_THREADED, store32, store64
 from preble._core.tree.layout cimport (AWAITED, CONFIRMED, EPOCH_MAX, INDEX_BITS, TOUCHED, Entry, List, Mark, Node,
                                        TokenRun, Tree, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
                                        state_of)
 from preble._core.tree.parts cimport (add_tokens, age_move, block_bytes, entry_count, find_entry, hits_add,
-                                      hits_seen, hits_take, marks_a_child, new_run, run_bytes, set_end, touch_mark,
-                                      window_of)
+                                      hits_seen, hits_take, marks_a_child, new_run, ready_run, run_bytes, set_end,
+                                      touch_mark, window_of)
 from preble._core.memory cimport NONE, charged, slab_bytes, slab_growth, slab_reserve
 from preble._core.tree.nodes cimport add_entry, add_leaf, drop_mark, forget_leaf, reserve_entry, split_node, trim_entry
 from preble._core.tree.reclaim cimport reclaim_soon
@@ -62,7 +62,9 @@ cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, 
     if count > walk.matched:
         if slab_reserve(&t.nodes, &t.budget, 1) or table_reserve(t, 1):
             return -1
-        run = new_run(t, walk.matched, tokens + walk.matched, NULL, count - walk.matched)
+        run = ready_run(t, walk.matched, count - walk.matched) if FREE_THREADED else NULL
+        if run == NULL:
+            run = new_run(t, walk.matched, tokens + walk.matched, NULL, count - walk.matched)
         if run == NULL:
             return -1
         walk.node = add_leaf(t, walk.node, run)                                             # 4

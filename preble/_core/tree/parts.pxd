@@ -2,12 +2,13 @@
 # the Tree or the counter it works on. `operations.pyx` builds the tree's operations from them.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport store32, store64, store_signed
-from preble._core.tree.layout cimport (Entry, EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
+from preble._core.tree.layout cimport (Entry, EntryBlock, List, Mark, Node, TokenRun, Tree, Walk, WorkerMarks, end_of,
                                        mark_at, node_at, state_of, worker_of)
-from preble._core.memory cimport NONE, budget_alloc, budget_free
+from preble._core.memory cimport NONE, budget_alloc, budget_free, charged, fails_now
 from preble._core.tree.reclaim cimport retire_memory
 
 cdef enum:
@@ -151,6 +152,26 @@ cdef inline TokenRun* new_run(Tree* t, uint32_t start, const int32_t* tokens, co
         memcpy(&run.tokens[0], tokens, length * 4)
         if t.with_slots and slots != NULL:
             memcpy(run_slots(run), slots, length * 4)
+    return run
+
+cdef inline TokenRun* copied_run(const Walk* walk, const int32_t* tokens, uint32_t count) noexcept nogil:
+    # A run of what a walk left of a prompt, in nobody's budget yet; NULL where nothing is left, or no memory.
+    cdef TokenRun* run = NULL
+    if count > walk.matched:
+        run = <TokenRun*> malloc(8 + 4 * <size_t> (count - walk.matched))
+    if run != NULL:
+        run.start = walk.matched
+        run.length = count - walk.matched
+        memcpy(&run.tokens[0], tokens + walk.matched, run.length * 4)
+    return run
+
+cdef inline TokenRun* ready_run(Tree* t, uint32_t start, uint32_t length) noexcept nogil:
+    # The run that this writer has at hand, if it is what comes after position `start`; the tree's from now on.
+    cdef TokenRun* run = t.ready
+    if run == NULL or run.start != start or run.length != length or fails_now(&t.budget):
+        return NULL
+    t.ready = NULL
+    t.budget.used += charged(run_bytes(t, length))
     return run
 
 cdef inline void free_run(Tree* t, TokenRun* run) noexcept nogil:
