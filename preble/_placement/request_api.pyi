@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from .._core.token_types import TokenIds
 from ..errors import InvalidInput
-from ..policies.base import Policy
+from ..policies.base import Policy, RequestView
 from ..types import Claim, Explanation, Priority, SessionHint
 from .bookings import DecisionCore
 from .decision import Decision, Match
