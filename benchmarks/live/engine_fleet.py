@@ -36,7 +36,7 @@ ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Shape:
-    """What engines are started with."""
+    """What engines are started with. `metrics`: SGLang servers have /metrics."""
 
     model: Path
     device: str
@@ -44,6 +44,7 @@ class Shape:
     capacity_tokens: int
     max_running: int
     base_port: int
+    metrics: bool = False
 
 
 def options(
@@ -83,7 +84,7 @@ def sglang_command(python: Path, shape: Shape, number: int) -> list[str]:
     command += ["--port", str(shape.base_port + number), "--device", shape.device, "--page-size", "16"]
     command += ["--max-total-tokens", str(shape.capacity_tokens), "--max-running-requests", str(shape.max_running)]
     command += ["--context-length", "4096", "--kv-events-config", json.dumps(events)]
-    command += ["--load-publish-endpoint", "auto"]
+    command += ["--load-publish-endpoint", "auto", *(["--enable-metrics"] if shape.metrics else [])]
     if shape.device == "cpu":
         command += ["--dtype", cpu_dtype(Path("/proc/cpuinfo"))]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]

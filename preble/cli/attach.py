@@ -33,6 +33,11 @@ HEADER = ("server", "engine", "model", "block", "capacity", "rank", "events", "r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("urls", nargs="+", metavar="URL", help="http://host:port of a running server")
     parser.add_argument("--watch", action="store_true", help="follow their events and load until interrupted")
+    add_server_options(parser)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Options of whoever attaches to servers; `server_options` reads them."""
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first line is their API key")
     group = parser.add_argument_group("what a server does not say (older versions of vLLM)")
     group.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens of a block of its cache")
@@ -44,14 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask the servers, print what they reported; with --watch, follow them."""
-    options = ServerOptions(
-        api_key=_first_line(args.api_key_file),
-        block_size=args.block_size,
-        kv_capacity_tokens=args.kv_capacity_tokens,
-        events_endpoint=args.events_endpoint,
-        replay_endpoint=args.replay_endpoint,
-        events_topic=args.events_topic,
-    )
+    options = server_options(args)
     answers = asyncio.run(_ask_all(args.urls, options))
     rows = [row for answer in answers if not isinstance(answer, PrebleError) for row in answer[0]]
     if rows:
@@ -65,6 +63,18 @@ def run(args: argparse.Namespace) -> int:
     if args.watch and not failures:
         asyncio.run(_watch(args.urls, options))
     return 1 if failures else 0
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """What `add_server_options` asked for. Raises `InvalidInput`, `InvalidConfig`."""
+    return ServerOptions(
+        api_key=_first_line(args.api_key_file),
+        block_size=args.block_size,
+        kv_capacity_tokens=args.kv_capacity_tokens,
+        events_endpoint=args.events_endpoint,
+        replay_endpoint=args.replay_endpoint,
+        events_topic=args.events_topic,
+    )
 
 
 def _first_line(path: Path | None) -> str:

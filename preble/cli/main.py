@@ -31,6 +31,7 @@ COMMANDS = {
     "config": ("preble.cli.config", "print the configuration that `preble serve` would use"),
     "top": ("preble.cli.top", "the fleet behind a gateway, live in the terminal"),
     "attach": ("preble.cli.attach", "what running SGLang and vLLM servers report, and whether they can be followed"),
+    "audit": ("preble.cli.audit.program", "what running servers compute twice, and what E2 would have saved"),
     "worker": ("preble.worker", "serve one engine to routers, as a process"),
     "up": ("preble.cli.up", "start workers and a router together, restart what crashes, drain on SIGTERM"),
     "tiny-model": (

@@ -174,6 +174,11 @@ class EngineServer:
         """The names that /v1/models lists now: adapters come and go. Raises `TransportError` if it does not answer."""
         return served_names(await self._get_json("/v1/models"))
 
+    async def metrics(self) -> str | None:
+        """The text of its /metrics now, None where it has none. Raises `TransportError` if it does not answer."""
+        status, body = await self._get(_METRICS_PATH)
+        return body.decode("utf-8", "replace") if status == 200 else None
+
     def _check_usable(self, status: int) -> None:
         if status >= 500:
             raise TransportError(f"{self.url} answers {status}: it fails, or is not ready yet")

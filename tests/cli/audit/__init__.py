@@ -1,0 +1,1 @@
+"""`preble audit`."""
