@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 from .._core.token_types import TokenIds
 from ..errors import InvalidInput
 from ..policies.base import Policy, RequestView
+from ..scheduling.observer import RequestObserver
 from ..types import Claim, Explanation, Priority, SessionHint
 from .bookings import DecisionCore
 from .decision import Decision, Match
-from .observer import RequestObserver
 
 T = TypeVar("T")
 

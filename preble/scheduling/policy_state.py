@@ -19,13 +19,13 @@ import numpy as np
 from .._core.dict_keys import find_key
 from .._cost import CostModel
 from .._placement.decision import Decision
-from .._placement.observer import RequestObserver
 from .._radix import RadixTree
 from ..config import SchedulerConfig
 from ..costs.thresholds import imbalance_share
 from ..errors import InvalidConfig
 from ..policies.base import RequestView
 from ..policies.known import ActiveBlocks, PaperHistory, PromptSession, WindowCosts, hashed
+from .observer import RequestObserver
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4 * BLOCK_TOKENS

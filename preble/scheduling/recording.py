@@ -12,10 +12,10 @@ from typing import Any
 
 from .._placement.bookings import DecisionCore
 from .._placement.decision import Decision
-from .._placement.observer import RequestObserver
 from .._placement.request_api import explanation, output_limit
 from ..policies.base import Policy, RequestView
 from ..types import Explanation, SessionHint
+from .observer import RequestObserver
 from .records import DecisionRecord, DecisionRecording, Records, record_of
 from .shadow import Shadow, ShadowAnswer
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preble import BlockStored, Decision, GlobalScheduler, ManualClock, Policy, SchedulerConfig, WorkerSpec, sim
-from preble._placement.observer import RequestObserver
 from preble._placement.request_api import RequestApi
 from preble.errors import InvalidConfig, InvalidTokens, NoWorkers, PrebleError
 from preble.policies.base import RequestView, WorkersView
+from preble.scheduling.observer import RequestObserver
 from preble.scheduling.records import DecisionRecording
 from preble.scheduling.shadow import PAIRS_MAX
 from tests.support.sim import PLAIN, config, tools

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bookings import DecisionCore
-    from .decision import Decision
+    from .._placement.bookings import DecisionCore
+    from .._placement.decision import Decision
 
 
 class RequestObserver:
