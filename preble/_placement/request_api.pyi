@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 from .._core.token_types import TokenIds
 from ..errors import InvalidInput
 from ..policies.base import Policy, RequestView
-from ..scheduling.observer import RequestObserver
 from ..types import Claim, Explanation, Priority, SessionHint
 from .bookings import DecisionCore
 from .decision import Decision, Match
@@ -28,8 +27,8 @@ class RequestApi:
         seed: int,
         *,
         policy: Policy | None = None,
-        policy_state: RequestObserver | None = None,
-        observer: RequestObserver | None = None,
+        policy_state: Any = None,  # a RequestObserver
+        observer: Any = None,  # a RequestObserver
     ) -> None: ...
     def schedule(
         self,
