@@ -7,7 +7,7 @@ curl -N 127.0.0.1:8000/generate -H 'content-type: application/json' -d '{"prompt
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -24,7 +24,7 @@ class Question(BaseModel):
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
     workers = os.environ["PREBLE_WORKERS"].split(",")
     # Your model's tokenizer takes the place of this one, a token a byte; it is called in a thread.
     async with preble.Router(workers, tokenizer=lambda text: list(text.encode())) as app.state.router:
@@ -47,7 +47,7 @@ async def generate(question: Question, request: Request) -> StreamingResponse:
     chunks = router.generate(question.prompt, preble.SamplingParams(max_new_tokens=question.max_new_tokens))
     first = await anext(chunks)  # so that a refusal has an HTTP status
 
-    async def lines() -> AsyncIterator[str]:
+    async def lines() -> AsyncGenerator[str, None]:
         async with aclosing(chunks):  # a client that hangs up ends its request at the worker
             yield line(first)
             async for chunk in chunks:

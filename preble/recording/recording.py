@@ -20,7 +20,8 @@ class Recording(RecordedTraffic):
 
     @classmethod
     def read(cls, *paths: str | os.PathLike[str]) -> Recording:
-        """A recording's file with those that were rotated away (FILE.1, ...), or those of several processes together.
+        """Returns what is recorded in `paths`: a recording's file with those that were rotated away (FILE.1, ...), or
+        those of several processes together. O(bytes).
 
         A file that was cut within a record is read up to there. Raises `InvalidInput` naming the file and what is wrong
         with it: it is none, is damaged, is of another version, or is not of the same recording as the others.
@@ -28,9 +29,11 @@ class Recording(RecordedTraffic):
         return cls(**read_files(paths))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """As one new file, whole or not at all. Raises `InvalidInput` where it cannot be written."""
+        """Write it to `path` as one new file, whole or not at all. Raises `InvalidInput` where it cannot be written.
+        O(requests)."""
         write_file(path, self)
 
     def workload(self) -> Workload:
-        """Its requests with invented token ids, to simulate; see `replaying.workload_of`."""
+        """Returns its requests with invented token ids, to simulate; see `replaying.workload_of`. Raises
+        `InvalidInput`. O(tokens)."""
         return workload_of(self)

@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Requests through a router": ("Router", "RouterConfig", "SamplingParams", "StreamChunk"),
     "A rule of your own": ("Policy", "policies.base:RequestView", "policies.base:WorkersView"),
     "Events of caches": ("BlockStored", "BlockRemoved", "AllBlocksCleared", "PrefixEvicted"),
+    "Replay": ("Recording",),
     "Batches of one engine": ("LocalScheduler", "LocalConfig", "LocalRequest"),
     "Time": ("ManualClock",),
     "What calls return": (

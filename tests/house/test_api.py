@@ -28,7 +28,8 @@ METHODS = methods()
 
 def refers(doc: str) -> bool:
     """Whether it leaves what it does not say to another docstring."""
-    return bool(re.search(r"\bAs `[\w.]+`|Arguments are those of `|arguments are `generate`'s|as for `", doc))
+    ways = (r"\bAs `[\w.]+`", "Arguments are those of `", "other arguments hold", "other arguments are `", "as for `")
+    return bool(re.search("|".join(ways), doc))
 
 
 def named_in(name: str, doc: str) -> bool:

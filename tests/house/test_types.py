@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -46,7 +47,11 @@ def by_pyright(folder: Path) -> Found:
     unsaid = ("MemberType", "ArgumentType", "VariableType", "ParameterType", "LambdaType")
     quiet = {f"reportUnknown{what}": "none" for what in unsaid} | {"reportMissingTypeStubs": "none"}
     quiet |= dict.fromkeys(("reportUnusedExpression", "reportUnusedFunction", "reportUnusedClass"), "none")
-    settings = {"include": [str(path) for path in FILES], "extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
+    settings = {
+        "include": [os.path.relpath(path, folder) for path in FILES],
+        "extraPaths": [str(ROOT)],
+        "pythonVersion": "3.11",
+    }
     (folder / "pyrightconfig.json").write_text(json.dumps({**settings, "typeCheckingMode": "strict", **quiet}))
     command = [pyright(), "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
     said = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)

@@ -106,7 +106,8 @@ def rejecting(code: str) -> Callable[[ScriptedWorker, wire.GenerationRequest], A
 async def fleet(*scripts: Any, router_options: dict[str, Any] | None = None, **facts: Any) -> AsyncIterator[Any]:
     """(router, workers): one scripted worker for each script, named w0, w1, ...; the bookings are even at the end."""
     workers = [ScriptedWorker(script, worker_id=f"w{i}", **facts) for i, script in enumerate(scripts)]
-    options: dict[str, Any] = {"config": FAST, "policy": FirstByName(), **(router_options or {})}
+    own = {} if "scheduler" in (router_options or {}) else {"policy": FirstByName()}
+    options: dict[str, Any] = {"config": FAST, **own, **(router_options or {})}
     router = Router([worker.endpoint for worker in workers], **options)
     try:
         await router.start()
