@@ -70,9 +70,10 @@ def test_priority_groups_change_the_order_of_a_queue_and_no_placement() -> None:
     prefix = tokens(3000, 10_000)
     first = asked("first", 0.0, prefix, 100)
     asks = [asked(f"r{n}", 1.0, *((prefix, 100) if n % 2 else (3100,))) for n in range(12)]
-    config = sim.SimConfig(workers=1, policy="e2-paper", scheduler=SchedulerConfig(**OFF), local=LOCAL)
+    local = replace(LOCAL, short_first=False)  # the paper's
+    config = sim.SimConfig(workers=1, policy="e2-paper", scheduler=SchedulerConfig(**OFF), local=local)
     made = Workload("queue", [first, *asks])
     grouped = sim.simulate(made, config).ttft_seconds[1:]
-    in_turn = sim.simulate(made, replace(config, local=replace(LOCAL, order="fcfs"))).ttft_seconds[1:]
+    in_turn = sim.simulate(made, replace(config, local=replace(local, order="fcfs"))).ttft_seconds[1:]
     assert in_turn.tolist() == sorted(in_turn.tolist())
     assert max(grouped[1:11:2]) < min(grouped[2::2])  # who is cached, but for the last, before who is not

@@ -69,7 +69,7 @@ Start = Callable[..., WorkerProcess]
 @contextlib.asynccontextmanager
 async def routing(*workers: WorkerProcess, **options: Any) -> Any:
     """A router before these workers; its bookings are even at the end."""
-    options = {"config": FAST, "policy": FirstByName(), **options}
+    options = {"config": FAST, **({} if "scheduler" in options else {"policy": FirstByName()}), **options}
     async with Router([one.endpoint for one in workers], **options) as router:
         yield router
         await until_others_ended(router)
