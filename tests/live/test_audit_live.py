@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import urllib.request
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from preble.cli.audit.findings import find
 from preble.cli.audit.listening import Received, listen
 from preble.cli.audit.report import lines
 from preble.transport.engine_servers.http_client import EngineServer
+from preble.transport.engine_servers.served_totals import served_totals
 from preble.transport.engine_servers.server_info import ServerOptions
 from tests.live.live_servers import BLOCK_SIZES, Front
 
@@ -41,7 +43,30 @@ async def traffic(front: Front, rng: np.random.Generator) -> tuple[int, int]:
     return prompt_tokens, cached_tokens
 
 
+def requests_counted(front: Front) -> list[int]:
+    """The requests that each server's metrics count."""
+    found = []
+    for server in front.servers:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10.0) as response:
+            totals, _ = served_totals(front.engine, response.read().decode())
+        assert totals is not None
+        found.append(totals.requests)
+    return found
+
+
+def wait_until_all_are_counted(front: Front) -> None:
+    """Until no request of before is counted any more: an engine counts one some time after its answer has ended."""
+    counted = requests_counted(front)
+    for _ in range(10):
+        time.sleep(2.0)
+        before, counted = counted, requests_counted(front)
+        if before == counted:
+            return
+    raise AssertionError("the servers are never idle")
+
+
 def test_what_is_counted_is_what_the_engines_said(front: Front) -> None:
+    wait_until_all_are_counted(front)
     served: list[tuple[int, int]] = []
     requests = DOCUMENTS * (QUESTIONS + 1)
 
