@@ -24,10 +24,10 @@ from ..errors import InvalidInput
 from ..recording import Recording
 from ..sim.engine_fit import EngineModel
 from ..sim.replay import FIGURES, Estimate95, Figures, ReplayAnswer, replay
-from .console import Screen, aligned, need_matplotlib, positive_int, write_json
+from .console import Screen, aligned, positive_int, write_json
 from .simulate import names_of
 from .sweeps import plot
-from .sweeps.requests_file import RequestsFile, check_path
+from .sweeps.requests_file import RequestsFile, check_files
 from .sweeps.settings import scheduler_config
 from .sweeps.statistics import Interval
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, screen: Screen | None = None) -> int:
     """Check everything, replay, print the table. Wrong options raise before anything is simulated."""
     policies = names_of(args.policy)
     scheduler = scheduler_config(args.set)
-    _check_outputs(args)
+    check_files(args)
     recording = Recording.read(*args.recording)
     workers = _workers_of(args.workers, len(recording.workers))
     seeds = range(args.seed, args.seed + args.seeds)
@@ -98,20 +98,6 @@ def _workers_of(text: str | None, recorded: int) -> int | None:
     if found < 1:
         raise InvalidInput(f"--workers {text} leaves {found} of {recorded} workers")
     return found
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Raise for what cannot be written."""
-    for option in ("json", "plot"):
-        path = getattr(args, option)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InvalidInput(f"--{option}: there is no such file to write: {path}")
-    if args.plot is not None:
-        if args.plot.suffix != ".png":
-            raise InvalidInput(f"--plot: must end in .png, got {args.plot}")
-        need_matplotlib()
-    if args.requests_file is not None:
-        check_path(args.requests_file)
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ from ..sim import Result, SimConfig, WorkerDeath, simulate
 from ..sim.results import OUTCOMES
 from ..workloads import Workload
 from ..workloads.generators import MAKERS
-from .console import Screen, need_matplotlib, positive_float, positive_int, write_json
+from .console import Screen, positive_float, positive_int, write_json
 from .sweeps import plot
-from .sweeps.requests_file import RequestsFile, check_path
+from .sweeps.requests_file import RequestsFile, check_files
 from .sweeps.settings import plain, scheduler_config
 from .sweeps.statistics import Interval, interval, paired_ratio
 
@@ -229,16 +229,7 @@ def check_outputs(args: argparse.Namespace, runs: int) -> None:
     """Raise for what cannot be written or would never end."""
     if runs > RUNS_MAX:
         raise InvalidInput(f"--rps, --workers, --policy and --seeds make {runs} runs, more than {RUNS_MAX}")
-    for option in ("json", "plot"):
-        path = getattr(args, option)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InvalidInput(f"--{option}: there is no such file to write: {path}")
-    if args.plot is not None:
-        if args.plot.suffix != ".png":
-            raise InvalidInput(f"--plot: must end in .png, got {args.plot}")
-        need_matplotlib()
-    if args.requests_file is not None:
-        check_path(args.requests_file)
+    check_files(args)
 
 
 def simulated(workload: Workload, config: SimConfig, policy: str, screen: Screen, place: str = "") -> Result:

@@ -5,6 +5,7 @@ connections          bounds on clients' connections
 app, middleware      routes; errors, log                     keys, origins        who may ask, how often; foreign pages
 shared_limits        limits of several processes together
 api/                 the endpoints and their bodies          text/        text to ids and back, choices, stop strings
+relay/               bodies to servers that run already      migration/   other routers' command lines
 core/                what the handlers share                 dashboard/   the live page
 """
 

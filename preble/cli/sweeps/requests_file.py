@@ -1,7 +1,8 @@
-"""A row a request of every run, as CSV or Parquet, written as runs end. Owns the columns."""
+"""A row a request of every run, as CSV or Parquet, written as runs end. Owns the columns, and what may be written."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from ...errors import InvalidInput, MissingExtra
 from ...sim import Result
 from ...sim.results import OUTCOMES
 from ...workloads import Workload
+from ..console import need_matplotlib
 
 RUN_COLUMNS = ("policy", "workers", "rps", "seed")
 COLUMNS = (
@@ -62,6 +64,20 @@ class RequestsFile:
         columns = list(zip(*found, strict=True))
         arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
         self._parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=self._schema))
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raise for a file of `--json`, `--plot` or `--requests-file` that cannot be written."""
+    for option in ("json", "plot"):
+        path = getattr(args, option)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise InvalidInput(f"--{option}: there is no such file to write: {path}")
+    if args.plot is not None:
+        if args.plot.suffix != ".png":
+            raise InvalidInput(f"--plot: must end in .png, got {args.plot}")
+        need_matplotlib()
+    if args.requests_file is not None:
+        check_path(args.requests_file)
 
 
 def check_path(path: Path) -> None:
