@@ -36,6 +36,10 @@ class CostModel:
     ) -> float: ...
     def coefficients(self) -> dict[str, object]: ...
 
+def steady_ends(
+    model: CostModel, contexts: Iterable[int], steps: int, begin: float, beside: float, slowness: float
+) -> list[float]: ...
+
 class LoadTracker:
     window_seconds: float
     join_seconds: float

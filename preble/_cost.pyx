@@ -5,6 +5,7 @@ Neither knows prompts, policies or clocks; times are arguments. Sums are integer
 never drift and return to exactly zero. Paper section 4.2 (Algorithm 2, PREFILLTIME and DECODETIME).
 """
 
+from array import array
 from collections.abc import Iterable
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
@@ -316,6 +317,29 @@ def _sample(str name, sample) -> tuple[float, float, float]:
         raise InvalidInput(f"{name}: three numbers each, got {sample!r}") from None
     return (amount(f"{name}: tokens", tokens), amount(f"{name}: context tokens", context),
             amount(f"{name}: seconds", seconds, 1e-9))
+
+
+def steady_ends(CostModel model, contexts, Py_ssize_t steps, double begin, double beside, double slowness):
+    """When each of `steps` iterations ends that only decode, the first beginning at `begin`: requests with so many
+    context tokens in the first of them, the new token included, and one more in each. An iteration takes what
+    `iteration_time` says and `beside`, times `slowness`. Returns a list of seconds. Raises InvalidInput.
+    O(steps * decodes)."""
+    cdef Work work
+    cdef Py_ssize_t step, i
+    cdef double seconds, end = begin
+    cdef double[::1] at = array("d", [amount("contexts", context) for context in contexts])
+    found = []
+    for step in range(steps):
+        work = Work(0, 0, 0)
+        for i in range(at.shape[0]):
+            model.add_decode(&work, at[i] + step)
+        seconds = 0.0
+        if work.tokens:
+            seconds = linear_part(&model.cost, work.tokens) + context_part(&model.cost, work.context)
+            seconds += work.pair_seconds
+        end += (seconds + beside) * slowness
+        found.append(end)
+    return found
 
 
 def _rebuilt(coefficients: dict) -> CostModel:

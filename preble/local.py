@@ -26,7 +26,17 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
-from .batching._batch import Batch, BatchItem, LiveRequest, StepOutput, decoding_count, prefilling
+from .batching._batch import (
+    Batch,
+    BatchItem,
+    LiveRequest,
+    StepOutput,
+    book_steps,
+    decoding_count,
+    next_contexts,
+    prefilling,
+    steps_left,
+)
 from .batching._kv_slots import Hold
 from .batching.kv_cache import KvCache
 from .batching.requests import Int32Array, LocalConfig, LocalLoad, LocalRequest
@@ -374,6 +384,36 @@ class LocalScheduler:
         del self._live[live.request.request_id]
         self._counts["finished"] += 1
 
+    # --- many steps at once -------------------------------------------------------------------------------------------
+
+    def steady_steps(self) -> int:
+        """Returns how many of the iterations to come are alike, whatever is sampled: the same requests decode, none
+        ends, nobody is admitted and nothing is evicted. Only requests with `planned_ids` make such. Changes nothing.
+        Raises nothing. O(running requests)."""
+        running = self._running
+        if not running or self._batch is not None or (self._waiting and len(running) < self.config.max_running):
+            return 0
+        return self._decodes_left()
+
+    def _decodes_left(self) -> int:
+        """Iterations that those who run can all decode, without an end and without more memory."""
+        return min(steps_left(self._running), self._cache.free_tokens // len(self._running))
+
+    def steady_contexts(self) -> list[int]:
+        """Returns the context tokens of each request in the first of these iterations. Raises nothing."""
+        return next_contexts(self._running)
+
+    def run_steady(self, steps: int) -> None:
+        """Do what so many calls of `next_batch` and `complete` would have done, at most `steady_steps()` as it was when
+        they began; who came meanwhile waits. O(tokens). Raises AssertionError."""
+        assert steps == 0 or not self._running or steps <= self._decodes_left(), f"{steps} iterations are not alike"
+        count = steps * len(self._running)
+        book_steps(self._running, steps, self._cache.take(count, self._begun_seconds))
+        self._counts["computed_tokens"] += count
+        self._step += steps
+        if not self.config.chunked_prefill:
+            self._decodes_till_look = (self._decodes_till_look - steps) % self.config.decodes_per_look
+
     # --- leaving the running ones -------------------------------------------------------------------------------------
 
     def _preempt(self, live: LiveRequest, now: float) -> None:
@@ -423,6 +463,16 @@ class LocalScheduler:
             kv_cached_tokens=self._cache.cached_total,
             waiting_uncached_tokens=self._waiting.uncached_tokens,
         )
+
+    @property
+    def running_count(self) -> int:
+        """Requests that are admitted, and have not ended."""
+        return len(self._running)
+
+    def output_counts(self) -> dict[str, int]:
+        """Returns the output tokens so far of every live request, by id. Changes nothing. Raises nothing.
+        O(live requests)."""
+        return {request_id: live.output_count for request_id, live in self._live.items()}
 
     def stats(self) -> LocalStats:
         """Returns counters since the start and sizes now. Changes nothing. Raises nothing. O(priority groups).

@@ -323,6 +323,38 @@ def decoding_count(list running) -> int:
     return count
 
 
+def steps_left(list running) -> int:
+    """How many iterations they all decode and none of them ends; 0 where one prefills, or may end at any token."""
+    cdef LiveRequest live
+    cdef int64_t least = -1, left
+    for live in running:
+        if live.computed < live.prefill_end or not live.planned or live.stops is not None:
+            return 0
+        left = live.max_tokens - live.known_tokens - 1
+        if left < least or least < 0:
+            least = left
+    return max(least, 0)
+
+
+def next_contexts(list running) -> list[int]:
+    """Context tokens of each in its next decode, the new one included."""
+    cdef LiveRequest live
+    return [live.computed + 1 for live in running]
+
+
+def book_steps(list running, int64_t steps, const int32_t[::1] slots) -> None:
+    """Book so many decodes of each, at most `steps_left`: as `Batch.add_decodes` and `book_decodes` would have, each
+    time with that many slots off the end of `slots`."""
+    cdef LiveRequest live
+    cdef int64_t step, count = len(running), place = 0
+    for live in running:
+        for step in range(steps):
+            live.slot_view[live.computed + step] = slots[(steps - 1 - step) * count + place]
+        live.computed += steps
+        live.known_tokens += steps
+        place += 1
+
+
 def prefilling(list running) -> list[LiveRequest]:
     """Those that are in the middle of their prefill, in order."""
     cdef LiveRequest live

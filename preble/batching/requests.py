@@ -138,7 +138,8 @@ def _copy_tokens(name: str, token_ids: Any) -> Int32Array:
         raise InvalidTokens(f"LocalRequest.{name} must be 1-D and not empty, got shape {tokens.shape}")
     if tokens.dtype.kind not in "iu":
         raise InvalidTokens(f"LocalRequest.{name} must be integers, got {tokens.dtype}")
-    low, high = int(tokens.min()), int(tokens.max())
+    low = int(tokens.min())
+    high = TOKEN_ID_MAX if tokens.dtype == np.int32 else int(tokens.max())
     if low < 0 or high > TOKEN_ID_MAX:
         raise InvalidTokens(f"LocalRequest.{name} must be in [0, {TOKEN_ID_MAX}], got {low if low < 0 else high}")
     copy = np.array(tokens, np.int32)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .._cost import CostModel
+from .._cost import CostModel, steady_ends
 from ..clock import Clock, monotonic
 from ..errors import InvalidConfig, InvalidInput
-from ..local import Batch, LocalConfig, StepOutput
-from ..types import check_int, check_seconds
+from ..local import Batch, LocalConfig, LocalRequest, StepOutput
+from ..types import Claim, check_int, check_seconds
 from .base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine, check_sampling
 
 NO_TOKENS: Mapping[str, int] = {}
@@ -87,6 +87,11 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         """Requests in the batch of the step that has begun and not ended."""
         return len(self._batch)
 
+    @property
+    def running_requests(self) -> int:
+        """Requests that are admitted, and have not ended."""
+        return self.scheduler.running_count
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, planned_ids: npt.NDArray[np.int32] | None = None) -> None:
@@ -99,16 +104,33 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         check_sampling(request, self.info)
         tokens = request.token_ids
         check_int("output_offset", request.output_offset, 0, max(0, len(tokens) - 1), InvalidInput)
-        if len(tokens) >= self.info.max_model_tokens:
-            raise InvalidInput(
-                f"request {request.request_id!r}: a prompt of {len(tokens)} tokens leaves no room for output, "
-                f"prompt and output together may have {self.info.max_model_tokens} tokens"
-            )
+        self._check_length(request.request_id, tokens)
         local = self._queue(request, planned_ids)
         if local is not None:
             state = prefix_hash(local.token_ids) if planned_ids is None else 0
             may_stop = not request.sampling.ignore_eos
             self._live[request.request_id] = _SimulatedRequest(request.output_offset, state, may_stop)
+
+    def _check_length(self, request_id: str, token_ids: npt.NDArray[np.int32]) -> None:
+        if len(token_ids) >= self.info.max_model_tokens:
+            raise InvalidInput(
+                f"request {request_id!r}: a prompt of {len(token_ids)} tokens leaves no room for output, "
+                f"prompt and output together may have {self.info.max_model_tokens} tokens"
+            )
+
+    def submit_planned(
+        self,
+        request_id: str,
+        token_ids: npt.NDArray[np.int32],
+        planned_ids: npt.NDArray[np.int32],
+        claim: Claim | None = None,
+    ) -> None:
+        """`submit` for a simulator: a request that ends after its `planned_ids` and by nothing else. Raises as that."""
+        self._check_new(request_id)
+        self._check_length(request_id, token_ids)
+        left = min(len(planned_ids), self.info.max_model_tokens - len(token_ids))
+        self.scheduler.add(LocalRequest(request_id, token_ids, left, planned_ids=planned_ids[:left], claim=claim))
+        self._live[request_id] = _SimulatedRequest(0, 0, False)
 
     # --- iterations ---------------------------------------------------------------------------------------------------
 
@@ -149,6 +171,24 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
                 del self._live[output.request_id]
         self._ended.clear()  # nobody asks for the chunks of aborted requests
         return outputs
+
+    # --- iterations that are alike ------------------------------------------------------------------------------------
+
+    def steady_steps(self) -> int:
+        """How many iterations to come are alike (`LocalScheduler.steady_steps`); 0 in the middle of a step."""
+        return self.scheduler.steady_steps()
+
+    def steady_ends(self, steps: int, begin_seconds: float, beside_seconds: float, slowness: float) -> list[float]:
+        """When each of them ends, one beginning at the end of the one before; each takes so much beside what its
+        tokens cost, and all of it times `slowness`."""
+        contexts = self.scheduler.steady_contexts()
+        return steady_ends(self._cost_model, contexts, steps, begin_seconds, beside_seconds, slowness)
+
+    def run_steady(self, steps: int) -> None:
+        """So many of them have passed: what `begin_step` and `end_batch` would have done each time."""
+        self.scheduler.run_steady(steps)
+        if steps:
+            self._ended.clear()
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

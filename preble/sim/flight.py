@@ -12,13 +12,15 @@ from .worker import SimWorker
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request on its way: its row, what it asked for, and how much of its answer has come."""
+    """A request on its way: its row, what it asked for, and how much of its answer has come: `emitted` is right after
+    the first token, at the end, and where its worker dies; `emitted_before` came from workers before this one."""
 
     request: PromptRequest
     row: int
     planned_ids: Int32Array
     router: int
     emitted: int = 0
+    emitted_before: int = 0
     worker: SimWorker | None = None
 
     def tokens_so_far(self) -> Int32Array:

@@ -104,6 +104,8 @@ class Simulation:
                 self._timeline.at(request.arrival_seconds, self._arrive, request)
         self._timeline.at(TICK_SECONDS, self._tick)
         self._timeline.run(self._config.until_seconds)
+        for worker in self.workers:
+            worker.settle(self._config.until_seconds)
         if self._progress is not None:
             self._progress(self._ended, len(self._requests), self._timeline.now)
         return self._result()
@@ -162,6 +164,7 @@ class Simulation:
         """Send a request to its worker."""
         row, token_ids, left = flight.row, flight.tokens_so_far(), flight.planned_ids[flight.emitted :]
         flight.worker = self._workers[decision.worker]
+        flight.emitted_before = flight.emitted
         if self._placed[row] < 0:
             self._placed[row] = decision.matched_tokens
         self._worker[row] = flight.worker.number
@@ -188,7 +191,7 @@ class Simulation:
             return
         if worker is not None:
             flight.worker = None
-            worker.engine.abort(request_id)
+            worker.abort(request_id)
             self.routers.schedulers[flight.router].cancel(request_id)
         self._queues[flight.router].ended(request_id)
         self._refuse(flight)
@@ -217,9 +220,11 @@ class Simulation:
         """An iteration has ended: note first and last tokens, and report them to the scheduler."""
         flights, news = self._flights, list[News]()
         for output in outputs:
+            if output.index and output.finish_reason is None:
+                continue  # it is not reported
             request_id = output.request_id
             flight = flights[request_id]
-            flight.emitted += 1
+            flight.emitted = flight.emitted_before + output.index + 1
             if output.index == 0:
                 news.append((flight.router, request_id, output.cached_tokens, None))
                 if flight.emitted == 1:
@@ -302,7 +307,7 @@ class Simulation:
             for scheduler in self.routers.schedulers:
                 scheduler.drain_worker(fault.worker, handover_seconds=fault.handover_seconds)
         elif isinstance(fault, WorkerSlowdown):
-            self._workers[fault.worker].slowness = fault.factor
+            self._workers[fault.worker].slow_down(fault.factor)
         else:
             worker = self._workers[fault.worker]
             worker.die()
@@ -313,6 +318,7 @@ class Simulation:
         del self._workers[worker.name]
         for scheduler in self.routers.schedulers:
             scheduler.remove_worker(worker.name)
+        self._count_emitted(worker)
         for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
@@ -345,8 +351,17 @@ class Simulation:
         _check_order(self._requests, found)
         return dict(found)
 
+    def _count_emitted(self, worker: SimWorker) -> None:
+        """What each request at a worker has got so far."""
+        for request_id, count in worker.output_counts().items():
+            flight = self._flights.get(request_id)
+            if flight is not None and flight.worker is worker:
+                flight.emitted = flight.emitted_before + count
+
     def _result(self) -> Result:
         requests = self._requests
+        for worker in self.workers:
+            self._count_emitted(worker)
         for flight in self._flights.values():
             self._emitted[flight.row] = flight.emitted
         until = self._config.until_seconds
