@@ -28,6 +28,7 @@ COMMANDS = {
     "explain": ("preble.cli.explain", "why requests went where they went, from a file of decision records"),
     "profile": ("preble.cli.profile.program", "measure an engine and fit its cost model"),
     "serve": ("preble.gateway", "serve an OpenAI-compatible HTTP API in front of workers"),
+    "epp": ("preble.cli.epp", "choose servers for an Envoy gateway: an endpoint picker of the Inference Extension"),
     "config": ("preble.cli.config", "print the configuration that `preble serve` would use"),
     "top": ("preble.cli.top", "the fleet behind a gateway, live in the terminal"),
     "attach": ("preble.cli.attach", "what running SGLang and vLLM servers report, and whether they can be followed"),

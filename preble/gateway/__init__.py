@@ -6,6 +6,7 @@ app, middleware      routes; errors, log                     keys, origins      
 shared_limits        limits of several processes together
 api/                 the endpoints and their bodies          text/        text to ids and back, choices, stop strings
 relay/               bodies to servers that run already      migration/   other routers' command lines
+picker/              servers named to other data planes (Envoy's ext_proc)
 core/                what the handlers share                 dashboard/   the live page
 """
 

@@ -1,5 +1,5 @@
-"""Where the gateway listens: a port, in HTTP or HTTPS, and a Unix socket. Owns sockets, the socket's file and its
-permissions, and the certificate.
+"""Where the gateway listens: a port, in HTTP or HTTPS, a Unix socket, and the endpoint picker's port. Owns sockets, the
+socket's file and its permissions, and the certificate.
 
 With several processes the first one has the Unix socket.
 """
@@ -60,6 +60,15 @@ def open_listeners(config: GatewayConfig, slot: ProcessSlot | None) -> list[Gate
     return listeners
 
 
+def open_picker_listener(config: GatewayConfig, slot: ProcessSlot | None) -> GatewayListener | None:
+    """Where data planes ask the endpoint picker: HTTP/2, at a port that all processes share; None where none is asked
+    for. Raises `InvalidConfig`."""
+    if config.picker_port is None:
+        return None
+    tls = None if config.tls_certificate is None else _server_context(config, "h2")
+    return GatewayListener(_listen(config.host, config.picker_port, shared=slot is not None), NETWORK, tls)
+
+
 def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket; `shared` with other processes. Raises `InvalidConfig` if the address cannot be had."""
     try:
@@ -116,10 +125,10 @@ def _clear(path: Path) -> None:
     raise InvalidConfig(f"unix_socket {path}: somebody listens there")
 
 
-def _server_context(config: GatewayConfig) -> ssl.SSLContext:
+def _server_context(config: GatewayConfig, protocol: str = "http/1.1") -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     _load(context, config)
     return context
 

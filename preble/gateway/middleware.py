@@ -10,9 +10,6 @@ for each of its choices.
 from __future__ import annotations
 
 import logging
-import random
-import re
-import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -22,14 +19,15 @@ from starlette.responses import Response
 
 from ..clock import Clock
 from ..errors import PrebleError
-from ..types import NAME_CHARS_MAX, PRIORITIES, is_session_name
 from .access import Access, is_unlogged
 from .api.http import Receive, Send, error_response
 from .core.config import GatewayConfig
 from .core.gateway import Gateway
 from .core.header_fields import headers_of
-from .core.http_errors import ApiError, refusal_of, wrong
+from .core.http_errors import ApiError, refusal_of
 from .core.request_context import RequestContext, now_in
+from .core.request_headers import group_of, request_id_of, timeout_of, urgency_of
+from .core.request_log import CLIENT_GONE, OTHER_ROUTE, note_request
 from .core.sessions import hint_of_headers
 from .core.sibling_processes import from_other_process
 from .core.tracing import hand_on, trace_of
@@ -40,52 +38,6 @@ logger = logging.getLogger("preble.gateway")
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-CLIENT_GONE = 499  # never sent; what the log and the metrics call it
-OTHER = "other"
-# In how many seconds a client gives up that gets nothing; OpenAI's own clients send the second.
-TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
-TIMEOUT_SECONDS_MAX = 1e6
-DEADLINE_HEADER, PRIORITY_HEADER = "x-preble-deadline-seconds", "x-preble-priority"
-GROUP_HEADER = "x-preble-group"  # names the set of samples, all of which are waited for
-_RANDOM = random.Random(secrets.randbits(128))  # of ids, which need to differ and may be guessed
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
-
-
-def _timeout_of(headers: Any) -> float | None:
-    """The time that the headers name, None if none or one that is no time."""
-    given = next((value for name in TIMEOUT_HEADERS if (value := headers.get(name))), "")
-    if not given:
-        return None
-    try:
-        seconds = float(given)
-    except ValueError:
-        return None
-    return seconds if 0.0 < seconds <= TIMEOUT_SECONDS_MAX else None
-
-
-def _urgency_of(headers: Any) -> tuple[float | None, str | None]:
-    """Deadline and class that the headers name. Raises `ApiError` 400 for what is none."""
-    priority, given = headers.get(PRIORITY_HEADER) or None, headers.get(DEADLINE_HEADER)
-    if priority is not None and priority not in PRIORITIES:
-        raise wrong(f"{PRIORITY_HEADER} must be one of {', '.join(PRIORITIES)}", PRIORITY_HEADER)
-    if not given:
-        return None, priority
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= TIMEOUT_SECONDS_MAX:
-        raise wrong(f"{DEADLINE_HEADER} must be a positive number of seconds", DEADLINE_HEADER)
-    return seconds, priority
-
-
-def _group_of(headers: Any) -> str | None:
-    """The set of samples that the headers name. Raises `ApiError` 400 for what is no name."""
-    given: str | None = headers.get(GROUP_HEADER) or None
-    if given is not None and not is_session_name(given):
-        raise wrong(f"{GROUP_HEADER} must be visible ASCII, at most {NAME_CHARS_MAX} characters", GROUP_HEADER)
-    return given
 
 
 class Middleware:
@@ -112,10 +64,9 @@ class Middleware:
             raise NotImplementedError(f"no {scope['type']} here")
         started = self._clock()
         headers = headers_of(scope)
-        given = headers.get("x-request-id", "")
-        context = RequestContext(given if _REQUEST_ID.fullmatch(given) else f"{_RANDOM.getrandbits(96):024x}", started)
+        context = RequestContext(request_id_of(headers), started)
         context.session = hint_of_headers(scope["headers"])
-        context.timeout_seconds = _timeout_of(headers)
+        context.timeout_seconds = timeout_of(headers)
         tracing = None if is_unlogged(scope["path"]) else self._gateway.tracing
         span = None if tracing is None else tracing.begin(headers)
         if tracing is None:
@@ -151,7 +102,7 @@ class Middleware:
             context.settle()
             self._note(scope, context, status, self._clock() - started)
             if tracing is not None:
-                route = getattr(scope.get("route"), "path", OTHER)
+                route = getattr(scope.get("route"), "path", OTHER_ROUTE)
                 tracing.end(span, scope["method"], route, status or CLIENT_GONE, context)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, context: RequestContext, headers: Any) -> None:
@@ -162,8 +113,8 @@ class Middleware:
             await Response(status_code=204)(scope, receive, send)
         else:
             self._access.admit(scope, headers, context)
-            context.deadline_seconds, context.priority = _urgency_of(headers)
-            context.group = _group_of(headers)
+            context.deadline_seconds, context.priority = urgency_of(headers)
+            context.group = group_of(headers)
             if self._request_seconds is None or is_unlogged(path):
                 await self._app(scope, receive, send)
             else:
@@ -176,34 +127,13 @@ class Middleware:
             await error_response(error, scope["path"])(scope, receive, send)
 
     def _note(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", OTHER)
-        self._gateway.metrics.request(route, status or CLIENT_GONE, seconds, context)
-        if is_unlogged(route):
-            return
-        self._gateway.live.answered(status or CLIENT_GONE, context)
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        progress = context.progress
-        first = progress.choices[0] if progress.choices else None
-        line = {
-            "request_id": context.request_id,
-            "method": scope["method"],
-            "route": route,
-            "status": status or CLIENT_GONE,
-            "seconds": round(seconds, 6),
-            "key": context.key_name,
-            "session": context.session.session,
-            "parent_session": context.session.parent,
-            "agent": context.session.agent,
-            "model": context.model,
-            "stream": context.stream,
-            "first_token_seconds": context.first_token_seconds,
-            "choices": len(progress.choices),
-            "prompt_tokens": progress.prompt_tokens,
-            "cached_tokens": progress.cached_tokens,
-            "output_tokens": progress.output_tokens,
-            "worker": "" if first is None else first.worker,
-            "reason": "" if first is None or first.decision is None else first.decision.reason,
-            "finish_reasons": [choice.finish_reason for choice in progress.choices],
-        }
-        logger.info("request", extra={"fields": line})
+        route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+        note_request(
+            self._gateway,
+            context,
+            method=scope["method"],
+            route=route,
+            status=status or CLIENT_GONE,
+            seconds=seconds,
+            logged=not is_unlogged(route),
+        )

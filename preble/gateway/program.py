@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -46,7 +46,7 @@ from .core.config_sources import Loaded
 from .core.config_tables import address_of, options_of
 from .core.doors import PROCESS
 from .core.logs import log_as_json
-from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_ready
+from .core.sibling_processes import GatewayProcesses, ProcessSlot, say_picker, say_ready
 from .keys import name_of
 
 try:
@@ -60,7 +60,7 @@ try:
     from .core.otlp_metrics import OtlpMetrics
     from .core.tracing import Tracing
     from .dashboard.state import RECORDS_PER_SECOND
-    from .listeners import BACKLOG, GatewayListener, open_listeners
+    from .listeners import BACKLOG, GatewayListener, open_listeners, open_picker_listener
     from .middleware import Middleware
     from .proxies import TrustedProxies
     from .shared_limits import SharedLimits
@@ -68,6 +68,9 @@ try:
     from .text.tokenizing import SWITCH_SECONDS, TextCodec, first_difference
 except ImportError as error:
     raise MissingExtra(f"preble serve needs {error.name}: pip install 'preble[gateway]'") from error
+
+if TYPE_CHECKING:
+    from .picker.server import PickerServer
 
 logger = logging.getLogger("preble.gateway")
 
@@ -115,6 +118,7 @@ def _run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: ProcessSlot | None) -> None:
     listeners = open_listeners(config, slot)
+    at_planes = open_picker_listener(config, slot)
     processes = None if slot is None else GatewayProcesses(slot)
     codec = tracing = otlp = None
     try:
@@ -134,7 +138,8 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
             token = _admin_token(config, slot)
             gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
             try:
-                await _run(make_app(gateway, shared=shared), gateway, listeners, load)
+                picker = None if at_planes is None else await _start_picker(gateway, at_planes, slot)
+                await _run(make_app(gateway, shared=shared), gateway, listeners, load, picker)
             finally:
                 gateway.close()
         finally:
@@ -143,7 +148,7 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
                 await siblings.close()
             router.scheduler.close()
     finally:
-        for listener in listeners:
+        for listener in [*listeners, *([] if at_planes is None else [at_planes])]:
             listener.close()
         if codec is not None:
             codec.close()
@@ -152,7 +157,27 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
                 sender.close()
 
 
-async def _run(app: Middleware, gateway: Gateway, listeners: list[GatewayListener], load: Callable[[], Loaded]) -> None:
+async def _start_picker(gateway: Gateway, listener: GatewayListener, slot: ProcessSlot | None) -> PickerServer:
+    """Listen for data planes, and say where. Raises `InvalidConfig`."""
+    from .picker.destinations import check_destinations
+    from .picker.pick import Picker
+    from .picker.server import PickerServer
+
+    check_destinations(_endpoints(gateway.config))
+    picker = PickerServer(Picker(gateway), listener)
+    await picker.start()
+    if slot is None:
+        say_picker(listener.socket.getsockname())
+    return picker
+
+
+async def _run(
+    app: Middleware,
+    gateway: Gateway,
+    listeners: list[GatewayListener],
+    load: Callable[[], Loaded],
+    picker: PickerServer | None = None,
+) -> None:
     config = gateway.config
     limits = ConnectionLimits(config.max_connections, config.max_connections_per_address)
     trusted = TrustedProxies(config.trusted_proxies)
@@ -173,12 +198,16 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[GatewayListene
         connections,
         gateway,
     )
-    reloading = Reloading(gateway, app, load, listeners)
+    reloading = Reloading(gateway, app, load, [*listeners, *([] if picker is None else [picker.listener])])
     showing = asyncio.ensure_future(gateway.live.run())
     loop = asyncio.get_running_loop()
 
+    ending: list[asyncio.Future[None]] = []
+
     def drain() -> None:
         server.should_exit = gateway.draining = True
+        if picker is not None and not ending:
+            ending.append(asyncio.ensure_future(picker.stop(gateway.config.drain_seconds)))
 
     def stop(lame_duck_seconds: float) -> None:
         """Say that there will be no requests soon, then take none. Asked twice: now."""
@@ -197,6 +226,10 @@ async def _run(app: Middleware, gateway: Gateway, listeners: list[GatewayListene
     start_readers()
     _collect_seldom()
     await server.serve(sockets=[])
+    if picker is not None:
+        if not server.force_exit:
+            await asyncio.gather(*ending)
+        await picker.stop(0.0)
     await reloading.close()
     await end_all(showing)
 

@@ -7,7 +7,7 @@ import pytest
 
 from preble import SamplingParams
 from preble.gateway.core.http_errors import ApiError
-from preble.gateway.middleware import _group_of
+from preble.gateway.core.request_headers import group_of
 from preble.gateway.text.choices import ChoiceJob, jobs_for
 
 PROMPTS = [np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32)]
@@ -33,9 +33,9 @@ def test_a_group_that_the_client_names_is_that_of_all_choices(choices: int) -> N
 
 
 def test_the_header_names_a_group_and_what_is_no_name_is_refused() -> None:
-    assert _group_of({}) is None and _group_of({"x-preble-group": ""}) is None
-    assert _group_of({"x-preble-group": "step-7/prompt-3"}) == "step-7/prompt-3"
+    assert group_of({}) is None and group_of({"x-preble-group": ""}) is None
+    assert group_of({"x-preble-group": "step-7/prompt-3"}) == "step-7/prompt-3"
     for wrong in ("two words", "x" * 129, "é"):
         with pytest.raises(ApiError, match="x-preble-group must be") as error:
-            _group_of({"x-preble-group": wrong})
+            group_of({"x-preble-group": wrong})
         assert error.value.status == 400

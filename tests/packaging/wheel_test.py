@@ -29,6 +29,7 @@ BUILT = {".so", ".pyd", ".pyc", ".pyo", ".o", ".a", ".egg", ".whl"}
 EXTRAS = {
     "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.core.metrics, aiohttp",
     "attach": "aiohttp, preble.cli.attach",
+    "epp": "preble.gateway.picker.messages",
     "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "top": "preble.cli.top_screen",
     "bench": "matplotlib, rich, preble.cli.demo.plot, preble.cli.console",
@@ -42,7 +43,7 @@ EXTRAS = {
     "build": "build, auditwheel",
     "dev": "Cython, mypy",
 }
-CHEAP = ("gateway", "attach", "otel", "top", "bench", "mistral")
+CHEAP = ("gateway", "attach", "epp", "otel", "top", "bench", "mistral")
 
 
 def say(text: str) -> None:

@@ -207,7 +207,10 @@ class ScriptedServer:
         lines = head.decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ", 2)
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:-2])}
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if headers.get("transfer-encoding") == "chunked":
+            body = await _chunks(reader)
+        else:
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
         return Call(method, target, headers, body, writer)
 
     async def _say(self, call: Call) -> None:
@@ -239,6 +242,15 @@ class ScriptedServer:
             "/health": b"",
             "/metrics": "\n".join([*cache, "process_start_time_seconds 1.0", ""]).encode(),
         }
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """A body in chunks, without trailers."""
+    parts: list[bytes] = []
+    while size := int(await reader.readline(), 16):
+        parts.append((await reader.readexactly(size + 2))[:-2])
+    await reader.readline()
+    return b"".join(parts)
 
 
 class InOrder(Policy):

@@ -38,6 +38,7 @@ RELOADABLE = frozenset(
         "allowed_origins",
         "host_names",
         "lame_duck_seconds",
+        "picker_fallbacks",
         "request_seconds",
         "rate_limit_per_minute",
         "rate_limit_burst",
@@ -88,6 +89,22 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "no key there, also for operators' paths."
         ),
     ] = None
+    picker_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(
+            description="Port of the endpoint picker (ext_proc over gRPC, docs/endpoint-picker.md) at the same host; "
+            "none unless it is set, 9002 for `preble epp`. Needs `preble[epp]`."
+        ),
+    ] = None
+    picker_fallbacks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=16,
+            description="Further servers that the picker names for a request, for a data plane that takes a list and "
+            "tries the next one.",
+        ),
+    ] = 0
     tls_certificate: Annotated[
         Name | None,
         Meta(description="Certificates (PEM), the gateway's own first: the port speaks HTTPS. SIGHUP reads them anew."),

@@ -176,6 +176,8 @@ def _checked(
         keys=keys_with_secrets(config.keys, environment),
     )
     resolve(config.policy)
+    if config.picker_port == 0 and config.processes > 1:
+        raise InvalidConfig("picker_port: 0 takes a free port, and several processes must share one: name it")
     _check_addresses(config, origins)
     _check_access(config)
     if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):

@@ -119,6 +119,13 @@ def say_ready(address: Sequence[Any], admin_token: str | None = None, *, scheme:
     sys.stdout.flush()
 
 
+def say_picker(address: Sequence[Any]) -> None:
+    """The line on stdout that says where data planes are answered, before the one of requests."""
+    host, port = address[:2]
+    sys.stdout.write(f"PICKER {f'[{host}]' if ':' in host else host}:{port}\n")
+    sys.stdout.flush()
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessAnswer:
     """What process `index` said; `status` None: nothing."""

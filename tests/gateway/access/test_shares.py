@@ -17,7 +17,7 @@ from preble.gateway.core.config_tables import KeyTable
 from preble.gateway.core.gateway import Gateway
 from preble.gateway.core.http_errors import ApiError
 from preble.gateway.core.request_context import RequestContext
-from preble.gateway.middleware import _urgency_of
+from preble.gateway.core.request_headers import urgency_of
 from preble.gateway.program import _flow_config
 
 HEAVY, LIGHT = KeyTable(key="heavy-key", name="heavy", weight=4.0), KeyTable(key="light-key")
@@ -45,11 +45,11 @@ def test_where_no_key_has_one_nobody_waits_by_key() -> None:
 
 
 def test_deadlines_and_classes_are_read_from_headers_and_wrong_ones_refused() -> None:
-    assert _urgency_of({}) == (None, None)
-    assert _urgency_of({"x-preble-deadline-seconds": "1.5", "x-preble-priority": "batch"}) == (1.5, "batch")
+    assert urgency_of({}) == (None, None)
+    assert urgency_of({"x-preble-deadline-seconds": "1.5", "x-preble-priority": "batch"}) == (1.5, "batch")
     for name, value in (("deadline-seconds", "soon"), ("deadline-seconds", "-1"), ("priority", "urgent")):
         with pytest.raises(ApiError, match=f"x-preble-{name} must be") as error:
-            _urgency_of({f"x-preble-{name}": value})
+            urgency_of({f"x-preble-{name}": value})
         assert error.value.status == 400
 
 

@@ -1,0 +1,374 @@
+"""One request of a data plane's: where it goes, and what is learned of its answer. Owns the order of things (read,
+routing key, place, observe, end), the booking, and what is counted; messages are `exchange`'s.
+
+The same parts do the work as where the gateway relays: keys by tokens or by text, the router's placement, the readers
+of usage. But the data plane sends the request: until it says how the server answers, the booking stands; when it ends
+the exchange before the answer has ended, the booking is given back. A server that cannot be reached is the data plane's
+to retry, at the further destinations that it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ...errors import PrebleError, TransportError
+from ...router.placement import Placement
+from ...transport.engine_servers.http_client import TRACE_HEADERS
+from ..api.http import off_loop
+from ..core.byte_budget import ByteShare
+from ..core.gateway import Gateway
+from ..core.header_fields import HeaderFields
+from ..core.http_errors import ApiError, api_error_of, refusal_of, unavailable
+from ..core.models import ServedModel
+from ..core.request_context import RequestContext, now_in
+from ..core.request_headers import group_of, request_id_of, timeout_of, urgency_of
+from ..core.request_log import CLIENT_GONE, OTHER_ROUTE, note_request
+from ..core.sessions import hint_of_headers, with_body
+from ..relay.body import RelayedBody, read_body
+from ..relay.endpoints import ENDPOINTS, POSTS, Endpoint
+from ..relay.form import read_form
+from ..relay.pinned import PinnedAnswers
+from ..relay.progress import RelayProgress, tokens_seen
+from ..relay.routing_key import Mismatches, RoutingKey, routing_key
+from ..relay.usage import UsageReader, usage_reader
+from .destinations import Destinations
+from .messages import Fields
+
+READ_BYTES = 256 << 10  # of a body that is looked over on the loop
+FAILED = frozenset({502, 503, 504})  # the server, or the way to it; it is asked at once whether it lives
+MODEL_HEADER = "x-gateway-model-name"  # set by who reads bodies before us, where none is sent here
+FAIRNESS_HEADER = "x-gateway-inference-fairness-id"  # whose request it is
+_CLOSING_EVENTS = 2  # of a stream behind its last token: the choice's end, and the stream's
+_BY_ID = {tuple(one.path.split("{id}")): one for one in ENDPOINTS if one.by_id}
+
+
+class Picker:
+    """What all requests of one picker share. Belongs to its gateway's loop."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.destinations = Destinations(gateway.router)
+        self.mismatches = Mismatches()
+        self.pinned = PinnedAnswers()
+        self.numbers = itertools.count(1)  # of requests, whose ids clients may repeat
+
+
+class Pick:
+    """One request. After `place`: `destination` is where it goes, `further` where it may go then, `headers` are to be
+    set in it, `body` is what goes on of it, and `is_edited` whether that is another body than came."""
+
+    def __init__(self, picker: Picker, fields: Fields) -> None:
+        self.destination = ""
+        self.further: list[str] = []
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.is_edited = False
+        gateway = self._gateway = picker.gateway
+        self._picker = picker
+        headers = self._headers = HeaderFields(fields)
+        self._method, self._path = headers.get(":method"), headers.get(":path").partition("?")[0]
+        self._endpoint, self._answer_id = endpoint_of(self._method, self._path)
+        context = self._context = RequestContext(request_id_of(headers), gateway.metrics.clock())
+        context.session = hint_of_headers(fields)
+        context.timeout_seconds = timeout_of(headers)
+        self._span: Any = None
+        self._share: ByteShare = gateway.bodies.share()
+        self._is_live = False
+        self._ended = False
+        self._status = 0
+        self._placement: Placement | None = None
+        self._progress: RelayProgress | None = None
+        self._reader: UsageReader | None = None
+        self._asked: dict[str, Any] = {}
+        self._key: RoutingKey
+        self._read: RelayedBody
+        self._events = 0
+        self._removes_usage = False
+
+    # --- the request --------------------------------------------------------------------------------------------------
+
+    def hold(self, total: int) -> None:
+        """So many bytes of its body are here. Raises `ApiError` 413, or 503 where all bodies are too many."""
+        bytes_max = self._gateway.config.max_body_bytes
+        if total > bytes_max:
+            raise ApiError(413, f"the body is larger than {bytes_max} bytes", code="request_too_large")
+        self._share.hold(total)
+
+    async def place(self, data: bytes | None, allowed: Any, *, may_edit: bool, may_remove: bool) -> None:
+        """Find its server. `data`: the body; None where the data plane does not send it. `allowed`: the destinations
+        that it may go to, None for all. `may_edit`: another body may go on; `may_remove`: so may another answer.
+        Raises `PrebleError`; then nothing is booked."""
+        gateway, context = self._gateway, self._context
+        self._admit()
+        now_in(context)
+        if gateway.tracing is not None:
+            self._span = gateway.tracing.begin(self._headers)
+            self.headers.update(TRACE_HEADERS.get())
+        context.deadline_seconds, context.priority = urgency_of(self._headers)
+        context.group = group_of(self._headers)
+        body = self._read = await self._body_of(data)
+        served = await self._model_of(body, data is not None)
+        context.use_model(served.name)
+        context.stream = body.stream
+        if "prompt_cache_key" in body.fields or "user" in body.fields:
+            named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
+            context.session = with_body(context.session, **named)
+        key = self._key = await self._key_of(body, served)
+        exclude = self._exclude(body, served, allowed)
+        self._progress = RelayProgress(gateway, context, key)
+        self._asked = {
+            "namespace": key.namespace,
+            "client": self._headers.get(FAIRNESS_HEADER),
+            "first_token_seconds": gateway.left_seconds(context),
+            **gateway.claim_of(context),
+            "session": context.session or None,
+            "group": context.group,
+            "max_new_tokens": body.max_tokens or None,
+            "streamed": body.stream,
+        }
+        placement = self._placement = await self._placed(exclude)
+        self.destination = self._picker.destinations.of(placement.url)
+        self.further = self._picker.destinations.others(self.destination, exclude, gateway.config.picker_fallbacks)
+        self._edit(data or b"", served, may_edit=may_edit, may_remove=may_remove)
+
+    def _admit(self) -> None:
+        gateway = self._gateway
+        if gateway.draining:
+            raise unavailable("this picker is shutting down", "draining")
+        if gateway.live_choices >= gateway.config.max_live_requests:
+            raise unavailable(f"{gateway.live_choices} requests are live, the bound of this picker", "queue_full")
+        gateway.live_choices += 1
+        self._is_live = True
+
+    async def _body_of(self, data: bytes | None) -> RelayedBody:
+        endpoint = self._endpoint
+        if not data or self._answer_id is not None:
+            return RelayedBody(data or b"", endpoint)
+        read = read_body
+        if endpoint.takes_form:
+            read = partial(read_form, content_type=self._headers.get("content-type"))
+        try:
+            return await off_loop(len(data) if len(data) > READ_BYTES else 0, read, data, endpoint)
+        except ApiError:
+            if endpoint.path:
+                raise
+            return RelayedBody(data, endpoint)  # of what nobody knows, it is no fault
+
+    async def _model_of(self, body: RelayedBody, is_seen: bool) -> ServedModel:
+        models, named = self._gateway.models, self._headers.get(MODEL_HEADER)
+        if self._endpoint.path and self._answer_id is None and is_seen:
+            return await models.get_now(body.model)
+        name = body.model or named or None
+        return models.find(name) or ServedModel("")
+
+    async def _key_of(self, body: RelayedBody, served: ServedModel) -> RoutingKey:
+        gateway = self._gateway
+        began = gateway.metrics.clock()
+        key = await routing_key(
+            body,
+            gateway.codec,
+            model=self._context.model,
+            engine=served.engine,
+            namespace=served.namespace,
+            mismatches=self._picker.mismatches,
+            tokens_max=served.max_model_tokens,
+            events=served.events,
+        )
+        gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
+        gateway.metrics.relayed(self._endpoint.kind, exact=key.exact)
+        return key
+
+    def _exclude(self, body: RelayedBody, served: ServedModel, allowed: Any) -> frozenset[str]:
+        exclude = served.exclude | self._picker.destinations.outside(allowed)
+        keeper = self._picker.pinned.get(self._answer_id or body.previous_response_id)
+        ids = self._gateway.router.fleet.worker_ids
+        return exclude if keeper is None or keeper not in ids else exclude.union(ids) - {keeper}
+
+    async def _placed(self, exclude: frozenset[str]) -> Placement:
+        placement = await self._gateway.router.place(
+            self._key.token_ids,
+            request_id=f"{self._context.request_id}#{next(self._picker.numbers)}",
+            exclude=exclude,
+            **self._asked,
+        )
+        if placement.timer is not None:  # it is on its way, and nobody here can call it back
+            placement.timer.cancel()
+            placement.timer = None
+        return placement
+
+    def _edit(self, data: bytes, served: ServedModel, *, may_edit: bool, may_remove: bool) -> None:
+        """What its server is to be sent beside what came: the rank, its own name of the model, the wish for usage."""
+        placement, body = self._placement, self._read
+        assert placement is not None, "it is placed"
+        changes: dict[str, bytes] = {}
+        if placement.rank is not None:
+            self.headers["x-data-parallel-rank"] = str(placement.rank)
+            if placement.info.engine == "sglang" and self._endpoint.generates:
+                changes["routed_dp_rank"] = b"%d" % placement.rank
+        if served.sent_name is not None and "model" in body.fields:
+            changes["model"] = msgspec.json.encode(served.sent_name)
+        if may_remove:
+            changes |= body.usage_changes()
+        self.is_edited = bool(changes) and may_edit and bool(body.fields)
+        self._removes_usage = self.is_edited and may_remove and bool(body.usage_changes())
+        self.body = body.edited(changes) if self.is_edited else data
+
+    def sent_on(self) -> None:
+        """Its body has gone on; nobody needs it any more."""
+        self.body = b""
+        if self._placement is not None:
+            self._read.forget()
+        self._share.give_back()
+
+    # --- the answer ---------------------------------------------------------------------------------------------------
+
+    def is_elsewhere(self, destination: str) -> bool:
+        """Whether the answer comes from another server than the one where it is booked."""
+        return self._placement is not None and destination != self.destination
+
+    async def follow(self, destination: str) -> None:
+        """Another server than the first has it: book it there."""
+        ids = self._picker.destinations.workers_at(destination)
+        placement = self._placement
+        if placement is None or not ids or placement.worker in ids:
+            return
+        placement.cancel()
+        self._placement = None
+        with contextlib.suppress(PrebleError):  # then it runs there without a booking
+            self._placement = await self._placed(frozenset(self._gateway.router.fleet.worker_ids) - ids)
+
+    def answered(self, fields: Fields) -> None:
+        """The answer's head is here."""
+        headers = HeaderFields(fields)
+        status = headers.get(":status")
+        self._status = int(status) if status.isascii() and status.isdigit() and len(status) == 3 else 0
+        if self._placement is None:
+            return
+        if not 200 <= self._status < 300:
+            self._failed()
+            return
+        self._placed_for_good()
+        is_stream = headers.get("content-type").startswith("text/event-stream")
+        self._context.stream = is_stream
+        if headers.get("content-encoding", "identity") == "identity":
+            self._reader = usage_reader(self._endpoint, is_stream, remove_usage=self._removes_usage)
+
+    def _failed(self) -> None:
+        """The answer is none of a model's."""
+        placement = self._placement
+        if placement is None:
+            return
+        if self._status in FAILED:
+            placement.broke_off(TransportError(f"the data plane got {self._status}"))
+        else:
+            placement.cancel()
+
+    def _placed_for_good(self) -> None:
+        if self._placement is not None and self._progress is not None:
+            self._progress.placed(self._placement)
+
+    def saw(self, part: bytes) -> bytes:
+        """The next bytes of the answer; those that go on."""
+        reader, placement = self._reader, self._placement
+        if reader is None or placement is None:
+            return part
+        placement.saw_output()
+        had = reader.first_token
+        passed = reader.feed(part)
+        self._events += part.count(b"\n\n")
+        if reader.first_token and not had:
+            placement.first_token(self._cached(reader))
+            if self._progress is not None:
+                self._progress.first_token()
+        return passed
+
+    def whole(self) -> bytes:
+        """The answer has ended; what of it was held back."""
+        if self._ended:
+            return b""
+        reader, placement = self._reader, self._placement
+        rest = b"" if reader is None else reader.end()
+        if placement is not None and self._progress is not None and 200 <= self._status < 300:
+            self._finish(reader or usage_reader(self._endpoint, False), placement, self._progress)
+        self._end(self._status)
+        return rest
+
+    def _finish(self, reader: UsageReader, placement: Placement, progress: RelayProgress) -> None:
+        kind = self._endpoint.kind
+        if reader.output_tokens is None and self._context.stream:
+            reader.output_tokens = tokens_seen(kind, reader, max(self._events - _CLOSING_EVENTS, 0))
+        reason = reader.finish_reasons[0] if reader.finish_reasons else "stop"
+        placement.finish(reader.output_tokens or 0, self._cached(reader), reason)
+        progress.finished(reader)
+        if kind == "responses" and reader.answer_id is not None:
+            self._picker.pinned.put(reader.answer_id, placement.worker)
+        is_of_prompt = kind != "generate" or self._read.n == 1
+        if self._picker.mismatches.compare(
+            kind, self._context.model, self._key, reader.prompt_tokens if is_of_prompt else None
+        ):
+            self._gateway.metrics.tokens_differ(kind)
+
+    def _cached(self, reader: UsageReader) -> int | None:
+        decision = self._placement.decision if self._placement is not None else None
+        matched = decision.matched_tokens if decision else 0
+        return self._key.cached(reader.cached_tokens, reader.prompt_tokens, matched)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def refuse(self, error: PrebleError) -> ApiError:
+        """It goes nowhere; the answer that its client gets."""
+        self._context.refused = refusal_of(error)
+        answer = api_error_of(error)
+        self._end(answer.status)
+        return answer
+
+    def close(self, *, observed: bool) -> None:
+        """The data plane has ended the exchange. Where it was still to say more, which it was only if the answer is
+        `observed`, its client has gone. Again it does nothing."""
+        if self._ended:
+            return
+        if not observed and self._status:
+            self.whole()
+            return
+        placement, progress = self._placement, self._progress
+        if placement is not None and progress is not None:
+            self._placed_for_good()
+            reader = self._reader
+            progress.left(reader, 0 if reader is None else tokens_seen(self._endpoint.kind, reader, self._events))
+            placement.cancel()
+        self._end(CLIENT_GONE)
+
+    def _end(self, status: int) -> None:
+        self._ended = True
+        placement = self._placement
+        if placement is not None:
+            placement.cancel()
+        self._share.give_back()
+        gateway = self._gateway
+        if self._is_live:
+            gateway.live_choices -= 1
+        seconds = gateway.metrics.clock() - self._context.started
+        route = self._endpoint.path or OTHER_ROUTE
+        asked = {"method": self._method, "route": route, "status": status or CLIENT_GONE}
+        note_request(gateway, self._context, **asked, seconds=seconds, logged=True)  # type: ignore[arg-type]
+        if self._span is not None and gateway.tracing is not None:
+            gateway.tracing.end(self._span, self._method, route, status or CLIENT_GONE, self._context)
+
+
+def endpoint_of(method: str, path: str) -> tuple[Endpoint, str | None]:
+    """The engines' endpoint of a path, and the id of the answer that it asks for, where it does. One that nobody knows
+    has no path."""
+    found = POSTS.get(path) if method == "POST" else None
+    if found is not None:
+        return found, None
+    for (start, end), endpoint in _BY_ID.items():
+        if method == endpoint.method and path.startswith(start) and path.endswith(end):
+            name = path[len(start) : len(path) - len(end)]
+            if name and "/" not in name:
+                return endpoint, name
+    return Endpoint("", "other"), None
