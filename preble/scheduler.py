@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ._core.token_types import TokenIds
     from ._placement.decision import Decision
     from .scheduling.policy_state import PolicyState
+    from .scheduling.rebalance_planner import SharedPlan
     from .scheduling.rebalancer import Rebalancer, WarmUp
     from .scheduling.recording import Recorder
     from .scheduling.records import DecisionRecord, DecisionRecording
@@ -533,6 +534,29 @@ class GlobalScheduler(RequestApi):
             self._rebalancer.tick(at)
         if self._calibrator is not None:
             self._calibrator.tick(at)
+
+    def shared_plans(self) -> list[SharedPlan]:
+        """Returns the active plans for other schedulers of the same workers (`follow_plans`); none where its policy
+        takes none. Changes nothing. Raises nothing. O(plans x their tokens)."""
+        with self._lock:
+            return [] if self._rebalancer is None else self._rebalancer.shared(self.now())
+
+    def follow_plans(self, plans: Iterable[SharedPlan] | None) -> None:
+        """Carry out `plans`, which another scheduler of the same workers has made and reported, and make none; None:
+        make plans here again, going on with those that are active. Raises nothing. O(prefix groups + plans x their
+        tokens)."""
+        if self._rebalancer is None:
+            return
+        with self._lock:
+            self._rebalancer.leads = plans is None
+            if plans is not None:
+                self._rebalancer.follow(list(plans), self.now())
+
+    @property
+    def plan_changes(self) -> int | None:
+        """Another number whenever an active plan has begun, ended or moved on; None where its policy takes none.
+        O(1)."""
+        return None if self._rebalancer is None else self._rebalancer.changes
 
     def warm_ups(self) -> list[WarmUp]:
         """Returns what plans ask workers to prefill before traffic moves (`SchedulerConfig.warm_up_seconds`): send each

@@ -32,13 +32,14 @@ from ..config import PEER_DELAY_SECONDS, SchedulerConfig
 from ..errors import HandshakeRefused, MissingExtra, PrebleError
 from ..recording import RecordingWriter
 from ..router.fleet import FleetConfig
+from ..router.peer_addresses import PeerAddresses, bound_at
 from ..router.router import Router, RouterConfig
-from ..router.sibling_routers import REPORT_SECONDS, SiblingRouters
+from ..router.sibling_routers import REPORT_SECONDS, PeerDoor, SiblingRouters
 from ..scheduler import GlobalScheduler
 from ..scheduling.flow_control import FlowConfig
 from ..scheduling.records import DecisionRecording
 from ..transport.engine_servers.server_info import ServerOptions
-from ..transport.security import load_client_keys
+from ..transport.security import load_client_keys, load_server_keys
 from ..transport.tasks import end_all
 from ..transport.worker_address import is_server
 from .core.config import GatewayConfig, changes, is_keyless
@@ -130,11 +131,16 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         router = _router(config, metrics, codec, running, slot)
         await _start(router, config, codec)
         _drain_like(router, running or [])
-        siblings = shared = None
+        siblings = shared = looking = None
         try:
             if slot is not None:
                 listeners.append(GatewayListener(slot.listen(), PROCESS))
-                siblings, shared = _siblings(router, slot)
+            if slot is not None or config.peer_bind is not None:
+                siblings = _siblings(router, config, slot)
+                shared = None if slot is None else _shared_limits(router, siblings)
+                siblings.start()
+                peers = PeerAddresses(config.peers, config.processes, siblings.follow)
+                looking = asyncio.ensure_future(peers.run())
             token = _admin_token(config, slot)
             gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
             try:
@@ -143,6 +149,8 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
             finally:
                 gateway.close()
         finally:
+            if looking is not None:
+                await end_all(looking)
             await router.close()
             if siblings is not None:
                 await siblings.close()
@@ -369,7 +377,8 @@ def _scheduler_config(config: GatewayConfig) -> SchedulerConfig:
     """The operator's. Where nothing is said of the peers' delay, it is what processes before servers take."""
     scheduler = config.scheduler
     servers_only = bool(config.servers) or any(is_server(address) for address in config.workers)
-    if config.processes == 1 or not servers_only or scheduler.peer_delay_seconds != PEER_DELAY_SECONDS:
+    near = config.processes > 1 and config.peer_bind is None
+    if not near or not servers_only or scheduler.peer_delay_seconds != PEER_DELAY_SECONDS:
         return scheduler
     return dataclasses.replace(scheduler, peer_delay_seconds=REPORT_SECONDS)
 
@@ -396,15 +405,25 @@ async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None)
             _compare_tokenizers(codec, worker.welcome)
 
 
-def _siblings(router: Router, slot: ProcessSlot) -> tuple[SiblingRouters, SharedLimits]:
-    """The routers of the other processes, which share load before servers from now on, and what all use of limits."""
-    ends = [slot.bookings_endpoint(index) for index in range(slot.count)]
-    own = ends.pop(slot.index)
-    siblings = SiblingRouters(router, own, ends)
+def _siblings(router: Router, config: GatewayConfig, slot: ProcessSlot | None) -> SiblingRouters:
+    """The routers of the other processes and of peers, which share load before servers. Raises `InvalidConfig` for
+    keys that cannot be read."""
+    ends = [] if slot is None else [slot.bookings_endpoint(index) for index in range(slot.count)]
+    own = "" if slot is None else ends.pop(slot.index)
+    door = None
+    if config.peer_bind is not None:
+        endpoint, keys = bound_at(config.peer_bind, 0 if slot is None else slot.index), config.peer_keys
+        door = PeerDoor(endpoint)
+        if keys is not None:
+            door = PeerDoor(endpoint, load_server_keys(keys), load_client_keys(keys))
+    return SiblingRouters(router, own, ends, door=door)
+
+
+def _shared_limits(router: Router, siblings: SiblingRouters) -> SharedLimits:
+    """What all processes use of limits."""
     shared = SharedLimits(router.router_id, siblings.send_note, asyncio.get_running_loop().call_later)
     siblings.on_note, siblings.on_reader = shared.take, shared.came
-    siblings.start()
-    return siblings, shared
+    return shared
 
 
 def _drain_like(router: Router, cards: list[dict[str, Any]]) -> None:

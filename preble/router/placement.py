@@ -91,6 +91,8 @@ class Placement(PlacedRequest):
         self._server: FleetWorker
         self._link: ServerLink
         self._ended = False
+        self._streamed = False  # a token of its stream has come, by whichever attempt
+        self._streams = False  # its link counts it among those that stream
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,13 @@ class Placement(PlacedRequest):
     def saw_output(self) -> None:
         """The server has sent something, so it lives."""
         self._link.saw_output()
+        self._note_stream()
+
+    def _note_stream(self) -> None:
+        """Output of its stream comes from this attempt's server, and more is to come."""
+        if self._streamed and not self._streams and self.attempt is not None:
+            self._streams = True
+            self._link.stream_began()
 
     # --- what becomes of the request ----------------------------------------------------------------------------------
 
@@ -135,6 +144,8 @@ class Placement(PlacedRequest):
         self._stop_timer()
         self._note_cached(cached_tokens)
         self._router.first_token_of(self)
+        self._streamed = self.is_streamed
+        self._note_stream()
 
     def finish(self, output_tokens: int, cached_tokens: int | None = None, reason: str = "stop") -> None:
         """The answer is whole: so many tokens of all its attempts together, or those that were emitted if more."""
@@ -236,6 +247,9 @@ class Placement(PlacedRequest):
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """Leave the place; who sent the request closes its connection."""
         self._server.relayed -= 1
+        if self._streams:
+            self._streams = False
+            self._link.stream_left()
 
     def set_back(self, setback: Setback) -> None:
         """The attempt is over: its server is lost, or `failed` said so."""

@@ -10,6 +10,9 @@ what a `preble worker` would have said: `RequestPlaced`, `RequestPrefilled`, `Re
                       is mended by a snapshot, which is all that runs there. A router's id is made at its start, so
                       another id is another life, and what the earlier one had booked is given back
 
+Namespaces travel without the part that names the worker's model: the first model that a router meets needs no name
+there, and routers meet their workers in different orders. Each puts in its own part (`worker_space`).
+
 Nothing that a sibling says is fatal: it is counted, and changes no more than its own bookings. Not thread-safe.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import DecodeError, Meta, Struct
@@ -99,6 +102,36 @@ def bytes_of(report: Report) -> int:
     return REPORT_BYTES + 4 * len(report.token_ids) + named
 
 
+def relative_to(space: Hashable, namespace: Hashable) -> Hashable:
+    """A namespace without the part `space` of it, which stands in front, or behind the kind of key that it begins
+    with. One that has no such part stays as it is."""
+    if not isinstance(space, tuple) or not isinstance(namespace, tuple):
+        return namespace
+    start = len(namespace) % 2
+    if namespace[start : start + len(space)] != space:
+        return namespace
+    return (*namespace[:start], *namespace[start + len(space) :]) or None
+
+
+def within(space: Hashable, namespace: Hashable) -> Hashable:
+    """The same the other way round: `space` is put in where `relative_to` takes it out."""
+    if not isinstance(space, tuple):
+        return namespace
+    parts = namespace if isinstance(namespace, tuple) else () if namespace is None else (namespace,)
+    start = len(parts) % 2
+    return (*parts[:start], *space, *parts[start:])
+
+
+def _anybody(_: str) -> bool:
+    """Every router's life."""
+    return True
+
+
+def _no_space(_: str) -> Hashable:
+    """Of workers whose namespaces have no part for their model."""
+    return None
+
+
 def _lots(reports: Iterable[Report]) -> Iterator[list[Report]]:
     """Reports in lots that fit a frame."""
     lot: list[Report] = []
@@ -130,7 +163,8 @@ class SharedBookings:
     that it must be taken now.
 
     `is_shared(worker_id)`: whether siblings learn of a worker's requests from us; of others it is the worker that
-    reports. Bounded by the router's live requests, whose token ids are held, not copied.
+    reports. `worker_space(worker_id)`: the part of namespaces that names its model. Bounded by the router's live
+    requests, whose token ids are held, not copied.
     """
 
     def __init__(
@@ -139,8 +173,10 @@ class SharedBookings:
         is_shared: Callable[[str], bool],
         wake: Callable[[bool], object],
         counters: Counter[str],
+        worker_space: Callable[[str], Hashable] = _no_space,
     ) -> None:
         self._router_id = router_id
+        self._worker_space = worker_space
         self._is_shared = is_shared
         self._wake = wake
         self._counters = counters
@@ -160,7 +196,8 @@ class SharedBookings:
         if not self._is_shared(worker_id):
             return
         limit = None if max_new_tokens is None else min(max_new_tokens, INT31)
-        report = RequestPlaced(self._router_id, name, token_ids, namespace, limit)
+        space = relative_to(self._worker_space(worker_id), namespace)
+        report = RequestPlaced(self._router_id, name, token_ids, space, limit)
         try:
             size = bytes_of(report)
         except InvalidInput:
@@ -225,17 +262,26 @@ class SiblingBookings:
     """One sibling. `apply(worker_id, reports)` is a scheduler's: how many were news; raises as `GlobalScheduler.apply`.
 
     `behind`: a snapshot is needed, for nothing is known yet or messages are missing. At most `peers_max` requests are
-    known; what is beyond is counted and not booked.
+    known; what is beyond is counted and not booked. `worker_space(worker_id)`: as `SharedBookings` has it. Messages of
+    a life that `accepts(router_id)` turns away are passed by.
     """
 
     def __init__(
-        self, apply: Callable[[str, Sequence[Report]], int], counters: Counter[str], peers_max: int = PEERS_MAX
+        self,
+        apply: Callable[[str, Sequence[Report]], int],
+        counters: Counter[str],
+        peers_max: int = PEERS_MAX,
+        *,
+        worker_space: Callable[[str], Hashable] = _no_space,
+        accepts: Callable[[str], bool] = _anybody,
     ) -> None:
         self.router_id = ""
         self.behind = True
         self._apply = apply
         self._counters = counters
         self._peers_max = peers_max
+        self._worker_space = worker_space
+        self._accepts = accepts
         self._next_number = 0
         self._peers: dict[str, _Peer] = {}
 
@@ -245,7 +291,7 @@ class SiblingBookings:
     def take(self, data: bytes) -> None:
         """A message of reports has come, in whatever order."""
         message = self._read(data)
-        if message is None:
+        if message is None or not self._accepts(message.router_id):
             return
         if message.router_id != self.router_id:
             self._begin(message.router_id)
@@ -263,7 +309,7 @@ class SiblingBookings:
     def take_snapshot(self, data: bytes) -> None:
         """All that runs there has come. It replaces what was known, unless it is older."""
         message = self._read(data)
-        if message is None:
+        if message is None or not self._accepts(message.router_id):
             return
         if message.router_id != self.router_id:
             self._begin(message.router_id)
@@ -277,14 +323,14 @@ class SiblingBookings:
         self._give_back(before)
 
     def drop(self) -> None:
-        """The sibling is gone, or says nothing: give back what is booked for it."""
+        """The sibling is gone, or says nothing: give back what is booked for it, and know it no more."""
         self._give_back(list(self._peers))
-        self.behind = True
+        self.router_id, self._next_number, self.behind = "", 0, True
 
     def _begin(self, router_id: str) -> None:
         """Another life."""
         self.drop()
-        self.router_id, self._next_number = router_id, 0
+        self.router_id = router_id
 
     def _read(self, data: bytes) -> SiblingMessage | None:
         try:
@@ -310,6 +356,9 @@ class SiblingBookings:
     def _book(self, worker_id: str, report: Report) -> None:
         name = report.request_id
         if isinstance(report, RequestPlaced):
+            space = self._worker_space(worker_id)
+            if space is not None:
+                report = replace(report, namespace=within(space, report.namespace))
             if self._say(worker_id, report):
                 self._peers[name] = _Peer(worker_id)
             return

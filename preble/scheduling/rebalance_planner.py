@@ -25,6 +25,7 @@ DOUBLED = 2.0  # waits of this half of the window over the half before
 WAIT_SECONDS_MIN = 0.5  # shorter ones may double as they like
 OVERFULL = 1.5  # times its part of the children's load, beyond which a worker gives some away
 UNDERFULL = 0.5  # times its part, below which it is given some
+SHARED_MAX = 128  # plans that are carried out for another scheduler
 WAIT_LOAD = 1 / 3  # of its worker, that a prefix whose waits have doubled must take to be the reason
 
 
@@ -97,6 +98,24 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Its fields. The namespace is the user's own object and is not copied, as `dataclasses.asdict` would."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+class SharedPlan(NamedTuple):
+    """An active plan as schedulers of the same workers report it to each other: one makes it, all carry it out. The
+    prefix by its tokens, times as ages, for nodes and clocks are each scheduler's own. `holders`: of a copy, the
+    workers that served the prefix before it. `expires_in_seconds`: None for a copy."""
+
+    kind: str
+    namespace: Hashable
+    token_ids: Sequence[int]
+    from_worker: str
+    to_worker: str
+    reason: str
+    saved_seconds: float
+    age_seconds: float
+    expires_in_seconds: float | None
+    is_active: bool
+    holders: tuple[str, ...] = ()
 
 
 # --- rebalancing ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ and their counts; what to plan is computed by `rebalance_planner.py`, what decis
 `tick` looks, proposes, and books what was proposed, each in short holds of the scheduler's lock. Decisions read one
 table (`_placement/redirects.pyx`), which is empty while nothing is planned. docs/policies.md explains it to operators,
 docs/experiments/rebalancing.md how plans are found.
+
+Of several schedulers before the same workers one `leads`: it makes plans, the others `follow` them. Where the children
+of a copied prefix go each works out from the requests of all, which it has booked.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from .rebalance_planner import (
     GROW_LOAD,
     REBALANCE,
     REPLICA,
+    SHARED_MAX,
     Group,
     Load,
     Move,
     Plan,
     Proposal,
+    SharedPlan,
     by_node,
     homes_of,
     is_satisfied,
@@ -128,6 +133,8 @@ class Rebalancer:
         self._numbers = 0
         self._ticked_at = -math.inf
         self._ticking = False
+        self.leads = True  # else it carries out what another scheduler plans
+        self.changes = 0  # of active plans
         core.groups.start()
 
     # --- once a second ------------------------------------------------------------------------------------------------
@@ -144,9 +151,10 @@ class Rebalancer:
                 loads, lasting = self._loads(now)
             groups = counted_groups(self._core, now, LOAD_MIN)
             with lock:
-                changed = self._end_finished(groups, loads, now)
-            changed |= self._grow(groups, loads, now)
-            changed |= self._move(groups, lasting, now)
+                changed = self._end_finished(groups, loads, now) if self.leads else self._end_forgotten(now)
+            if self.leads:
+                changed |= self._grow(groups, loads, now)
+                changed |= self._move(groups, lasting, now)
             if changed or self._copied:
                 self._settle_children(groups, {load.worker for load in loads if load.eligible}, now)
                 with lock:
@@ -262,6 +270,7 @@ class Rebalancer:
             state="warming" if self._warm_up_seconds else "active",
         )
         self._works[plan.id] = Work(plan, group, proposal.target)
+        self.changes += 1
         self._made[plan.kind] += 1
         if plan.kind == REPLICA:
             copied = self._copied.setdefault(group.node, ReplicatedPrefix(group, sorted(holders)))
@@ -322,6 +331,7 @@ class Rebalancer:
 
     def _end(self, work: Work, why: str, now: float) -> None:
         del self._works[work.plan.id]
+        self.changes += 1
         self._ended.append(replace(work.plan, state="ended", ended_at=now, why=why))
         self._why_ended[why] += 1
         copied = self._copied.get(work.group.node)
@@ -344,6 +354,89 @@ class Rebalancer:
         self._lasting.pop(index, None)
         self.publish()
 
+    # --- one plans, the others follow ---------------------------------------------------------------------------------
+
+    def shared(self, now: float) -> list[SharedPlan]:
+        """The active plans, oldest first, for schedulers that follow."""
+        core, found = self._core, []
+        for work in self._works.values():
+            plan, group = work.plan, work.group
+            if not core.groups.lives(group.node, group.generation):
+                continue
+            namespace, token_ids = core.groups.prefix(group.node)
+            others = self._served_before(group.node) if plan.kind == REPLICA else []
+            found.append(
+                SharedPlan(
+                    *(plan.kind, namespace, token_ids, plan.from_worker, plan.to_worker),
+                    *(plan.reason, plan.saved_seconds, now - plan.made_at),
+                    None if plan.expires_at is None else plan.expires_at - now,
+                    plan.state == "active",
+                    tuple(name for target in others if (name := core.names[target]) is not None),
+                )
+            )
+        return found
+
+    def _served_before(self, node: int) -> list[int]:
+        """The workers of a copied prefix that no plan leads to."""
+        copied = self._copied.get(node)
+        planned = {work.target for work in self._works.values() if work.group.node == node}
+        return [] if copied is None else [target for target in copied.targets if target not in planned]
+
+    def follow(self, plans: Sequence[SharedPlan], now: float) -> None:
+        """Carry out these plans, the first `SHARED_MAX` of them, and no others. One whose prefix or workers are not
+        known here waits for the next call; one that is not among them any more has ended."""
+        groups = [Group._make(row) for row in self._core.groups.rows(0, SHARES, now, 0.0)]
+        followed = list(self._works.values())
+        kept = set()
+        for plan in plans[:SHARED_MAX]:
+            known = (w for w in followed if (w.plan.kind, w.plan.to_worker) == (plan.kind, plan.to_worker))
+            work = next((w for w in known if self._is_prefix(w.group, plan)), None) or self._take_on(plan, groups, now)
+            if work is not None:
+                kept.add(work.plan.id)
+                if plan.is_active:
+                    self.warmed(work.plan.id)
+        for work in list(self._works.values()):
+            if work.plan.id not in kept:
+                self._end(work, "it ended where it was made", now)
+        self.publish()
+
+    def _is_prefix(self, group: Group, plan: SharedPlan) -> bool:
+        """Whether a plan is about the prefix of a group."""
+        if group.prefix_tokens != len(plan.token_ids) or not self._core.groups.lives(group.node, group.generation):
+            return False
+        namespace, token_ids = self._core.groups.prefix(group.node)
+        return bool(namespace == plan.namespace and list(token_ids) == list(plan.token_ids))
+
+    def _take_on(self, shared: SharedPlan, groups: Sequence[Group], now: float) -> Work | None:
+        """Begin with a plan, if its prefix is counted here and its workers are."""
+        index = {name: number for number, name in enumerate(self._core.names) if name is not None}
+        source = index.get(shared.from_worker)
+        if source is None or shared.to_worker not in index:
+            return None
+        of_node = {group.node: group for group in groups if group.prefix_tokens == len(shared.token_ids)}
+        of_node |= {group.node: group for group in groups if group.node in of_node and group.worker == source}
+        group = next((group for group in of_node.values() if self._is_prefix(group, shared)), None)
+        if group is None:
+            return None
+        group = group._replace(worker=source)
+        holders = [index[name] for name in shared.holders if name in index]
+        proposal = Proposal(shared.kind, group, index[shared.to_worker], shared.reason, shared.saved_seconds)
+        plan = self.begin(proposal, now, holders)
+        if plan is None:
+            return None
+        work = self._works[plan.id]
+        left = shared.expires_in_seconds
+        work.plan = replace(plan, made_at=now - shared.age_seconds, expires_at=None if left is None else now + left)
+        work.asked = True  # whoever made the plan asks for its warm-up
+        return work
+
+    def _end_forgotten(self, now: float) -> bool:
+        """Of plans that are followed, end those whose prefix has gone here."""
+        gone = [w for w in self._works.values() if not self._core.groups.lives(w.group.node, w.group.generation)]
+        for work in gone:
+            self._end(work, "the prefix was forgotten", now)
+        return bool(gone)
+
     # --- warming up ---------------------------------------------------------------------------------------------------
 
     def warm_ups(self) -> list[WarmUp]:
@@ -363,6 +456,7 @@ class Rebalancer:
         if work is None or work.plan.state != "warming":
             return False
         work.plan = replace(work.plan, state="active")
+        self.changes += 1
         if work.plan.kind == REPLICA and work.group.node in self._copied:
             self._copied[work.group.node].targets.append(work.target)
         self.publish()

@@ -129,6 +129,8 @@ class SimConfig:
     sampling, detokenising), once and for each request in its batch.
     network_seconds: from router to worker; events of a worker reach the router `event_delay_seconds` after they
     happen, and a share of `event_loss` of its batches of cache events never does.
+    peer_delay_seconds: routers before attached servers report their requests to each other, so much later than each
+    knows of its own; None: it is the workers that report, with their events.
     engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is given.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
@@ -148,6 +150,7 @@ class SimConfig:
     network_seconds: float = 0.0
     event_delay_seconds: float = 0.0
     event_loss: float = 0.0
+    peer_delay_seconds: float | None = None
     engine_cost_models: Mapping[str, str | CostModel] = field(default_factory=dict, hash=False)
     faults: tuple[Fault, ...] = ()
     flow: FlowConfig | None = None
@@ -158,6 +161,8 @@ class SimConfig:
         check_int("SimConfig.routers", self.routers, 1, 1024)
         for name in ("step_seconds", "step_seconds_per_request", "network_seconds", "event_delay_seconds"):
             check_seconds(f"SimConfig.{name}", getattr(self, name))
+        if self.peer_delay_seconds is not None:
+            check_seconds("SimConfig.peer_delay_seconds", self.peer_delay_seconds)
         check_seconds("SimConfig.event_loss", self.event_loss)
         if self.event_loss > 1.0:
             raise InvalidConfig(f"SimConfig.event_loss must be in [0, 1], got {self.event_loss!r}")

@@ -3,6 +3,9 @@ and what each learns: of its own requests as by the workers' answers, of the oth
 
     request --> one of the routers, by chance --> worker
                       all of them  <-- event_delay_seconds -- placed, prefilled, ended; evictions
+
+Before attached servers, which report evictions only, the routers report to each other, `peer_delay_seconds` later than
+they know themselves.
 """
 
 from __future__ import annotations
@@ -49,12 +52,25 @@ class SimRouters:
 
     def report(self, worker: str, news: Iterable[News]) -> None:
         """Tokens have come from a worker: each router learns of all, of its own requests by their answers."""
+        for item in news:
+            self.report_own((item,))
+            self.report_others((worker, (item,)))
+
+    def report_own(self, news: Iterable[News]) -> None:
+        """Each router learns of its own requests."""
         for router, request_id, cached_tokens, output_tokens in news:
             if output_tokens is not None:
                 self.schedulers[router].finish(request_id, output_tokens=output_tokens)
-                self._report_to_others(worker, router, RequestEnded(str(router), request_id, output_tokens))
             else:
                 self.schedulers[router].first_token(request_id, cached_tokens=cached_tokens)
+
+    def report_others(self, reported: tuple[str, Iterable[News]]) -> None:
+        """And of the others', by the worker they are on."""
+        worker, news = reported
+        for router, request_id, cached_tokens, output_tokens in news:
+            if output_tokens is not None:
+                self._report_to_others(worker, router, RequestEnded(str(router), request_id, output_tokens))
+            else:
                 self._report_to_others(worker, router, RequestPrefilled(str(router), request_id, cached_tokens))
 
     def _report_to_others(self, worker: str, router: int, event: CacheEvent) -> None:

@@ -182,7 +182,9 @@ class Simulation:
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
-            self._later(self._config.event_delay_seconds, self.routers.report_placed, placed)
+            peers = self._config.peer_delay_seconds
+            delay = self._config.event_delay_seconds if peers is None else peers
+            self._later(delay, self.routers.report_placed, placed)
 
     def _give_up(self, flight: Flight) -> None:
         """A request's deadline is over: without a first token it is given up, also at its worker, as by `Router`."""
@@ -261,7 +263,11 @@ class Simulation:
         """The scheduler learns of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
         worker, news, events = reported
         true = [item for item in news if self._is_true(item, worker)]
-        self.routers.report(worker.name, true)
+        if self._config.peer_delay_seconds is None:
+            self.routers.report(worker.name, true)
+        else:
+            self.routers.report_own(true)
+            self._later(self._config.peer_delay_seconds, self.routers.report_others, (worker.name, true))
         if events and self._workers.get(worker.name) is worker:
             for scheduler in self.routers.schedulers:
                 scheduler.apply(worker.name, events)

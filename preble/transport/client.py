@@ -55,10 +55,14 @@ _EVENTS_FRAME = frozenset({wire.Events})
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """Times and bounds of a link, in seconds, frames and bytes. Raises `InvalidConfig` naming the field."""
+    """Times and bounds of a link, in seconds, frames and bytes. Raises `InvalidConfig` naming the field.
+
+    `hung_after_seconds` is of servers that are attached (`engine_servers.watch`).
+    """
 
     heartbeat_seconds: float = 0.5
     suspect_after_seconds: float = 3.0
+    hung_after_seconds: float = 1.25
     stalled_after_seconds: float = 120.0
     give_up_seconds: float = 30.0
     handshake_seconds: float = 5.0

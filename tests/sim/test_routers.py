@@ -56,6 +56,20 @@ def test_many_routers_find_about_as_much_cached_as_one() -> None:
     assert eight > 0.97 * one
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.5])
+def test_routers_before_attached_servers_learn_of_each_other_by_their_own_reports(delay: float) -> None:
+    run = Simulation(workload(), settings(routers=5, peer_delay_seconds=delay), None)
+    result = run.run()
+    assert result.summary().finished == 400
+    for scheduler in run.routers.schedulers:
+        stats = scheduler.stats()
+        assert stats["scheduled"] + stats["peer_requests"] == 400
+        assert stats["live_requests"] == stats["peer_events_ignored"] == 0
+        scheduler.check()
+    one = sim.simulate(workload(), settings()).summary().hit_fraction
+    assert delay > 0.05 or result.summary().hit_fraction > 0.97 * one
+
+
 def test_blind_routers_would_find_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the mirror is worth: without it, each router knows its own requests only."""
     told = sim.simulate(workload(), settings(routers=6)).summary()
@@ -83,3 +97,9 @@ def test_workers_may_die_join_and_leave_under_several_routers() -> None:
 def test_a_wrong_number_of_routers_is_refused(routers: object) -> None:
     with pytest.raises(InvalidConfig, match="routers"):
         settings(routers=routers)
+
+
+@pytest.mark.parametrize("delay", [-1.0, float("nan"), float("inf"), "soon"])
+def test_a_wrong_delay_between_routers_is_refused(delay: object) -> None:
+    with pytest.raises(InvalidConfig, match="peer_delay_seconds"):
+        settings(peer_delay_seconds=delay)

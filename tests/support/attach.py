@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -122,7 +123,8 @@ class FakeServer:
     """An SGLang ("sglang") or vLLM ("vllm") server on the test's own loop; it answers what the simulated engine would.
 
     It caches whole blocks, publishes them as its engine does and counts hits by them, each rank for itself. `on_token`,
-    when given, is asked before each output token: what it returns is sent instead. `awake` cleared, it answers nobody.
+    when given, is asked before each output token: what it returns is sent instead. `awake` cleared, it answers nobody;
+    `freeze` hangs its engine only.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class FakeServer:
         api_key: str = "",
         life: int = 1,
         port: int = 0,
+        host: str = "127.0.0.1",
         publishers: Sequence[FakePublisher] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -144,9 +147,15 @@ class FakeServer:
         self.api_key = api_key
         self.life = life
         self.port = port
+        self.host = host
         self.publishers = publishers if publishers is not None else consecutive_publishers(ranks)
         self.awake = asyncio.Event()
         self.awake.set()
+        self.works = asyncio.Event()
+        self.works.set()
+        self.tokens_made = 0
+        self._frozen_text = ""
+        self._held_port: socket.socket | None = None
         self.on_token: Callable[[int], bytes | None] | None = None
         self.pause_seconds = 0.0
         self.lie_tokens = 0
@@ -161,26 +170,46 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
 
     async def start(self) -> FakeServer:
+        self.let_go()
         app = web.Application(middlewares=[self._meet], client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls)
+        site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self.tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self
 
-    async def kill(self) -> None:
-        """Drop every connection and close the port."""
+    async def kill(self, *, keep_port: bool = False) -> None:
+        """Drop every connection and close the port. With `keep_port` nobody else gets it until `let_go` or the next
+        `kill`: on a busy machine another test's socket has it within milliseconds, and is taken for this server."""
         runner, self._runner = self._runner, None
+        self.let_go()
         if runner is not None:
             await runner.cleanup()
+            self._held_port = hold(self.host, self.port) if keep_port else None
         for publisher in self.publishers:
             await publisher.close()
         self.publishers = ()
+
+    def let_go(self) -> None:
+        """Give the port of a killed server to whoever wants it, such as its successor."""
+        held, self._held_port = self._held_port, None
+        if held is not None:
+            held.close()
+
+    def freeze(self) -> None:
+        """The engine makes no token any more, and what the server says of it stays what it was."""
+        self._frozen_text = self._metrics_text()
+        self.works.clear()
+
+    def thaw(self) -> None:
+        """It goes on."""
+        self._frozen_text = ""
+        self.works.set()
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -231,14 +260,18 @@ class FakeServer:
         return web.Response()
 
     async def _vllm_metrics(self, _: web.Request) -> Any:
+        return web.Response(text=self._frozen_text or self._metrics_text())
+
+    def _metrics_text(self) -> str:
         lines = ["# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig"]
         for rank in range(self.ranks):
             cache = f'block_size="{BLOCK}",cache_dtype="auto",engine="{rank}",num_gpu_blocks="12500"'
             lines.append(f"vllm:cache_config_info{{{cache}}} 1.0")
             for name in ("running", "waiting"):
                 lines.append(f'vllm:num_requests_{name}{{engine="{rank}",model_name="tiny"}} {float(self.running)}')
+            lines.append(f'vllm:generation_tokens_total{{engine="{rank}",model_name="tiny"}} {float(self.tokens_made)}')
         lines.append(f"process_start_time_seconds {1.7e9 + self.life}")
-        return web.Response(text="\n".join(lines) + "\n")
+        return "\n".join(lines) + "\n"
 
     async def _vllm_kv_event_sources(self, _: web.Request) -> Any:
         return {
@@ -295,6 +328,8 @@ class FakeServer:
             tokens: list[int] = []
             for token in expected_tokens(prompt, count):
                 instead = self.on_token(len(tokens)) if self.on_token is not None else None
+                await self.works.wait()
+                self.tokens_made += 1
                 tokens.append(token)
                 await response.write(instead or b"data: " + json.dumps(line(tokens, cached)).encode() + b"\n\n")
                 await asyncio.sleep(self.pause_seconds)
@@ -328,6 +363,19 @@ class FakeServer:
                 event = {"type": "BlockStored", **fields, "token_ids": list(prefix[-BLOCK:]), "lora_id": None}
                 await self.publishers[rank].publish(batch(1000.0 * self.life + len(known), event))
             parent = known[prefix]
+
+
+def hold(host: str, port: int) -> socket.socket | None:
+    """Keep a port without listening there; None where somebody has it already."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of its last owner may linger
+    try:
+        held.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # whoever comes next shares it with nobody
+    except OSError:
+        held.close()
+        return None
+    return held
 
 
 def consecutive_publishers(count: int) -> list[FakePublisher]:

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,14 @@ def swap_letters(directory: Path, one: str, other: str) -> Path:
 
 
 class GatewayProcess:
-    """`preble serve ARGS...` on a free port, as a process. Ready when constructed."""
+    """`preble serve ARGS...` on a free port, as a process. Ready when constructed. `prefix`: words before its
+    command."""
 
-    def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "preble.cli", "serve", "--port", "0", "--lame-duck-seconds", "0", *arguments]
+    def __init__(
+        self, *arguments: str, log: Path, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        command = [*prefix, sys.executable, "-m", "preble.cli", "serve", "--port", "0", "--lame-duck-seconds", "0"]
+        command += arguments
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         self.log = log
         with log.open("w") as errors:

@@ -35,7 +35,13 @@ HANG_SECONDS = 30.0
 
 # Small times, so that tests see hours of a fleet's life in seconds. Only stories about hanging workers may call one
 # quiet soon: on a busy machine any process is silent for half a second now and then.
-FAST_LINK = LinkConfig(heartbeat_seconds=0.05, suspect_after_seconds=10.0, give_up_seconds=20.0, handshake_seconds=2.0)
+FAST_LINK = LinkConfig(
+    heartbeat_seconds=0.05,
+    suspect_after_seconds=10.0,
+    hung_after_seconds=10.0,
+    give_up_seconds=20.0,
+    handshake_seconds=2.0,
+)
 FAST_FLEET = FleetConfig(FAST_LINK, reconnect_min_seconds=0.02, reconnect_max_seconds=0.1, forget_after_seconds=30.0)
 FAST = RouterConfig(FAST_FLEET, resume_seconds=15.0, retry_full_seconds=0.05, connect_seconds=15.0, tick_seconds=0.05)
 

@@ -78,6 +78,24 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     curve_keys: Annotated[
         Name | None, Meta(description="Directory of the CURVE keys for workers, made by `preble keygen`.")
     ] = None
+    peers: Annotated[
+        list[Name],
+        Meta(
+            description="Other gateways before the same servers, tcp://HOST:PORT of their `peer_bind`: they report "
+            "their requests to each other. A name stands for all its addresses, and is looked up again every 5 s."
+        ),
+    ] = []
+    peer_bind: Annotated[
+        Name | None,
+        Meta(
+            description="Where `peers` find this gateway, tcp://HOST:PORT; process N of several listens N ports "
+            "further. Beyond loopback it needs `peer_keys` or `insecure`."
+        ),
+    ] = None
+    peer_keys: Annotated[
+        Name | None,
+        Meta(description="Directory of the CURVE keys of gateways for each other, by `preble keygen`: one for all."),
+    ] = None
     host: Annotated[
         Name, Meta(description="Address to listen on; one beyond loopback needs `api_keys` or `insecure`.")
     ] = "127.0.0.1"
@@ -144,7 +162,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_keys: Annotated[
         list[Key], Meta(description="Keys that may change and look at the fleet, too, beside what `api_keys` may.")
     ] = []
-    insecure: Annotated[bool, Meta(description="Allow a `host` beyond loopback without keys.")] = False
+    insecure: Annotated[bool, Meta(description="Allow a `host` or `peer_bind` beyond loopback without keys.")] = False
     host_names: Annotated[
         list[Name],
         Meta(
@@ -304,7 +322,7 @@ FIELDS: tuple[FieldPath, ...] = (
     *(("scheduler", one.name) for one in dataclasses.fields(SchedulerConfig)),
 )
 LISTS = frozenset(
-    {"workers", "model_names", "api_keys", "admin_keys", "host_names", "allowed_origins", "trusted_proxies"}
+    {"workers", "peers", "model_names", "api_keys", "admin_keys", "host_names", "allowed_origins", "trusted_proxies"}
 )
 
 

@@ -24,6 +24,7 @@ import msgspec
 
 from ...errors import InvalidConfig, InvalidInput, MissingExtra
 from ...policies.base import resolve
+from ...router.peer_addresses import check_peers
 from ...transport.security import is_loopback
 from ...transport.worker_address import check_worker_address
 from ..migration.counterparts import ALL
@@ -180,6 +181,13 @@ def _checked(
         raise InvalidConfig("picker_port: 0 takes a free port, and several processes must share one: name it")
     _check_addresses(config, origins)
     _check_access(config)
+    check_peers(
+        config.peers,
+        config.peer_bind,
+        processes=config.processes,
+        has_keys=config.peer_keys is not None,
+        insecure=config.insecure,
+    )
     if not config.insecure and is_keyless(config) and not is_loopback(f"tcp://{config.host}:0"):
         raise InvalidConfig(
             f"host {config.host} is not loopback and there are no api_keys: anyone could use the workers. "

@@ -187,14 +187,14 @@ def _router_families(router: Mapping[str, Any], gateway: Mapping[str, Any]) -> l
 
 
 def _sibling_families(siblings: Mapping[str, Any]) -> list[Family]:
-    """What the routers of several processes report to each other."""
+    """What the routers of several processes, and of peers, report to each other."""
     reports = [((what,), siblings.get(what, 0)) for what in SIBLING_REPORTS]
     text = (
-        "Reports of requests between the routers of several processes: sent, received; lost, doubled, malformed "
-        "messages; snapshots; bookings given_back because a process was restarted or silent; not booked: "
+        "Reports of requests between the routers of several processes and peers: sent, received; lost, doubled, "
+        "malformed messages; snapshots; bookings given_back because one was restarted or silent; not booked: "
         "unknown_worker, refused, over_bound, left_out"
     )
     return [
         _labelled(CounterMetricFamily, "sibling_reports", text, ("what",), reports),
-        _level("siblings_connected", "Other processes whose reports come", siblings.get("connected", 0)),
+        _level("siblings_connected", "Other processes and peers whose reports come", siblings.get("connected", 0)),
     ]

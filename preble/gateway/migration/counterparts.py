@@ -247,7 +247,8 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
         Counterpart(
             "--worker-stall-secs --worker-wedge-secs --worker-stale-secs",
             "",
-            "`stalled_after_seconds` is a stream's silence; a server's own is noticed by its heartbeats",
+            "a hung server, or engine, is noticed within 2 s, or by what is usual there; `stalled_after_seconds` is "
+            "one stream's silence",
             (SMG,),
         ),
         Counterpart(
@@ -351,7 +352,8 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
             "--enable-mesh! --mesh-server-name --mesh-host --mesh-advertise-host --mesh-port --mesh-peer-urls* "
             "--mesh-tls-ca-cert --mesh-tls-cert --mesh-tls-key",
             "",
-            "before our own workers gateways agree through them; before servers only `processes` of one machine do",
+            "`peers`, `peer_bind` and `peer_keys` do that before servers, with addresses and keys of their own; before "
+            "our own workers gateways agree through them",
             (SMG,),
         ),
     ),

@@ -62,10 +62,11 @@ if TYPE_CHECKING:
 # Headers that name the trace of what a task does; sent along with its requests.
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 
-_INT31 = 2**31 - 1
+_INT31, _INT63 = 2**31 - 1, 2**63 - 1
 _METRICS_PATH = "/metrics"
 _JSON_BYTES_MAX = 1 << 20  # of an answer that is no text of metrics
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+_DONE = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _LOADS: tuple[str, ...] = (  # in the order of LoadReport's fields
     *("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "dp_rank"),
     "num_waiting_uncached_tokens",
@@ -93,16 +94,19 @@ class EngineServer:
         check_worker_address(url)
         self.url = url.rstrip("/")
         self.options = options or ServerOptions()
+        self.connections = 0  # that were made for questions; one more: the server, or something before it, closed one
         self._known: ServerInfo | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._questions: aiohttp.ClientSession | None = None  # apart, so that its connections are only asked by
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Close every connection; streams still read end with `TransportError`. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions, self._session, self._questions = (self._session, self._questions), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     async def __aenter__(self) -> EngineServer:
         return self
@@ -112,21 +116,33 @@ class EngineServer:
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
-            client = _aiohttp()
-            # Compressed, a body's size would say nothing of what becomes of it; it is not asked for, and not undone.
-            headers = {"Accept-Encoding": "identity"}
-            if self.options.api_key:
-                headers["Authorization"] = f"Bearer {self.options.api_key}"
-            # Requests are bounded by their owner, and a health question must never wait behind streams.
-            timeout = client.ClientTimeout(total=None, sock_connect=self.options.answer_seconds)
-            tls = client_context(self.options.ca_file) if self.url.startswith("https") else True
-            self._session = client.ClientSession(
-                connector=client.TCPConnector(limit=0, ssl=tls),
-                headers=headers,
-                timeout=timeout,
-                auto_decompress=False,
-            )
+            self._session = self._new_session()
         return self._session
+
+    def _asked_by(self) -> aiohttp.ClientSession:
+        if self._questions is None or self._questions.closed:
+            trace = _aiohttp().TraceConfig()
+            trace.on_connection_create_end.append(self._count_connection)
+            self._questions = self._new_session(trace_configs=[trace])
+        return self._questions
+
+    async def _count_connection(self, *_: object) -> None:
+        self.connections += 1
+
+    def _new_session(self, **more: Any) -> aiohttp.ClientSession:
+        client = _aiohttp()
+        # Compressed, a body's size would say nothing of what becomes of it; it is not asked for, and not undone.
+        headers = {"Accept-Encoding": "identity"}
+        if self.options.api_key:
+            headers["Authorization"] = f"Bearer {self.options.api_key}"
+        # Requests are bounded by their owner, and a health question must never wait behind streams.
+        timeout = client.ClientTimeout(total=None, sock_connect=self.options.answer_seconds)
+        tls = client_context(self.options.ca_file) if self.url.startswith("https") else True
+        connector = client.TCPConnector(limit=0, ssl=tls)
+        session: aiohttp.ClientSession = client.ClientSession(
+            connector=connector, headers=headers, timeout=timeout, auto_decompress=False, **more
+        )
+        return session
 
     # --- server info --------------------------------------------------------------------------------------------------
 
@@ -261,7 +277,7 @@ class EngineServer:
         there closing the stream is all."""
         info = await self._engine()
         if info.engine == "sglang":
-            await self._ask("POST", "/abort_request", {"rid": request_id})
+            await self._ask(self._http(), "POST", "/abort_request", {"rid": request_id})
 
     async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The data lines of a stream of server-sent events, without `data:`; the one that says done ends them."""
@@ -293,19 +309,19 @@ class EngineServer:
     # --- small questions ----------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        return await self._ask("GET", path, None)
+        return await self._ask(self._asked_by(), "GET", path, None)
 
     async def _get_json(self, path: str) -> Any:
         """The answer, None if there is none at this path."""
         status, body = await self._get(path)
         return _json(body) if status == 200 else None
 
-    async def _ask(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+    async def _ask(self, session: aiohttp.ClientSession, method: str, path: str, body: Any) -> tuple[int, bytes]:
         client = _aiohttp()
         limit = client.ClientTimeout(total=self.options.answer_seconds)
         for attempt in (1, 2):
             try:
-                async with self._http().request(
+                async with session.request(
                     method, self.url + path, json=body, timeout=limit, allow_redirects=False
                 ) as response:
                     most = self.options.max_body_bytes
@@ -504,13 +520,21 @@ def _sglang_loads(answer: Any) -> tuple[LoadReport, ...]:
 def _vllm_loads(body: bytes, kv_capacity_tokens: int) -> tuple[LoadReport, ...]:
     """The loads in the text of /metrics, by rank; a number that is none is left out."""
     seen: dict[tuple[str, int], int] = {}
-    for name, labels, value in samples(body.decode("utf-8", "replace"), (_RUNNING, _WAITING), 2 * RANKS_MAX):
+    names = (_RUNNING, _WAITING, *_DONE)
+    for name, labels, value in samples(body.decode("utf-8", "replace"), names, len(names) * RANKS_MAX):
         rank = digits(labels.get("engine", ""))
         if rank is not None:
             with contextlib.suppress(ValueError, OverflowError):
-                seen[name, rank] = min(max(int(float(value)), 0), _INT31)
+                seen[name, rank] = min(max(int(float(value)), 0), _INT63)
     return tuple(
-        LoadReport(seen.get((_RUNNING, rank), 0), seen.get((_WAITING, rank), 0), 0, kv_capacity_tokens, rank)
+        LoadReport(
+            running=min(seen.get((_RUNNING, rank), 0), _INT31),
+            waiting=min(seen.get((_WAITING, rank), 0), _INT31),
+            used_tokens=0,
+            capacity_tokens=kv_capacity_tokens,
+            rank=rank,
+            done_tokens=sum(seen.get((name, rank), 0) for name in _DONE),
+        )
         for rank in sorted({rank for _, rank in seen})
     )
 

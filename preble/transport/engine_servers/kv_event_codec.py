@@ -52,7 +52,8 @@ def time_of(payload: bytes) -> float:
 class LoadReport:
     """One frame of SGLang's load feed: requests, and tokens of the KV cache, of one data-parallel rank.
 
-    `used_tokens` are those that running requests hold, `waiting_uncached_tokens` what waiting ones will prefill.
+    `used_tokens` are those that running requests hold, `waiting_uncached_tokens` what waiting ones will prefill,
+    `done_tokens` what was computed since the engine's start; 0 where it is not said.
     """
 
     running: int
@@ -61,6 +62,7 @@ class LoadReport:
     capacity_tokens: int
     rank: int
     waiting_uncached_tokens: int = 0
+    done_tokens: int = 0
 
 
 def decode_load(payload: bytes) -> LoadReport:

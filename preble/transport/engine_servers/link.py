@@ -4,18 +4,20 @@ session with one data-parallel rank: its requests, its heartbeat, its name.
     http://host:30000          the server, rank 0; its other ranks are addresses of their own: http://host:30000#rank=1
 
 To `fleet` a `ServerLink` is what a `client.WorkerLink` is to a worker of ours: it opens, runs until the server
-is lost, and says why. A server that does not answer is suspect after `suspect_after_seconds` and lost after
-`give_up_seconds`; one whose port is closed is lost at once; one that has had requests for `stalled_after_seconds` and
-sent nothing is suspect, too. A stream that breaks off is a request to be gone on with elsewhere.
+is lost, and says why. A server that hangs, in front or behind (`watch`), is suspect after `hung_after_seconds`, and
+lost after `give_up_seconds` of silence; one whose port is closed is lost at once. One that answers and does not work
+is asked for a token until it makes one. A stream that breaks off is a request to be gone on with elsewhere.
 
 The epoch is that of the server's start where it reports one, else every session is an epoch of its own: then no
-estimate outlives a break. Everything here runs on one asyncio loop; nothing is thread-safe.
+estimate outlives a break. A kept connection that the server has closed may mean another start: it is asked for.
+Everything here runs on one asyncio loop; nothing is thread-safe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -36,6 +38,7 @@ from ...errors import (
     QueueFull,
     TransportError,
 )
+from ...types import SamplingParams
 from .. import wire
 from ..client import LinkConfig, LinkCounters, LinkListener
 from ..namespaces import keys_of
@@ -45,12 +48,15 @@ from .kv_event_codec import LoadReport
 from .kv_event_subscriber import EventFeed, FeedConfig, FeedCounters
 from .request_forms import FIELDS, RESUMABLE_FIELDS
 from .server_info import ServerInfo, ServerOptions, digits
+from .watch import SILENT, EngineWatch
 
 logger = logging.getLogger("preble.transport")
 
 _RANK = "rank="
 _REFUSALS = {InvalidInput: "invalid", QueueFull: "queue_full", EngineError: "engine", HandshakeRefused: "engine"}
 _ELSEWHERE = "engine_failed"  # for no fault of the request: another worker may do better
+JUDGED_EACH_BEAT = 4  # times
+_PROBE = (1,)  # the prompt for which a server that hung is asked for a token
 
 
 class ServerListener(LinkListener, Protocol):
@@ -106,8 +112,9 @@ class ServerLink:
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._prefix = f"{hello.router_id}-{session}-{secrets.token_hex(3)}"
         self._nonce = 0
-        self._silent_seconds = 0.0
-        self._still_seconds = 0.0  # with requests there, and nothing from any of them
+        self._watch = EngineWatch(config.hung_after_seconds, config.suspect_after_seconds, config.stalled_after_seconds)
+        self._connections = 0  # to the server, when it was asked for its start
+        self._probing: asyncio.Task[None] | None = None
         self._ask_now = asyncio.Event()
         self._closed = False
 
@@ -119,6 +126,7 @@ class ServerLink:
         Raises `HandshakeRefused` when the two do not fit, `TransportError` when it does not answer.
         """
         self.info = info = await self._server.info()
+        self._connections = self._server.connections
         if self.rank >= info.ranks:
             raise HandshakeRefused(f"{self.address}: the server has {info.ranks} data-parallel ranks")
         for advice in info.advice:
@@ -183,6 +191,7 @@ class ServerLink:
         if self._closed:
             return
         self._closed = True
+        self._stop_probing()
         for task in self._requests.values():
             task.cancel()
         self._spawn(self._close())
@@ -200,7 +209,17 @@ class ServerLink:
 
     def saw_output(self) -> None:
         """The server has sent something that did not come through this link."""
-        self._recover()
+        self._watch.output()
+        if self.suspect:
+            self._judge()
+
+    def stream_began(self) -> None:
+        """A request that did not go through this link has its first token, and streams; `stream_left` ends it."""
+        self._watch.began()
+
+    def stream_left(self) -> None:
+        """It is over here, in whatever way."""
+        self._watch.left()
 
     def doubt(self) -> None:
         """A request that did not go through this link broke off: if the server is gone, that should be known at
@@ -219,8 +238,6 @@ class ServerLink:
         elif isinstance(message, wire.GenerationRequest):
             if len(self._requests) >= self._server.options.max_requests:
                 raise QueueFull(f"{len(self._requests)} requests are at {self.address}, the bound of this link")
-            if not self._requests:
-                self._still_seconds = 0.0
             task = self._requests[message.request_id] = asyncio.ensure_future(self._request(message))
             # Not the task itself: one that is cancelled before its first step runs none of its lines.
             task.add_done_callback(lambda _: self._requests.pop(message.request_id, None))
@@ -261,10 +278,13 @@ class ServerLink:
             salt=salt,
             lora=lora,
         )
+        has_begun = False
         try:
             async for piece in pieces:
-                self._recover()
-                self._still_seconds = 0.0
+                self.saw_output()
+                if not has_begun:
+                    has_begun = True
+                    self._watch.began()
                 self._listener.on_message(
                     wire.OutputChunk(
                         submit.request_id,
@@ -282,6 +302,9 @@ class ServerLink:
             self.counters.requests_failed += 1
             logger.exception("a request at %s failed", self.address)
             return wire.Rejected(submit.request_id, _ELSEWHERE, f"{type(error).__name__}: {error}")
+        finally:
+            if has_begun:
+                self._watch.left()
         return None
 
     def _refusal(self, request_id: str, error: PrebleError) -> wire.Rejected:
@@ -294,50 +317,86 @@ class ServerLink:
     # --- heartbeat ----------------------------------------------------------------------------------------------------
 
     async def _ask_loop(self) -> str:
-        """Ask for the load, again and again; return when nobody is there any more."""
+        """Ask for the load, again and again; return when nobody is there any more, or another start is."""
         while True:
             self._ask_now.clear()
             try:
                 loads = await self._server.load()
+                if self._server.connections != self._connections and not await self._is_same_start():
+                    return "it was restarted"
             except Unreachable as error:
                 return str(error)
             except TransportError as error:
                 logger.debug("%s: %s", self.address, error)
             else:
                 self._recover()
-                self._report(next((load for load in loads if load.rank == self.rank), None))
+                own = next((load for load in loads if load.rank == self.rank), None)
+                if own is not None:
+                    self._watch.reported(own)
+                self._report(own)
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._config.heartbeat_seconds, self._ask_now.wait())
 
+    async def _is_same_start(self) -> bool:
+        """Whether the server is the one that was met; one that does not say is. Raises `TransportError`."""
+        connections = self._server.connections
+        try:
+            start = (await self._server.info()).start
+        except HandshakeRefused:
+            return False
+        self._connections = connections
+        return start == self.info.start
+
     async def _judge_loop(self) -> str:
         before = self._clock()
+        turn = self._config.heartbeat_seconds / JUDGED_EACH_BEAT
         while True:
-            await asyncio.sleep(self._config.heartbeat_seconds)
+            await asyncio.sleep(turn)
             now = self._clock()
             # If this process itself was asleep, the server is not to blame for all of the time that has passed.
-            passed = min(max(now - before, 0.0), 2 * self._config.heartbeat_seconds)
+            passed = min(max(now - before, 0.0), 2 * turn)
             before = now
-            self._silent_seconds += passed
-            self._still_seconds = self._still_seconds + passed if self._requests else 0.0
-            if self._silent_seconds >= self._config.give_up_seconds:
-                return f"silent for {self._silent_seconds:.1f} s"
+            self._watch.pass_by(passed, len(self._requests))
+            if self._watch.silent_seconds >= self._config.give_up_seconds:
+                return f"silent for {self._watch.silent_seconds:.1f} s"
             self._judge()
 
     def _recover(self) -> None:
-        self._silent_seconds = 0.0
+        self._watch.answered()
         if self.suspect:
             self._judge()
 
     def _judge(self) -> None:
         """Report the server suspect, or recovered, when that has changed."""
-        silent = self._silent_seconds >= self._config.suspect_after_seconds
-        stalled = self._still_seconds >= self._config.stalled_after_seconds
-        if (silent or stalled) and not self.suspect:
+        why = self._watch.verdict()
+        if why and why != SILENT and self._probing is None and not self._closed:
+            self._probing = asyncio.ensure_future(self._probe())
+        if why and not self.suspect:
             self.suspect = True
-            self._listener.on_suspect("silent for too long" if silent else "no output for too long")
-        elif self.suspect and not silent and not stalled:
+            self._listener.on_suspect(why)
+        elif self.suspect and not why:
             self.suspect = False
+            self._stop_probing()
             self._listener.on_recovered()
+
+    async def _probe(self) -> None:
+        """Ask for one token until it comes: whoever makes it works again. Its requests are gone, so nothing else would
+        show that."""
+        sampling = SamplingParams(max_new_tokens=1)
+        rank = self.rank if self.info.ranks > 1 else None
+        for number in itertools.count():
+            name = self._name(f"probe-{number}")
+            try:
+                async for _ in self._server.generate(_PROBE, sampling, request_id=name, rank=rank):
+                    self.saw_output()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is asked again
+                logger.debug("%s makes no token: %s", self.address, error)
+            await asyncio.sleep(self._config.heartbeat_seconds)
+
+    def _stop_probing(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            self._probing = None
 
     def _report(self, load: LoadReport | None) -> None:
         self._nonce += 1

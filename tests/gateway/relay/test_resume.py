@@ -13,6 +13,7 @@ from preble.gateway.relay.body import read_body
 from preble.gateway.relay.endpoints import ENDPOINTS
 from preble.gateway.relay.resume import can_resume, emitted_by
 from preble.gateway.text.tokenizing import TextCodec
+from preble.transport.engine_servers.watch import SIGNS_MIN, STALLED
 from tests.support.gateway import make_tokenizer
 from tests.support.relay import (
     Call,
@@ -25,7 +26,7 @@ from tests.support.relay import (
     serving,
     usage_event,
 )
-from tests.support.transport import asynchronous
+from tests.support.transport import asynchronous, fast
 
 BY_PATH = {one.path: one for one in ENDPOINTS}
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -85,6 +86,41 @@ async def test_a_chat_goes_on_elsewhere_with_its_text_exactly_once(how: str) -> 
             "continue_final_message": True,
             "add_generation_prompt": False,
         }
+        await front.settled()
+        assert front.router.counters.resumed == 1
+
+
+class HungServer(ScriptedServer):
+    """One whose engine says for ever that it runs a request and has made as many tokens as before."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        work = {"num_requests_running": 1, "generation_tokens_total": 77}
+        lines = [f'vllm:{name}{{engine="0"}} {value}' for name, value in work.items()]
+        found = super().facts
+        return {**found, "/metrics": found["/metrics"] + "\n".join([*lines, ""]).encode()}
+
+
+@asynchronous
+async def test_a_chat_goes_on_elsewhere_as_soon_as_its_engine_is_known_to_hang() -> None:
+    """Long before `stalled_after_seconds`, which is 30 here."""
+
+    async def goes_on(call: Call) -> None:
+        await call.stream(*chat_events(" two"))
+
+    bad = HungServer(then_broken(chat_events("one", reason=None), "silent"), kind="vllm")
+    good = ScriptedServer(goes_on, kind="vllm")
+    await bad.start()
+    await good.start()
+    config = fast(hung_after_seconds=0.3)
+    async with serving(bad, good, policy=InOrder(bad, good), router_config=config) as front:
+        stuck = front.router.fleet.workers[bad.url]
+        for _ in range(SIGNS_MIN):
+            stuck.link.saw_output()  # it has worked before
+        _, _, body = await front.post(CHAT, ASKED)
+        assert text_of(events_of(body)) == "one two"
+        assert (stuck.state, stuck.why) == ("suspect", STALLED)
+        await asyncio.wait_for(bad.calls[0].gone.wait(), 30.0)
         await front.settled()
         assert front.router.counters.resumed == 1
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import zmq
 from aiohttp import web
 
 from preble import Router, SamplingParams
@@ -185,7 +186,7 @@ async def test_a_server_that_dies_is_lost_and_its_streams_go_on_elsewhere(kind: 
         streams = [asyncio.ensure_future(collect(router.generate([n, *PROMPT], LONG))) for n in range(5)]
         await until(lambda: first.running == 5, "all run on the first")
         await until(lambda: router.counters.output_tokens >= 10, "some tokens came")
-        await first.kill()
+        await first.kill(keep_port=True)
         by: set[str] = set()
         for n, (tokens, chunks) in enumerate(await asyncio.gather(*streams)):
             assert tokens == expected_tokens([n, *PROMPT], 60)
@@ -195,6 +196,28 @@ async def test_a_server_that_dies_is_lost_and_its_streams_go_on_elsewhere(kind: 
         assert router.counters.resumed == 5 and len(second.bodies) == 5
         await until(lambda: worker_at(router, first).state == "lost", "it is lost")
         assert "cannot be reached" in worker_at(router, first).why, "at once, not after a silence"
+
+
+@pytest.mark.parametrize("stranger", ["server", "other protocol"])
+@asynchronous
+async def test_a_port_that_is_kept_is_not_taken_by_another_tests_server(stranger: str) -> None:
+    """The story above failed once, on a busy machine: a freed port went to a server or a ZeroMQ socket of another test
+    before the router had looked, which then found a worker that was ready, or one that it refused."""
+    server = FakeServer("sglang", events=False)
+    async with attached(server) as router:
+        await server.kill(keep_port=True)
+        other = FakeServer("sglang", port=server.port, events=False)
+        with pytest.raises((OSError, zmq.ZMQError)):
+            await (other.start() if stranger == "server" else asyncio.to_thread(bind_zmq, server.port))
+        await until(lambda: worker_at(router, server).state == "lost", "it is lost")
+        assert "cannot be reached" in worker_at(router, server).why
+        await other.kill()
+
+
+def bind_zmq(port: int) -> None:
+    """Listen there with a ZeroMQ socket, for a moment."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.bind(f"tcp://127.0.0.1:{port}")
 
 
 @both_servers
@@ -241,6 +264,72 @@ async def test_an_engine_that_hangs_behind_a_server_that_answers_is_suspect() ->
         tokens, _ = await collect(router.generate(PROMPT, SHORT))
         assert stuck.is_set() and tokens == expected_tokens(PROMPT, 12)
         assert worker_at(router, first).counters.suspect_spells == 1
+
+
+@asynchronous
+async def test_streams_that_stand_still_beside_a_living_front_go_on_elsewhere_until_the_engine_works_again() -> None:
+    servers = FakeServer("vllm"), FakeServer("vllm")
+    async with attached(*servers, hung_after_seconds=0.5) as router:
+        first, second = by_name(*servers)
+        for n in range(3):  # it is known to work
+            await collect(router.generate([n, *PROMPT], LONG))
+        first.pause_seconds = 0.005
+        streams = [asyncio.ensure_future(collect(router.generate([n, *PROMPT], LONG))) for n in range(3)]
+        await until(lambda: router.counters.output_tokens >= 190 and first.running == 3, "all are under way")
+        first.freeze()
+        for n, (tokens, chunks) in enumerate(await asyncio.gather(*streams)):
+            assert tokens == expected_tokens([n, *PROMPT], 60)
+            assert chunks[-1].worker == f"127.0.0.1:{second.port}"
+        stuck = worker_at(router, first)
+        assert (stuck.state, stuck.counters.suspect_spells, stuck.counters.losses) == ("suspect", 1, 0)
+        await collect(router.generate(PROMPT, SHORT))
+        assert stuck.state == "suspect", "that its requests are gone is no sign of life"
+        first.thaw()
+        await until(lambda: stuck.state == "ready", "it was asked for a token, and made one")
+        await collect(router.generate(PROMPT, SHORT))
+        assert stuck.counters.suspect_spells == 1
+
+
+@both_servers
+@asynchronous
+async def test_a_server_that_was_restarted_between_two_questions_has_no_marks(kind: str) -> None:
+    """Its port was closed for so short a time that no question met that: it counted as the same, with all its marks."""
+    first = FakeServer(kind, events=False)
+    async with attached(first, heartbeat_seconds=0.2) as router:
+        name = f"127.0.0.1:{first.port}"
+        await collect(router.generate(PROMPT, SHORT))
+        assert router.scheduler.match(PROMPT).matched_tokens.get(name) == 40
+        link = worker_at(router, first).link
+        again = FakeServer(kind, life=2, port=first.port, events=False)
+        load, restarted = link._server.load, asyncio.Event()
+
+        async def later() -> Any:
+            await restarted.wait()
+            return await load()
+
+        link._server.load = later  # no question while it is restarted
+        await first.kill()
+        await again.start()
+        restarted.set()
+        try:
+            await until(lambda: worker_at(router, first).counters.restarts == 1, "it is known to be another")
+            await until(lambda: worker_at(router, first).state == "ready", "it is ready")
+            assert router.scheduler.match(PROMPT).matched_tokens.get(name, 0) == 0
+        finally:
+            await again.kill()
+
+
+@both_servers
+@asynchronous
+async def test_a_connection_that_was_only_closed_costs_no_marks(kind: str) -> None:
+    server = FakeServer(kind, events=False)
+    async with attached(server) as router:
+        name, link = f"127.0.0.1:{server.port}", worker_at(router, server).link
+        await collect(router.generate(PROMPT, SHORT))
+        link._server.connections += 1  # something between the two has closed one
+        await until(lambda: link._connections == link._server.connections, "it was asked what it is")
+        assert router.scheduler.match(PROMPT).matched_tokens.get(name) == 40
+        assert (worker_at(router, server).state, worker_at(router, server).counters.losses) == ("ready", 0)
 
 
 @both_servers
