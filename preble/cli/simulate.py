@@ -1,7 +1,7 @@
 """`preble simulate`: policies on a simulated fleet, side by side. Owns its options, its progress and its tables.
 
 preble simulate --workload toolbench --policy round_robin,e2 --workers 4 --rps 10
-preble simulate --workload prompts.jsonl.gz --kill w0@30 --json found.json
+preble simulate prompts.jsonl.gz --kill w0@30 --json found.json
 preble simulate --policy "e2,rules:Mine(weight=0.5)" --rps 4,8,16 --workers 2,8 --seeds 5 --plot sweep.png
 
 With several loads, fleets or seeds every policy runs in each of them, on the same requests, and figures are means over
@@ -31,6 +31,7 @@ from ..sim import Result, SimConfig, WorkerDeath, simulate
 from ..sim.results import OUTCOMES
 from ..workloads import Workload
 from ..workloads.generators import MAKERS
+from . import own_data
 from .console import Screen, positive_float, positive_int, write_json
 from .sweeps import plot
 from .sweeps.requests_file import RequestsFile, check_files
@@ -73,13 +74,15 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; each policy gets the same requests at the same moments."""
     add = parser.add_argument_group("requests").add_argument
-    workload = "toolbench, videoqa, ... or a file of prompts or a trace (default: %(default)s)"
-    add("--workload", default="toolbench", metavar="NAME|FILE", help=workload)
+    add("file", nargs="?", metavar="FILE", help="prompts, chats, sessions or a trace (docs/own-data.md)")
+    add("--workload", metavar="NAME|FILE", help="the same, or toolbench, videoqa, ... to generate (default: toolbench)")
     add("--requests", type=positive_int, metavar="N", help="how many (default: 1000, or the file's)")
     add("--groups", type=positive_int, metavar="N", help="prefix groups to generate (default: requests / 10)")
     add("--rps", type=list_of(positive_float), metavar="R[,R...]",
-        help="Poisson arrivals a second (default: the trace's own, or 4)")  # fmt: skip
-    add("--tokenizer", choices=("words", "mistral"), default="words", help="for files of text (default: words)")
+        help="requests a second, on average: Poisson, also of sessions (default: the file's times, or 4)")  # fmt: skip
+    add("--sessions", type=positive_int, metavar="N",
+        help="so many sessions at once, instead of --rps: when one has ended the next begins")  # fmt: skip
+    own_data.add_options(add, "words")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, arrivals and chance (default: 0)")
     add("--seeds", type=positive_int, default=1, metavar="N", help="so many, from --seed on (default: 1)")
     add = parser.add_argument_group("fleet").add_argument
@@ -154,6 +157,10 @@ class Runs:
 
 def run(args: argparse.Namespace, screen: Screen | None = None) -> int:
     """Check everything, simulate each policy, print the tables. Wrong options raise before anything is simulated."""
+    if args.file is not None and args.workload is not None:
+        raise InvalidInput("FILE and --workload: name one of them")
+    if args.sessions is not None and args.rps is not None:
+        raise InvalidInput("--sessions and --rps: name one of them")
     policies = names_of(args.policy)
     cells = [SweepCell(workers, rps) for workers in args.workers for rps in args.rps or (None,)]
     configs = {workers: config_of(args, workers) for workers in args.workers}
@@ -166,7 +173,7 @@ def run(args: argparse.Namespace, screen: Screen | None = None) -> int:
             workload = sweep.workload(cell, args.seed)
             if found:
                 sys.stdout.write("\n")
-            sys.stdout.write(opening(workload, configs[cell.workers]) + "\n\n")
+            sys.stdout.write(f"{opening(workload, configs[cell.workers])}\n{own_data.said(workload)}\n")
             found += sweep.run_cell(cell, configs[cell.workers], into)
     if args.json is not None:
         write_json(args.json, document(workload, list(configs.values()), found, seeds))
@@ -297,19 +304,33 @@ def made(policy: str, workload: Workload) -> str | Policy:
 
 def workload_of(args: argparse.Namespace, rps: float | None, seed: int) -> Workload:
     """The requests and when they arrive. A generator's name goes before a file's."""
-    if args.workload in MAKERS:
+    name = args.file or args.workload or "toolbench"
+    if args.file is None and name in MAKERS:
+        if args.format or args.tokenizer:
+            raise InvalidInput("--format and --tokenizer are for files; this workload is generated")
         requests = args.requests or REQUESTS
         groups = args.groups or max(1, requests // REQUESTS_PER_GROUP)
-        found = workloads.generate(args.workload, requests=requests, groups=groups, seed=seed)
-    elif Path(args.workload).exists():
+        found = workloads.generate(name, requests=requests, groups=groups, seed=seed)
+    elif Path(name).exists():
         if args.groups is not None:
             raise InvalidInput("--groups is for workloads that are generated; a file has its own")
-        tokenizer = workloads.mistral() if args.tokenizer == "mistral" else workloads.words()
-        found = workloads.read(args.workload, tokenizer=tokenizer, limit=args.requests)
+        found = own_data.read(args, Path(name), args.requests, workloads.words)
     else:
-        raise InvalidInput(f"--workload must be one of {', '.join(MAKERS)}, or a file; got {args.workload!r}")
+        raise InvalidInput(f"--workload must be one of {', '.join(MAKERS)}, or a file; got {name!r}")
+    return sent(found, args, rps, seed)
+
+
+def sent(found: Workload, args: argparse.Namespace, rps: float | None, seed: int) -> Workload:
+    """The requests with their arrivals: the file's, or drawn."""
+    if args.sessions is not None:
+        if not found.has_sessions:
+            raise InvalidInput(f"--sessions: {found.name} has no sessions; its requests come by --rps")
+        return workloads.sessions_at_once(found, args.sessions, seed)
     if rps is None and found.arrivals != "none":
         return found
+    if found.has_sessions and found.arrivals == "none":
+        begin = (rps or RPS) * sum(request.after is None for request in found.requests) / len(found)
+        return workloads.session_arrivals(found, begin, seed)
     return workloads.poisson(found, rps or RPS, seed)
 
 
@@ -392,7 +413,7 @@ def document(workload: Workload, configs: Sequence[SimConfig], found: Sequence[R
     about: dict[str, Any] = {
         "preble": __version__,
         "workload": {"name": workload.name, "requests": len(workload), "source": workload.source,
-                     "arrivals": workload.arrivals},
+                     "arrivals": workload.arrivals, "notes": list(workload.notes)},
         "config": {**config, "workers": [plain(one.workers) for one in configs], "seeds": list(seeds)},
     }  # fmt: skip
     if len({runs.cell for runs in found}) == 1 and len(seeds) == 1:

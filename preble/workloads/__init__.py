@@ -17,6 +17,7 @@ from .arrivals import take as take
 from .arrivals import traced as traced
 from .arrivals import zipf as zipf
 from .generators import generate as generate
+from .readers import format_of as format_of
 from .readers import read as read
 from .sessions import session_arrivals as session_arrivals
 from .sessions import sessions_at_once as sessions_at_once
@@ -25,6 +26,7 @@ from .tenants import read_tenant_rates as read_tenant_rates
 from .tenants import tenant_arrivals as tenant_arrivals
 from .tenants import tenant_rates as tenant_rates
 from .tokenizers import Tokenizer as Tokenizer
+from .tokenizers import from_file as from_file
 from .tokenizers import mistral as mistral
 from .tokenizers import words as words
 from .types import PromptRequest as PromptRequest

@@ -26,9 +26,10 @@ import numpy as np
 from ..errors import InvalidInput
 from ..types import SessionHint, check_int
 from .arrivals import check_positive, generator
-from .files import Collector, Row, json_rows
+from .files import Collector, Row
 from .tokenizers import words
 from .types import Int32Array, PromptRequest, Workload, unwritable
+from .weka_sessions import GLOBAL, session_rows
 
 BLOCK_TOKENS = 64
 BLOCK_IDS_MAX = 1 << 30
@@ -73,7 +74,8 @@ def read_sessions(
     add_sessions(into, scale, prompt_tokens_max or 2**31 - 1)
     if not into.requests:
         raise InvalidInput(f"path: {place} holds no request")
-    return Workload(into.stem, into.requests, f"{place.name} (weka, lengths / {scale})", "of the trace")
+    source = f"{place.name} (weka, lengths / {scale})"
+    return Workload(into.stem, into.requests, source, notes=into.written_notes())
 
 
 def read_weka(into: Collector) -> None:
@@ -84,7 +86,7 @@ def read_weka(into: Collector) -> None:
 def add_sessions(into: Collector, scale: int, prompt_tokens_max: int) -> None:
     """Sessions first, then the sub-agents of those that are there."""
     by: dict[str, list[Row]] = {}
-    for row in json_rows(into.path):
+    for row in session_rows(into.path):
         by.setdefault(row.text("session"), []).append(row)
     bases = id_bases(by)
     turns = {name: {turn_of(row): row for row in rows} for name, rows in by.items()}
@@ -92,9 +94,11 @@ def add_sessions(into: Collector, scale: int, prompt_tokens_max: int) -> None:
     for name in sorted(by, key=lambda name: "/" in name):
         rows, parent = by[name], by[name][0].values.get("parent")
         if parent is not None and request_name(*parent_of(rows[0])) not in added:
-            continue  # its session ended before it, or is not in the file
+            if not into.full:
+                into.notes["turns of sub-agents whose start is not there, left out"] += len(rows)
+            continue
         started = None if parent is None else turns[parent_of(rows[0])[0]][parent_of(rows[0])[1]]
-        added.update(add_session(into, rows, bases[name.partition("/")[0]], scale, prompt_tokens_max, started))
+        added.update(add_session(into, rows, bases[root_of(rows[0])], scale, prompt_tokens_max, started))
 
 
 def add_session(
@@ -110,9 +114,14 @@ def add_session(
     for row, coming in zip(rows, [*rows[1:], None], strict=True):
         parts = first_of(parts, row.integer("keep", 0) * run)
         kept = sum(len(part) for part in parts) // run
+        if kept < row.integer("keep", 0):
+            raise row.wrong(f"'keep' is {row.integer('keep', 0)} blocks, but the turn before has {kept}")
         parts.append(unwritable(np.repeat(new_blocks(row, base, kept, head), run)))
         tokens = sum(len(part) for part in parts)
-        if into.full or tokens > prompt_tokens_max:
+        if into.full:
+            break
+        if tokens > prompt_tokens_max:
+            into.notes["turns after a prompt that is too long, left out"] += len(rows) - len(names)
             break
         if not tokens:
             raise row.wrong("the prompt is empty")
@@ -150,18 +159,22 @@ def ended(answer: Int32Array, calls_tool: bool) -> Int32Array:
 def id_bases(by: dict[str, list[Row]]) -> dict[str, int]:
     """Where each session's block ids begin, so that no two sessions have one in common. Raises `InvalidInput`."""
     most: dict[str, int] = {}
-    for name, rows in by.items():
-        root = name.partition("/")[0]
+    for rows in by.values():
         for row in rows:
             for first, count in runs_of(row):
-                most[root] = max(most.get(root, 0), first + count)
+                most[root_of(row)] = max(most.get(root_of(row), 0), first + count)
     bases, base = {}, COMMON_BLOCKS
-    for root in dict.fromkeys(name.partition("/")[0] for name in by):
+    for root in dict.fromkeys(root_of(rows[0]) for rows in by.values()):
         bases[root] = base
         base += most.get(root, 0)
     if base >= BLOCK_IDS_MAX:
         raise next(iter(by.values()))[0].wrong(f"'new' names {base} blocks in all, more than {BLOCK_IDS_MAX}")
     return bases
+
+
+def root_of(row: Row) -> str:
+    """Whose block ids a turn has: its session's, or "" where they are those of all."""
+    return "" if row.values.get("ids") == GLOBAL else row.text("session").partition("/")[0]
 
 
 def runs_of(row: Row) -> list[tuple[int, int]]:

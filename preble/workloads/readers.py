@@ -1,44 +1,52 @@
-"""`read`: any known file to a `Workload`. Owns recognising the format; the formats are in `traces` and `datasets`."""
+"""`read`: any known file to a `Workload`. Owns the list of readers; the formats are in `own`, `chats`, `traces`,
+`agents` and `datasets`, and how they are recognised in `formats`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InvalidInput
 from ..types import check_int
+from . import formats
 from .agents import read_weka
-from .datasets import ROOM, read_alfworld, read_apps, read_loogle, read_nextqa, read_segmented, read_toolbench
-from .files import Collector, Row, json_list, json_rows, numbered_lines
+from .chats import read_chat, read_sharegpt
+from .datasets import read_alfworld, read_apps, read_loogle, read_nextqa, read_segmented, read_toolbench
+from .files import OUTPUT_TOKENS, Collector
+from .own import read_text, read_tokens, read_vllm
 from .tokenizers import Tokenizer, words
-from .traces import read_azure, read_mooncake
-from .types import Workload
+from .traces import read_arrivals, read_azure, read_mooncake, read_servegen
+from .types import PromptRequest, Workload
 
 READERS: dict[str, Callable[[Collector], None]] = {
-    "segments": read_segmented,
+    "text": read_text,
+    "vllm": read_vllm,
+    "tokens": read_tokens,
+    "chat": read_chat,
+    "sharegpt": read_sharegpt,
     "mooncake": read_mooncake,
+    "weka": read_weka,
+    "arrivals": read_arrivals,
     "azure": read_azure,
+    "servegen": read_servegen,
+    "segments": read_segmented,
     "toolbench": read_toolbench,
     "loogle": read_loogle,
     "nextqa": read_nextqa,
     "alfworld": read_alfworld,
     "apps": read_apps,
-    "weka": read_weka,
 }
-TRACES = {"mooncake", "azure", "weka"}
-# The fields by which a JSON object is known, in the order they are tried.
-FIELDS = [
-    ("segments", {"id", "parts"}),
-    ("mooncake", {"timestamp", "hash_ids"}),
-    ("weka", {"session", "i", "keep", "new"}),
-    ("alfworld", {"traj"}),
-    ("toolbench", {"query", "api_list"}),
-    ("loogle", {"input", "qa_pairs"}),
-    ("loogle", {"context", "question", "answer"}),
-    ("apps", {"question", "solutions"}),
-]
-COLUMNS = [("azure", {"TIMESTAMP", "ContextTokens"}), ("nextqa", {"video", "frame_count"})]
+# Formats without text, which need no tokenizer; those that have arrivals; those whose lengths Table 1 has none for.
+TEXTLESS = {"tokens", "mooncake", "weka", "arrivals", "azure", "servegen"}
+TIMED = {"mooncake", "arrivals", "azure", "servegen"}
+OWN_LENGTHS = TEXTLESS | {"text", "vllm", "chat", "sharegpt"}
+
+
+def format_of(path: str | os.PathLike[str]) -> str:
+    """The format of a file, by what is in it. Raises `InvalidInput` where none fits, or where several do."""
+    return formats.format_of(Path(path))
 
 
 def read(
@@ -48,48 +56,50 @@ def read(
     format: str | None = None,
     limit: int | None = None,
     outputs: str = "recorded",
+    output_tokens: int = OUTPUT_TOKENS,
 ) -> Workload:
-    """Read the requests of a file (APPS: of a folder), plain or gzip, in the order they stand there.
+    """Read the requests of a file (APPS, weka: or a folder), plain, gzip or xz, by arrival, else as they stand there.
 
-    `format`: one of "segments", "mooncake", "azure", "toolbench", "loogle", "nextqa", "alfworld", "apps", "weka"; None
-    looks at the file. `tokenizer`: `mistral()`, or None for `words()`, which needs nothing installed. `limit`: at most
-    so many requests, the first ones. `outputs`: "recorded" for the lengths the file has (where it has none they are
-    drawn from Table 1), "table1" for draws from Table 1 throughout; traces have their own lengths only. A recorded
-    length of 0 becomes 1. Raises `InvalidInput` naming the argument, or file and line.
+    `format`: a name of `READERS`; None looks at the file. `tokenizer`: `mistral()`, `from_file(path)`, or None for
+    `words()`, which needs nothing installed; formats without text use none. `limit`: at most so many requests, the
+    first ones of the file. `outputs`: "recorded" for the lengths the file has (where a public data set has none they
+    are drawn from Table 1), "table1" for draws from Table 1 throughout; traces and one's own data have their own
+    lengths only, and `output_tokens` where they say none. A recorded length of 0 becomes 1. What was left out or put
+    in is counted in `Workload.notes`. Raises `InvalidInput` naming the argument, or file, line and field.
     """
     place = Path(path)
     if outputs not in ("recorded", "table1"):
         raise InvalidInput(f'outputs must be "recorded" or "table1", got {outputs!r}')
     if limit is not None:
         check_int("limit", limit, 1, 2**31 - 1, InvalidInput)
-    name = recognised(place) if format is None else format
+    check_int("output_tokens", output_tokens, 1, 2**31 - 1, InvalidInput)
+    name = format_of(place) if format is None else format
     if name not in READERS:
-        raise InvalidInput(f"format must be one of {sorted(READERS)}, got {name!r}")
-    if name in TRACES and outputs == "table1":
-        raise InvalidInput(f'outputs="table1" is for prompts; a trace ({name}) has lengths of its own')
-    into = Collector(place, tokenizer or words(), outputs, limit)
+        raise InvalidInput(f"format must be one of {', '.join(READERS)}, got {name!r}")
+    if name in OWN_LENGTHS and outputs == "table1":
+        raise InvalidInput(f'outputs="table1" is for public data sets; a trace or own data ({name}) has lengths')
+    into = Collector(place, tokenizer or words(), outputs, limit, output_tokens)
     READERS[name](into)
     if not into.requests:
-        raise InvalidInput(f"path: {place} holds no request")
-    source = f"{place.name} ({name}, tokenizer {into.tokenizer.name}, outputs {outputs})"
-    arrivals = "of the trace" if name in TRACES else "none"
-    return Workload(into.stem, into.requests, source, arrivals)
+        said = "".join(f"; {note}" for note in into.written_notes())
+        raise InvalidInput(f"path: {place} holds no request{said}")
+    is_timed = name in TIMED or bool(into.timed)
+    spoken = "" if name in TEXTLESS else f", tokenizer {into.tokenizer.name}"
+    return Workload(
+        into.stem,
+        from_zero(into.requests) if is_timed else into.requests,
+        f"{place.name} ({name}{spoken}, outputs {outputs})",
+        "of the trace" if is_timed else "none",
+        into.written_notes(),
+    )
 
 
-def recognised(path: Path) -> str:
-    """The format of a file by its header or first object. Raises `InvalidInput` where none fits."""
-    if path.is_dir():
-        return "apps"
-    first = next((line for _, line in numbered_lines(path) if line.strip()), "").lstrip()
-    if first.startswith(("{", "[")):
-        rows = json_rows(path) if first.startswith("{") else json_list(path)
-        names = set(next(rows, Row(path, 1, {})).values)
-        found = next((name for name, fields in FIELDS if fields <= names), None)
-    else:
-        names = set(first.split(","))
-        found = next((name for name, columns in COLUMNS if columns <= names), None)
-        if found is None and any(line.startswith(ROOM) for _, line in numbered_lines(path)):
-            found = "alfworld"
-    if found is None:
-        raise InvalidInput(f"path: {path} is of no known format ({sorted(READERS)}); first line {first[:60]!r}")
-    return found
+def from_zero(requests: list[PromptRequest]) -> list[PromptRequest]:
+    """Requests by arrival, the first at 0; those that wait for another stay behind it."""
+    first = min(request.arrival_seconds for request in requests if request.after is None)
+    times: dict[str, float] = {}
+    for request in requests:
+        after = times.get(request.after, 0.0) if request.after is not None else first
+        times[request.request_id] = max(request.arrival_seconds, after)
+    ordered = sorted(requests, key=lambda request: times[request.request_id])
+    return [replace(request, arrival_seconds=max(0.0, request.arrival_seconds - first)) for request in ordered]

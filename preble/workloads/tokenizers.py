@@ -1,4 +1,5 @@
-"""Text to token ids: Mistral's real tokenizer, and one without dependencies. Owns both; chat templates are not its.
+"""Text to token ids: Mistral's real tokenizer, a model's own from its file, and one without dependencies. Owns them;
+chat templates are not its.
 
 A `Tokenizer` encodes a piece of text on its own: no token is added before or after, and equal text gives equal ids.
 Ids are below `vocabulary_size`, so that whatever needs ids of its own (pseudo-tokens of a video) takes them above.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import MissingExtra
+from ..errors import InvalidInput, MissingExtra
 from ..types import check_int
 from .types import Int32Array, unwritable
 
@@ -56,6 +57,34 @@ def mistral() -> Tokenizer:
         raise MissingExtra('Mistral\'s tokenizer lies in mistral-common: pip install "preble[mistral]"')
     processor = SentencePieceProcessor(model_file=str(model))
     return Tokenizer("mistral-v1", processor.vocab_size(), processor.bos_id(), processor.encode)
+
+
+def from_file(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model: its `tokenizer.json`, or the folder with it, of the transformers format.
+
+    Raises `InvalidInput` naming the file, `MissingExtra` without the package tokenizers.
+    """
+    place = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    try:
+        from tokenizers import Tokenizer as FileTokenizer
+    except ImportError as error:
+        raise MissingExtra(f'{place} needs the package tokenizers: pip install "preble[torch]"') from error
+    if not place.is_file():
+        raise InvalidInput(f"tokenizer: there is no file {place}")
+    try:
+        found = FileTokenizer.from_file(str(place))
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidInput(f"tokenizer: {place} cannot be read: {error}") from error
+    found.no_truncation()
+    found.no_padding()
+    leading = found.encode("").ids
+    size = max(found.get_vocab(with_added_tokens=True).values(), default=0) + 1
+
+    def encode_ids(text: str) -> Sequence[int]:
+        ids: Sequence[int] = found.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return Tokenizer(place.parent.name or place.name, size, leading[0] if leading else 0, encode_ids)
 
 
 def words(seed: int = 0) -> Tokenizer:

@@ -86,12 +86,19 @@ class PromptRequest:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in order of arrival (of the file, where none were drawn). `name` is for titles, `source` says where the
-    requests come from and `arrivals` how their times were made ("none", "poisson 4 rps", "traced", ...)."""
+    requests come from and `arrivals` how their times were made ("none", "poisson 4 rps", "traced", ...); `notes` say
+    how much of what was left out, or put in where the file does not say it."""
 
     name: str
     requests: Sequence[PromptRequest]
     source: str = ""
     arrivals: str = "none"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether it has sessions whose turns wait for each other."""
+        return any(request.hint is not None and request.after is not None for request in self.requests)
 
     def __len__(self) -> int:
         return len(self.requests)

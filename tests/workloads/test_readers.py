@@ -287,10 +287,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read(tmp_path / "latin.jsonl")
 
 
-@pytest.mark.parametrize("text", ["", "just words\n", '{"some": "object"}\n', "a,b,c\n1,2,3\n", "[]"])
+@pytest.mark.parametrize("text", ["", '{"some": "object"}\n', "[]"])
 def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path: Path, text: str) -> None:
     (tmp_path / "what").write_text(text)
-    with pytest.raises(InvalidInput, match="is of no known format .*azure.*toolbench"):
+    with pytest.raises(InvalidInput, match="is of no known format .*azure.*toolbench.*vllm"):
         read(tmp_path / "what")
 
 

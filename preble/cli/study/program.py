@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ... import workloads
 from ...errors import InvalidInput, MissingExtra
+from .. import own_data
 from ..console import can_draw, positive_int, write_json
 from . import plot, report
 from .statistics import Study, measure
@@ -17,7 +18,7 @@ from .statistics import Study, measure
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="prompt or trace files")
-    parser.add_argument("--tokenizer", choices=("mistral", "words"), default="mistral", help="default: %(default)s")
+    own_data.add_options(parser.add_argument, "mistral where it is installed, else words")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N requests of each file")
     parser.add_argument(
         "--output", type=Path, default=Path("study-out"), metavar="DIR", help="figures and JSON (default: %(default)s)"
@@ -29,29 +30,30 @@ def run(args: argparse.Namespace) -> int:
     """Study `args.files`. Raises `InvalidInput` for too many or one that cannot be read, `MissingExtra`."""
     if len(args.files) > plot.LINES_MAX:
         raise InvalidInput(f"FILE: at most {plot.LINES_MAX} can be distinguished in one figure, got {len(args.files)}")
-    tokenizer = tokenizer_named(args.tokenizer)
-    studies = [study_file(path, tokenizer, args.limit) for path in args.files]
+    studies = [study_file(path, args) for path in args.files]
     report.write_table(studies, sys.stdout)
-    sys.stdout.write(f"{report.made_by()}; tokenizer {tokenizer.name}\n")
+    for study in studies:
+        sys.stdout.write(f"{study.source}\n" + "".join(f"note: {note}\n" for note in study.notes))
+    sys.stdout.write(f"{report.made_by()}\n")
     json_path = args.json or args.output / "study.json"
-    write_json(json_path, report.document(studies, {"tokenizer": tokenizer.name, "limit": args.limit}))
+    write_json(json_path, report.document(studies, {"tokenizer": args.tokenizer, "limit": args.limit}))
     sys.stdout.write(f"JSON: {json_path}\n")
     draw_figures(studies, args.output)
     return 0
 
 
-def tokenizer_named(name: str) -> workloads.Tokenizer:
-    """The tokenizer of `--tokenizer`. Raises `MissingExtra` for mistral where it is not installed."""
+def default_tokenizer() -> workloads.Tokenizer:
+    """The paper's where it is installed."""
     try:
-        return workloads.words() if name == "words" else workloads.mistral()
-    except MissingExtra as error:
-        raise MissingExtra(f"{error}; or choose --tokenizer words") from error
+        return workloads.mistral()
+    except MissingExtra:
+        return workloads.words()
 
 
-def study_file(path: Path, tokenizer: workloads.Tokenizer, limit: int | None) -> Study:
+def study_file(path: Path, args: argparse.Namespace) -> Study:
     """Read one file and measure it; says on stderr how long it took."""
     started = time.monotonic()
-    workload = workloads.read(path, tokenizer=tokenizer, limit=limit)
+    workload = own_data.read(args, path, args.limit, default_tokenizer)
     read = time.monotonic()
     study = measure(workload)
     seconds = f"{read - started:.1f} s to read, {time.monotonic() - read:.1f} s to study"

@@ -120,7 +120,7 @@ def document(studies: Sequence[Study], settings: dict[str, Any]) -> dict[str, An
 
 def as_json(study: Study) -> dict[str, Any]:
     """One workload as JSON; columns it does not have are null."""
-    named = ("name", "source", "arrivals", "requests", "groups", "nodes", "hit_fraction")
+    named = ("name", "source", "notes", "arrivals", "requests", "groups", "nodes", "hit_fraction")
     lengths = ("prompt_tokens", "output_tokens", "prompt_to_output")
     rest = ("shared_fraction", "key_fraction", "requests_per_key", "requests_per_key_below", "gap_seconds")
     found = {name: getattr(study, name) for name in (*named, *lengths, *rest)}

@@ -33,7 +33,8 @@ class Study:
 
     `requests_per_key`: shape [key portions]; `requests_per_key_below`: the same without a key portion that all requests
     contain, None where there is no such node or nothing else. `gap_seconds`: between neighbouring arrivals, shape
-    [open-loop requests - 1], None where the workload has no arrivals. `nodes`: of the radix tree.
+    [open-loop requests - 1], None where the workload has no arrivals. `nodes`: of the radix tree. `notes`: the
+    workload's.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Study:
     requests_per_key: Values
     requests_per_key_below: Values | None
     gap_seconds: Values | None
+    notes: tuple[str, ...] = ()
 
     @property
     def hit_fraction(self) -> float:
@@ -91,6 +93,7 @@ def measure(workload: Workload) -> Study:
         requests_per_key=found.requests_per_key,
         requests_per_key_below=below if 0 < len(below) < len(found.requests_per_key) else None,
         gap_seconds=gaps(workload),
+        notes=workload.notes,
     )
 
 

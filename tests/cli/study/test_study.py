@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preble import cli, workloads
+from preble.cli import own_data
 from preble.cli.study import plot, program, report
 from preble.cli.study.statistics import Study, key_portion, measure, summary
 from preble.errors import InvalidInput, MissingExtra
@@ -366,7 +367,8 @@ def test_without_mistral_s_tokenizer_the_other_one_is_named(monkeypatch: pytest.
 
     monkeypatch.setattr(workloads, "mistral", missing)
     with pytest.raises(MissingExtra, match="pip install it; or choose --tokenizer words"):
-        program.tokenizer_named("mistral")
+        own_data.named("mistral")
+    assert program.default_tokenizer().name == "words"
 
 
 # --- the shared files -------------------------------------------------------------------------------------------------
