@@ -5,7 +5,7 @@ said there, too. Four kinds of cells:
 
 sessions   `LIVE` coding-agent sessions a worker at all times, in closed loop, pauses cut at `PAUSE_MAX_SECONDS`. Caches
            of all workers together hold `share` of the live sessions' mean prompts. Counted is what happens after
-           `WARM_SECONDS`; the run is broken off at `END_SECONDS`.
+           `WARM_SECONDS`; the run is broken off at `END_SECONDS`. Requests name their sessions, but for one rule.
 flood      `TENANTS` tenants with tools of their own and equal rates, together at `share` of saturation; from
            `FLOOD_SECONDS` on one of them sends ten times as much. Beside it the same without the flood.
 deadlines  tools at `share` times saturation; a first token is of use for `DEADLINE_SECONDS`.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.paper.cells import Store, rounded
 from benchmarks.paper.contest_cells import DATA, FLEET, ContestCell, arriving, local_config, saturation, warm_requests
@@ -62,13 +63,14 @@ from preble.workloads.arrivals import chains_of
 OURS, IDS, GROUP_HASH = "e2", "session_ids", "group_hash"
 RETURNS = " returns"  # of a rule's name: its workers are ours, which evict who is least likely to be back
 OURS_WHOLE, IDS_WHOLE = OURS + RETURNS, IDS + RETURNS
+UNNAMED = OURS_WHOLE + " unnamed"  # nothing says which session a request is of
 UNHINTED, KNOWN_LENGTHS = "e2_unhinted", "known_lengths"
 PLAIN = "e2 without"
 FLOW = FlowConfig()
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "sessions": (
-        *(OURS_WHOLE, OURS, "cache_aware_spill", IDS, IDS_WHOLE, "session_hash", "kv_cost", "least_loaded"),
-        "round_robin",
+        *(OURS_WHOLE, UNNAMED, OURS, "cache_aware_spill", IDS, IDS_WHOLE, "session_hash", "kv_cost"),
+        *("least_loaded", "round_robin"),
     ),
     "flood": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
     "deadlines": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
@@ -252,14 +254,15 @@ def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
     mean = float(np.mean([request.prompt_tokens for request in workload.requests]))
     capacity = round(cell.share * live * mean / cell.workers)
     sessions = {request.request_id: request.group for request in workload.requests}
+    unnamed = replace(workload, requests=[replace(request, hint=None) for request in workload.requests])
     runs = {}
     for name in POLICIES["sessions"]:
-        rule = name.removesuffix(RETURNS)
+        rule = name.partition(" ")[0]
         policy = SessionIds(sessions) if rule == IDS else rule
         config = config_of(cell, policy, kv_capacity_tokens=capacity, until_seconds=END_SECONDS)
-        if rule != name:
+        if RETURNS in name:
             config = replace(config, local=replace(config.local, eviction="returns", short_first=True))
-        runs[name] = session_figures(sim.simulate(workload, config))
+        runs[name] = session_figures(sim.simulate(unnamed if name == UNNAMED else workload, config))
     return {"runs": runs, "kv_tokens": capacity}
 
 
@@ -302,6 +305,8 @@ def run_flood(cell: AgentCell, store: Store) -> dict[str, Any]:
             "others_p99_calm": others_p99(before, calm, flooder),
             "others_p99_flooded": others_p99(during, flooded, flooder),
             "hit_fraction": hits(during),
+            "others_hit_fraction": hits(during, np.array([one.tenant != flooder for one in flooded.requests])),
+            "served_fraction": float(np.mean(during.outcome == sim.results.FINISHED)),
             "jain": jain_of(during, flooded),
         })  # fmt: skip
         runs[name]["others_p99_ratio"] = runs[name]["others_p99_flooded"] / runs[name]["others_p99_calm"]
@@ -316,9 +321,9 @@ def others_p99(result: sim.Result, workload: Workload, flooder: str) -> float:
     return float(np.percentile(waits[counted], 99))
 
 
-def hits(result: sim.Result) -> float:
-    """Cached over all prompt tokens of the admitted."""
-    admitted = result.cached_tokens >= 0
+def hits(result: sim.Result, own: npt.NDArray[np.bool_] | None = None) -> float:
+    """Cached over all prompt tokens of the admitted; `own`: of these alone."""
+    admitted = result.cached_tokens >= 0 if own is None else own & (result.cached_tokens >= 0)
     return float(result.cached_tokens[admitted].sum() / result.prompt_tokens[admitted].sum())
 
 

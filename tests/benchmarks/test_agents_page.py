@@ -105,6 +105,14 @@ def test_headroom_is_what_the_best_rule_does_with_caches_for_all_over_the_best_r
     assert agents.headroom({**short, **whole}, 4) == ["4", "120", "1.50", "1.20"]
 
 
+def test_what_names_of_sessions_are_worth_is_compared_by_seed_over_all_caches() -> None:
+    short = found({agents_cells.OURS_WHOLE: [100.0, 100.0], agents_cells.UNNAMED: [90.0, 99.0]})
+    other = found({agents_cells.OURS_WHOLE: [50.0, 200.0], agents_cells.UNNAMED: [50.0, 198.0]})
+    cells = {**short, **{replace(cell, share=1.0): figures for cell, figures in other.items()}}
+    assert agents.unnamed_over_named(cells, 4) == pytest.approx([math.sqrt(0.9), 0.99])
+    assert bar_of(cells, "turns an hour, sessions not named", "4 workers").bar == 0.97
+
+
 def test_one_seed_has_no_interval() -> None:
     turns = bar_of(found({"e2": [120.0], "kv_cost": [100.0]}), "turns an hour")
     assert math.isnan(turns.low) and "(" not in agents.bar_table([turns]).split("\n")[-1]
