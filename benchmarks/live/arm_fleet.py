@@ -4,6 +4,8 @@ command lines and which of two fleets runs; `engine_fleet` owns processes.
 Servers and workers would share the cores, and an idle SGLang engine polls without rest: so the fleet that is not asked
 is stopped (SIGSTOP). Both have one core for each engine. Every arm is given the same text and leaves the engine, or our
 gateway, to make tokens of it. A gateway, ours too, is a process of its own, started for the run.
+
+Our torch engine has no server of its own: there a `preble serve` before each worker is what a client asks directly.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,18 @@ from benchmarks.live import engine_fleet
 from benchmarks.live.arm_traffic import TextRequest
 from benchmarks.live.engine_load import Ask, Progress, Request
 
-ENGINES = ("sglang", "vllm")
-ARMS = ("round robin", "least load", "partition", "sglang-router", "smg", "preble serve", "preble workers")
+ENGINES = ("sglang", "vllm", "torch")
+ARMS = (
+    "round robin",
+    "least load",
+    "partition",
+    "sglang-router",
+    "smg",
+    "preble serve",
+    "preble workers",
+    "lru workers",
+)
+KINDS = {"preble workers": "workers", "lru workers": "lru workers"}  # of the group that an arm asks; else "servers"
 GATEWAYS = {"sglang-router": "sglang_router", "smg": "smg"}
 BLOCK_SIZES = {"sglang": 16, "vllm": 32}
 CONTEXT_TOKENS = 4096
@@ -96,8 +108,23 @@ def arguments(engine: str, shape: engine_fleet.Shape) -> dict[str, Any]:
     }
 
 
-def worker_command(engine: str, python: Path, shape: engine_fleet.Shape, number: int) -> list[str]:
+def suits(arm: str, engine: str) -> bool:
+    """Whether an arm is one of an engine: gateways need servers, and which prefix goes first is our own engine's."""
+    return arm not in (*GATEWAYS, "preble serve") if engine == "torch" else arm != "lru workers"
+
+
+def kind_of(arm: str) -> str:
+    """The group of engines that an arm asks."""
+    return KINDS.get(arm, "servers")
+
+
+def worker_command(
+    engine: str, python: Path, shape: engine_fleet.Shape, number: int, kind: str = "workers"
+) -> list[str]:
     """A worker of Preble with the engine inside, on ZeroMQ."""
+    if engine == "torch":
+        command = engine_fleet.torch_command(replace(shape, base_port=shape.base_port + 20), number)
+        return [*command, "--threads", "1", "--eviction", "lru" if kind == "lru workers" else "returns"]
     command = [str(python), "-m", "preble.cli", "worker", "--engine", engine, "--model", str(shape.model)]
     command += ["--bind", f"tcp://127.0.0.1:{shape.base_port + 20 + number}", "--id", f"worker-{number}"]
     for name, value in arguments(engine, shape).items():
@@ -112,10 +139,20 @@ def gateway_command(name: str, python: Path, urls: Sequence[str], base_port: int
     return [*command, "--log-level", "warn", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(base_port + 51)]
 
 
-def serve_command(addresses: Sequence[str], shape: engine_fleet.Shape, more: Sequence[str] = ()) -> list[str]:
-    """Preble's gateway with its defaults, which makes tokens with the engines' tokenizer."""
+def serve_command(
+    addresses: Sequence[str], shape: engine_fleet.Shape, more: Sequence[str] = (), port: int | None = None
+) -> list[str]:
+    """Preble's gateway with its defaults, which makes tokens with the engines' tokenizer, on the 50th port if no other
+    is named."""
     command = [sys.executable, "-m", "preble.cli", "serve", "--workers", *addresses, "--tokenizer", str(shape.model)]
-    command += ["--port", str(shape.base_port + 50), "--min-workers", str(len(addresses)), "--model-names", "model"]
+    command += [
+        "--port",
+        str(shape.base_port + 50 if port is None else port),
+        "--min-workers",
+        str(len(addresses)),
+        "--model-names",
+        "model",
+    ]
     return [*command, "--log-level", "warning", "--lame-duck-seconds", "0", *more]
 
 
@@ -140,7 +177,7 @@ class EngineFleet:
         self._groups: dict[str, Group] = {}
 
     async def group(self, kind: str) -> Group:
-        """The servers ("servers") or workers ("workers"), running; the other group is stopped."""
+        """The group of a kind (`kind_of`), running; the others are stopped."""
         for other, group in self._groups.items():
             if other != kind:
                 group.signal(signal.SIGSTOP)
@@ -148,6 +185,10 @@ class EngineFleet:
             self._groups[kind] = await self._started(kind)
         self._groups[kind].signal(signal.SIGCONT)
         return self._groups[kind]
+
+    def begins_anew(self, kind: str) -> bool:
+        """Whether a group must be started anew to have empty caches."""
+        return kind != "servers" or self.engine == "torch"
 
     def end(self, kind: str) -> None:
         """End a group, if it runs; the next who asks for it has a new one."""
@@ -158,21 +199,32 @@ class EngineFleet:
         variables = {**engine_fleet.OFFLINE, **engine_fleet.ON_CPU, "PYTHONPATH": str(ROOT)}
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
         group, waiting = Group(self._stack.enter_context(contextlib.ExitStack())), []
-        for number in range(self.shape.engines):
-            make = server_command if kind == "servers" else worker_command
-            command = make(self.engine, self.python, self.shape, number)
-            core = engine_fleet.core_of(self.shape, number)
-            name = f"{self.engine}-{kind}-{number}"
+
+        def start(name: str, command: Sequence[str], core: int | None) -> tuple[subprocess.Popen[bytes], Path]:
+            name = f"{self.engine}-{name.replace(' ', '-')}"
             process, log = group.stack.enter_context(engine_fleet.started(name, command, core, variables))
             group.processes.append(process)
             group.stack.callback(group.signal, signal.SIGCONT)  # a stopped process would not end
-            if kind == "servers":
-                url = f"http://127.0.0.1:{self.shape.base_port + number}"
-                waiting.append(engine_fleet.until_answers(process, log, f"{url}/health", engine_fleet.READY_SECONDS))
+            return process, log
+
+        for number in range(self.shape.engines):
+            core = engine_fleet.core_of(self.shape, number)
+            url = f"http://127.0.0.1:{self.shape.base_port + number}"
+            worker_url = f"tcp://127.0.0.1:{self.shape.base_port + 20 + number}"
+            if kind != "servers" or self.engine == "torch":
+                command = worker_command(self.engine, self.python, self.shape, number, kind)
+                waiting.append(
+                    engine_fleet.until_ready_line(*start(f"{kind}-{number}", command, core), engine_fleet.READY_SECONDS)
+                )
             else:
-                url = f"tcp://127.0.0.1:{self.shape.base_port + 20 + number}"
-                waiting.append(engine_fleet.until_ready_line(process, log, engine_fleet.READY_SECONDS))
-            group.addresses.append(url)
+                command = server_command(self.engine, self.python, self.shape, number)
+                started = start(f"{kind}-{number}", command, core)
+                waiting.append(engine_fleet.until_answers(*started, f"{url}/health", engine_fleet.READY_SECONDS))
+            if kind == "servers" and self.engine == "torch":
+                command = serve_command([worker_url], self.shape, port=self.shape.base_port + number)
+                started = start(f"face-{number}", command, None)
+                waiting.append(engine_fleet.until_answers(*started, f"{url}/ready", engine_fleet.READY_SECONDS))
+            group.addresses.append(url if kind == "servers" else worker_url)
         await asyncio.gather(*waiting)
         return group
 
@@ -196,7 +248,7 @@ async def emptied(engine: str, urls: Sequence[str]) -> None:
 
 def sender(engine: str, session: aiohttp.ClientSession, output_tokens: int) -> Send:
     """How a client of the engine asks a URL."""
-    ask = generated if engine == "sglang" else completed
+    ask = completed if engine == "vllm" else generated
     return lambda url, request: ask(session, url, request, output_tokens)
 
 
@@ -268,9 +320,9 @@ async def asked(
 ) -> AsyncIterator[Ask]:
     """The way to ask in an arm, knowing nothing yet, before servers with empty caches, or workers as they are. Raises
     ValueError for an unknown arm."""
-    group = await fleet.group("workers" if arm == "preble workers" else "servers")
+    group = await fleet.group(kind_of(arm))
     urls = group.addresses
-    if arm != "preble workers":
+    if not fleet.begins_anew(kind_of(arm)):
         await emptied(fleet.engine, urls)
     async with contextlib.AsyncExitStack() as stack:
         connector = aiohttp.TCPConnector(limit=SOCKETS)
@@ -281,7 +333,7 @@ async def asked(
             command = gateway_command(arm, peers, urls, fleet.shape.base_port)
             url = await stack.enter_async_context(engine_fleet.gateway_of(command, urls, fleet.shape.base_port))
             yield lambda request: send(url, request)
-        elif arm.startswith("preble"):
+        elif arm.startswith("preble") or arm == "lru workers":
             url = await stack.enter_async_context(served(urls, fleet.shape, session, decisions))
             yield lambda request: send(url, request)
         elif arm == "round robin":

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.common.paths import DOCS
 from benchmarks.common.tables import markdown
-from benchmarks.live.arm_fleet import ARMS, ENGINES, GATEWAYS
+from benchmarks.live.arm_fleet import ARMS, ENGINES, GATEWAYS, suits
 from benchmarks.live.arm_traffic import TRAFFICS
 
 Found = dict[str, Any]
@@ -159,9 +159,10 @@ def verdict(ratio: tuple[float, float, float], bar: float, samples: int) -> Iter
 
 
 def rows_of(runs: dict[tuple[Any, ...], Found], engine: str, traffic: str, load: float) -> Iterator[list[str]]:
-    """A line for each arm."""
-    own = runs_of(runs, engine, traffic, load, OURS[0])
-    for arm in ARMS:
+    """A line for each arm of the engine; ratios are to preble serve, or to workers where that is none."""
+    ours = next(arm for arm in OURS if suits(arm, engine))
+    own = runs_of(runs, engine, traffic, load, ours)
+    for arm in (arm for arm in ARMS if suits(arm, engine)):
         found = runs_of(runs, engine, traffic, load, arm)
         answered = [run for run in found.values() if "mean_ttft_seconds" in run]
         if not answered:
@@ -195,7 +196,7 @@ COLUMNS = [
     "mean latency, s",
     "p99 latency, s",
     "hit fraction",
-    "mean TTFT over preble serve's",
+    "mean TTFT over ours",
     "failed",
     "noisy runs",
     "runs",

@@ -12,7 +12,8 @@ later than `LATE` of the run's seconds, of the rates that are tried. A rate is g
 Then every arm (`arm_fleet.ARMS`) runs at parts of it. Within a repetition all arms meet the same requests at the same
 times, one after the other in an order drawn for the repetition. Every run begins with empty caches and a gateway that
 has just started: the minute in which it learns is measured with the rest. Servers run on between runs and are emptied
-(SGLang `/flush_cache`, vLLM `/reset_prefix_cache`); workers cannot be, so they are started anew for each run.
+(SGLang `/flush_cache`, vLLM `/reset_prefix_cache`); workers cannot be, so they are started anew for each run. Our torch
+engine (`--engine torch`) has workers only: with the eviction it has by itself, and with another.
 
 Each run is appended to a file of JSON lines as it ends, with what was measured of the machine's quiet; what is in the
 file is not measured again, if settings and seed are the same. A noisy run is kept, marked, and repeated, twice at most.
@@ -241,16 +242,17 @@ class Bench:
     async def _warm_up(self, arm: str) -> None:
         """What an engine loads at its first request is no part of any arm; new workers have none of a run's documents
         then. Raises RuntimeError if a request fails."""
-        kind = "preble workers" if arm == "preble workers" else "round robin"
-        if kind == "preble workers":
-            self.fleet.end("workers")
+        kind = arm_fleet.kind_of(arm)
+        if self.fleet.begins_anew(kind):
+            self.fleet.end(kind)
         elif kind in self._warm:
             return
         self._warm.add(kind)
         count = WARM_UP_REQUESTS * self.args.workers
         sessions = make_sessions("documents", self.sources, 100.0, 10.0, self.args.seed)[:count]
         sessions = [of_other_text(session, "warm-up") for session in sessions]
-        async with arm_fleet.asked(kind, self.fleet, self.args.peers, self.args.output_tokens) as ask:
+        warming = "round robin" if kind == "servers" else arm
+        async with arm_fleet.asked(warming, self.fleet, self.args.peers, self.args.output_tokens) as ask:
             failed = [one.error for one in await send_all(ask, sessions, self.args.output_tokens) if one.error]
         if failed:
             raise RuntimeError(f"{self.fleet.engine} fails to answer: {', '.join(failed)}; logs are in build/engines")
@@ -334,7 +336,7 @@ async def measure(args: argparse.Namespace, engine: str, load: float, until: flo
     """All chosen runs of an engine at a load that are not kept yet; none begins after `until`."""
     from tokenizers import Tokenizer
 
-    python = args.engines / engine / "bin" / "python"
+    python = Path(sys.executable) if engine == "torch" else args.engines / engine / "bin" / "python"
     if not python.exists():
         print(f"{engine} is left out: tests/live/install.py --engine {engine} installs it", flush=True)
         return
@@ -354,7 +356,7 @@ async def measure(args: argparse.Namespace, engine: str, load: float, until: flo
 async def measure_traffic(bench: Bench, traffic: str, load: float, until: float = math.inf) -> None:
     """All chosen repetitions and arms: a repetition's arms one after the other."""
     args = bench.args
-    arms = [arm for arm in args.arms if is_there(arm, args.peers)]
+    arms = [arm for arm in args.arms if arm_fleet.suits(arm, bench.fleet.engine) and is_there(arm, args.peers)]
     for repetition in range(1, args.repetitions + 1):
         for arm in order_of(arms, args.seed, repetition):
             cell = Cell(bench.fleet.engine, traffic, load, repetition, arm)
@@ -374,7 +376,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shared = Path(os.environ.get("PREBLE_SHARED", ROOT.parent / "shared"))
-    made.add_argument("--engine", nargs="+", choices=arm_fleet.ENGINES, default=list(arm_fleet.ENGINES))
+    made.add_argument("--engine", nargs="+", choices=arm_fleet.ENGINES, default=["sglang", "vllm"])
     made.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=list(TRAFFICS))
     made.add_argument("--load", nargs="+", type=float, default=[LOADS[0]], help="parts of the saturation (0.95)")
     made.add_argument("--arms", nargs="+", choices=arm_fleet.ARMS, default=list(arm_fleet.ARMS))
