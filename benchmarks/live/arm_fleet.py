@@ -33,14 +33,8 @@ from benchmarks.live.engine_load import Ask, Progress, Request
 
 ENGINES = ("sglang", "vllm", "torch")
 ARMS = (
-    "round robin",
-    "least load",
-    "partition",
-    "sglang-router",
-    "smg",
-    "preble serve",
-    "preble workers",
-    "lru workers",
+    *("round robin", "least load", "partition", "sglang-router", "smg", "preble serve", "preble workers"),
+    "lru workers",  # evict what was used least recently; by itself our torch engine keeps who will be back
 )
 KINDS = {"preble workers": "workers", "lru workers": "lru workers"}  # of the group that an arm asks; else "servers"
 GATEWAYS = {"sglang-router": "sglang_router", "smg": "smg"}
@@ -124,7 +118,8 @@ def worker_command(
     """A worker of Preble with the engine inside, on ZeroMQ."""
     if engine == "torch":
         command = engine_fleet.torch_command(replace(shape, base_port=shape.base_port + 20), number)
-        return [*command, "--threads", "1", "--eviction", "lru" if kind == "lru workers" else "returns"]
+        command += ["--threads", "1", "--dtype", engine_fleet.cpu_dtype(Path("/proc/cpuinfo"))]
+        return [*command, "--eviction", "lru" if kind == "lru workers" else "returns"]
     command = [str(python), "-m", "preble.cli", "worker", "--engine", engine, "--model", str(shape.model)]
     command += ["--bind", f"tcp://127.0.0.1:{shape.base_port + 20 + number}", "--id", f"worker-{number}"]
     for name, value in arguments(engine, shape).items():
@@ -145,14 +140,8 @@ def serve_command(
     """Preble's gateway with its defaults, which makes tokens with the engines' tokenizer, on the 50th port if no other
     is named."""
     command = [sys.executable, "-m", "preble.cli", "serve", "--workers", *addresses, "--tokenizer", str(shape.model)]
-    command += [
-        "--port",
-        str(shape.base_port + 50 if port is None else port),
-        "--min-workers",
-        str(len(addresses)),
-        "--model-names",
-        "model",
-    ]
+    command += ["--port", str(shape.base_port + 50 if port is None else port), "--min-workers", str(len(addresses))]
+    command += ["--model-names", "model"]
     return [*command, "--log-level", "warning", "--lame-duck-seconds", "0", *more]
 
 

@@ -22,6 +22,7 @@ from benchmarks.live.engine_load import Outcome, Progress, Request
 from tests.support.transport import asynchronous
 
 SERVICE_SECONDS = 1 / 7
+SERVERS_ARMS = tuple(arm for arm in arm_fleet.ARMS if arm != "lru workers")
 QUIET = {"stolen_share": 0.0, "others_share": 0.01, "load_1_minute_before": 0.5}
 NOISY = {**QUIET, "others_share": 0.5}
 DIALOGUE = [
@@ -185,12 +186,12 @@ async def test_arms_of_a_repetition_meet_the_same_requests_in_an_order_of_its_ow
 ) -> None:
     bench = ScriptedBench(arguments(tmp_path), sources)
     await run_arms.measure_traffic(bench, "documents", 0.95)
-    runs = bench.asked[-2 * len(arm_fleet.ARMS) :]
-    first, second = runs[: len(arm_fleet.ARMS)], runs[len(arm_fleet.ARMS) :]
+    runs = bench.asked[-2 * len(SERVERS_ARMS) :]
+    first, second = runs[: len(SERVERS_ARMS)], runs[len(SERVERS_ARMS) :]
     assert all(sessions == first[0][1] for _, sessions in first)
     assert all(sessions == second[0][1] != first[0][1] for _, sessions in second)
     orders = [[arm for arm, _ in one] for one in (first, second)]
-    assert sorted(orders[0]) == sorted(orders[1]) == sorted(arm_fleet.ARMS) and orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(SERVERS_ARMS) and orders[0] != orders[1]
     few = run_arms.order_of(("smg", "partition"), 0, 1)
     assert few == [arm for arm in orders[0] if arm in ("smg", "partition")]
 
@@ -422,6 +423,43 @@ async def test_a_group_that_ended_is_started_anew(tmp_path: Path, monkeypatch: p
         second = (await fleet.group("workers")).processes[0]
         assert second is not first and second.poll() is None
     assert second.poll() is not None
+
+
+@asynchronous
+async def test_our_torch_engine_is_asked_directly_through_a_gateway_before_each_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def started(name: str, command: list[str], *_: object) -> Any:
+        begun.append([name, *command])
+        yield SimpleNamespace(pid=0), Path("log")
+
+    monkeypatch.setattr(engine_fleet, "started", started)
+    monkeypatch.setattr(engine_fleet, "until_ready_line", answered)
+    monkeypatch.setattr(engine_fleet, "until_answers", answered)
+    monkeypatch.setattr(arm_fleet.Group, "signal", lambda *_: None)
+    shape = engine_fleet.Shape(Path("m"), "cpu", 2, 1000, 8, 24_000)
+    with contextlib.ExitStack() as stack:
+        fleet = arm_fleet.EngineFleet("torch", Path(sys.executable), shape, stack)
+        assert (await fleet.group("servers")).addresses == ["http://127.0.0.1:24000", "http://127.0.0.1:24001"]
+        assert [one[0] for one in begun] == ["torch-servers-0", "torch-face-0", "torch-servers-1", "torch-face-1"]
+        assert begun[3][5:7] == ["--workers", "tcp://127.0.0.1:24021"] and "24001" in begun[3]
+        assert "tcp://127.0.0.1:24021" in begun[2]
+        fleet.end("servers")
+        assert (await fleet.group("lru workers")).addresses == ["tcp://127.0.0.1:24020", "tcp://127.0.0.1:24021"]
+    assert [one[one.index("--eviction") + 1] for one in begun if "--eviction" in one] == ["returns"] * 2 + ["lru"] * 2
+
+
+def test_a_run_of_our_torch_engine_has_the_arms_that_it_has() -> None:
+    arms = [arm for arm in arm_fleet.ARMS if arm_fleet.suits(arm, "torch")]
+    assert arms == ["round robin", "least load", "partition", "preble workers", "lru workers"]
+    kept = [run_of("preble workers", n, 1.0, engine="torch") for n in (1, 2, 3)]
+    kept += [run_of("lru workers", n, 2.0, engine="torch") for n in (1, 2, 3)]
+    page = arm_report.page(kept)
+    assert "| lru workers | 2.000 | 2.000 | 2.000 | 2.000 | 0.800 | 2.00 (2.00 to 2.00) |" in page
+    assert "| preble serve |" not in page.partition("### torch")[2]
 
 
 async def answered(*_: object) -> None:
