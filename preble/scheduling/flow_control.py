@@ -22,9 +22,10 @@ at once, for the queues of workers know best which prefixes they have:
   5. A request that would come too late is refused at once; one that waits and cannot make its deadline any more is
      refused when its turn comes, so that nothing is computed in vain. While nobody waits nobody is refused.
   6. A tenant wants more than its share if for more of its work nobody has a first token yet than `burst_seconds`, and
-     than `OVER_SHARE` times the mean of the tenants that were here lately. Where others run at a worker it holds at
-     most half as many places as they do (`PLACES_SHARE`), or its equal part where that is more, and `PLACES_MIN` in any
-     case: every request that decodes lengthens the iterations in which the others are prefilled.
+     than `OVER_SHARE` times the mean of the tenants that were here lately; and if it is served so much more than their
+     mean, or a backlog that it once had would keep it behind the others for good. Where others run at a worker it holds
+     at most half as many places as they do (`PLACES_SHARE`), or its equal part where that is more, and `PLACES_MIN` in
+     any case: every request that decodes lengthens the iterations in which the others are prefilled.
 
 What a request would wait is the work that goes before it by these rules over the pace of the workers, as measured
 (`predicted_wait`).
@@ -55,6 +56,7 @@ WORK_PATIENCE = 30.0  # seconds that a request stands further behind for each se
 KEPT_SHARE = 0.98  # of what is known of requests placed before, with each one placed
 RECENT_SECONDS = 10.0
 OVER_SHARE = 1.5  # times the mean: more is a flood
+FADE_RENEW = 50.0  # times `RECENT_SECONDS`, after which sums are brought up to date
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,46 @@ class _FloodPlaces:
             assert count == sum(own.get(worker, 0) for own in self._of.values()), f"places at {worker} are off"
 
 
+class _RecentService:
+    """Seconds over weight that each tenant was served lately, fading over `RECENT_SECONDS`, and the sum of all. Holds
+    those that it is given until `forget`. All calls are O(1)."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, float] = {}  # as if served at `_since`
+        self._total = 0.0
+        self._since = 0.0
+
+    def add(self, tenant: str, seconds: float, now: float) -> None:
+        """It is served so many seconds, over its weight."""
+        grown = self._grown(now)
+        self._of[tenant] = self._of.get(tenant, 0.0) + seconds * grown
+        self._total += seconds * grown
+
+    def forget(self, tenant: str) -> None:
+        """It has not been here lately."""
+        self._total -= self._of.pop(tenant, 0.0)
+        if not self._of:
+            self._total = 0.0
+
+    def is_below(self, tenant: str, tenants: int) -> bool:
+        """Whether it was served less than `OVER_SHARE` times the mean of so many."""
+        return self._of.get(tenant, 0.0) * tenants < OVER_SHARE * self._total
+
+    def check(self, recent: Collection[str]) -> None:
+        """Assert that the sum is that of these tenants."""
+        assert self._of.keys() <= set(recent), "service is kept of a tenant that was not here lately"
+        assert math.isclose(self._total, math.fsum(self._of.values()), rel_tol=1e-6, abs_tol=1e-6), "the sum is off"
+
+    def _grown(self, now: float) -> float:
+        """What a second is worth now beside those since `_since`: all fade alike, so the new grow instead."""
+        if now - self._since > FADE_RENEW * RECENT_SECONDS:
+            kept = math.exp((self._since - now) / RECENT_SECONDS)
+            self._of = {tenant: seconds * kept for tenant, seconds in self._of.items()}
+            self._total *= kept
+            self._since = now
+        return math.exp((now - self._since) / RECENT_SECONDS)
+
+
 class FlowControl:
     """See the module."""
 
@@ -256,6 +298,7 @@ class FlowControl:
         self._turns = 0
         self._places = _FloodPlaces()
         self._recent: OrderedDict[str, float] = OrderedDict()  # tenants, and when they were here last
+        self._served = _RecentService()  # of those
         self._estimated_seconds = self._booked_seconds = 0.0  # of those placed lately
 
     def __len__(self) -> int:
@@ -325,9 +368,12 @@ class FlowControl:
 
     def _is_over(self, tenant: str) -> bool:
         """Whether a tenant wants more than its share: whether for more of its work nobody has a first token yet than
-        `burst_seconds`, and than half as much again as the mean of those that were here lately, over its weight."""
+        `burst_seconds`, and than half as much again as the mean of those that were here lately, over its weight; and
+        whether it was served so much more than their mean, too."""
         mine = self._backlog_seconds(tenant)
         if mine <= self.config.burst_seconds:
+            return False
+        if tenant in self._recent and self._served.is_below(tenant, len(self._recent)):
             return False
         total = self._waits.total_seconds + self._classes[False].seconds
         return mine * max(1, len(self._recent)) > OVER_SHARE * total
@@ -341,7 +387,7 @@ class FlowControl:
         self._recent[tenant] = now
         self._recent.move_to_end(tenant)
         while len(self._recent) > self.config.tenants_max or now - next(iter(self._recent.values())) > RECENT_SECONDS:
-            self._recent.popitem(last=False)
+            self._served.forget(self._recent.popitem(last=False)[0])
 
     def _overdue(self, now: float) -> HeldRequest | None:
         """A batch request whose turn it is by its age."""
@@ -394,6 +440,8 @@ class FlowControl:
             held.blocked_since = min(held.blocked_since, now)
             return False
         own.shares.charge(held.tenant, turn.seconds / self._weight(held.tenant))
+        if not held.is_batch and held.tenant in self._recent:
+            self._served.add(held.tenant, turn.seconds / self._weight(held.tenant), now)
         self._places.take(held.tenant, turn.worker)
         self._estimated_seconds = KEPT_SHARE * self._estimated_seconds + held.seconds
         self._booked_seconds = KEPT_SHARE * self._booked_seconds + turn.seconds
@@ -483,6 +531,7 @@ class FlowControl:
     def check(self) -> None:
         """Assert that lines, sums and shares agree. O(requests that wait + places taken)."""
         self._places.check()
+        self._served.check(self._recent)
         for is_batch, one in self._classes.items():
             one.shares.check()
             tenants = {tenant for _, tenant in one.shares.lowest()}
