@@ -154,6 +154,37 @@ def test_of_two_tenants_neither_is_held_to_less_than_the_other():
     assert held == len(others)
 
 
+def test_a_backlog_that_a_tenant_once_had_does_not_keep_it_behind_the_others_for_good():
+    fleet = Fleet(spare_seconds=0.05)
+    for name in ("one", "other"):
+        fleet.offer(name)
+    for _ in range(20):
+        fleet.offer("late")
+    for _ in range(40):  # three are offered while two are served
+        for name in ("one", "other", "late"):
+            fleet.offer(name)
+        for _ in range(2):
+            fleet.start()
+    lately = fleet.tenants()[-60:]
+    assert lately.count("late") >= lately.count("one")
+
+
+def test_a_flood_that_does_not_go_on_is_still_held():
+    fleet = Fleet(spare_seconds=0.05)
+    quiet = [f"quiet {number}" for number in range(8)]
+    for name in (*quiet, *["flood"] * 100):
+        fleet.offer(name, seconds=0.1 if name == "flood" else 0.001)
+    for _ in quiet:
+        fleet.start(after=0.001)
+    for step in range(30):
+        for name in quiet:
+            fleet.offer(name, seconds=0.001)
+        while fleet.there["a"][0].tenant != "flood":
+            fleet.start(after=0.001)
+        fleet.start(after=0.6)
+        assert step < 10 or fleet.waits.waiting_seconds("a") <= 0.25, "not at once, though it sends nothing any more"
+
+
 def test_beside_few_others_a_flood_still_holds_some_places():
     fleet = Fleet(hold_seconds=1.0, spare_seconds=0.3)
     fleet.offer("quiet")
