@@ -22,7 +22,7 @@ at once, for the queues of workers know best which prefixes they have:
   5. A request that would come too late is refused at once; one that waits and cannot make its deadline any more is
      refused when its turn comes, so that nothing is computed in vain. While nobody waits nobody is refused.
   6. A tenant wants more than its share if for more of its work nobody has a first token yet than `burst_seconds`, and
-     than `OVER_SHARE` times the mean of the tenants that were here lately; and if it is served so much more than their
+     than `OVER_SHARE` times the mean of the tenants that were here lately; but not while it is served less than their
      mean, or a backlog that it once had would keep it behind the others for good. Where others run at a worker it holds
      at most half as many places as they do (`PLACES_SHARE`), or its equal part where that is more, and `PLACES_MIN` in
      any case: every request that decodes lengthens the iterations in which the others are prefilled.
@@ -267,8 +267,8 @@ class _RecentService:
             self._total = 0.0
 
     def is_below(self, tenant: str, tenants: int) -> bool:
-        """Whether it was served less than `OVER_SHARE` times the mean of so many."""
-        return self._of.get(tenant, 0.0) * tenants < OVER_SHARE * self._total
+        """Whether it was served less than the mean of so many."""
+        return self._of.get(tenant, 0.0) * tenants < self._total
 
     def check(self, recent: Collection[str]) -> None:
         """Assert that the sum is that of these tenants."""
@@ -369,7 +369,7 @@ class FlowControl:
     def _is_over(self, tenant: str) -> bool:
         """Whether a tenant wants more than its share: whether for more of its work nobody has a first token yet than
         `burst_seconds`, and than half as much again as the mean of those that were here lately, over its weight; and
-        whether it was served so much more than their mean, too."""
+        whether it was served as much as their mean."""
         mine = self._backlog_seconds(tenant)
         if mine <= self.config.burst_seconds:
             return False
