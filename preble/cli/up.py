@@ -252,7 +252,7 @@ class UpRun:
     async def run(self) -> int:
         """Until drained; the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._drain)
+            asyncio.get_running_loop().add_signal_handler(number, self._drain, number)
         answers: asyncio.Task[None] | None = None
         try:
             await self._router.start(min_workers=0)
@@ -273,12 +273,12 @@ class UpRun:
         served = self._gateway is None or self._gateway.clean
         return 0 if self._supervisor.clean and answered and served else 1
 
-    def _drain(self) -> None:
+    def _drain(self, number: int = signal.SIGTERM) -> None:
         """The gateway first, so that its answers can end; the second time, all at once."""
         self._hurried = self._draining
         self._draining = True
         if self._gateway is not None:
-            self._gateway.drain()
+            self._gateway.drain(number)
         if self._hurried and not self._supervisor.draining:
             self._supervisor.drain()  # so that the next word is the second
         if self._gateway is None or self._gateway.done or self._hurried:

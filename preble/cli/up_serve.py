@@ -111,10 +111,10 @@ class ServedGateway:
         for happening in () if self._supervisor is None else self._supervisor.turn():
             self._take(happening)
 
-    def drain(self) -> None:
-        """Let its answers end; the second time: end it at once."""
+    def drain(self, number: int) -> None:
+        """Let its answers end, as that signal asks for it; the second time: end it at once."""
         if self._supervisor is not None:
-            self._supervisor.drain()
+            self._supervisor.drain(number)
 
     def kill(self) -> None:
         """End it now."""

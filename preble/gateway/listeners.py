@@ -7,20 +7,26 @@ With several processes the first one has the Unix socket.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import ssl
 import stat
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from ..errors import InvalidConfig
+from .certificate_times import certificate_times
 from .core.config import GatewayConfig
 from .core.doors import NETWORK, UNIX, Door
 from .core.sibling_processes import ProcessSlot
 
+logger = logging.getLogger("preble.gateway")
+
 BACKLOG = 2048
 OWNER_ONLY = 0o177  # what a mask takes away
+EXPIRES_SOON = timedelta(days=14)  # at the most: of one that holds for days, a tenth of its time is soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,24 @@ def _clear(path: Path) -> None:
             path.unlink()
             return
     raise InvalidConfig(f"unix_socket {path}: somebody listens there")
+
+
+def say_expiry(config: GatewayConfig, unix_seconds: float) -> None:
+    """Log a sentence if of the file's certificates the first to expire has done so by now, or soon will. It is used all
+    the same: that is for clients to judge."""
+    times: list[tuple[datetime, datetime]] = []
+    if config.tls_certificate is not None:
+        with contextlib.suppress(OSError):  # it was taken away after it was read
+            times = certificate_times(Path(config.tls_certificate))
+    if not times:
+        return
+    now = datetime.fromtimestamp(unix_seconds, timezone.utc)
+    begin, end = min(times, key=lambda one: one[1])
+    named = config.tls_certificate, f"{end:%Y-%m-%d %H:%M} UTC"
+    if end <= now:
+        logger.warning("tls_certificate %s expired on %s: clients refuse it", *named)
+    elif end - now <= min(EXPIRES_SOON, (end - begin) / 10):
+        logger.warning("tls_certificate %s expires on %s: renew it, then send SIGHUP", *named)
 
 
 def _server_context(config: GatewayConfig, protocol: str = "http/1.1") -> ssl.SSLContext:

@@ -7,8 +7,9 @@
 A process that ends unasked is started again, after half a second at first and 30 s at last, for as long as it takes;
 what it was streaming breaks off. One that answers nothing for `HUNG_SECONDS` is killed, for the kernel would go on
 giving it its share of the connections. One that cannot start while none has served yet ends everything: the
-configuration is wrong, or the workers are not there. SIGTERM and SIGINT drain all, twice ends them now, SIGHUP goes to
-all. When the parent dies, of whatever, the others drain too. READY is printed once, when all of them answer.
+configuration is wrong, or the workers are not there. SIGTERM and SIGINT drain all, as each drains one
+process; twice ends them now, SIGHUP goes to all. When the parent dies, of whatever, the others drain too. READY is
+printed once, when all of them answer.
 
 Run as `python -m preble.gateway.processes JSON` it is one of the processes: the parent starts them so.
 """
@@ -103,7 +104,7 @@ class _Fleet:
         if number == signal.SIGHUP:
             self._supervisor.signal(number)
         else:
-            self._supervisor.drain()
+            self._supervisor.drain(number)
 
     def _end_hung(self, number: int, child: ChildProcess) -> None:
         """Kill it; the supervisor starts another one. Not while it drains, which ends by itself."""

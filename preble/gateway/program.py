@@ -59,9 +59,10 @@ try:
     from .core.gateway import Gateway
     from .core.metrics import Metrics
     from .core.otlp_metrics import OtlpMetrics
+    from .core.telemetry import end_senders
     from .core.tracing import Tracing
     from .dashboard.state import RECORDS_PER_SECOND
-    from .listeners import BACKLOG, GatewayListener, open_listeners, open_picker_listener
+    from .listeners import BACKLOG, GatewayListener, open_listeners, open_picker_listener, say_expiry
     from .middleware import Middleware
     from .proxies import TrustedProxies
     from .shared_limits import SharedLimits
@@ -120,6 +121,8 @@ def _run_loop(work: Coroutine[Any, Any, None]) -> None:
 async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: ProcessSlot | None) -> None:
     listeners = open_listeners(config, slot)
     at_planes = open_picker_listener(config, slot)
+    if slot is None or slot.index == 0:
+        say_expiry(config, time.time())
     processes = None if slot is None else GatewayProcesses(slot)
     codec = tracing = otlp = None
     try:
@@ -160,9 +163,7 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
             listener.close()
         if codec is not None:
             codec.close()
-        for sender in (tracing, otlp):
-            if sender is not None:
-                sender.close()
+        end_senders(sender for sender in (tracing, otlp) if sender is not None)
 
 
 async def _start_picker(gateway: Gateway, listener: GatewayListener, slot: ProcessSlot | None) -> PickerServer:
@@ -490,6 +491,7 @@ class Reloading:
         gateway = self._gateway
         for listener in self._listeners:
             listener.read_certificate(new)
+        say_expiry(new, time.time())
         taken, left = changes(gateway.config, new)
         if "policy" in taken:
             before = gateway.router.scheduler

@@ -145,8 +145,9 @@ class Supervisor:
             if slot.child is not None and slot.state == "ready":
                 slot.child.signal(number)
 
-    def drain(self) -> None:
-        """Start nothing more and ask every child to finish; the second time: to end at once."""
+    def drain(self, number: int | None = None) -> None:
+        """Start nothing more and ask every child to finish; the second time: to end at once. `number`: the signal that
+        asks those that have served, for one that tells signals apart; the others may not know yet what it means."""
         if self.draining:
             self._overdue_at = min(self._overdue_at, self._clock() + self.config.hurry_seconds)
         else:
@@ -154,7 +155,10 @@ class Supervisor:
         self.draining = True
         for slot in self.slots:
             if slot.child is not None:
-                slot.child.terminate()
+                if number is not None and slot.served:
+                    slot.child.signal(number)
+                else:
+                    slot.child.terminate()
                 self._turn_to(slot, "draining")
             elif slot.state == "waiting":
                 self._turn_to(slot, "stopped")

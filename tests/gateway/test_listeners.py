@@ -13,14 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from preble.errors import InvalidConfig
+from preble.gateway.certificate_times import certificate_times
 from preble.gateway.core.config import GatewayConfig
-from preble.gateway.listeners import open_listeners
+from preble.gateway.listeners import open_listeners, say_expiry
 from tests.support.certificates import make_certificate
 from tests.support.gateway import Client, GatewayProcess
 from tests.support.transport import HANG_SECONDS, WorkerProcess
@@ -120,6 +122,34 @@ def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
         open_listeners(GatewayConfig(port=0, tls_certificate=str(one.certificate), tls_key=str(locked)), None)
 
 
+def test_a_certificate_that_expires_is_a_sentence_with_its_file_and_date(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, later = make_certificate(tmp_path), make_certificate(tmp_path, "later", days=400)
+    ((begin, end),) = certificate_times(own.certificate)
+    command = ["openssl", "x509", "-in", str(own.certificate), "-noout", "-enddate"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().partition("=")[2]
+    assert end == datetime.strptime(shown, "%b %d %H:%M:%S %Y GMT").replace(tzinfo=timezone.utc)
+    assert end - begin == timedelta(days=2)
+
+    def said(unix_seconds: float, certificate: Path = own.certificate) -> list[str]:
+        caplog.clear()
+        say_expiry(GatewayConfig(tls_certificate=str(certificate), tls_key=str(own.key)), unix_seconds)
+        return [record.getMessage() for record in caplog.records]
+
+    date, ends = f"{end:%Y-%m-%d %H:%M} UTC", end.timestamp()
+    assert said(ends - 5 * 3600) == [], "a tenth of two days is less"
+    assert said(ends - 4 * 3600) == [f"tls_certificate {own.certificate} expires on {date}: renew it, then send SIGHUP"]
+    assert said(ends) == [f"tls_certificate {own.certificate} expired on {date}: clients refuse it"]
+    far = certificate_times(later.certificate)[0][1].timestamp()
+    assert said(far - 15 * 86400, later.certificate) == [] and len(said(far - 13 * 86400, later.certificate)) == 1
+    chain = tmp_path / "chain.pem"
+    chain.write_bytes(later.certificate.read_bytes() + own.certificate.read_bytes())
+    assert said(ends, chain) == [f"tls_certificate {chain} expired on {date}: clients refuse it"]
+    chain.write_text("-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n")
+    assert said(ends, chain) == said(ends, tmp_path / "none") == []
+
+
 # --- the Unix socket --------------------------------------------------------------------------------------------------
 
 
@@ -208,11 +238,24 @@ def test_after_sigterm_requests_are_taken_while_ready_says_no_and_the_second_one
         gateway.stop()
 
 
-def test_lame_duck_ends_by_itself_and_sigint_does_without(worker: WorkerProcess, tmp_path: Path) -> None:
-    for number, seconds in ((signal.SIGTERM, "0.2"), (signal.SIGINT, str(1000 * HANG_SECONDS))):
-        gateway = GatewayProcess("--workers", worker.endpoint, "--lame-duck-seconds", seconds, log=tmp_path / "log")
-        gateway.signal(number)
+@pytest.mark.parametrize(
+    ("number", "seconds", "processes"),
+    [
+        (signal.SIGTERM, "0.2", "1"),
+        (signal.SIGINT, str(1000 * HANG_SECONDS), "1"),
+        (signal.SIGINT, str(1000 * HANG_SECONDS), "2"),
+    ],
+)
+def test_lame_duck_ends_by_itself_and_sigint_does_without(
+    worker: WorkerProcess, tmp_path: Path, number: signal.Signals, seconds: str, processes: str
+) -> None:
+    gateway = GatewayProcess(
+        *("--workers", worker.endpoint, "--lame-duck-seconds", seconds, "--processes", processes), log=tmp_path / "log"
+    )
+    gateway.signal(number)
+    try:
         assert gateway.process.wait(HANG_SECONDS) == 0
+    finally:
         gateway.stop()
 
 

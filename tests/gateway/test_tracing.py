@@ -16,7 +16,7 @@ from preble import GlobalScheduler, ManualClock, SamplingParams
 from preble.gateway.core import otlp_metrics
 from preble.gateway.core.otlp_metrics import BUCKETS, DURATION, FIRST_TOKEN, PER_TOKEN, OtlpMetrics
 from preble.gateway.core.request_context import RequestContext, RequestPhase
-from preble.gateway.core.telemetry import end_within, operation_of
+from preble.gateway.core.telemetry import CLOSE_SECONDS, Sender, end_senders, operation_of
 from preble.gateway.core.tracing import Tracing, trace_of
 from preble.gateway.text.choices import Choice, ChoiceJob
 from preble.types import SessionHint
@@ -163,7 +163,7 @@ def test_a_requests_parts_are_spans_of_their_own_with_their_times(collector: Col
     span = tracing.begin({})
     clock.advance(5.0)
     tracing.end(span, "POST", "/v1/chat/completions", 200, a_request())
-    tracing.close()
+    end_senders([tracing], HANG_SECONDS)
     spans = collector.spans()
     assert set(spans) == {"POST /v1/chat/completions", "tokenize", "decide", "engine"}
     lengths = {name: round((one.end_time_unix_nano - one.start_time_unix_nano) / 1e9, 6) for name, one in spans.items()}
@@ -194,7 +194,7 @@ def test_a_request_that_was_never_placed_has_no_engine_span_and_says_its_error(c
     tracing = Tracing(collector.url)
     context = RequestContext("id", 0.0)
     tracing.end(tracing.begin({}), "POST", "/generate", 503, context)
-    tracing.close()
+    end_senders([tracing], HANG_SECONDS)
     ((name, span),) = collector.spans().items()
     assert name == "POST /generate" and values(span.attributes)["error.type"] == "503" and span.status.code == 2
 
@@ -203,7 +203,7 @@ def test_metrics_of_the_conventions_are_sent(collector: Collector) -> None:
     otlp = OtlpMetrics(collector.metrics_url)
     otlp.ended(a_request(), "/v1/chat/completions", 200, 3.5)
     otlp.ended(a_request("other"), "/v1/completions", 429, 0.25)
-    otlp.close()
+    end_senders([otlp], HANG_SECONDS)
     found = collector.histograms()
     assert set(found) == {DURATION, FIRST_TOKEN, PER_TOKEN}
     chat = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "preble"}
@@ -221,7 +221,7 @@ def test_models_of_metrics_are_bounded(collector: Collector, monkeypatch: pytest
     otlp = OtlpMetrics(collector.metrics_url)
     for name in ("a", "b", "c", "d", "a"):
         otlp.ended(a_request(name), "/v1/completions", 200, 1.0)
-    otlp.close()
+    end_senders([otlp], HANG_SECONDS)
     counts = {told["gen_ai.request.model"]: point.count for told, point in collector.histograms()[DURATION]}
     assert counts == {"a": 2, "b": 1, "other": 2}
 
@@ -242,20 +242,44 @@ def test_every_endpoint_has_an_operation(route: str) -> None:
     assert operation_of(route) == known.get(route, "other" if route == "other" else "unknown")
 
 
-def test_a_collector_that_hangs_holds_up_no_end(caplog: pytest.LogCaptureFixture) -> None:
-    hangs, ended = threading.Event(), threading.Event()
+class Hanging(Sender):
+    """One whose collector takes nothing until the test lets it."""
 
-    def end() -> None:
-        hangs.wait()
-        ended.set()
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.let, self.ended = threading.Event(), threading.Event()
 
-    end_within(0.001, end, "spans")
-    assert "did not take all spans" in caplog.text and not ended.is_set()
-    hangs.set()
-    assert ended.wait(HANG_SECONDS)
+    def send_rest(self) -> None:
+        """Wait."""
+        self.let.wait()
+        self.ended.set()
+
+
+def test_collectors_that_hang_hold_up_no_end_and_are_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    """Each was waited for in turn, 5 s each."""
+    spans, metrics = Hanging("spans"), Hanging("metrics")
+    end_senders([spans, metrics], 0.001)
+    assert [one.getMessage() for one in caplog.records] == [
+        "the collector did not take all spans and metrics in 0.001 s; the rest is lost"
+    ]
+    assert not spans.ended.is_set() and not metrics.ended.is_set()
     caplog.clear()
-    end_within(HANG_SECONDS, ended.set, "spans")
-    assert not caplog.text
+    metrics.let.set()
+    end_senders([metrics], HANG_SECONDS)
+    assert metrics.ended.is_set() and not caplog.text
+    spans.let.set()
+    assert spans.ended.wait(HANG_SECONDS)
+
+
+def test_senders_end_at_the_same_time_within_two_seconds_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(threading.Thread, "join", lambda self, seconds: waited.append(seconds))
+    spans, metrics = Hanging("spans"), Hanging("metrics")
+    end_senders([spans, metrics])
+    assert CLOSE_SECONDS == 2.0 and len(waited) == 2 and CLOSE_SECONDS >= waited[0] >= waited[1] > 0.0
+    for one in (spans, metrics):
+        one.let.set()
+        assert one.ended.wait(HANG_SECONDS), "both were begun"
 
 
 def test_without_tracing_a_trace_goes_on_as_it_came(tmp_path: Path) -> None:

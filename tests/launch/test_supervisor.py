@@ -240,6 +240,18 @@ def test_a_drain_asks_each_worker_once_and_waits_for_all() -> None:
     assert world.turn(1.0) == ["stopped"] and world.supervisor.done and world.supervisor.clean
 
 
+def test_a_drain_by_a_signal_is_that_signal_for_those_that_have_served() -> None:
+    world = World(2)
+    world.turn()
+    (_, serving), (_, starting) = world.started
+    serving.ready_line = "READY here"
+    world.turn()
+    world.supervisor.drain(2)
+    world.supervisor.drain(2)
+    assert (serving.signals, serving.asked) == ([2, 2], 0), "the second time, too"
+    assert (starting.signals, starting.asked) == ([], 2), "it may not know yet what the signal means"
+
+
 def test_a_drain_starts_nothing_that_was_waiting() -> None:
     world = World()
     world.make_ready().code = 1

@@ -31,12 +31,12 @@ class Certificate:
         return ssl.create_default_context(cafile=str(self.certificate))
 
 
-def make_certificate(directory: Path, name: str = "server") -> Certificate:
+def make_certificate(directory: Path, name: str = "server", *, days: int = 2) -> Certificate:
     """A new one in that directory; the test is skipped where there is no `openssl`."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the program openssl")
     made = Certificate(directory / f"{name}.pem", directory / f"{name}.key")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(made.key), "-out", str(made.certificate), "-days", "2", "-subj", f"/CN={name}"]
+    command += ["-keyout", str(made.key), "-out", str(made.certificate), "-days", str(days), "-subj", f"/CN={name}"]
     subprocess.run([*command, "-addext", NAMES], check=True, capture_output=True)
     return made

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import MissingExtra
 from .request_context import RequestContext
-from .telemetry import CLOSE_SECONDS, end_within, model_attributes, resource_attributes
+from .telemetry import model_attributes, resource_attributes
 
 DURATION = "gen_ai.server.request.duration"
 FIRST_TOKEN = "gen_ai.server.time_to_first_token"
@@ -38,6 +38,8 @@ class OtlpMetrics:
     Raises `MissingExtra`. `ended` may be called from any thread; the sending has a thread of its own.
     """
 
+    what = "metrics"
+
     def __init__(self, endpoint: str) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -54,7 +56,7 @@ class OtlpMetrics:
                 View(instrument_name=name, aggregation=ExplicitBucketHistogramAggregation(bounds))
                 for name, bounds in BUCKETS.items()
             ],
-            shutdown_on_exit=False,  # `close` ends it, and waits for so long
+            shutdown_on_exit=False,  # `end_senders` ends it, and waits for so long
         )
         meter = self._provider.get_meter("preble.gateway")
         self._histograms: dict[str, Any] = {
@@ -79,6 +81,6 @@ class OtlpMetrics:
             if choice.seconds_per_token is not None:
                 self._histograms[PER_TOKEN].record(choice.seconds_per_token, attributes)
 
-    def close(self) -> None:
-        """Send what waits."""
-        end_within(CLOSE_SECONDS, self._provider.shutdown, "metrics")
+    def send_rest(self) -> None:
+        """Send what waits, and end; may hang on a collector that does not answer (`telemetry.end_senders`)."""
+        self._provider.shutdown()

@@ -1,5 +1,5 @@
-"""What traces and metrics for OpenTelemetry share: the names of its conventions for generative AI, and how a sender is
-ended. Owns these words, and CLOSE_SECONDS, in which what waits may still be sent; then it is given up, and logged.
+"""What traces and metrics for OpenTelemetry share: the names of its conventions for generative AI, and how the senders
+are ended. Owns these words, and CLOSE_SECONDS, in which what waits may still be sent; then it is given up, and logged.
 """
 
 from __future__ import annotations
@@ -7,15 +7,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from ... import __version__
 from .request_context import RequestContext
 
 logger = logging.getLogger("preble.gateway")
 
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 2.0  # of all senders together: a gateway's end waits for no collector
 PROVIDER = "preble"
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -25,6 +26,15 @@ OPERATIONS = {
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",
 }
+
+
+class Sender(Protocol):
+    """What goes to a collector."""
+
+    what: str  # is sent, for a sentence
+
+    def send_rest(self) -> None:
+        """Send what waits, and end; may hang on a collector that does not answer."""
 
 
 def operation_of(route: str) -> str:
@@ -48,10 +58,16 @@ def resource_attributes() -> dict[str, Any]:
     }
 
 
-def end_within(seconds: float, end: Callable[[], object], what: str) -> None:
-    """Call `end`, which sends what waits and may hang on a collector that does not answer; give it up after so long."""
-    thread = threading.Thread(target=end, name=f"preble-end-{what}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        logger.warning("the collector did not take all %s in %g s; the rest is lost", what, seconds)
+def end_senders(senders: Iterable[Sender], seconds: float = CLOSE_SECONDS) -> None:
+    """Let all send what waits, at the same time; what is not sent after so long is given up, in one sentence."""
+    threads = {
+        one.what: threading.Thread(target=one.send_rest, name=f"preble-end-{one.what}", daemon=True) for one in senders
+    }
+    for thread in threads.values():
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads.values():
+        thread.join(max(0.0, deadline - time.monotonic()))
+    lost = " and ".join(what for what, thread in threads.items() if thread.is_alive())
+    if lost:
+        logger.warning("the collector did not take all %s in %g s; the rest is lost", lost, seconds)

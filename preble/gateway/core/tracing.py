@@ -23,7 +23,7 @@ from ...errors import MissingExtra
 from ...transport.engine_servers.http_client import TRACE_HEADERS
 from .header_fields import HeaderFields
 from .request_context import RequestContext
-from .telemetry import CLOSE_SECONDS, end_within, model_attributes, resource_attributes
+from .telemetry import model_attributes, resource_attributes
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACESTATE_CHARS_MAX = 512
@@ -51,6 +51,8 @@ class Tracing:
     sending has a thread of its own.
     """
 
+    what = "spans"
+
     def __init__(self, endpoint: str, clock: Clock = time.monotonic) -> None:
         try:
             from opentelemetry import trace
@@ -62,7 +64,7 @@ class Tracing:
         except ImportError as error:
             raise MissingExtra(f"traces need {error.name}: pip install 'preble[otel]'") from error
         self._clock = clock
-        # `close` ends it, and waits for so long.
+        # `end_senders` ends it, and waits for so long.
         self._provider = TracerProvider(resource=Resource.create(resource_attributes()), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("preble.gateway", __version__)
@@ -109,9 +111,9 @@ class Tracing:
                 part.set_attributes({**model_attributes(context, route), **_usage(context)})
             part.end(end_time=end)
 
-    def close(self) -> None:
-        """Send what waits."""
-        end_within(CLOSE_SECONDS, self._provider.shutdown, "spans")
+    def send_rest(self) -> None:
+        """Send what waits, and end; may hang on a collector that does not answer (`telemetry.end_senders`)."""
+        self._provider.shutdown()
 
 
 def attributes_of(context: RequestContext, route: str) -> dict[str, Any]:
