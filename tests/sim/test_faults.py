@@ -252,7 +252,7 @@ def test_faults_that_make_no_sense(faults: Any, error: type[Exception], said: st
 def test_faults_that_make_sense() -> None:
     back = WorkerJoin(2.0, WorkerSpec("w0", cost_model=PLAIN))
     for faults in ((WorkerDeath(1.0, "w0", 0.5), back, WorkerDeath(3.0, "w0")), (), (WorkerDrain(1.0, "w1"),) * 2):
-        config(workers=2, faults=faults)
+        assert config(workers=2, faults=faults).faults == faults
 
 
 def test_everybody_is_dead_for_a_while_and_nobody_knows() -> None:

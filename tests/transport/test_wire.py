@@ -691,6 +691,10 @@ def test_a_long_reason_is_cut_rather_than_refused() -> None:
 @pytest.mark.parametrize("namespace", [None, "lora", b"salt", 7, ("model", ("lora", 3), None), ()])
 def test_namespaces_that_can_travel(namespace: Any) -> None:
     check_namespace(namespace)
+    there = wire.decode(
+        wire.encode(wire.GenerationRequest("r", np.array([7], np.int32), namespace=namespace)), ALL
+    ).message
+    assert isinstance(there, wire.GenerationRequest) and there.namespace == namespace
 
 
 @pytest.mark.parametrize("namespace", [1.5, True, frozenset(), 2**70, ((((("deep",),),),),), ("x",) * 65, "x" * 5000])

@@ -20,6 +20,8 @@ from tests.support.transport import asynchronous
 )
 def test_an_address_of_every_kind_is_taken(address: str) -> None:
     check_worker_address(address)
+    with pytest.raises(InvalidInput, match="has blanks"):
+        check_worker_address(f"{address} ")
 
 
 @pytest.mark.parametrize(

@@ -5,36 +5,7 @@ from __future__ import annotations
 import pytest
 
 from preble.transport.engine_servers.served_totals import ServedTotals, Total, served_totals
-
-SGLANG = """\
-sglang:num_requests_total{engine_type="unified",is_streaming="true",model_name="tiny"} 162.0
-sglang:time_to_first_token_seconds_sum{engine_type="unified",is_streaming="true",model_name="tiny"} 16.0
-sglang:time_to_first_token_seconds_count{engine_type="unified",is_streaming="true",model_name="tiny"} 160.0
-sglang:time_to_first_token_seconds_bucket{engine_type="unified",is_streaming="true",le="0.1",model_name="tiny"} 80.0
-sglang:time_to_first_token_seconds_bucket{engine_type="unified",is_streaming="true",le="0.2",model_name="tiny"} 160.0
-sglang:time_to_first_token_seconds_bucket{engine_type="unified",is_streaming="true",le="+Inf",model_name="tiny"} 160.0
-sglang:time_to_first_token_seconds_bucket{engine_type="unified",is_streaming="false",le="0.1",model_name="tiny"} 0.0
-sglang:time_to_first_token_seconds_bucket{engine_type="unified",is_streaming="false",le="0.2",model_name="tiny"} 0.0
-sglang:time_to_first_token_seconds_bucket{engine_type="unified",is_streaming="false",le="+Inf",model_name="tiny"} 2.0
-sglang:e2e_request_latency_seconds_sum{is_streaming="true",model_name="tiny"} 81.0
-sglang:e2e_request_latency_seconds_count{is_streaming="true",model_name="tiny"} 162.0
-sglang:prompt_tokens_histogram_sum{engine_type="unified",model_name="tiny"} 97021.0
-sglang:prompt_tokens_histogram_count{engine_type="unified",model_name="tiny"} 162.0
-sglang:uncached_prompt_tokens_histogram_sum{engine_type="unified",model_name="tiny"} 76029.0
-sglang:uncached_prompt_tokens_histogram_count{engine_type="unified",model_name="tiny"} 162.0
-sglang:per_stage_req_latency_seconds_sum{engine_type="unified",stage="request_process",tp_rank="0"} 0.01
-sglang:per_stage_req_latency_seconds_count{engine_type="unified",stage="request_process",tp_rank="0"} 163.0
-sglang:per_stage_req_latency_seconds_sum{engine_type="unified",stage="prefill_forward",tp_rank="0"} 12.8
-sglang:per_stage_req_latency_seconds_count{engine_type="unified",stage="prefill_forward",tp_rank="0"} 163.0
-"""
-VLLM = """\
-vllm:e2e_request_latency_seconds_sum{engine="0",model_name="tiny"} 40.0
-vllm:e2e_request_latency_seconds_count{engine="0",model_name="tiny"} 80.0
-vllm:request_prompt_tokens_sum{engine="0",model_name="tiny"} 64000.0
-vllm:request_prompt_tokens_count{engine="0",model_name="tiny"} 80.0
-vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="tiny"} 40000.0
-vllm:request_prefill_kv_computed_tokens_count{engine="0",model_name="tiny"} 80.0
-"""
+from tests.support.served import SGLANG, VLLM
 
 
 def totals(engine: str, text: str) -> ServedTotals:
@@ -46,7 +17,7 @@ def totals(engine: str, text: str) -> ServedTotals:
 def test_totals_are_read_of_both_engines() -> None:
     found = totals("sglang", SGLANG)
     assert found.requests == 162 and found.prompt == Total(97021, 162) and found.computed == Total(76029, 162)
-    assert found.prefill == Total(12.8, 163) and found.ttft.mean == pytest.approx(0.1)
+    assert found.prefill == Total(12.864806686999032, 163) and found.ttft.mean == pytest.approx(16.091724354 / 160)
     assert found.quantile("ttft", 0.25) == pytest.approx(0.05 * 162 / 160)
     assert found.quantile("ttft", 0.75) == pytest.approx(0.1 + 0.1 * (0.75 * 162 - 80) / 80)
     assert found.quantile("ttft", 0.999) is None, "beyond the last bound"
@@ -66,7 +37,7 @@ def test_between_two_readings_is_their_difference() -> None:
 
 @pytest.mark.parametrize("value", ["nan", "-3", "inf", "many"])
 def test_a_number_that_cannot_be_is_named_and_nothing_is_taken_of_it(value: str) -> None:
-    found = served_totals("sglang", SGLANG.replace("16.0", value, 1))
+    found = served_totals("sglang", SGLANG.replace("16.091724354000235", value))
     assert found.totals is not None and found.totals.ttft == Total() and "ttft" not in found.totals.buckets
     assert found.totals.prompt.sum == 97021
     assert len(found.problems) == 1 and "time_to_first_token_seconds_sum" in found.problems[0]
