@@ -15,6 +15,7 @@ import runpy
 import shlex
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def quoted(page: Path) -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```$", "", text_of(page), flags=re.M | re.S)))
 
 
+@cache
 def options_of(command: str) -> set[str]:
     """The options of a sub-command."""
     parser = cli.build_parser([command])
@@ -89,12 +91,19 @@ def test_commands_are_found_on_the_pages_that_have_them() -> None:
         assert found[name], f"no command was found on {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_option_that_a_page_names_exists(page: Path) -> None:
-    known = set().union(*map(options_of, cli.COMMANDS)) | {"--version"} | FOREIGN_OPTIONS
-    for folder in ("benchmarks", "tests"):  # programs of the repository
+@cache
+def options_of_the_repository() -> frozenset[str]:
+    """Those of `preble`, of its benchmarks and of programs among the tests."""
+    known = set().union(*map(options_of, cli.COMMANDS)) | {"--version"}
+    for folder in ("benchmarks", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text(encoding="utf-8")))
+    return frozenset(known)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_option_that_a_page_names_exists(page: Path) -> None:
+    known = options_of_the_repository() | FOREIGN_OPTIONS
     if page.name == "migrating.md":
         known |= set(of_router("sglang-router")) | set(of_router("smg")) | set(of_router("vllm-router"))
     named = set(re.findall(r"(?<![\w|-])--[a-z][a-z0-9-]*[a-z0-9](?![\w>-])", text_of(page)))
