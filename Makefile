@@ -31,9 +31,12 @@
 #   make clean   remove what these made
 #
 # PYTHON chooses the interpreter, ARGS adds arguments: `make test ARGS="-k radix"`, `make demo ARGS="--engine simulated"`.
+# JOBS is how many processes share the tests' files, 1 for a debugger: `make test JOBS=1 ARGS="-k radix --pdb"`.
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
+SHARED := $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
@@ -56,7 +59,7 @@ demo-docs: demo
 	$(BIN)/python -m benchmarks.common.readme --demo demo-out/demo.json
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SHARED) $(ARGS)
 
 ifeq ($(PYTHON_FREE_THREADED),)
 test-free-threaded:
@@ -93,7 +96,10 @@ check: $(VENV)/installed
 	$(BIN)/mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint preble  # it starts pycodestyle by name
 
-asan tsan: $(VENV)/installed
+asan: $(VENV)/installed
+	$(BIN)/python -m tests.stress.sanitize $@ $(SHARED) $(ARGS)
+
+tsan: $(VENV)/installed
 	$(BIN)/python -m tests.stress.sanitize $@ $(ARGS)
 
 leaks: $(VENV)/built

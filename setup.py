@@ -72,7 +72,9 @@ def extensions(force: bool) -> list[Extension]:
         "embedsignature": True,
         "freethreading_compatible": True,  # without Python's lock the core's own orders threads
     }
-    built: list[Extension] = cythonize(modules, build_dir=str(BUILD_DIR), compiler_directives=directives, force=force)
+    built: list[Extension] = cythonize(
+        modules, build_dir=str(BUILD_DIR), compiler_directives=directives, force=force, nthreads=os.cpu_count() or 1
+    )
     return built
 
 

@@ -19,6 +19,8 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -166,8 +168,9 @@ def main() -> int:
     version = check_wheel(wheel)
     assert sdist.name == f"preble-{version}.tar.gz"
     check_base(wheel.resolve(), version)
-    for extra in args.extras if args.extras is not None else EXTRAS if args.all_extras else CHEAP:
-        check_extra(wheel.resolve(), extra)
+    extras = args.extras if args.extras is not None else EXTRAS if args.all_extras else CHEAP
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # pip waits for the network and the disk as often as it works
+        list(pool.map(partial(check_extra, wheel.resolve()), extras))
     return 0
 
 

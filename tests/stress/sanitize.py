@@ -112,6 +112,19 @@ def copy_sources(target: Path) -> None:
                 path.unlink()
 
 
+def copy_generated(made: Path, target: Path) -> None:
+    """Take the C that Cython has made for the build in place, so that it need not be made again: only the compiler's
+    flags differ. None of a build with bounds checks, whose C is another; what is older than its source is made anew."""
+    mode = made / "mode"
+    if not mode.exists() or not mode.read_text().startswith("debug=False"):
+        return
+    for path in made.rglob("*.c"):
+        copy = target / "build" / "cython" / path.relative_to(made)
+        if not copy.exists() or copy.stat().st_mtime < path.stat().st_mtime:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
+
+
 def build(sanitizer: Sanitizer, target: Path) -> None:
     """Compile the core in the copy, and the planted faults with the same flags."""
     environment = {**os.environ, "PREBLE_SANITIZE": sanitizer.flags}
@@ -223,6 +236,7 @@ def main() -> int:
     log = target / "report"
     say(f"compiling the core with -fsanitize={sanitizer.flags} in {target.relative_to(ROOT)}")
     copy_sources(target)
+    copy_generated(ROOT / "build" / "cython", target)
     build(sanitizer, target)
     take_reports(log)
     try:

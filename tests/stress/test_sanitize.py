@@ -3,11 +3,21 @@ sanitizer; that planted faults are found is proven by each run of the commands t
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.stress.sanitize import CORE_TESTS, ROOT, SANITIZERS, NotProven, copy_sources, prove_build, take_reports
+from tests.stress.sanitize import (
+    CORE_TESTS,
+    ROOT,
+    SANITIZERS,
+    NotProven,
+    copy_generated,
+    copy_sources,
+    prove_build,
+    take_reports,
+)
 
 
 @pytest.mark.parametrize("kind", sorted(SANITIZERS))
@@ -32,6 +42,23 @@ def test_the_copy_follows_the_sources_and_keeps_what_was_built_there(tmp_path: P
     }
     assert (tmp_path / "preble" / "_radix.so").exists()
     assert (tmp_path / "tests" / "stress" / "planted.c").read_text() == (ROOT / "tests/stress/planted.c").read_text()
+
+
+def test_generated_c_is_taken_over_unless_it_is_older_or_has_bounds_checks(tmp_path: Path) -> None:
+    made, kept = tmp_path / "made", tmp_path / "copy" / "build" / "cython" / "preble" / "a.c"
+    (made / "preble").mkdir(parents=True)
+    (made / "preble" / "a.c").write_text("new")
+    copy_generated(made, tmp_path / "copy")
+    (made / "mode").write_text("debug=True sanitize=\n")
+    copy_generated(made, tmp_path / "copy")
+    assert not kept.exists(), "nobody says how it was made, or it was made otherwise"
+    (made / "mode").write_text("debug=False sanitize=\n")
+    copy_generated(made, tmp_path / "copy")
+    assert kept.read_text() == "new" and kept.stat().st_mtime == (made / "preble" / "a.c").stat().st_mtime
+    kept.write_text("made in the copy")
+    os.utime(made / "preble" / "a.c", (1, 1))
+    copy_generated(made, tmp_path / "copy")
+    assert kept.read_text() == "made in the copy"
 
 
 def test_reports_are_taken_once(tmp_path: Path) -> None:
