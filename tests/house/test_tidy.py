@@ -30,6 +30,8 @@ RETIRED = re.compile(
         if line and not line.startswith("#")
     )
 )
+# Calls that fail a test by themselves; and others' that do, beside the helpers among the tests that assert.
+FAILING_CALL = re.compile(r"raises|warns|fail|check|assert_\w+|run_state_machine_as_test|expect")
 MERGE_MARKER = re.compile(r"<{7} |>{7} |={7}$|[|]{7} ")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|farm|root|home|Users)/\w")
 
@@ -65,7 +67,7 @@ def text_of(path: Path) -> str:
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """Every function and handler of a Python file, and its module first."""
+    """A Python file's module, functions and handlers."""
     kept = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler
     return [node for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, kept)]
 
@@ -171,6 +173,41 @@ def test_no_bare_except() -> None:
     bare = [f"{name_of(path)}:{node.lineno}" for path, node in found if node.type is None]
     assert not bare, f"bare except; name what is expected: {bare}"
     assert found, "no except at all was found"
+
+
+def test_every_test_can_fail() -> None:
+    """It asserts, expects an exception, or calls something that does: what only runs through shows little."""
+    tests = [path for path in PYTHON if ROOT / "tests" in path.parents]
+    functions = [
+        (f"{name_of(path)}: {node.name}", node.name, *what_fails(node))
+        for path in tests
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    failing = {name for _, name, fails, _ in functions if fails}
+    tame = [
+        where
+        for where, name, fails, called in functions
+        if name.startswith("test_") and not fails and not called & failing
+    ]
+    assert not tame, f"these assert nothing: {tame}"
+
+
+def what_fails(function: ast.AST) -> tuple[bool, set[str]]:
+    """Whether a function asserts or raises by itself, and the names of what it calls."""
+    nodes = list(ast.walk(function))
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called = {one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in functions}
+    own = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
+    return own or any(map(FAILING_CALL.fullmatch, called)), called
+
+
+@pytest.mark.parametrize(
+    ("body", "fails"), [("assert x", True), ("with pytest.raises(E): f()", True), ("f(x).y()", False)]
+)
+def test_a_test_that_asserts_nothing_is_found(body: str, fails: bool) -> None:
+    found, called = what_fails(ast.parse(body))
+    assert found is fails and (fails or called == {"f", "y"})
 
 
 def test_every_module_is_used() -> None:
