@@ -23,13 +23,8 @@ MARKS = re.compile(
     r"\b(" + "|".join(a + b for a, b in [("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("HA", "CK")]) + r")\b"
 )
 # Names that meant two things, or that nobody of this field would look for; docs/glossary.md has what they became.
-RETIRED = re.compile(
-    "|".join(
-        rf"(?<!\w)(?:{line})(?!\w)"
-        for line in (Path(__file__).parent / "retired_names.txt").read_text().split("\n")
-        if line and not line.startswith("#")
-    )
-)
+_RETIRED_LINES = (Path(__file__).parent / "retired_names.txt").read_text().split("\n")
+RETIRED = re.compile(rf"(?<!\w)(?:{'|'.join(line for line in _RETIRED_LINES if line and line[0] != '#')})(?!\w)")
 # Calls that fail a test by themselves; and others' that do, beside the helpers among the tests that assert.
 FAILING_CALL = re.compile(r"raises|warns|fail|check|assert_\w+|run_state_machine_as_test|expect")
 MERGE_MARKER = re.compile(r"<{7} |>{7} |={7}$|[|]{7} ")
@@ -67,9 +62,17 @@ def text_of(path: Path) -> str:
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """A Python file's module, functions and handlers."""
-    kept = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler
-    return [node for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, kept)]
+    """A Python file's module, functions and handlers. Looks into statements alone: in no expression is one of them."""
+    kept: list[ast.AST] = []
+    left: list[ast.AST] = [ast.parse(text_of(path))]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler):
+            kept.append(node)
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            part = getattr(node, name, None)
+            left += part if isinstance(part, list) else []
+    return kept
 
 
 def functions_of(path: Path) -> list[tuple[str, int]]:
@@ -131,7 +134,7 @@ def test_files_open_with_what_they_own() -> None:
 
 
 def test_no_marks_are_left_over() -> None:
-    found = [f"{name_of(p)}:{n}" for p in FILES for n, line in numbered_lines(p) if MARKS.search(line)]
+    found = [f"{name_of(path)} {one[0]}" for path in FILES for one in MARKS.finditer(text_of(path))]
     assert not found, f"finish or file these: {found}"
 
 
@@ -142,7 +145,7 @@ def test_no_merge_markers() -> None:
 
 def test_retired_names_stay_away() -> None:
     shown = [p for p in FILES if PREBLE in p.parents and p.suffix in CODE | {".js", ".css", ".html"}]
-    found = [f"{name_of(p)}:{n} {m[0]}" for p in shown for n, line in numbered_lines(p) if (m := RETIRED.search(line))]
+    found = [f"{name_of(path)} {one[0]}" for path in shown for one in RETIRED.finditer(text_of(path))]
     assert not found, f"docs/glossary.md has other words for these: {found}"
 
 
@@ -159,7 +162,7 @@ def test_names_of_the_field_are_not_retired(fine: str) -> None:
 
 
 def test_no_machine_paths() -> None:
-    found = [f"{name_of(p)}:{n}" for p in FILES for n, line in numbered_lines(p) if MACHINE_PATH.search(line)]
+    found = [f"{name_of(path)} {one[0]}" for path in FILES for one in MACHINE_PATH.finditer(text_of(path))]
     assert not found, f"paths of one machine: {found}"
 
 

@@ -332,7 +332,7 @@ def test_frames_are_what_msgpack_writes_of_the_values(
 
 
 @given(MESSAGES, st.data())
-@settings(max_examples=1000)
+@settings(max_examples=400)
 def test_damaged_frames_are_read_as_msgpack_reads_them(message: wire.Message, data: st.DataObject) -> None:
     frame = bytearray(wire.encode(message, epoch=300, session=2, seq=70_000))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -344,7 +344,7 @@ def test_damaged_frames_are_read_as_msgpack_reads_them(message: wire.Message, da
 
 
 @given(MESSAGES, st.data())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_junk_fields_are_read_as_msgpack_reads_them(message: wire.Message, data: st.DataObject) -> None:
     values = msgpack.unpackb(wire.encode(message))
     values[data.draw(st.integers(0, len(values) - 1))] = data.draw(JUNK)
@@ -352,7 +352,7 @@ def test_junk_fields_are_read_as_msgpack_reads_them(message: wire.Message, data:
 
 
 @given(st.lists(PEER_EVENTS, min_size=1, max_size=3), TEXT, st.data())
-@settings(max_examples=1000)
+@settings(max_examples=400)
 def test_damaged_events_are_read_as_msgpack_reads_them(events: list[Any], router: str, data: st.DataObject) -> None:
     frame = wire.encode(wire.Events(70_000, tuple(events), router), epoch=300)
     values = msgpack.unpackb(frame)
@@ -469,7 +469,7 @@ def test_the_largest_frequent_frames_are_what_msgpack_writes() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=1000)
+@settings(max_examples=400)
 def test_random_bytes_raise_protocol_error_and_nothing_else(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         wire.decode(frame, ALL)
@@ -486,13 +486,13 @@ def decodes_or_protocol_error(frame: bytes) -> None:
 
 
 @given(st.integers(0, 40), st.lists(JUNK, max_size=16))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_any_fields_under_any_code_are_refused_or_valid(code: int, values: list[Any]) -> None:
     decodes_or_protocol_error(msgpack.packb([wire.PROTOCOL_VERSION, code, 1, 1, 1, *values], unicode_errors="replace"))
 
 
 @given(MESSAGES, st.data())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_one_field_swapped_for_junk_is_refused_or_valid(message: wire.Message, data: st.DataObject) -> None:
     values = msgpack.unpackb(wire.encode(message))
     values[data.draw(st.integers(0, len(values) - 1))] = data.draw(JUNK)
@@ -500,7 +500,7 @@ def test_one_field_swapped_for_junk_is_refused_or_valid(message: wire.Message, d
 
 
 @given(MESSAGES, st.data())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_damaged_frames_are_refused_or_valid(message: wire.Message, data: st.DataObject) -> None:
     frame = bytearray(wire.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
