@@ -33,8 +33,6 @@ HUMAN = re.compile(
 ABOUT_PEOPLE = {
     "agents.md": (
         "one is told the session",
-        "affinity, told sessions",
-        "affinity told sessions",
         "affinity, told, our workers",
     )
 }
