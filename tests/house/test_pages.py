@@ -16,7 +16,7 @@ import pytest
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
-HAND_WRITTEN_MAX = 31_500  # words
+HAND_WRITTEN_MAX = 30_000  # words
 SENTENCE_MAX = 35  # words
 SHORT_PAGES = (
     "README.md",
