@@ -205,7 +205,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/created
 	@echo "Installing what Preble needs into $(VENV), once (about 2 minutes)"
 	$(PIP) install -c constraints.txt setuptools Cython wheel
 	$(PIP) install -c constraints.txt torch==2.13.0
-	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,attach,gateway,epp,otel,top,bench,test,dev,mistral,docs,build]"
+	PREBLE_SKIP_CORE=1 $(PIP) install -c constraints.txt --no-build-isolation -e ".[torch,attach,gateway,epp,kubernetes,dns,otel,top,bench,test,dev,mistral,docs,build]"
 	@touch $@
 
 $(VENV)/built: $(SOURCES) $(VENV)/installed

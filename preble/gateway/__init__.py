@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from .core.config import end_seconds
 
     config = loaded_from(args).config
-    if config.min_workers and not (config.workers or config.servers):
+    if config.min_workers and not (config.workers or config.servers or config.discovery):
         raise InvalidConfig(
             "workers: none is named. Name those to place requests on (--workers tcp://HOST:PORT ...), or set "
             "min_workers to 0 and add them over HTTP"

@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import logging
 import os
+import random
 import resource
 import secrets
 import signal
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..config import PEER_DELAY_SECONDS, SchedulerConfig
-from ..errors import HandshakeRefused, MissingExtra, PrebleError
+from ..errors import HandshakeRefused, MissingExtra, NoWorkers, PrebleError
 from ..recording import RecordingWriter
 from ..router.fleet import FleetConfig
 from ..router.peer_addresses import PeerAddresses, bound_at
@@ -62,6 +63,7 @@ try:
     from .core.telemetry import end_senders
     from .core.tracing import Tracing
     from .dashboard.state import RECORDS_PER_SECOND
+    from .discovery.discovery import Discovery
     from .listeners import BACKLOG, GatewayListener, open_listeners, open_picker_listener, say_expiry
     from .middleware import Middleware
     from .proxies import TrustedProxies
@@ -80,6 +82,7 @@ KEEP_ALIVE_SECONDS = 75  # longer than load balancers and clients keep an idle c
 FAREWELL_SECONDS = 1.0  # of a client with TLS, until its connection is cut
 DESCRIPTORS_OWN = 256  # sockets of workers, files, pipes
 RECORDS_KEPT = 1024
+FOUND_STEP_SECONDS = 0.05  # between two looks at whether enough servers have been found
 COLLECT_AFTER_OBJECTS = 5_000  # more than there were, that may be in a cycle
 
 
@@ -134,8 +137,10 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         router = _router(config, metrics, codec, running, slot)
         await _start(router, config, codec)
         _drain_like(router, running or [])
-        siblings = shared = looking = None
+        siblings = shared = looking = discovery = None
         try:
+            if config.discovery:
+                discovery = await _discover(router, config, slot)
             if slot is not None:
                 listeners.append(GatewayListener(slot.listen(), PROCESS))
             if slot is not None or config.peer_bind is not None:
@@ -145,7 +150,10 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
                 peers = PeerAddresses(config.peers, config.processes, siblings.follow)
                 looking = asyncio.ensure_future(peers.run())
             token = _admin_token(config, slot)
-            gateway = Gateway(router, codec, config, metrics, processes=processes, tracing=tracing, admin_token=token)
+            gateway = Gateway(
+                router, codec, config, metrics,
+                processes=processes, tracing=tracing, admin_token=token, discovery=discovery,
+            )  # fmt: skip
             try:
                 picker = None if at_planes is None else await _start_picker(gateway, at_planes, slot)
                 await _run(make_app(gateway, shared=shared), gateway, listeners, load, picker)
@@ -154,6 +162,8 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         finally:
             if looking is not None:
                 await end_all(looking)
+            if discovery is not None:
+                await discovery.close()
             await router.close()
             if siblings is not None:
                 await siblings.close()
@@ -378,6 +388,7 @@ def _scheduler_config(config: GatewayConfig) -> SchedulerConfig:
     """The operator's. Where nothing is said of the peers' delay, it is what processes before servers take."""
     scheduler = config.scheduler
     servers_only = bool(config.servers) or any(is_server(address) for address in config.workers)
+    servers_only = servers_only or any(one.scheme != "tcp" for one in config.discovery)
     near = config.processes > 1 and config.peer_bind is None
     if not near or not servers_only or scheduler.peer_delay_seconds != PEER_DELAY_SECONDS:
         return scheduler
@@ -393,7 +404,7 @@ def _endpoints(config: GatewayConfig) -> dict[str, ServerOptions | None]:
 async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None) -> None:
     """Connect to the workers, and compare their tokenizers with ours. Raises as `Router.start` does."""
     try:
-        await router.start(min_workers=config.min_workers)
+        await router.start(min_workers=0 if config.discovery else config.min_workers)
     except HandshakeRefused as error:
         if codec is None or "tokenizer_fingerprint" not in str(error):
             raise
@@ -404,6 +415,22 @@ async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None)
     if codec is not None:
         for worker in router.fleet.workers.values():
             _compare_tokenizers(codec, worker.welcome)
+
+
+async def _discover(router: Router, config: GatewayConfig, slot: ProcessSlot | None) -> Discovery:
+    """Look for servers, and wait until there are as many as are asked for. Raises `NoWorkers`; then it is closed."""
+    discovery = Discovery(config.discovery, router, _endpoints(config), clock=time.monotonic, rng=random.Random())
+    discovery.start(writes_costs=slot is None or slot.index == 0)
+    deadline = time.monotonic() + config.connect_seconds
+    workers = router.fleet.workers
+    while (ready := sum(worker.state == "ready" for worker in workers.values())) < config.min_workers:
+        if time.monotonic() >= deadline:
+            found = "; ".join(f"{one['source']}: {one['failing'] or one['found']}" for one in discovery.stats())
+            whys = "; ".join(f"{worker.address}: {worker.why or worker.state}" for worker in workers.values())
+            await discovery.close()
+            raise NoWorkers(f"{ready} workers are ready, {config.min_workers} are needed ({found}; {whys})")
+        await asyncio.sleep(FOUND_STEP_SECONDS)
+    return discovery
 
 
 def _siblings(router: Router, config: GatewayConfig, slot: ProcessSlot | None) -> SiblingRouters:
@@ -504,6 +531,8 @@ class Reloading:
         router = gateway.router
         router.config = dataclasses.replace(router.config, refuse_wait_seconds=gateway.config.refuse_wait_seconds)
         router.change_flow(_flow_config(gateway.config))
+        if gateway.discovery is not None:
+            gateway.discovery.static = _endpoints(new)
         await self._change_workers(_endpoints(old), _endpoints(new))
         if left:
             logger.warning("these need a restart: %s", ", ".join(sorted(left)))

@@ -133,6 +133,7 @@ class FleetWorker:
         self.feed_counters = FeedCounters() if is_server(address) else None
         self.namespace: Hashable = None  # of what it caches without a salt or an adapter
         self.relayed = 0  # requests that are sent there by others than its link, kept by `placement`
+        self.withheld = False  # no new requests go there, by the word of who found it
         self.settled = asyncio.Event()  # the first handshake has been tried
         self.task: asyncio.Task[None] | None = None
         self._fleet = fleet
@@ -327,12 +328,28 @@ class Fleet:
         """Leave a worker, or all ranks of a server. Its requests go elsewhere. Raises `UnknownWorker`."""
         if address not in self.workers:
             raise UnknownWorker(f"no worker at {address!r}")
-        ranks = [other for other in self.workers if is_server(address) and other.startswith(f"{address}#")]
-        for one in (address, *ranks):
-            worker = self.workers.pop(one)
+        for worker in self.at(address):
+            del self.workers[worker.address]
             await self._stop(worker)
             self._forget(worker)
         self._look_at_kinds()
+
+    def at(self, address: str) -> list[FleetWorker]:
+        """The worker at an address, or all ranks of a server; none where nobody is known there. O(workers)."""
+        if address not in self.workers:
+            return []
+        ranks = [other for other in self.workers if is_server(address) and other.startswith(f"{address}#")]
+        return [self.workers[one] for one in (address, *ranks)]
+
+    def withhold(self, address: str, withheld: bool) -> None:
+        """Give new requests to a worker, or all ranks of a server, no more, or again; what runs there goes on.
+        O(workers)."""
+        for worker in self.at(address):
+            worker.withheld = withheld
+            worker.why = "who found it says that it is not ready" if withheld else ""
+            self.update_unusable()
+            if not withheld and worker.state == "ready":
+                self.owner.on_available(worker)
 
     async def close(self) -> None:
         """Leave all workers and free the sockets."""
@@ -463,7 +480,7 @@ class Fleet:
         """The other ranks of a server are workers of their own."""
         for address in link.more_addresses if isinstance(link, ServerLink) else ():
             if address not in self.workers and self.workers.get(worker.address) is worker:
-                self.add(address, worker.options)
+                self.add(address, worker.options).withheld = worker.withheld
 
     def _adopt(self, worker: FleetWorker, link: WorkerLink | ServerLink, welcome: wire.Welcome) -> None:
         """A handshake went well: bring the scheduler up to date. Raises `HandshakeRefused` if others disagree."""
@@ -525,7 +542,9 @@ class Fleet:
     def update_unusable(self) -> None:
         """Keep the set that every decision needs, so that a decision need not look at every worker."""
         self.membership += 1
-        self.unusable = frozenset(name for name, worker in self._by_id.items() if worker.state != "ready")
+        self.unusable = frozenset(
+            name for name, worker in self._by_id.items() if worker.state != "ready" or worker.withheld
+        )
 
     def _refuse(self, worker: FleetWorker, why: str) -> None:
         worker.counters.handshakes_refused += 1
@@ -592,7 +611,8 @@ class Fleet:
         """Assert that states, ids and the set of unusable workers agree."""
         for worker_id, worker in self._by_id.items():
             assert worker.worker_id == worker_id and self.workers.get(worker.address) is worker, "ids lead to workers"
-            assert (worker_id in self.unusable) == (worker.state != "ready"), f"unusable is stale for {worker_id}"
+            is_unusable = worker.state != "ready" or worker.withheld
+            assert (worker_id in self.unusable) == is_unusable, f"unusable is stale for {worker_id}"
         for worker in self.workers.values():
             assert worker.state in STATES, f"unknown state {worker.state!r}"
             assert worker.state != "ready" or worker.worker_id in self._by_id, "a ready worker is in the scheduler"

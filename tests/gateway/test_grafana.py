@@ -63,7 +63,8 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
-GATEWAY = {"live_choices": 0, "tasks": 1, "ready": True}
+SOURCE = {"source": "file:x", "servers": {"serving": 1}, "age_seconds": 1.0, "is_doubted": False, "left_out": 0}
+GATEWAY = {"live_choices": 0, "tasks": 1, "ready": True, "discovery": [{**SOURCE, "failures": 0}]}
 
 
 def expressions(dashboard: dict[str, Any]) -> list[str]:

@@ -48,11 +48,14 @@ class Admin:
         """GET /ready."""
         gateway = self._gateway
         states = [worker.state for worker in gateway.router.fleet.workers.values()]
-        body = {
+        body: dict[str, Any] = {
             "ready": gateway.ready,
             "draining": gateway.leaving or gateway.draining,
             "workers": states.count("ready"),
         }
+        if gateway.discovery is not None:  # no names: whoever asks may be anybody
+            shown = ("age_seconds", "servers", "is_doubted")
+            body["discovery"] = [{name: one[name] for name in shown} for one in gateway.discovery.stats()]
         return json_response(body, 200 if gateway.ready else 503)
 
     async def workers(self, request: Request) -> Response:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from ...config import SchedulerConfig
-from .config_tables import KeyTable, ServerTable
+from .config_tables import DiscoveryTable, KeyTable, ServerTable
 
 PREFIX = "PREBLE_"
 END_MARGIN_SECONDS = 10.0  # what a process may take to end beyond what it was given
@@ -24,7 +24,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Key = Annotated[str, Meta(min_length=8, max_length=512)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
-TABLES = frozenset({"servers", "keys"})  # lists of tables: in the file, or as JSON in a variable
+TABLES = frozenset({"servers", "discovery", "keys"})  # lists of tables: in the file, or as JSON in a variable
 SECRET = frozenset({"api_keys", "admin_keys"}) | TABLES  # no flags, for process lists show those
 # What a running gateway takes over on SIGHUP; the rest needs a restart.
 RELOADABLE = frozenset(
@@ -67,6 +67,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             max_length=65_535,
             description="SGLang and vLLM servers that run already, each as a table: with its API key, or what it does "
             "not say of itself.",
+        ),
+    ] = []
+    discovery: Annotated[
+        list[DiscoveryTable],
+        Meta(
+            max_length=64,
+            description="Where servers are looked for while the gateway runs, as tables: Kubernetes, DNS, a file.",
         ),
     ] = []
     min_workers: Annotated[

@@ -31,7 +31,7 @@ from ..migration.counterparts import ALL
 from ..migration.translation import translate
 from .addresses import is_network, is_origin, is_url
 from .config import FIELDS, LISTS, PREFIX, TABLES, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
-from .config_tables import check_servers, keys_with_secrets, with_secrets
+from .config_tables import check_servers, discovery_with_secrets, keys_with_secrets, with_secrets
 
 SOCKET_PATH_BYTES_MAX = 107
 FILE_BYTES_MAX = 1 << 20
@@ -174,6 +174,7 @@ def _checked(
     config = msgspec.structs.replace(
         config,
         servers=with_secrets(config.servers, environment),
+        discovery=discovery_with_secrets(config.discovery, environment),
         keys=keys_with_secrets(config.keys, environment),
     )
     resolve(config.policy)

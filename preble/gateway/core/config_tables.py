@@ -4,7 +4,7 @@ its limits. Owns their fields; a secret is given itself or by the name of the va
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,12 +19,12 @@ Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 Rate = Annotated[float, Meta(gt=0, le=1e12)]
 KEY_CHARS_MIN = 8
 Secret = Annotated[str, Meta(min_length=1, max_length=4096)]
+AnyServer = TypeVar("AnyServer", bound="ServerFields")
 
 
-class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An SGLang or vLLM server that runs already; what is not given is what the server says of itself."""
+class ServerFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is known of an SGLang or vLLM server; what is not given is what the server says of itself."""
 
-    url: Annotated[Name, Meta(description="Where it is: http://HOST:PORT or https://HOST:PORT.")]
     api_key: Annotated[Secret | None, Meta(description="Its own API key, as its --api-key is.")] = None
     api_key_variable: Annotated[
         Name | None, Meta(description="Name of the environment variable that holds its API key, instead.")
@@ -62,6 +62,80 @@ class ServerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "it is learned from the first requests."
         ),
     ] = None
+
+
+class ServerTable(ServerFields, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of these servers, and where it is."""
+
+    url: Annotated[Name, Meta(description="Where it is: http://HOST:PORT or https://HOST:PORT.")]
+
+
+class DiscoveryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where servers are looked for while the gateway runs."""
+
+    source: Annotated[
+        Literal["kubernetes", "dns", "file"],
+        Meta(description="kubernetes (needs `preble[kubernetes]`), dns (SRV records; needs `preble[dns]`), or file."),
+    ]
+    namespace: Annotated[Name | None, Meta(description="kubernetes: the namespace; else the gateway's own.")] = None
+    service: Annotated[
+        Name | None, Meta(description="kubernetes: the Service whose EndpointSlices name the servers.")
+    ] = None
+    selector: Annotated[
+        Name | None,
+        Meta(
+            description="kubernetes: labels of the pods, as kubectl takes them; beside `service`, of those "
+            "of its endpoints that count, whose annotations are read then, too."
+        ),
+    ] = None
+    name: Annotated[
+        Name | None, Meta(description="dns: the name of the SRV records, such as _http._tcp.engines.example.com.")
+    ] = None
+    resolver: Annotated[
+        Name | None, Meta(description="dns: address and port of the DNS server to ask; else the system's.")
+    ] = None
+    path: Annotated[
+        Name | None,
+        Meta(description="file: a YAML or JSON list of tables as in `servers`, or of addresses as in `workers`."),
+    ] = None
+    port: Annotated[
+        str | int | None,
+        Meta(description="kubernetes: name or number of the servers' port, where there are several."),
+    ] = None
+    scheme: Annotated[
+        Literal["http", "https", "tcp"],
+        Meta(description="kubernetes, dns: http (without), https, or tcp of `preble worker`."),
+    ] = "http"
+    look_seconds: Annotated[
+        Annotated[float, Meta(ge=0.05, le=3600)],
+        Meta(description="dns, file: between two looks (5); Kubernetes reports by itself."),
+    ] = 5.0
+    doubt_seconds: Annotated[
+        Annotated[float, Meta(ge=0, le=1e6)],
+        Meta(
+            description="An answer that lacks more than half of the servers that serve, an empty one too, takes "
+            "nobody away for so long (30)."
+        ),
+    ] = 30.0
+    drain_seconds: Annotated[
+        Annotated[float, Meta(ge=0, le=1e6)],
+        Meta(description="A server that terminates or is gone ends its requests in so long (30); then it is left."),
+    ] = 30.0
+    servers_max: Annotated[
+        Annotated[int, Meta(ge=1, le=65_535)],
+        Meta(description="Servers at most (1024); what is found beyond is left out, and counted."),
+    ] = 1024
+    deletion_costs: Annotated[
+        bool,
+        Meta(
+            description="kubernetes: write on each pod what its end would cost, so that a scale-down ends the cheapest "
+            "first."
+        ),
+    ] = False
+    server: Annotated[
+        ServerFields,
+        Meta(description="What holds for every server found, as in `servers`: `api_key_variable`, `ca_file`, ..."),
+    ] = ServerFields()
 
 
 class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -119,25 +193,65 @@ def keys_with_secrets(keys: Sequence[KeyTable], environment: Mapping[str, str]) 
 
 def with_secrets(servers: Sequence[ServerTable], environment: Mapping[str, str]) -> list[ServerTable]:
     """The same with the API keys that variables hold. Raises `InvalidConfig` naming the place."""
+    return [_with_secret(server, f"servers[{number}]", environment) for number, server in enumerate(servers)]
+
+
+def _with_secret(server: AnyServer, place: str, environment: Mapping[str, str]) -> AnyServer:
+    name = server.api_key_variable
+    if name is None:
+        return server
+    if server.api_key is not None:
+        raise InvalidConfig(f"{place}.api_key_variable: api_key is given, too; one of them is enough")
+    if not environment.get(name):
+        raise InvalidConfig(f"{place}.api_key_variable: no variable {name} is set")
+    return msgspec.structs.replace(server, api_key=environment[name], api_key_variable=None)
+
+
+def discovery_with_secrets(tables: Sequence[DiscoveryTable], environment: Mapping[str, str]) -> list[DiscoveryTable]:
+    """The same with the API keys that variables hold, each table checked. Raises `InvalidConfig` naming the place."""
     found = []
-    for number, server in enumerate(servers):
-        name = server.api_key_variable
-        if name is not None:
-            place = f"servers[{number}].api_key_variable"
-            if server.api_key is not None:
-                raise InvalidConfig(f"{place}: api_key is given, too; one of them is enough")
-            if not environment.get(name):
-                raise InvalidConfig(f"{place}: no variable {name} is set")
-            server = msgspec.structs.replace(server, api_key=environment[name], api_key_variable=None)
-        found.append(server)
+    for number, table in enumerate(tables):
+        place = f"discovery[{number}]"
+        _check_fields_of_source(table, place)
+        server = _with_secret(table.server, f"{place}.server", environment)
+        check_servers([server_at("http://host:1", server)], [], f"{place}.server")
+        found.append(msgspec.structs.replace(table, server=server))
     return found
 
 
-def check_servers(servers: Sequence[ServerTable], workers: Sequence[str]) -> None:
-    """Raise `InvalidConfig` for a table that can be none, or whose server is named twice."""
+_OF_SOURCE = {
+    "kubernetes": {"namespace", "service", "selector", "port", "scheme", "deletion_costs"},
+    "dns": {"name", "resolver", "scheme", "look_seconds"},
+    "file": {"path", "look_seconds"},
+}
+_SERVER_OF_SOURCE = set().union(*_OF_SOURCE.values())
+
+
+def _check_fields_of_source(table: DiscoveryTable, place: str) -> None:
+    """Raise `InvalidConfig` where a field is missing, or another source's."""
+    given = {name for name in _SERVER_OF_SOURCE if name in msgspec.to_builtins(table)}
+    foreign = sorted(given - _OF_SOURCE[table.source])
+    if foreign:
+        raise InvalidConfig(f"{place}.{foreign[0]}: is no field of the source {table.source}")
+    needed = {"kubernetes": ("service", "selector"), "dns": ("name",), "file": ("path",)}[table.source]
+    if not given & set(needed):
+        raise InvalidConfig(f"{place}: the source {table.source} needs {' or '.join(needed)}")
+    if table.scheme == "tcp" and table.server != ServerFields():
+        raise InvalidConfig(f"{place}.server: is for servers over HTTP, and the scheme is tcp")
+
+
+def server_at(url: str, fields: ServerFields, **more: Any) -> ServerTable:
+    """A server's table of what holds for all that are found, and what is said of this one."""
+    known = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    return ServerTable(url=url, **{**known, **more})
+
+
+def check_servers(servers: Sequence[ServerTable], workers: Sequence[str], name: str = "") -> None:
+    """Raise `InvalidConfig` for a table that can be none, or whose server is named twice. `name`: what a wrong one is
+    called, where that is not its place in `servers`."""
     seen = set(workers)
     for number, server in enumerate(servers):
-        place = f"servers[{number}]"
+        place = name or f"servers[{number}]"
         try:
             check_worker_address(server.url)
             if not is_server(server.url):
@@ -174,7 +288,16 @@ def options_of(server: ServerTable) -> ServerOptions:
     return ServerOptions(**{name: value for name, value in given.items() if value is not None})
 
 
-def without_secrets(table: ServerTable | KeyTable) -> dict[str, Any]:
+def without_secrets(table: ServerTable | KeyTable | DiscoveryTable) -> dict[str, Any]:
     """What may be shown of it."""
     shown: dict[str, Any] = msgspec.to_builtins(table)
-    return {name: value for name, value in shown.items() if name not in ("api_key", "key")}
+    shown = {name: value for name, value in shown.items() if name not in ("api_key", "key")}
+    if isinstance(table, DiscoveryTable) and "server" in shown:
+        shown["server"] = {name: value for name, value in shown["server"].items() if name != "api_key"}
+    return shown
+
+
+def has_secret(table: ServerTable | KeyTable | DiscoveryTable) -> bool:
+    """Whether it holds a key that is not shown."""
+    shown: dict[str, Any] = msgspec.to_builtins(table)
+    return without_secrets(table) != shown

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ...config import SchedulerConfig
 from .config import FIELDS, SECRET, SECTIONS, TABLES, FieldPath, GatewayConfig, value_of
 from .config_sources import Loaded
-from .config_tables import KeyTable, ServerTable, without_secrets
+from .config_tables import DiscoveryTable, KeyTable, ServerTable, has_secret, without_secrets
 
 UNITS = frozenset({"seconds", "bytes", "tokens"})
 _KNOB = re.compile(r"^(\w+): (.+?)(?=^\w+: |\Z)", re.M | re.S)
@@ -91,9 +91,10 @@ def table() -> str:
 
 def _table_of(name: str) -> list[str]:
     """The fields of a list of tables, as Markdown."""
-    kind = {"servers": ServerTable, "keys": KeyTable}[name]
+    kind = {"servers": ServerTable, "discovery": DiscoveryTable, "keys": KeyTable}[name]
     lines = [f"Each of `{name}`:", "", "| field | what |", "|---|---|"]
     hints = get_type_hints(kind, include_extras=True)
+    hints = {field: hints[field] for field in sorted(hints, key=lambda field: field not in kind.__annotations__)}
     return [*lines, *(f"| `{field}` | {_description(hint)} |" for field, hint in hints.items()), ""]
 
 
@@ -117,7 +118,7 @@ def shown(loaded: Loaded) -> str:
         value = value_of(loaded.config, path)
         text = msgspec.json.encode(value).decode()
         if path[-1] in TABLES:
-            hidden = sum(bool({"api_key", "key"} & set(msgspec.to_builtins(table))) for table in value)
+            hidden = sum(map(has_secret, value))
             text = msgspec.json.encode([without_secrets(table) for table in value]).decode()
             text += f"  # {hidden} keys, not shown" if hidden else ""
         elif path[-1] in SECRET:

@@ -31,6 +31,7 @@ from .request_context import RequestContext
 from .sibling_processes import GatewayProcesses
 
 if TYPE_CHECKING:
+    from ..discovery.discovery import Discovery
     from .config import GatewayConfig
     from .metrics import Metrics
     from .tracing import Tracing
@@ -53,6 +54,7 @@ class Gateway:
         processes: GatewayProcesses | None = None,
         tracing: Tracing | None = None,
         admin_token: str | None = None,
+        discovery: Discovery | None = None,
     ) -> None:
         self.router = router
         self.codec = codec
@@ -61,6 +63,7 @@ class Gateway:
         self.processes = processes
         self.tracing = tracing
         self.admin_token = admin_token  # what changes of the fleet need, where there are no keys
+        self.discovery = discovery
         self.live = Live(router, clock)
         self.models = Models(router, config, clock)
         self._clock = clock
@@ -245,7 +248,9 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """What the gateway itself holds now. Changes nothing. On the loop only."""
         tasks = len(asyncio.all_tasks())
-        return {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
+        found = {"discovery": [] if self.discovery is None else self.discovery.stats()}
+        known = {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
+        return known | found
 
 
 class _Places:

@@ -4,6 +4,7 @@ names, and the bound on labels: beyond `WORKER_LABELS_MAX` workers the rest is s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,9 @@ def read_text(scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Ma
     registry.register(_Snapshot(_scheduler_families(stats)))
     registry.register(_Snapshot(scaling_families(stats["scaling"])))
     registry.register(_Snapshot(_worker_families(stats["workers"], router["workers"])))
+    registry.register(_Snapshot([replica_family(stats["scaling"], router["workers"])]))
     registry.register(_Snapshot(_router_families(router, gateway)))
+    registry.register(_Snapshot(discovery_families(gateway.get("discovery", ()))))
     text: bytes = generate_latest(registry)
     return text
 
@@ -105,6 +108,51 @@ def scaling_families(scaling: Mapping[str, Any]) -> list[Family]:
     text = "Seconds to compute again what only this worker caches"
     drains = [((worker,), seconds) for worker, seconds in scaling["drain_seconds"].items()]
     return [*advice, _labelled(GaugeMetricFamily, "scaling_drain_seconds", text, ("worker",), drains)]
+
+
+OBSERVED_SECONDS_MIN = 60.0  # of a fleet seen for less nobody is to take anything away
+
+
+def replica_family(scaling: Mapping[str, Any], workers: Mapping[str, Any]) -> Family:
+    """How many servers there should be, where `workers`, by address, are all ranks of those that there are. A gateway
+    that has just come has seen little work: it says that there are enough until it has looked on for a while."""
+    ready = [address for address, row in workers.items() if row.get("state") == "ready"]
+    servers = len({address.partition("#")[0] for address in ready})
+    ranks = len(ready) / servers if servers else 1.0
+    desired = max(1, math.ceil(scaling["desired_workers"] / ranks))
+    if scaling["observed_seconds"] < OBSERVED_SECONDS_MIN:
+        desired = max(desired, servers)
+    return _level("scaling_desired_replicas", "Servers, of all ranks, that would have the desired workers", desired)
+
+
+_DISCOVERY_COUNTS = {
+    "age_seconds": "Since a source of discovery last confirmed its servers",
+    "is_doubted": "1 while an answer that lacks most servers takes nobody away",
+    "left_out": "Servers found that are not used: beyond the bound, or wrong",
+}
+
+
+def discovery_families(sources: Sequence[Mapping[str, Any]]) -> list[Family]:
+    """Each source of discovery, and how its servers are."""
+    servers = [((one["source"], phase), count) for one in sources for phase, count in one["servers"].items()]
+    failures = [((one["source"],), one["failures"]) for one in sources]
+    text = "Servers of a source by phase: serving, withheld (not ready), draining"
+    return [
+        _labelled(GaugeMetricFamily, "discovery_servers", text, ("source", "phase"), servers),
+        *(
+            _labelled(
+                GaugeMetricFamily,
+                f"discovery_{name.removeprefix('is_')}",
+                text,
+                ("source",),
+                [((one["source"],), float(one[name])) for one in sources if one[name] is not None],
+            )
+            for name, text in _DISCOVERY_COUNTS.items()
+        ),
+        _labelled(
+            CounterMetricFamily, "discovery_failures", "Times a source could not be asked", ("source",), failures
+        ),
+    ]
 
 
 # Of one worker, by the scheduler's bookings: name, text, field.

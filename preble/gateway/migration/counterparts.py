@@ -14,7 +14,6 @@ ALL = (SGLANG, SMG, VLLM)
 OLD = (SGLANG, VLLM)
 VERSIONS = {SGLANG: "0.3.2", SMG: "1.13", VLLM: "as of November 2026"}
 
-BY_OPERATORS = "`POST /workers` and `DELETE /workers/{id}` are for whatever discovers; `min_workers: 0` begins without"
 RANKS = "data-parallel ranks are found, and are workers of their own"
 APART = "no prefill and decode workers apart"
 
@@ -106,22 +105,22 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
     ),
     "Discovery": (
         Counterpart(
-            "--service-discovery! --selector* --service-discovery-port --service-discovery-namespace "
-            "--prefill-selector* --decode-selector*",
-            "",
-            BY_OPERATORS,
-            refused=True,
+            "--service-discovery! --selector* --service-discovery-port --service-discovery-namespace",
+            "discovery",
+            "pods by their labels, in the gateway's own namespace where none is named; a Service, DNS or a file, too",
         ),
+        Counterpart("--discovery-provider --discovery-file", "discovery", "`kubernetes` and `file`", (SMG,)),
         Counterpart(
-            "--discovery-provider --discovery-file --discovery-check-interval-secs --router-selector* "
-            "--encode-selector*",
+            "--discovery-check-interval-secs", "", "Kubernetes reports by itself; `look_seconds` of a file", (SMG,)
+        ),
+        Counterpart("--prefill-selector* --decode-selector*", "", APART, refused=True),
+        Counterpart("--encode-selector*", "", APART, (SMG,), refused=True),
+        Counterpart("--router-selector*", "", "gateways are not found by each other", (SMG,)),
+        Counterpart(
+            "--model-id-from --kv-connector-annotation --kv-engine-id-annotation",
             "",
-            BY_OPERATORS,
+            "servers say their models themselves; `preble/model` and others annotate pods",
             (SMG,),
-            refused=True,
-        ),
-        Counterpart(
-            "--model-id-from --kv-connector-annotation --kv-engine-id-annotation", "", "part of discovery", (SMG,)
         ),
         Counterpart("--vllm-discovery-address", "", "servers do not register themselves", (VLLM,), refused=True),
     ),

@@ -71,6 +71,7 @@ def translate(router: str, line: str) -> Translation:
             found.remarks.append(f"{option}: {row.key.replace(' ', ', ') + ', ' if row.key else ''}{row.why}")
     _place(found, router, words)
     _reach(found, router, words)
+    _discover(found, router, words)
     _allow(found, router, words)
     _trace(found, words)
     return found
@@ -206,6 +207,24 @@ def _reach(found: Translation, router: str, words: Words) -> None:
     if key:
         found.values["api_keys",] = [key]
         found.remarks.append("--api-key: clients need it, too, as before; in a file it is in no list of processes")
+
+
+def _discover(found: Translation, router: str, words: Words) -> None:
+    """Pods by their labels, or a file."""
+    table: dict[str, Any] = {}
+    if "--discovery-file" in words:
+        table = {"source": "file", "path": words["--discovery-file"][-1]}
+    elif "--service-discovery" in words:
+        if not words.get("--selector"):
+            raise InvalidConfig("--service-discovery needs --selector: labels of the servers' pods")
+        port = int(_converted("--service-discovery-port", words.get("--service-discovery-port", ["80"]), int))
+        table = {"source": "kubernetes", "selector": ",".join(words["--selector"]), "port": port}
+        if "--service-discovery-namespace" in words:
+            table["namespace"] = words["--service-discovery-namespace"][-1]
+    if table:
+        key = words.get("--api-key", [""])[-1]
+        found.values["discovery",] = [table | ({"server": {"api_key": key}} if key else {})]
+        found.values["min_workers",] = 0  # as there, it begins without any
 
 
 def _allow(found: Translation, router: str, words: Words) -> None:

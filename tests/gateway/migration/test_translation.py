@@ -47,6 +47,7 @@ def test_no_option_stands_in_two_rows(router: str) -> None:
 def test_an_option_that_is_not_refused_is_translated_or_has_a_remark(router: str) -> None:
     samples = {"--control-plane-api-keys": "i:n:admin:longenough", "--tenant-api-key": "t:longenough"}
     silent = {"--policy": "random", "--host": "h", "--model-alias": "a=b", "--ca-cert-paths": "c", "--api-key": "k" * 8}
+    beside = {"--service-discovery": "--selector app=x"}
     plain = translate(router, URLS)
     for option, (row, takes) in of_router(router).items():
         word = "" if takes is Takes.NONE else (samples | silent).get(option, "7")
@@ -54,7 +55,7 @@ def test_an_option_that_is_not_refused_is_translated_or_has_a_remark(router: str
             with pytest.raises(InvalidConfig, match=option):
                 translate(router, f"{URLS} {option} {word}")
             continue
-        found = translate(router, f"{URLS} {option} {word}")
+        found = translate(router, f"{URLS} {option} {word} {beside.get(option, '')}")
         assert found.values != plain.values or found.remarks != plain.remarks, option
 
 
@@ -117,6 +118,17 @@ def test_a_key_of_servers_is_also_that_of_clients_and_reaches_each_server() -> N
     assert found["api_keys"] == ["abcdefgh"] and "workers" not in found
 
 
+def test_pods_that_were_discovered_there_are_discovered_here() -> None:
+    line = "--service-discovery --selector app=vllm zone=a --service-discovery-port 8000 --api-key abcdefgh"
+    found = values(f"{line} --service-discovery-namespace llm")
+    table = {"source": "kubernetes", "selector": "app=vllm,zone=a", "port": 8000, "namespace": "llm"}
+    assert found["discovery"] == [{**table, "server": {"api_key": "abcdefgh"}}] and found["min_workers"] == 0
+    assert load(None, {}, {}, {SGLANG: line}).config.discovery[0].selector == "app=vllm,zone=a"
+    assert values("--service-discovery --discovery-file s.json", SMG)["discovery"] == [
+        {"source": "file", "path": "s.json"}
+    ]
+
+
 def test_keys_of_operators_users_and_tenants() -> None:
     keys = "--control-plane-api-keys 'a:Ann:admin:adminkey1' 'b:Bob:user:user:key2'"
     found = values(f"{URLS} {keys} --tenant-api-key x:tenantkey --tenant-api-key y:other:key", SMG)
@@ -148,7 +160,7 @@ def test_traces_go_to_the_collectors_port_for_http(endpoint: str, ours: str) -> 
         ("--worker-urls $URLS", r"'\$URLS' is for a shell to fill in"),
         ("--worker-urls grpc://a:1", "servers are reached by http:// or https://"),
         ("--pd-disaggregation --prefill http://a:1 9000", "--prefill: no prefill and decode workers apart"),
-        ("--service-discovery --selector app=x", "`POST /workers` and"),
+        ("--service-discovery", "--service-discovery needs --selector"),
         ("--ca-cert-paths a b", "put the certificates into one file"),
         ("--control-plane-api-keys a:b:root:c", "ID:NAME:ROLE:KEY"),
         ("--host " + "x" * 70_000, "at most 65536 characters"),

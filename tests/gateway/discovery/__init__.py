@@ -1,0 +1,1 @@
+"""Discovery: rules, sources, and what the gateway makes of them."""
