@@ -33,6 +33,7 @@ HUMAN = re.compile(
 ABOUT_PEOPLE = {
     "agents.md": (
         "one is told the session",
+        "affinity, told sessions",
         "affinity, told, our workers",
     )
 }
