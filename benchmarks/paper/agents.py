@@ -4,6 +4,7 @@ between its marks. Owns the grid, the bars, the tables and the pictures; the sim
     python -m benchmarks.paper.agents                # sessions of real coding agents
     python -m benchmarks.paper.agents --generated    # generated ones, into build/paper-generated/
     python -m benchmarks.paper.agents --quick        # one seed, 4 workers, into build/paper-quick/
+    python -m benchmarks.paper.agents --kept         # simulates nothing: the page of the seeds that are known
 
 Figures are means over seeds, ratios are paired by seed, their intervals are Student's t (95 %) of the logarithms. A
 simulation that is known is not run again. The page has no dates and no timings in it.
@@ -113,6 +114,13 @@ def grid(quick: bool, trace: str) -> Iterator[AgentCell]:
             for seed in range(FIRST_SEED, FIRST_SEED + (1 if quick else seeds)):
                 for share in shares:
                     yield AgentCell(kind, workers, share, seed, trace if kind == "sessions" else "")
+
+
+def known(cells_wanted: Sequence[AgentCell], store: cells.Store) -> Found:
+    """What is kept of them: of each kind and fleet the seeds of which every share is known."""
+    found = {cell: figures for cell in cells_wanted if (figures := store.get(cell)) is not None}
+    lacking = {(cell.kind, cell.workers, cell.seed) for cell in cells_wanted if cell not in found}
+    return {cell: kept for cell, kept in found.items() if (cell.kind, cell.workers, cell.seed) not in lacking}
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -397,10 +405,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, 4 workers")
     parser.add_argument("--generated", action="store_true", help="generated sessions in place of real ones")
+    parser.add_argument("--kept", action="store_true", help="simulate nothing")
     parser.add_argument("--store", default=str(ROOT / "build/paper-cells"), help="where simulations are kept")
     args = parser.parse_args(arguments)
     trace = "" if args.generated else TRACE
-    found = cells.run_all(grid(args.quick, trace), Path(args.store), "agents", run_place)
+    wanted, store = list(grid(args.quick, trace)), Path(args.store)
+    found = known(wanted, cells.Store(store)) if args.kept else cells.run_all(wanted, store, "agents", run_place)
     text = section(found, trace)
     if not (args.quick or args.generated):
         draw(found, PAGE.parent / "figures")

@@ -113,6 +113,14 @@ def test_what_names_of_sessions_are_worth_is_compared_by_seed_over_all_caches() 
     assert bar_of(cells, "turns an hour, sessions not named", "4 workers").bar == 0.97
 
 
+def test_of_what_is_kept_a_seed_counts_where_all_its_cells_are_known(tmp_path: Path) -> None:
+    wanted = [AgentCell("sessions", 8, share, seed) for share in (0.3, 1.0) for seed in (0, 1)]
+    store = Store(tmp_path)
+    for cell in wanted[:3]:
+        store.put(cell, {"runs": {}})
+    assert list(agents.known(wanted, store)) == [wanted[0], wanted[2]]
+
+
 def test_one_seed_has_no_interval() -> None:
     turns = bar_of(found({"e2": [120.0], "kv_cost": [100.0]}), "turns an hour")
     assert math.isnan(turns.low) and "(" not in agents.bar_table([turns]).split("\n")[-1]
