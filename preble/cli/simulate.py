@@ -325,6 +325,9 @@ def sent(found: Workload, args: argparse.Namespace, rps: float | None, seed: int
     if args.sessions is not None:
         if not found.has_sessions:
             raise InvalidInput(f"--sessions: {found.name} has no sessions; its requests come by --rps")
+        begun = sum(request.after is None for request in found.requests)
+        if begun < args.sessions:
+            raise InvalidInput(f"--sessions: {args.sessions} at once, but {found.name} has {begun} (see --requests)")
         return workloads.sessions_at_once(found, args.sessions, seed)
     if rps is None and found.arrivals != "none":
         return found

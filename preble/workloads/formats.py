@@ -46,7 +46,7 @@ OBJECTS = [
     ("mooncake", having("timestamp input_length")),
     ("weka", having("session i keep new")),
     ("weka", having("requests block_size")),
-    ("alfworld", having("traj")),
+    ("alfworld", having("traj", but="task_id")),
     ("toolbench", having("query api_list")),
     ("loogle", having("input qa_pairs")),
     ("loogle", having("context question answer")),

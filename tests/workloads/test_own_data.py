@@ -505,7 +505,7 @@ def test_files_are_studied_and_those_without_text_need_no_tokenizer(
         (["prompts.txt", "--workload", "toolbench"], "FILE and --workload"),
         (["sharegpt.json", "--sessions", "1", "--rps", "2"], "--sessions and --rps"),
         (["vllm.jsonl", "--sessions", "1"], "--sessions: vllm has no sessions"),
-        (["sharegpt.json", "--sessions", "9"], "live: 9 sessions"),
+        (["sharegpt.json", "--sessions", "9"], "--sessions: 9 at once, but sharegpt has 2"),
         (["prompts.txt", "--tokenizer", "nowhere"], "--tokenizer must be words, mistral, or a folder"),
         (["prompts.txt", "--format", "vllm"], "line 1: not JSON"),
     ],

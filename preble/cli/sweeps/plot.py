@@ -88,7 +88,7 @@ def draw_lines(axes: Any, found: Sequence[Drawn], policies: Sequence[str], metri
         means = [one.intervals[metric].mean for one in own]
         halves = [np.nan_to_num(one.intervals[metric].half) for one in own]
         axes.errorbar(xs, means, yerr=halves, label=policy, marker="o", markersize=4, capsize=3, **style(at))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.04)  # lines that are nearly level have no margin of their own
     axes.set_xticks(sorted({getattr(one, swept) for one in found}))
     axes.set_xlabel("requests a second" if swept == "rps" else "workers", color=GREY, fontsize=9.5)
     tidy(axes)
