@@ -205,16 +205,20 @@ async def measure(args: argparse.Namespace) -> Found:
 SETTINGS = ("documents", "requests", "rps", "output_tokens", "repetitions", "max_running")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = engine_fleet.options(
-        __doc__, workers=2, ports=200, requests=160, rps=9.0, output_tokens=12, docs="docs/results-live.md"
-    )
+def engine_options(purpose: str | None, *, rps: float, docs: str) -> argparse.ArgumentParser:
+    """The options of this program, and of others before the same engines."""
+    made = engine_fleet.options(purpose, workers=2, ports=200, requests=160, rps=rps, output_tokens=12, docs=docs)
     made.add_argument("--engines", default=str(ROOT / ".engines"), help="environments of tests/live/install.py")
-    made.add_argument("--gateway", type=Path, default=ROOT / ".venv-peers/bin/python", help="Python with sglang-router")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--model", help="model directory; default: one with random weights, small on a CPU")
     made.add_argument("--documents", type=int, default=18)
+    return made
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = engine_options(__doc__, rps=9.0, docs="docs/results-live.md")
+    made.add_argument("--gateway", type=Path, default=ROOT / ".venv-peers/bin/python", help="Python with sglang-router")
     return made
 
 

@@ -3,13 +3,15 @@ fitted to, and how far off it is.
 
 An iteration takes, in seconds:   floor + token * new tokens beyond `free` + context * tokens of all contexts
                                   + pair * (chunk * context of each chunk) + request * requests in the batch
-and a request takes `hop` from the router to the engine. These seven are found by running the recorded requests on the
-workers that they ran on (`placed.py`), again and again: least squares of the logarithms of mean times, simulated over
+and a request takes `hop` from the router to the engine. All but the last are found by running the recorded requests on
+the workers that they ran on (`placed.py`), again and again: least squares of the logarithms of times, simulated over
 measured, of groups of requests alike in when they came, in what they had to compute, and in what ran beside them. So
-the fit sees queues, batches and chunks as the engines formed them.
+the fit sees queues, batches and chunks as the engines formed them. The means and the 99th percentiles of all requests
+weigh most: they are what a replay is asked for, and under load a small error of a cost is a large one of a queue. `hop`
+moves what an engine does as a whole, so that of each run the best one is calculated.
 
-Groups are of every other stretch of time. The stretches in between say how far off the model is: nothing was fitted to
-them (`EngineModel.error`).
+Groups are first of every other stretch of time. The stretches in between say how far off such a model is: nothing was
+fitted to them (`EngineModel.error`). Then the fit goes on with all of them.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ from .config import SimConfig
 from .placed import PlacedRun, PlacedTimes
 
 Floats = npt.NDArray[np.float64]
+Statistic = Callable[[Floats], float]
 Flags = npt.NDArray[np.bool_]
 Progress = Callable[[int, int], None]
 
-REQUESTS_MAX = 2000  # that a model is fitted to, the first ones
+REQUESTS_MAX = 2000  # that a model is fitted to, the first ones whose times are known
 REQUESTS_MIN = 30
 BLOCKS = 20  # stretches of time, of as many requests each
 EDGES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.97, 1.0)  # of requests alike: shares of them, in order
 GROUP_MIN = 4  # requests
-ROUNDS = 8
+MEAN_WEIGHT, P99_WEIGHT = 12.0, 4.0  # of all requests', in groups: a time has some thirty
+ROUNDS = 5
 STEP = 0.08  # of a logarithm, for slopes
 PULL = 0.15  # towards the first guess, where the recording does not say: of a group's weight, for each factor
 ROBUST = 0.5  # a group that is further off, in logarithms, weighs less
@@ -48,9 +52,11 @@ GAIN_MIN = 0.01  # of what is left, for another round
 SPEED_APART = 0.05  # of workers, in logarithms, before they are taken for different
 RUNNING_MAX = 256
 
-NAMES = ("floor", "token", "context", "pair", "request", "hop", "free")
+NAMES = ("floor", "token", "context", "pair", "request", "free")
 FREE_TRIED = (4.0, 256.0)  # where the search for `free` begins
+TOKEN_TRIED = (1.0, 0.3)  # and for `token`, times the guess: all the time may be the way
 LOOKS = 3  # rounds of each, before the best of them goes on
+HOPS, ZOOMS = 33, 4  # that are compared at once, and how often closer ones are
 AT = 8192.0  # the line's last point; it goes on as it was
 
 
@@ -80,8 +86,10 @@ class EngineCosts:
         )
 
     def times(self, logs: Floats) -> EngineCosts:
-        """Each times e to the power of its logarithm."""
-        return EngineCosts(*(getattr(self, name) * math.exp(log) for name, log in zip(NAMES, logs, strict=True)))
+        """Each of `NAMES` times e to the power of its logarithm."""
+        return replace(
+            self, **{name: getattr(self, name) * math.exp(log) for name, log in zip(NAMES, logs, strict=True)}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +132,15 @@ def spec_of(worker: RecordedWorker) -> WorkerSpec:
 
 def local_config(workers: Sequence[RecordedWorker]) -> LocalConfig:
     """How engines of that kind form batches, with their defaults: ours as they do; SGLang computes prompts in
-    iterations of their own, up to 8,192 tokens in each; vLLM beside decoding, up to 2,048 tokens."""
+    iterations of their own, up to 8,192 tokens in each, and a prefix once for each of those that come together; vLLM
+    beside decoding, up to 2,048 tokens."""
     engines = {worker.engine for worker in workers}
     capacity = max((worker.kv_capacity_tokens for worker in workers), default=1)
     base = LocalConfig(capacity, max_running=RUNNING_MAX, max_waiting=1_000_000)
     if engines == {"sglang"}:
-        return replace(base, token_budget=8192, chunked_prefill=False, order="fcfs", eviction="lru")
+        return replace(
+            base, token_budget=8192, chunked_prefill=False, order="fcfs", eviction="lru", min_shared_tokens=0
+        )
     if engines == {"vllm"}:
         return replace(base, token_budget=2048, order="fcfs", eviction="lru")
     return base
@@ -138,9 +149,13 @@ def local_config(workers: Sequence[RecordedWorker]) -> LocalConfig:
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-def fit_engines(recording: Recording, *, progress: Progress | None = None) -> EngineModel:
+def fit_engines(
+    recording: Recording, *, together: Sequence[Sequence[int]] = (), progress: Progress | None = None
+) -> EngineModel:
     """The model of a recording's engines. The same recording gives the same model, everywhere.
 
+    together: rows of the recording that were measured together only, in order of time; the times that each of them has
+    are guesses whose mean is right. Without, every request's own times are taken for measured.
     `progress(runs so far, at most)` is called after each simulation. Raises `InvalidInput` for a recording with fewer
     than `REQUESTS_MIN` finished requests whose times are known.
     """
@@ -150,15 +165,18 @@ def fit_engines(recording: Recording, *, progress: Progress | None = None) -> En
             f"the recording has {len(rows)} finished requests with their times, {REQUESTS_MIN} are needed to learn what"
             " its engines cost"
         )
-    fit = _Fit(recording, progress)
+    fit = _Fit(recording, together, progress)
     guess = fit.guess()
-    tried = [fit.solve(replace(guess, free=free), {}, LOOKS) for free in FREE_TRIED]
-    costs, _ = fit.solve(min(tried, key=lambda one: one[1])[0], {}, ROUNDS)
+    half = ~fit.judged
+    begins = [[replace(guess, free=free, token=share * guess.token) for share in TOKEN_TRIED] for free in FREE_TRIED]
+    tried = [fit.solve(min(own, key=lambda one: fit.loss(one, half)), {}, half, LOOKS) for own in begins]
+    costs = fit.solve(min(tried, key=lambda one: fit.loss(one, half)), {}, half, ROUNDS)
     slowness = fit.slowness(costs)
     if slowness:
-        costs, _ = fit.solve(costs, slowness, LOOKS)
-    model = EngineModel(costs, fit.local, slowness, {}, int(fit.known.sum()))
-    return replace(model, error=fit.error(costs, slowness))
+        costs = fit.solve(costs, slowness, half, LOOKS)
+    error = fit.error(costs, slowness)
+    costs = fit.solve(costs, slowness, np.ones(len(half), np.bool_), LOOKS)
+    return EngineModel(costs, fit.local, slowness, error, int(fit.known.sum()))
 
 
 def ran(request: RecordedRequest) -> bool:
@@ -166,15 +184,45 @@ def ran(request: RecordedRequest) -> bool:
     return bool(request.worker) and request.sent_seconds is not None and request.end_seconds is not None
 
 
+def _first_rows(recording: Recording) -> list[int]:
+    """Rows of the requests that ran, until `REQUESTS_MAX` of them have times."""
+    found, known = [], 0
+    for row, one in enumerate(recording.requests):
+        if ran(one):
+            found.append(row)
+            known += one.finished
+            if known == REQUESTS_MAX:
+                break
+    return found
+
+
 def _measured_rows(recording: Recording) -> list[int]:
     return [row for row, one in enumerate(recording.requests) if ran(one) and one.finished]
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean())
+
+
+def _p99(values: Floats) -> float:
+    return float(np.percentile(values, 99))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitGroup:
+    """Requests whose times a fit compares: which time, which rows, what of them, and how much it weighs."""
+
+    name: str
+    rows: Flags
+    of: Statistic = _mean
+    weight: float = 1.0
 
 
 class _Fit:
     """The requests of a fit, what was measured of them, and their groups."""
 
-    def __init__(self, recording: Recording, progress: Progress | None) -> None:
-        rows = [row for row, one in enumerate(recording.requests) if ran(one)][:REQUESTS_MAX]
+    def __init__(self, recording: Recording, together: Sequence[Sequence[int]], progress: Progress | None) -> None:
+        rows = _first_rows(recording)
         self.requests = [recording.requests[row] for row in rows]
         self.prompts = workload_of(recording, rows, closed=False).requests
         self.workers = recording.workers
@@ -186,7 +234,13 @@ class _Fit:
         finished = np.array([one.finished for one in self.requests])
         self.known: Flags = finished & (self.end > self.sent)
         self.times = self._spans(self.first, self.end)
-        self.block = np.minimum(np.arange(len(rows)) * BLOCKS // max(1, len(rows)), BLOCKS - 1)
+        place: npt.NDArray[np.int64] = np.cumsum(self.known) - self.known  # among those whose times are known
+        self.block = np.minimum(place * BLOCKS // max(1, int(self.known.sum())), BLOCKS - 1)
+        self.together = [np.isin(rows, own) & self.known for own in together]
+        if self.together:
+            self.block = np.zeros(len(rows), np.int64)
+            for number, own in enumerate(self.together):
+                self.block[own] = number
         self.judged: Flags = self.block % 2 == 1
 
     # --- a first guess ------------------------------------------------------------------------------------------------
@@ -208,26 +262,33 @@ class _Fit:
         token = float(np.percentile(np.maximum(times[long] - floor, 0.1 * floor) / missed[long], 20))
         context = float(np.mean(prompt))
         return EngineCosts(
-            0.8 * floor,
-            max(0.7 * token, 1e-9),
-            0.05 * floor / context,
-            0.1 * token / context,
-            0.05 * floor,
-            0.05 * floor,
+            0.8 * floor, max(0.7 * token, 1e-9), 0.05 * floor / context, 0.1 * token / context, 0.05 * floor
         )
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
-    def groups(self, use: Flags) -> list[tuple[str, Flags]]:
-        """(which time, rows) of each group of rows in use."""
-        found: list[tuple[str, Flags]] = []
+    def groups(self, use: Flags) -> list[FitGroup]:
+        """Of the rows in use."""
+        if self.together:
+            return self._measured_together(use)
+        found: list[FitGroup] = []
         prompt = np.array([one.prompt_tokens for one in self.requests], np.float64)
         cached = np.array([one.cached_tokens or 0 for one in self.requests], np.float64)
         beside = self._beside()
         for name, times in self.times.items():
             valid = use & self.known & (times > 0.0)
             for keys in (self.block, prompt - cached, prompt, beside):
-                found += [(name, rows) for rows in _alike(keys.astype(np.float64), valid, keys is self.block)]
+                found += [FitGroup(name, rows) for rows in _alike(keys.astype(np.float64), valid, keys is self.block)]
+            if valid.any():
+                found += [FitGroup(name, valid, _mean, MEAN_WEIGHT), FitGroup(name, valid, _p99, P99_WEIGHT)]
+        return found
+
+    def _measured_together(self, use: Flags) -> list[FitGroup]:
+        """Times to first token of what was measured together, and the means of all."""
+        found = [FitGroup("prefill", own & use) for own in self.together if (own & use).any()]
+        for name, times in self.times.items():
+            valid = use & self.known & (times > 0.0)
+            found += [FitGroup(name, valid, _mean, MEAN_WEIGHT)] if valid.any() else []
         return found
 
     def _beside(self) -> Floats:
@@ -250,7 +311,7 @@ class _Fit:
         found = PlacedRun(self.requests, self.prompts, config).run()
         self._runs += 1
         if self._progress is not None:
-            self._progress(self._runs, (len(FREE_TRIED) + 2) * (len(NAMES) + LOOKS) + ROUNDS)
+            self._progress(self._runs, 5 * len(NAMES) + ROUNDS + 4 * LOOKS + 12)
         return found
 
     def _spans(self, first: Floats, end: Floats) -> dict[str, Floats]:
@@ -258,40 +319,48 @@ class _Fit:
         decode = np.where(self.output > 1, end - first, np.nan)
         return {"prefill": first - self.sent, "decode": decode, "whole": end - self.sent}
 
-    def residuals(
-        self, groups: Sequence[tuple[str, Flags]], costs: EngineCosts, slowness: Mapping[str, float]
-    ) -> Floats:
-        """Logarithms of mean times, simulated over measured, a group each."""
-        found = self.run(costs, slowness)
+    def compare(self, groups: Sequence[FitGroup], costs: EngineCosts, slowness: Mapping[str, float]) -> Compared:
+        """Each group's time, simulated and measured, with the hop that fits them best."""
+        found = self.run(replace(costs, hop=0.0), slowness)
         spans = self._spans(found.first_token_seconds, found.end_seconds)
-        return np.array([_log_ratio(spans[name], self.times[name], rows) for name, rows in groups])
+        simulated = np.array([_figure(one, spans[one.name]) for one in groups])
+        measured = np.array([_figure(one, self.times[one.name]) for one in groups])
+        is_moved = np.array([one.name != "decode" for one in groups])
+        weights = np.array([one.weight for one in groups])
+        hop = _best_hop(simulated, measured, is_moved, weights)
+        return Compared(_logs(simulated + hop * is_moved, measured), weights, hop)
 
-    def solve(self, first: EngineCosts, slowness: Mapping[str, float], rounds: int) -> tuple[EngineCosts, float]:
-        """The costs under which the groups' times are closest to those measured (Levenberg and Marquardt), and how far
-        they are."""
-        groups = self.groups(~self.judged)
+    def loss(self, costs: EngineCosts, use: Flags) -> float:
+        """How far off costs are."""
+        return self.compare(self.groups(use), costs, {}).loss(np.zeros(len(NAMES)))
+
+    def solve(self, first: EngineCosts, slowness: Mapping[str, float], use: Flags, rounds: int) -> EngineCosts:
+        """The costs under which the times of the groups of rows in use are closest to those measured (Levenberg and
+        Marquardt)."""
+        groups = self.groups(use)
         logs, damping = np.zeros(len(NAMES)), 1e-2
-        residuals = self.residuals(groups, first, slowness)
+        now = self.compare(groups, first, slowness)
         slopes: Floats | None = None
         for _ in range(rounds):
             is_fresh = slopes is None
             if slopes is None:
                 base = first.times(logs)
-                moved = [self.residuals(groups, base.times(STEP * axis), slowness) for axis in np.eye(len(NAMES))]
-                slopes = np.stack([(found - residuals) / STEP for found in moved], axis=1)
-            step = _step(slopes, residuals, logs, damping)
-            found = self.residuals(groups, first.times(logs + step), slowness)
-            gained = _loss(residuals, logs) - _loss(found, logs + step)
+                moved = [self.compare(groups, base.times(STEP * axis), slowness) for axis in np.eye(len(NAMES))]
+                slopes = np.stack([(one.residuals - now.residuals) / STEP for one in moved], axis=1)
+            step = _step(slopes, now, logs, damping)
+            found = self.compare(groups, first.times(logs + step), slowness)
+            gained = now.loss(logs) - found.loss(logs + step)
             if gained > 0.0:
-                # The slopes as the step has shown them (Broyden): a run each would cost seven.
-                slopes = slopes + np.outer(found - residuals - slopes @ step, step) / max(float(step @ step), 1e-12)
-                logs, residuals, damping = logs + step, found, max(0.2 * damping, 1e-4)
-                if gained < GAIN_MIN * _loss(residuals, logs):
+                # The slopes as the step has shown them (Broyden): a run each would cost six.
+                change = found.residuals - now.residuals - slopes @ step
+                slopes = slopes + np.outer(change, step) / max(float(step @ step), 1e-12)
+                logs, now, damping = logs + step, found, max(0.2 * damping, 1e-4)
+                if gained < GAIN_MIN * now.loss(logs):
                     break
             else:
                 damping *= 8.0
                 slopes = slopes if is_fresh else None
-        return first.times(logs), _loss(residuals, logs)
+        return replace(first.times(logs), hop=now.hop)
 
     def slowness(self, costs: EngineCosts) -> dict[str, float]:
         """By worker, how much longer its requests took than simulated; nothing where all are alike."""
@@ -326,9 +395,23 @@ class _Fit:
         return error
 
 
-def _step(slopes: Floats, residuals: Floats, logs: Floats, damping: float) -> Floats:
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """Logarithms of the groups' times, simulated over measured, NaN where nothing was simulated; their weights; and the
+    hop that they hold for."""
+
+    residuals: Floats
+    weights: Floats
+    hop: float
+
+    def loss(self, logs: Floats) -> float:
+        """What is made small: Cauchy's loss of the groups, and the pull towards the first guess."""
+        return float(_cauchy(self.residuals, self.weights)) + PULL**2 * float(logs @ logs)
+
+
+def _step(slopes: Floats, now: Compared, logs: Floats, damping: float) -> Floats:
     """One step of damped least squares, in which far groups weigh less and costs are pulled towards the first guess."""
-    weights = 1.0 / (1.0 + (residuals / ROBUST) ** 2)
+    weights, residuals = now.weights / (1.0 + (now.residuals / ROBUST) ** 2), now.residuals
     usable = np.isfinite(slopes).all(axis=1) & np.isfinite(residuals)
     slopes, residuals, weights = slopes[usable], residuals[usable], weights[usable]
     normal = slopes.T @ (weights[:, None] * slopes) + PULL**2 * np.eye(len(logs))
@@ -337,10 +420,34 @@ def _step(slopes: Floats, residuals: Floats, logs: Floats, damping: float) -> Fl
     return np.asarray(np.clip(-np.linalg.solve(normal + damping * scale, aim), -1.0, 1.0))
 
 
-def _loss(residuals: Floats, logs: Floats) -> float:
-    """What is made small: Cauchy's loss of the groups and the pull."""
-    known = residuals[np.isfinite(residuals)]
-    return float(ROBUST**2 * np.log1p((known / ROBUST) ** 2).sum() + PULL**2 * (logs @ logs))
+def _cauchy(residuals: Floats, weights: Floats) -> Floats:
+    """The loss of groups, along the last axis; those that are not known cost nothing."""
+    known = np.where(np.isfinite(residuals), residuals, 0.0)
+    return np.asarray(ROBUST**2 * (weights * np.log1p((known / ROBUST) ** 2)).sum(axis=-1))
+
+
+def _best_hop(simulated: Floats, measured: Floats, is_moved: Flags, weights: Floats) -> float:
+    """What is to be added to those times that a hop moves, so that all are closest to those measured."""
+    low, high = 0.0, float(np.nanmax(measured, initial=0.0))
+    best = 0.0
+    for _ in range(ZOOMS):
+        hops = np.linspace(low, high, HOPS)
+        losses = _cauchy(_logs(simulated + hops[:, None] * is_moved, measured), weights)
+        best, apart = float(hops[int(losses.argmin())]), (high - low) / (HOPS - 1)
+        low, high = max(0.0, best - apart), best + apart
+    return best
+
+
+def _figure(group: FitGroup, times: Floats) -> float:
+    """A group's, NaN where one of its times is not known."""
+    return float(group.of(times[group.rows]))
+
+
+def _logs(simulated: Floats, measured: Floats) -> Floats:
+    """Logarithms of ratios; NaN where either is 0."""
+    usable = (simulated > 0.0) & (measured > 0.0)
+    ratios = np.divide(simulated, measured, out=np.full(usable.shape, math.nan), where=usable)
+    return np.asarray(np.log(ratios))
 
 
 def _log_ratio(simulated: Floats, measured: Floats, rows: Flags) -> float:

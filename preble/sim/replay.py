@@ -8,6 +8,9 @@ and their figures; what engines cost is `engine_fit.py`'s.
 Three kinds of figures stand beside each other: what was measured; what the simulation says of the placements that
 really were (how far these two are apart is the model's own error); and what it says of each policy.
 
+A policy's run is compared with that of the real placements, both simulated: the ratio of the two (`ReplayRun.ratios`)
+is drawn in pairs, so that what both have wrong in the same way cancels out.
+
 Every figure is of the same requests: those that finished when they were recorded and came after the first
 `WARM_SHARE` of the time, in which caches of the simulation are emptier than the real ones were. Its interval holds 95 %
 of what comes out when stretches of time are drawn anew with replacement (block bootstrap): how much it depends on what
@@ -20,7 +23,7 @@ request ran on did not have it any more, or never had.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -57,6 +60,10 @@ class Estimate95:
     low: float
     high: float
 
+    def times(self, factor: float) -> Estimate95:
+        """So many times it."""
+        return Estimate95(self.value * factor, self.low * factor, self.high * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:
@@ -77,30 +84,34 @@ class Figures:
 
 
 FIGURES = tuple(one.name for one in fields(Figures) if one.name != "requests")
+RATIOS = ("mean_ttft_seconds", "p99_ttft_seconds", "mean_latency_seconds", "p99_latency_seconds", "computed_tokens")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayRun:
-    """What one policy would have made of it, over all seeds. `not_finished`: requests without an answer there, of those
-    that had one."""
+    """What one policy would have made of it, over all seeds. `ratios`: over the real placements, simulated, by name of
+    `RATIOS`; empty where there are none. `not_finished`: requests without an answer there, of those that had one."""
 
     policy: str
     workers: int
     figures: Figures
+    ratios: Mapping[str, Estimate95]
     not_finished: int
     results: tuple[Result, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayAnswer:
-    """The answer. `measured` None: the recording has no times. `recorded`: the same placements, simulated. `left_out`:
-    requests of the recording that never ran, since they were refused or given up before."""
+    """The answer. `measured` None: the recording has no times. `recorded`: the same placements, simulated, and
+    `recorded_ttft_seconds` of each request that counts. `left_out`: requests of the recording that never ran, since
+    they were refused or given up before."""
 
     recording: Recording
     workload: Workload
     engines: EngineModel
     measured: Figures | None
     recorded: Figures | None
+    recorded_ttft_seconds: Floats
     runs: tuple[ReplayRun, ...]
     left_out: int
 
@@ -141,6 +152,7 @@ class ReplayAnswer:
                     "workers": run.workers,
                     "not_finished": run.not_finished,
                     "trace_hashes": [result.trace_hash for result in run.results],
+                    "over_recorded": {name: asdict(ratio) for name, ratio in run.ratios.items()},
                     **run.figures.as_dict(),
                 }
                 for run in self.runs
@@ -180,20 +192,32 @@ def replay(
         knobs = replace(knobs, calibrate=True)
     table = _Table(recording, rows)
     workload = workload_of(recording, rows, closed=closed)
+    measured = table.measured()
+    recorded = None if measured is None else table.recorded(engines)
+    on_the_way = engines.costs.hop + _routed_seconds(recording, rows)
     runs = []
     for policy in policies:
         results = []
         for seed in seeds:
             config = engines.config(fleet, policy=policy, scheduler=knobs, seed=seed)
+            config = replace(config, network_seconds=on_the_way)
 
             def shown(done: int, of: int, seconds: float, name: str = _name(policy)) -> None:
                 known(name, done, of, seconds)
 
             results.append(simulate(workload, config, progress=shown))
         runs.append(table.run_of(_name(policy), len(fleet), results))
-    measured = table.measured()
-    recorded = None if measured is None else table.recorded(engines)
-    return ReplayAnswer(recording, workload, engines, measured, recorded, tuple(runs), len(recording) - len(rows))
+    left_out = len(recording) - len(rows)
+    return ReplayAnswer(
+        recording, workload, engines, measured, recorded, table.recorded_ttft_seconds(), tuple(runs), left_out
+    )
+
+
+def _routed_seconds(recording: Recording, rows: Sequence[int]) -> float:
+    """From a request's arrival to its being sent, as the middle one had it: a policy's requests take it, too."""
+    requests = (recording.requests[row] for row in rows)
+    taken = [one.sent_seconds - one.arrival_seconds for one in requests if one.sent_seconds is not None]
+    return max(0.0, float(np.median(taken))) if taken else 0.0
 
 
 def fleet_of(recording: Recording, workers: int | None) -> tuple[RecordedWorker, ...]:
@@ -229,6 +253,17 @@ def seen_before(recording: Recording, rows: Sequence[int]) -> npt.NDArray[np.int
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """Of one run or several: times and cached tokens of the requests that count, one run after the other; NaN where
+    there is none."""
+
+    ttft: Floats
+    latency: Floats
+    cached: Floats
+    runs: int = 1
+
+
 class _Table:
     """What figures are made of: the recording's requests that ran, as columns."""
 
@@ -236,13 +271,22 @@ class _Table:
         self._recording, self._rows = recording, rows
         self._requests = [recording.requests[row] for row in rows]
         self._arrival = np.array([one.arrival_seconds for one in self._requests])
-        self._prompt = np.array([one.prompt_tokens for one in self._requests], np.float64)
-        self._seen = seen_before(recording, rows)
-        began, ended = float(self._arrival.min()), float(self._arrival.max())
         finished = np.array([one.finished or one.end_seconds is None for one in self._requests])
-        self._counted: Flags = finished & (self._arrival >= began + WARM_SHARE * (ended - began))
+        self._counted: Flags = finished & (self._arrival >= self._warm_until(finished))
         if not self._counted.any():
-            self._counted = finished
+            self._counted = finished if finished.any() else np.ones(len(rows), np.bool_)
+        counted = self._counted
+        self._prompt = np.array([one.prompt_tokens for one in self._requests], np.float64)[counted]
+        self._seen = seen_before(recording, rows)[counted]
+        self._draws = _Draws(self._arrival[counted])
+        self._placed: _Columns | None = None
+
+    def _warm_until(self, finished: Flags) -> float:
+        """When caches are taken for warm."""
+        if not finished.any():
+            return 0.0
+        began, ended = float(self._arrival[finished].min()), float(self._arrival[finished].max())
+        return began + WARM_SHARE * (ended - began)
 
     def measured(self) -> Figures | None:
         """Of the recording itself; None where it has no times."""
@@ -251,7 +295,7 @@ class _Table:
         if np.isnan(latency[self._counted]).all():
             return None
         cached = np.array([math.nan if one.cached_tokens is None else one.cached_tokens for one in self._requests])
-        return self._figures([ttft], [latency], [cached])
+        return self._figures(self._columns([ttft], [latency], [cached]))
 
     def recorded(self, engines: EngineModel) -> Figures:
         """Of the placements that really were, simulated."""
@@ -267,7 +311,12 @@ class _Table:
         first, end, cached_tokens = columns
         measured = np.array([one.ttft_seconds for one in self._requests])
         ttft = np.where(np.isnan(measured), math.nan, first - self._arrival)
-        return self._figures([ttft], [end - self._arrival], [cached_tokens])
+        self._placed = self._columns([ttft], [end - self._arrival], [cached_tokens])
+        return self._figures(self._placed)
+
+    def recorded_ttft_seconds(self) -> Floats:
+        """Of the requests that count, as `recorded` found them; none before."""
+        return np.empty(0) if self._placed is None else self._placed.ttft
 
     def run_of(self, policy: str, workers: int, results: Sequence[Result]) -> ReplayRun:
         """The figures of a policy's runs, one a seed."""
@@ -275,66 +324,108 @@ class _Table:
         missed = sum(int((self._counted & ~finished).sum()) for finished in done)
         cached = [np.where(result.cached_tokens < 0, math.nan, result.cached_tokens) for result in results]
         ttft = [np.where(ok, result.ttft_seconds, math.nan) for ok, result in zip(done, results, strict=True)]
-        latency = [result.latency_seconds for result in results]
-        return ReplayRun(policy, workers, self._figures(ttft, latency, cached), missed, tuple(results))
+        columns = self._columns(ttft, [result.latency_seconds for result in results], cached)
+        return ReplayRun(policy, workers, self._figures(columns), self._ratios(columns), missed, tuple(results))
 
-    def _figures(self, ttft: Sequence[Floats], latency: Sequence[Floats], cached: Sequence[Floats]) -> Figures:
-        counted = self._counted
-        blocks = np.concatenate([_blocks(self._arrival[counted])] * len(ttft))
-        first, whole = (np.concatenate([one[counted] for one in columns]) for columns in (ttft, latency))
-        again = np.concatenate([np.maximum(self._seen - one, 0.0)[counted] for one in cached])
-        hits = np.concatenate([one[counted] for one in cached])
-        prompt = np.where(np.isnan(hits), 0.0, np.concatenate([self._prompt[counted]] * len(cached)))
-        seeds = len(ttft)
+    def _columns(self, ttft: Sequence[Floats], latency: Sequence[Floats], cached: Sequence[Floats]) -> _Columns:
+        first, whole, hits = (np.concatenate([one[self._counted] for one in each]) for each in (ttft, latency, cached))
+        return _Columns(first, whole, hits, len(ttft))
+
+    def _computed(self, of: _Columns) -> Floats:
+        """Prompt tokens that were computed."""
+        return np.tile(self._prompt, of.runs) - of.cached
+
+    def _figures(self, of: _Columns) -> Figures:
+        draws = self._draws
+        known = np.where(np.isnan(of.cached), math.nan, np.tile(self._prompt, of.runs))
+        again = np.maximum(np.tile(self._seen, of.runs) - of.cached, 0.0)
         return Figures(
-            int(counted.sum()),
-            _estimate(blocks, lambda rows: _mean(first[rows])),
-            _estimate(blocks, lambda rows: _p99(first[rows])),
-            _estimate(blocks, lambda rows: _mean(whole[rows])),
-            _estimate(blocks, lambda rows: _p99(whole[rows])),
-            _estimate(blocks, lambda rows: _sum(again[rows]) / seeds),
-            _estimate(blocks, lambda rows: _sum(hits[rows]) / max(1.0, float(prompt[rows].sum()))),
+            int(self._counted.sum()),
+            _estimate(draws.mean(of.ttft)),
+            _estimate(draws.p99(of.ttft)),
+            _estimate(draws.mean(of.latency)),
+            _estimate(draws.p99(of.latency)),
+            _estimate(draws.total(again) / of.runs),
+            _estimate(_over(draws.total(of.cached), draws.total(known))),
         )
 
+    def _ratios(self, of: _Columns) -> dict[str, Estimate95]:
+        placed, draws = self._placed, self._draws
+        if placed is None:
+            return {}
+        pairs = (
+            (draws.mean(of.ttft), draws.mean(placed.ttft)),
+            (draws.p99(of.ttft), draws.p99(placed.ttft)),
+            (draws.mean(of.latency), draws.mean(placed.latency)),
+            (draws.p99(of.latency), draws.p99(placed.latency)),
+            (draws.mean(self._computed(of)), draws.mean(self._computed(placed))),
+        )
+        return {name: _estimate(_over(*pair)) for name, pair in zip(RATIOS, pairs, strict=True)}
 
-def _blocks(arrival: Floats) -> npt.NDArray[np.int64]:
-    """The stretch of time of each request, all of them as long."""
-    span = max(float(arrival.max() - arrival.min()), 1e-12)
-    stretch = ((arrival - arrival.min()) / span * BLOCKS).astype(np.int64)
-    return np.asarray(np.minimum(stretch, BLOCKS - 1))
+
+class _Draws:
+    """Stretches of time, as long as each other, drawn anew with replacement. The draws are the same for every figure
+    and every run, so that runs are compared under the same ones.
+
+    Each method gives a figure for all requests and for every draw, shape [1 + DRAWS], of values in order of arrival,
+    those of several runs one after the other; NaN values do not count, and a figure of none is NaN.
+    """
+
+    def __init__(self, arrival: Floats) -> None:
+        span = max(float(arrival.max() - arrival.min()), 1e-12) if len(arrival) else 1.0
+        stretch = ((arrival - arrival.min()) / span * BLOCKS).astype(np.int64) if len(arrival) else np.empty(0, int)
+        self._blocks = np.minimum(stretch, BLOCKS - 1)
+        drawn = np.random.default_rng(0).integers(BLOCKS, size=(DRAWS, BLOCKS))
+        self._times = np.ones((1 + DRAWS, BLOCKS))
+        for row, blocks in enumerate(drawn):
+            self._times[row + 1] = np.bincount(blocks, minlength=BLOCKS)
+
+    def total(self, values: Floats) -> Floats:
+        """The sum."""
+        sums, counts = self._sums(values)
+        return np.where(counts > 0, sums, math.nan)
+
+    def mean(self, values: Floats) -> Floats:
+        """The mean."""
+        return _over(*self._sums(values))
+
+    def p99(self, values: Floats) -> Floats:
+        """The 99th percentile, between two values in proportion, as numpy has it."""
+        known = ~np.isnan(values)
+        order = np.argsort(values[known], kind="stable")
+        ascending, blocks = values[known][order], self._blocks_of(values)[known][order]
+        found = np.full(len(self._times), math.nan)
+        for row, times in enumerate(self._times):
+            upto = np.cumsum(times[blocks])
+            if len(upto) and upto[-1] > 0:
+                at = 0.99 * (upto[-1] - 1.0)
+                low, high = np.searchsorted(upto, (math.floor(at), math.ceil(at)), "right")
+                found[row] = ascending[low] + (ascending[high] - ascending[low]) * (at - math.floor(at))
+        return found
+
+    def _sums(self, values: Floats) -> tuple[Floats, Floats]:
+        """The sum of the known values, and how many they are."""
+        known = ~np.isnan(values)
+        blocks = self._blocks_of(values)[known]
+        each = [np.bincount(blocks, weights, BLOCKS) for weights in (values[known], np.ones(len(blocks)))]
+        return self._times @ each[0], self._times @ each[1]
+
+    def _blocks_of(self, values: Floats) -> npt.NDArray[np.int64]:
+        return np.tile(self._blocks, len(values) // max(1, len(self._blocks)))
 
 
-def _estimate(blocks: npt.NDArray[np.int64], figure: Callable[[Any], float]) -> Estimate95:
-    """A figure of all rows, and of stretches drawn with replacement; the draws are the same for all figures, so that
-    runs are compared under the same ones."""
-    rows_of = [np.flatnonzero(blocks == block) for block in range(BLOCKS)]
-    rng = np.random.default_rng(0)
-    drawn = []
-    for _ in range(DRAWS):
-        rows = np.concatenate([rows_of[block] for block in rng.integers(BLOCKS, size=BLOCKS)])
-        if len(rows):
-            drawn.append(figure(rows))
-    known = np.array([value for value in drawn if not math.isnan(value)])
+def _over(one: Floats, other: Floats) -> Floats:
+    """The ratio; NaN over nothing."""
+    return np.asarray(np.divide(one, other, out=np.full(len(one), math.nan), where=other > 0.0))
+
+
+def _estimate(drawn: Floats) -> Estimate95:
+    """A figure, first of those given, and the interval of the others."""
+    known = drawn[1:][~np.isnan(drawn[1:])]
     if not len(known):
-        return Estimate95(figure(slice(None)), math.nan, math.nan)
+        return Estimate95(float(drawn[0]), math.nan, math.nan)
     low, high = np.percentile(known, EDGES)
-    return Estimate95(figure(slice(None)), float(low), float(high))
-
-
-def _mean(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else math.nan
-
-
-def _p99(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.percentile(known, 99)) if len(known) else math.nan
-
-
-def _sum(values: Floats) -> float:
-    """Of what is known; NaN where nothing is."""
-    known = values[~np.isnan(values)]
-    return float(known.sum()) if len(known) else math.nan
+    return Estimate95(float(drawn[0]), float(low), float(high))
 
 
 def _name(policy: str | Policy) -> str:

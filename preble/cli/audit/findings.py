@@ -14,26 +14,19 @@ from typing import Any
 import numpy as np
 
 from ..._cost import CostModel
+from ...recording import RecordedWorker
+from ...sim.engine_fit import RUNNING_MAX
+from ...sim.replay import Estimate95
 from ...transport.engine_servers.served_totals import ServedTotals
-from ...types import WorkerSpec
 from .ledger import CacheLedger, Stored, Unit
 from .listening import AuditedServer, Received
 from .requests import Pace, SeenRequest, requests_of, unseen_requests
-from .what_if import (
-    PRIOR,
-    AuditedFleet,
-    Bounded,
-    WhatIf,
-    prompt_token_seconds,
-    ratio_of_means,
-    slowness_of,
-    speed_of,
-    traffic_of,
-    what_if,
-)
+from .traffic import PRIOR, RankTraffic, ServerTraffic, prompt_token_seconds, speed_of
+from .what_if import WhatIf, what_if
 
 OUTPUT_TOKENS = 128.0  # of a request, where no metrics say it
 PREFIXES_SHOWN = 3
+DRAWS = 1_000  # of blocks of time, for an interval
 STEM_SHARE = 0.6  # of a prefix's requests that must go on alike, or it ends there
 SURE_REQUESTS, SURE_SEEN, SURE_ERROR = 200, 0.5, 0.25
 FAIR_REQUESTS, FAIR_SEEN, FAIR_ERROR = 50, 0.2, 0.60
@@ -87,7 +80,8 @@ class Lost:
 class AuditFindings:
     """All figures of one audit; seconds and tokens. `twice_share`: of the computed prompt tokens. `prefill_seconds`:
     what the repeats took. `ttft_*`: measured by the servers' metrics, None without. `seen`: requests that events show.
-    `model_error`: the replay of what was over what was measured, less 1. `sure`: "good", "fair" or "poor"."""
+    `model_error`: the replay of what was over what was measured, less 1; None where nothing was. `sure`: "good", "fair"
+    or "poor"."""
 
     seconds: float
     is_interrupted: bool
@@ -98,7 +92,7 @@ class AuditFindings:
     computed_tokens: float
     elsewhere_tokens: int
     again_tokens: int
-    twice_share: Bounded
+    twice_share: Estimate95
     prefill_seconds: float
     busy_share: float
     ttft_seconds: float | None
@@ -114,17 +108,24 @@ class AuditFindings:
     def twice_tokens(self) -> int:
         return self.elsewhere_tokens + self.again_tokens
 
-    def e2_ttft(self) -> Bounded | None:
-        """What the mean time to first token would have been: measured, times the ratio of the replays."""
-        if self.e2 is None:
+    def e2_ttft(self) -> Estimate95 | None:
+        """What the mean time to first token would have been: measured, times the ratio of the replays. None where the
+        model's error is larger than the change."""
+        if self.e2 is None or self.ttft_seconds is None or not self.e2.claims_ttft:
             return None
-        now = self.ttft_seconds if self.ttft_seconds is not None else self.e2.ttft_seconds
-        return self.e2.ttft_ratio.times(now)
+        return self.e2.ttft_ratio.times(self.ttft_seconds)
+
+    def e2_ttft_p99(self) -> Estimate95 | None:
+        """The same of the 99th percentile."""
+        if self.e2 is None or self.ttft_p99_seconds is None or not self.e2.claims_p99:
+            return None
+        return self.e2.p99_ratio.times(self.ttft_p99_seconds)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        mine = self.e2_ttft()
-        return {**asdict(self), "twice_tokens": self.twice_tokens, "e2_ttft": None if mine is None else asdict(mine)}
+        claims = {"e2_ttft": self.e2_ttft(), "e2_ttft_p99": self.e2_ttft_p99()}
+        found = {name: None if one is None else asdict(one) for name, one in claims.items()}
+        return {**asdict(self), "twice_tokens": self.twice_tokens, **found}
 
 
 def find(received: Received, *, seed: int = 0, on_step: Callable[[str], None] = lambda _: None) -> AuditFindings:
@@ -145,11 +146,8 @@ def find(received: Received, *, seed: int = 0, on_step: Callable[[str], None] = 
         for server in received.servers
         for rank in server.ranks
     )
-    e2 = _what_if(received, requests, total, on_step)
-    measured = _sum([one.served for one in received.servers if one.served is not None and one.has_events])
-    error = None
-    if e2 is not None and measured.ttft.mean:
-        error = e2.ttft_seconds / measured.ttft.mean - 1.0
+    e2 = _what_if(received, requests, on_step)
+    error = None if e2 is None else e2.error
     lost = _lost(received, stored)
     requests_counted = max(seen, round(sum(max(count, mine) for count, mine in counted.values())))
     return AuditFindings(
@@ -170,7 +168,7 @@ def find(received: Received, *, seed: int = 0, on_step: Callable[[str], None] = 
         prefixes=repeated_prefixes(requests),
         e2=e2,
         model_error=error,
-        sure=_sure(requests_counted, seen, error, lost),
+        sure=_sure(requests_counted, seen, None if e2 is None else e2.uncertainty, lost),
         lost=lost,
         bytes_used=ledger.bytes_used,
     )
@@ -247,16 +245,18 @@ def _server(server: AuditedServer, ledger: CacheLedger, requests: Sequence[SeenR
     )
 
 
-def _twice_share(ledger: CacheLedger, stored: Stored, computed: float) -> Bounded:
+def _twice_share(ledger: CacheLedger, stored: Stored, computed: float) -> Estimate95:
     """Of the computed prompt tokens, with an interval from drawing blocks of time anew."""
-    value = stored.twice / computed if computed else 0.0
+    value = min(1.0, stored.twice / computed) if computed else 0.0
     bins = [ledger.bins[key] for key in sorted(ledger.bins)]
     if not bins or not stored.twice:
-        return Bounded(min(1.0, value), 0.0, 1.0 if not bins else min(1.0, value))
+        return Estimate95(value, 0.0, value if bins else 1.0)
     both = np.array(bins, np.float64)
-    spread = ratio_of_means(both[:, 1], both[:, 0])
-    scale = value / max(spread.value, 1e-12)
-    return Bounded(min(1.0, value), min(1.0, spread.low * scale), min(1.0, spread.high * scale))
+    drawn = np.random.default_rng(0).integers(len(both), size=(DRAWS, len(both)))
+    sums = both[drawn].sum(axis=1)
+    low, high = np.percentile(sums[:, 1] / np.maximum(sums[:, 0], 1e-12), (2.5, 97.5))
+    scale = value * both[:, 0].sum() / both[:, 1].sum()
+    return Estimate95(value, min(1.0, float(low * scale)), min(1.0, float(high * scale)))
 
 
 def _lost(received: Received, stored: Stored) -> Lost:
@@ -287,29 +287,35 @@ def _sure(requests: int, seen: int, error: float | None, lost: Lost) -> str:
     return "fair" if fair else "poor"
 
 
-def _what_if(
-    received: Received, requests: Sequence[SeenRequest], total: ServedTotals, on_step: Callable[[str], None]
-) -> WhatIf | None:
+def _what_if(received: Received, requests: Sequence[SeenRequest], on_step: Callable[[str], None]) -> WhatIf | None:
     """The requests once more, as they were placed and by E2. None where there is no request, or nobody publishes."""
-    specs: dict[int, WorkerSpec] = {}
-    engines = set()
-    speed = speed_of(total, received.seconds * len(received.ledger.ranks))
+    of_rank: dict[int, list[SeenRequest]] = {}
+    for one in requests:
+        of_rank.setdefault(one.rank, []).append(one)
+    servers = []
     for server in received.servers:
-        info = server.info
-        if info is None or not server.has_events:
+        if server.info is None or not server.has_events:
             continue
-        engines.add(info.engine)
-        model = speed.model(slowness_of(server.served, total))
-        for place, rank in enumerate(server.ranks):
-            name = server.url if info.ranks == 1 else f"{server.url}?rank={place}"
-            specs[rank] = WorkerSpec(name, info.kv_capacity_tokens, info.block_size, model, info.max_running)
-    usable = [one for one in requests if one.rank in specs]
-    if not usable:
-        return None
-    fleet = AuditedFleet(specs, speed, frozenset(engines))
-    held = {rank: units for rank, units in received.held.items() if rank in specs}
-    queue = total.queue.mean or 0.0
-    return what_if(traffic_of(usable, fleet, held, received.ledger.unit_tokens, queue), fleet, on_step)
+        speed = speed_of(server.served or ServedTotals(), received.seconds * max(1, len(server.ranks)))
+        ranks = [
+            RankTraffic(_worker(server, place), of_rank.get(rank, []), received.held.get(rank, ()))
+            for place, rank in enumerate(server.ranks)
+        ]
+        servers.append(ServerTraffic(ranks, speed, server.served, server.counted))
+    return what_if(servers, received.ledger.unit_tokens, received.seconds, on_step)
+
+
+def _worker(server: AuditedServer, place: int) -> RecordedWorker:
+    """One of its ranks."""
+    info = server.info
+    assert info is not None
+    return RecordedWorker(
+        id=server.url if info.ranks == 1 else f"{server.url}?rank={place}",
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        block_size=info.block_size,
+        max_running=info.max_running or RUNNING_MAX,
+        engine=info.engine,
+    )
 
 
 # --- prefixes ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class AuditedServer:
                 self.restarts += 1
                 between = totals  # all it has served since then
             self.served = between if self.served is None else self.served.plus(between)
-            self._keep(Counted(self._last_at, now, between.requests))
+            self._keep(Counted(self._last_at, now, between.requests, between.ttft.count, between.ttft.sum))
         self._last, self._last_at = totals, now
 
     def start_counting(self) -> None:
@@ -95,7 +95,7 @@ class AuditedServer:
         if len(self.counted) > COUNTED_MAX:
             pairs = zip(self.counted[::2], self.counted[1::2], strict=False)
             odd = self.counted[-1:] if len(self.counted) % 2 else []
-            self.counted = [Counted(a.start, b.end, a.requests + b.requests) for a, b in pairs] + odd
+            self.counted = [one.plus(other) for one, other in pairs] + odd
 
 
 class _RankListener(FeedListener):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 
-from ..console import aligned, duration, printable
+from ...sim.replay import Estimate95
+from ..console import duration, printable
 from .findings import AuditFindings, Lost, RepeatedPrefix
-from .what_if import Bounded
+from .what_if import WhatIf
 
 WIDTH = 116
 LABEL = 10
@@ -31,10 +32,10 @@ def share(value: float) -> str:
 
 def headline(found: AuditFindings) -> str:
     """The one sentence."""
-    mine, now = found.e2_ttft(), _now(found)
+    mine, now = found.e2_ttft(), found.ttft_seconds
     twice = f"{share(found.twice_share.value)} of the prefill was computed before"
     if mine is None or not now:
-        return twice
+        return twice if found.e2 is None else f"{twice}; E2 would have computed {_computed(found.e2)}"
     if mine.value <= 0.95 * now:
         return f"{twice}; E2 would have brought the first token in {duration(mine.value)}, not {duration(now)}"
     change = "changed little" if mine.value < 1.05 * now else "been slower"
@@ -90,15 +91,25 @@ def _cost(found: AuditFindings) -> str:
 
 
 def _ttft(found: AuditFindings) -> str:
-    mine, now = found.e2_ttft(), found.ttft_seconds
-    if mine is None or found.e2 is None:
-        return f"mean {duration(now)}; nothing to try E2 on" if now else "no request to try E2 on"
-    measured = "" if now else " (by a model: no metrics)"
-    p99 = found.ttft_p99_seconds or found.e2.ttft_p99_seconds
-    return (
-        f"mean {duration(now or found.e2.ttft_seconds)}{measured}; E2 would have made it {_range(mine, duration)}; "
-        f"p99 {duration(p99)}, with E2 {duration(p99 * found.e2.p99_ratio)}"
-    )
+    now, e2, mine = found.ttft_seconds, found.e2, found.e2_ttft()
+    if e2 is None:
+        return f"mean {duration(now)}; no request to try E2 on" if now else "no request to try E2 on"
+    if not now or e2.error is None:
+        return f"not measured, so nothing is claimed of it; E2 would have computed {_computed(e2)}"
+    p99 = found.ttft_p99_seconds
+    measured = f"mean {duration(now)}" + (f", p99 {duration(p99)}" if p99 else "")
+    if mine is None:
+        return (
+            f"{measured}; no claim of E2's: the replay's own error of {share(e2.uncertainty or 0.0)} is larger than "
+            f"the change it shows; E2 would have computed {_computed(e2)}"
+        )
+    tail = found.e2_ttft_p99()
+    rest = f", p99 {_range(tail, duration)}" if tail is not None else ", no claim of p99"
+    return f"{measured}; E2 would have made it {_range(mine, duration)}{rest}"
+
+
+def _computed(e2: WhatIf) -> str:
+    return f"{_range(e2.computed_ratio, share)} of the prompt tokens that were"
 
 
 def _servers(found: AuditFindings) -> str:
@@ -107,6 +118,8 @@ def _servers(found: AuditFindings) -> str:
     count, enough = found.e2.workers, found.e2.workers_enough
     if count == 1:
         return "one: there is nothing to choose between"
+    if enough is None:
+        return f"no claim whether E2 needs all {count}: the same error"
     if enough == count:
         return f"E2 needs all {count} for the same traffic at today's times to first token"
     return f"E2 needs {enough} of the {count} for the same traffic, no slower than today: {count - enough} fewer"
@@ -128,8 +141,8 @@ def _sure(found: AuditFindings) -> str:
     words = [f"events show {share(found.seen / max(1, found.requests))} of the requests"]
     if found.seen < found.requests:
         words.append("the others, all cached, are spread by the metrics' rates")
-    if found.model_error is not None:
-        words.append(f"the replay is {_off(found.model_error)} the measured TTFT")
+    if found.e2 is not None and found.e2.error is not None:
+        words.append(f"the replay of what was is {_off(found.e2.error)} the measured TTFT{_apart(found.e2)}")
     elif found.e2 is not None:
         words.append("nothing to check the replay against (SGLang: --enable-metrics)")
     words += losses(found.lost)
@@ -140,6 +153,13 @@ def _off(error: float) -> str:
     if abs(error) < 0.005:
         return "on"
     return f"{abs(error):.0%} {'above' if error > 0 else 'below'}"
+
+
+def _apart(e2: WhatIf) -> str:
+    """How far off it is where it was not fitted."""
+    if e2.error_apart is None:
+        return " (as the metrics have the engines: too few requests to fit them)"
+    return f", {_off(e2.error_apart)} it where nothing was fitted"
 
 
 def losses(lost: Lost) -> list[str]:
@@ -160,20 +180,5 @@ def problems(found: AuditFindings) -> list[str]:
     return list(dict.fromkeys(text for server in found.servers for text in server.problems))
 
 
-def _range(value: Bounded, words: Callable[[float], str]) -> str:
+def _range(value: Estimate95, words: Callable[[float], str]) -> str:
     return f"{words(value.value)} [{words(value.low)} to {words(value.high)}]"
-
-
-def _now(found: AuditFindings) -> float | None:
-    return found.ttft_seconds or (found.e2.ttft_seconds if found.e2 is not None else None)
-
-
-def server_table(found: AuditFindings) -> list[str]:
-    """A row a server, for --verbose."""
-    rows = [("server", "requests", "computed", "reused", "elsewhere", "again")]
-    for one in found.servers:
-        computed, reused = (tokens(value) if value is not None else "?" for value in (one.computed, one.reused))
-        rows.append(
-            (one.url, str(one.requests), computed, reused, tokens(one.stored.elsewhere), tokens(one.stored.again))
-        )
-    return aligned(rows, left=1)

@@ -41,7 +41,8 @@ class Pace:
 @dataclass(slots=True, eq=False)
 class SeenRequest:
     """A request as far as it is known. `seconds`: when its prompt was stored, or where it is unseen, about when it ran;
-    `unit` is the last whole unit of its prompt, None of one shorter than that."""
+    `unit` is the last whole unit of its prompt, None of one shorter than that; `end_seconds`: when its whole output was
+    stored, None where that is not known."""
 
     rank: int
     seconds: float
@@ -50,15 +51,29 @@ class SeenRequest:
     computed_tokens: int
     output_tokens: int = 0
     is_seen: bool = True
+    end_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Between two readings of a server's metrics: the requests that ended, the sum of their prompt tokens."""
+    """Between two readings of a server's metrics: the requests that ended, the first tokens that came, and the sum of
+    their seconds."""
 
     start: float
     end: float
     requests: float
+    first_tokens: float = 0.0
+    ttft_seconds: float = 0.0
+
+    def plus(self, other: Counted) -> Counted:
+        """This interval and the one after it."""
+        return Counted(
+            self.start,
+            other.end,
+            self.requests + other.requests,
+            self.first_tokens + other.first_tokens,
+            self.ttft_seconds + other.ttft_seconds,
+        )
 
 
 def requests_of(chain: Chain, pace: Pace) -> list[SeenRequest]:
@@ -81,6 +96,7 @@ def requests_of(chain: Chain, pace: Pace) -> list[SeenRequest]:
         else:
             found[-1].output_tokens += segment.tokens
             ended = pace.at_once
+            found[-1].end_seconds = segment.seconds if ended else None
         before = segment.seconds
     return found
 

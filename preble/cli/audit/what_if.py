@@ -1,279 +1,165 @@
-"""What E2 would have done with the requests of an audit. Owns the workload made of them, the engines' cost as the
-metrics say it, and the comparison; running both is the simulator's, with the real scheduler.
+"""What E2 would have done with the requests of an audit. Owns which replays are run and what may be claimed of them; a
+replay is `preble.sim.replay`'s: the real scheduler before engines whose cost is fitted to the times measured.
 
-A simulation starts with empty caches, the servers did not: what they held at the start comes first, as prompts of one
-output token each, and is not counted. Claims are ratios of two runs, placed as it was and placed by E2, times what was
-measured, so that an error which both have cancels out. The model's own error is the run of what was, against the
-metrics.
+A claim is a ratio of two replays, placed as it was and placed by E2, times what was measured. How far the first of them
+is from what was measured is the model's own error; where a saving is not larger than that, nothing is claimed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from ..._cost import CostModel
-from ...local import LocalConfig
-from ...policies.base import Policy, RequestView, WorkersView
-from ...sim import Result, SimConfig, simulate
+from ...recording import Recording
+from ...sim.engine_fit import REQUESTS_MIN, EngineModel, fit_engines, local_config
+from ...sim.replay import Estimate95, ReplayAnswer, replay
 from ...transport.engine_servers.served_totals import ServedTotals
-from ...types import WorkerSpec
-from ...workloads import PromptRequest, Workload
-from .ledger import Unit
-from .requests import SeenRequest
+from .traffic import AuditedTraffic, EngineSpeed, ServerTraffic, speed_of, traffic_of
 
-PRIOR = "llama-3-70b/h100-tp4"  # where no metrics say how fast an engine is
-SERVED_MIN = 16  # requests before their mean is one
-FLOOR_SHARE = 0.75  # of a mean prefill that may be the iteration's own time
-SPEED_APART = 0.3  # of servers, in logarithms, before they are taken for different: their requests are
-SLOWNESS_MAX = 20.0
-LAST_KNOT = 8192.0
-RUNNING_MAX = 256  # of an engine that does not say
-REPLAYED_MAX = 20_000  # requests; of more, the newest
-HELD_MAX = 2_000  # prefixes of a cache that are put into it first
-OWN_UNITS_MAX = 64  # of a prompt of which nothing is known but its length
-BLOCKS = 20  # of time, drawn from for an interval
-DRAWS = 1_000
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    """A figure and the 95 % interval around it."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Bounded:
-        return Bounded(self.value * factor, self.low * factor, self.high * factor)
+STRETCHES_MIN = 8  # of time whose first tokens were counted; of fewer, nothing can be learned
+OnStep = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """E2 against what was. `ttft_ratio`, `p99_ratio`, `computed_ratio`: E2's run over that of what was; seconds are of
-    the latter. `workers_enough`: the fewest that E2 serves the same with, no slower; `replayed` requests."""
+    """E2 against what was. `ttft_seconds`, `ttft_p99_seconds`: of what was, replayed; ratios: E2's replay over that.
+
+    `error`, `p99_error`: the replay of what was over what was measured, less 1; `error_apart`: the same of stretches of
+    time while nothing was fitted to them. None where nothing was measured. `workers_enough`: the fewest servers with
+    which E2 is no slower than what was, by more than the error; None where nothing can be claimed. `fitted_to`
+    requests, 0 where engines are taken as the metrics have them; `replayed` requests.
+    """
 
     replayed: int
+    fitted_to: int
     ttft_seconds: float
     ttft_p99_seconds: float
-    ttft_ratio: Bounded
-    p99_ratio: float
-    computed_ratio: float
+    error: float | None
+    error_apart: float | None
+    p99_error: float | None
+    ttft_ratio: Estimate95
+    p99_ratio: Estimate95
+    computed_ratio: Estimate95
     workers: int
-    workers_enough: int
-    ttft_enough_seconds: float
+    workers_enough: int | None
+
+    @property
+    def uncertainty(self) -> float | None:
+        """The larger of the model's two errors of the mean; None where nothing was measured."""
+        known = [abs(one) for one in (self.error, self.error_apart) if one is not None]
+        return max(known) if known and self.error is not None else None
+
+    @property
+    def claims_ttft(self) -> bool:
+        """Whether the model can discern E2's mean from what was: its error is smaller than the change."""
+        return self.uncertainty is not None and self.uncertainty < abs(1.0 - self.ttft_ratio.value)
+
+    @property
+    def claims_p99(self) -> bool:
+        """The same of the 99th percentile."""
+        return self.claims_ttft and self.p99_error is not None and abs(self.p99_error) < abs(1.0 - self.p99_ratio.value)
 
 
-class AsPlaced(Policy):
-    """Sends each request where it was sent. `servers`: by request id."""
-
-    name = reason = "as placed"
-
-    def __init__(self, servers: Mapping[str, str]) -> None:
-        self._servers = servers
-
-    def pick(self, scores: Sequence[float], request: RequestView, workers: WorkersView) -> int:
-        return list(workers.ids).index(self._servers[str(request.request_id)])
-
-
-# --- what engines cost ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """Seconds: of an iteration, of each new token in it, and of the way to an engine and back."""
-
-    floor: float
-    token: float
-    hop: float = 0.0
-
-    def model(self, slowness: float) -> CostModel:
-        """As a cost model of an engine that is so much slower."""
-        end = self.floor + self.token * LAST_KNOT
-        return CostModel([(0.0, self.floor * slowness), (LAST_KNOT, end * slowness)], name="metrics")
-
-
-def prompt_token_seconds(totals: ServedTotals, rank_seconds: float = math.inf) -> float | None:
-    """Seconds of prefill for each computed token; None where the metrics do not say. Requests whose prompts are
-    computed in one batch each count the whole of it, so their sum may be far above the time that there was: the most
-    is `rank_seconds`, of all ranks together."""
-    prefill, computed = totals.prefill.mean, totals.computed.mean
-    if totals.prefill.count < SERVED_MIN or not prefill or not computed:
+def what_if(servers: Sequence[ServerTraffic], unit_tokens: int, seconds: float, on_step: OnStep) -> WhatIf | None:
+    """Replay the requests of the servers, seen for so many `seconds`, as they were placed and by E2. Without times
+    measured engines are as fast as the metrics or a preset say, and nothing is claimed. None where there is no request.
+    Deterministic."""
+    served = _sum_of(servers)
+    traffic = traffic_of(servers, unit_tokens)
+    if traffic is None:
         return None
-    return min(prefill / computed, rank_seconds / totals.computed.sum)
-
-
-def speed_of(totals: ServedTotals, rank_seconds: float = math.inf) -> EngineSpeed:
-    """As the metrics of the fleet say it: half of all output tokens come sooner than an iteration without prefills
-    takes, a prefill is that and its tokens; what a first token takes beside queue and prefill is the way. Without
-    metrics, a large model on a large card."""
-    prior = CostModel.preset(PRIOR)
-    floor = totals.quantile("token", 0.5) or totals.token.mean or prior.decode_time(1, 1024)
-    token, prefill, computed = prompt_token_seconds(totals, rank_seconds), totals.prefill.mean, totals.computed.mean
-    if token is None or not prefill or not computed:
-        return EngineSpeed(floor, max(1e-9, prior.prefill_time(2048) - prior.prefill_time(1024)) / 1024)
-    own = token * computed  # of a prefill, alone
-    floor = min(floor, FLOOR_SHARE * own)
-    hop = 0.0
-    if totals.ttft.mean and totals.queue.mean is not None:
-        hop = max(0.0, totals.ttft.mean - totals.queue.mean - prefill)
-    return EngineSpeed(floor, (own - floor) / computed, hop)
-
-
-def slowness_of(served: ServedTotals | None, total: ServedTotals) -> float:
-    """How much longer a server's prefill takes by the token than the fleet's; 1 where neither says it."""
-    if served is None or min(served.prefill.count, total.prefill.count) < SERVED_MIN:
-        return 1.0
-    one, all_of_them = (
-        totals.prefill.sum / totals.computed.sum if totals.computed.sum else 0.0 for totals in (served, total)
+    on_step("learning what the engines cost")
+    is_measured = served.ttft.count > 0 and served.latency.count > 0
+    ranks = len(traffic.recording.workers)
+    if is_measured and len(traffic.together) >= STRETCHES_MIN and _finished(traffic.recording) >= REQUESTS_MIN:
+        traffic, engines = _fitted(servers, unit_tokens, traffic)
+    else:
+        costs = speed_of(served, seconds * ranks).costs()
+        engines = EngineModel(costs, local_config(traffic.recording.workers))
+    on_step("replaying what was, and E2")
+    found = replay(traffic.recording, ["e2"], engines=engines)
+    (run,), was = found.runs, found.recorded
+    assert was is not None, "all of them have times"
+    known = WhatIf(
+        replayed=_finished(traffic.recording),
+        fitted_to=engines.requests,
+        ttft_seconds=was.mean_ttft_seconds.value,
+        ttft_p99_seconds=was.p99_ttft_seconds.value,
+        error=_error(found, served) if is_measured else None,
+        error_apart=engines.error.get("mean_ttft_seconds"),
+        p99_error=_p99_error(found, served) if is_measured else None,
+        ttft_ratio=run.ratios["mean_ttft_seconds"],
+        p99_ratio=run.ratios["p99_ttft_seconds"],
+        computed_ratio=run.ratios["computed_tokens"],
+        workers=ranks,
+        workers_enough=None,
     )
-    ratio = one / all_of_them if one and all_of_them else 1.0
-    apart = abs(math.log(ratio)) > SPEED_APART
-    return min(max(ratio, 1.0 / SLOWNESS_MAX), SLOWNESS_MAX) if apart else 1.0
+    return known if not known.claims_ttft else _with_fewer(known, traffic.recording, engines, on_step)
 
 
-@dataclass(frozen=True, slots=True)
-class AuditedFleet:
-    """Engines for a simulation, by the rank of their cache. `engines`: their kinds."""
-
-    specs: Mapping[int, WorkerSpec]
-    speed: EngineSpeed
-    engines: frozenset[str]
-
-    def config(self, policy: str | Policy, workers: int | None = None) -> SimConfig:
-        """A simulation of the first so many, or all."""
-        specs = tuple(self.specs.values())[:workers]
-        local = LocalConfig(max(spec.kv_capacity_tokens for spec in specs), max_running=RUNNING_MAX)
-        local = replace(local, max_waiting=1_000_000, order="fcfs", eviction="lru")
-        if self.engines == {"sglang"}:  # prompts in iterations of their own
-            local = replace(local, token_budget=8192, chunked_prefill=False)
-        return SimConfig(workers=specs, policy=policy, local=local, network_seconds=self.speed.hop)
+def _fitted(
+    servers: Sequence[ServerTraffic], unit_tokens: int, traffic: AuditedTraffic
+) -> tuple[AuditedTraffic, EngineModel]:
+    """Engines fitted to what was measured; once more where they cost other than was guessed: it says when requests must
+    have come."""
+    engines = fit_engines(traffic.recording, together=traffic.together)
+    speeds = [EngineSpeed.of(engines.costs, engines.slowness.get(server.ranks[0].worker.id, 1.0)) for server in servers]
+    if any(not found.is_like(server.speed) for found, server in zip(speeds, servers, strict=True)):
+        for found, server in zip(speeds, servers, strict=True):
+            server.speed = found
+        traffic = traffic_of(servers, unit_tokens) or traffic
+        engines = fit_engines(traffic.recording, together=traffic.together)
+    return traffic, engines
 
 
-# --- the workload -----------------------------------------------------------------------------------------------------
+def _finished(recording: Recording) -> int:
+    return sum(one.finished for one in recording.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """The requests of an audit. The first `before` of them fill caches; `servers`: where each was placed, by id."""
-
-    workload: Workload
-    before: int
-    servers: Mapping[str, str]
-
-
-class _Prompts:
-    """Token ids that share prefixes as the units do; they are numbers, no tokens of anybody's."""
-
-    def __init__(self, unit_tokens: int) -> None:
-        self._numbers: dict[int, int] = {}
-        self._within = np.arange(unit_tokens, dtype=np.int64)
-        self._unit_tokens = unit_tokens
-        self._lone = 0
-
-    def ids(self, unit: Unit | None, tokens: int) -> npt.NDArray[np.int32]:
-        """The units of a prefix, and after them something of its own: half a unit of which nobody knows, or all of what
-        nobody saw."""
-        known = self._numbers
-        chain = [one.key for one in unit.chain() if one.end] if unit is not None else []
-        numbers = [known.setdefault(key, len(known)) for key in chain]
-        width = self._unit_tokens
-        own = width // 2 if chain else max(1, min(tokens, OWN_UNITS_MAX * width))
-        for _ in range(-(-own // width)):
-            self._lone -= 1
-            numbers.append(known.setdefault(self._lone, len(known)))
-        ids = (np.array(numbers, np.int64)[:, None] * width + self._within).ravel()[: len(chain) * width + own]
-        return (ids % (2**31 - 1)).astype(np.int32)
+def _sum_of(servers: Sequence[ServerTraffic]) -> ServedTotals:
+    """What all of them counted."""
+    found = ServedTotals()
+    for server in servers:
+        found = found if server.served is None else found.plus(server.served)
+    return found
 
 
-def traffic_of(
-    requests: Sequence[SeenRequest], fleet: AuditedFleet, held: Mapping[int, Sequence[Unit]], unit_tokens: int,
-    queue_seconds: float,
-) -> Traffic:  # fmt: skip
-    """The requests as a workload, before them what the caches `held` (by rank)."""
-    speed, prompts = fleet.speed, _Prompts(unit_tokens)
-    found: list[tuple[float, str, npt.NDArray[np.int32], int]] = []
-    begin = 0.0
-    for rank, units in held.items():
-        at = 0.0
-        for unit in units[-HELD_MAX:]:
-            at += 2.0 * (speed.floor + speed.token * unit.end)
-            found.append((at, fleet.specs[rank].id, prompts.ids(unit, 0), 1))
-        begin = max(begin, 2.0 * at)
-    before = len(found)
-    kept = sorted(requests, key=lambda one: one.seconds)[-REPLAYED_MAX:]
-    waited = speed.floor + queue_seconds + speed.hop
-    starts = [one.seconds - (waited + speed.token * one.computed_tokens if one.is_seen else 0.0) for one in kept]
-    first = min(starts, default=0.0)
-    for start, one in zip(starts, kept, strict=True):
-        ids = prompts.ids(one.unit, one.prompt_tokens)
-        found.append((begin + start - first, fleet.specs[one.rank].id, ids, max(1, one.output_tokens)))
-    order = [*sorted(range(before), key=lambda at: found[at][0])]
-    order += sorted(range(before, len(found)), key=lambda at: found[at][0])
-    rows = [found[at] for at in order]
-    made = [
-        PromptRequest(f"r{row}", (ids,), output, arrival_seconds=at) for row, (at, _, ids, output) in enumerate(rows)
-    ]
-    servers = {f"r{row}": server for row, (_, server, _, _) in enumerate(rows)}
-    return Traffic(Workload("audit", made, "an audit", "as they came"), before, servers)
-
-
-# --- the comparison ---------------------------------------------------------------------------------------------------
-
-
-def what_if(traffic: Traffic, fleet: AuditedFleet, on_step: Callable[[str], None] = lambda _: None) -> WhatIf | None:
-    """Run the traffic as it was and by E2; None where there is none. Deterministic."""
-    before, count = traffic.before, len(fleet.specs)
-    if len(traffic.workload) <= before:
+def _error(found: ReplayAnswer, served: ServedTotals) -> float | None:
+    """Of the replay's mean time to first token: over the same requests' in the recording, and that over the servers'
+    own."""
+    error, measured = found.model_error.get("mean_ttft_seconds"), served.ttft.mean
+    if error is None or not measured:
         return None
-    on_step("simulating what was")
-    then = simulate(traffic.workload, fleet.config(AsPlaced(traffic.servers)))
-    on_step("simulating E2")
-    mine = simulate(traffic.workload, fleet.config("e2"))
-    was, ours = then.ttft_seconds[before:], mine.ttft_seconds[before:]
-    mean, p99 = float(np.nanmean(was)), float(np.nanpercentile(was, 99))
-    enough, enough_seconds = count, float(np.nanmean(ours))
-    for workers in range(count - 1, 0, -1):
-        on_step(f"simulating E2 with {workers} of {count} servers")
-        fewer = simulate(traffic.workload, fleet.config("e2", workers)).ttft_seconds[before:]
-        if np.isnan(fewer).any() or np.mean(fewer) > mean or np.percentile(fewer, 99) > p99:
-            break
-        enough, enough_seconds = workers, float(np.mean(fewer))
-    return WhatIf(
-        replayed=len(was),
-        ttft_seconds=mean,
-        ttft_p99_seconds=p99,
-        ttft_ratio=ratio_of_means(ours, was),
-        p99_ratio=float(np.nanpercentile(ours, 99)) / max(p99, 1e-9),
-        computed_ratio=_computed(mine, before) / max(1.0, _computed(then, before)),
-        workers=count,
-        workers_enough=enough,
-        ttft_enough_seconds=enough_seconds,
-    )
+    ours = np.array([one.ttft_seconds for one in found.recording.requests if one.finished])
+    return (1.0 + error) * float(ours.mean()) / measured - 1.0
 
 
-def _computed(result: Result, before: int) -> float:
-    """Prompt tokens that were computed."""
-    return float((result.prompt_tokens[before:] - np.maximum(result.cached_tokens[before:], 0)).sum())
+def _p99_error(found: ReplayAnswer, served: ServedTotals) -> float | None:
+    """Of the replay of what was, both read off the same buckets; None where the metrics have none."""
+    ours = found.recorded_ttft_seconds
+    ours = np.sort(ours[~np.isnan(ours)])
+    bounds = sorted(served.buckets.get("ttft", {}))
+    counts = {bound: float(np.searchsorted(ours, bound, "right")) for bound in bounds}
+    simulated = ServedTotals(buckets={"ttft": counts}).quantile("ttft", 0.99)
+    measured = served.quantile("ttft", 0.99)
+    return simulated / measured - 1.0 if simulated and measured else None
 
 
-def ratio_of_means(one: Floats, other: Floats, blocks: int = BLOCKS, draws: int = DRAWS) -> Bounded:
-    """Mean of `one` over mean of `other`, of the same requests in order of time, with an interval from drawing blocks
-    of time anew: neighbours share queues and prefixes and are drawn together."""
-    both = ~(np.isnan(one) | np.isnan(other))
-    one, other = one[both], other[both]
-    if not len(one):
-        return Bounded(math.nan, math.nan, math.nan)
-    value = float(one.mean() / max(other.mean(), 1e-12))
-    count = min(blocks, len(one))
-    parts = np.array_split(np.arange(len(one)), count)
-    sums = np.array([[one[part].sum(), other[part].sum()] for part in parts])
-    drawn = np.random.default_rng(0).integers(count, size=(draws, count))
-    totals = sums[drawn].sum(axis=1)
-    low, high = np.percentile(totals[:, 0] / np.maximum(totals[:, 1], 1e-12), (2.5, 97.5))
-    return Bounded(value, float(low), float(high))
+def _with_fewer(known: WhatIf, recording: Recording, engines: EngineModel, on_step: OnStep) -> WhatIf:
+    """With how few servers E2's replay is still faster than that of what was by the model's error, mean and p99."""
+    margin = 1.0 - (known.uncertainty or 0.0)
+
+    def is_enough(workers: int) -> bool:
+        on_step(f"replaying E2 with {workers} of {known.workers} servers")
+        (run,) = replay(recording, ["e2"], workers=workers, engines=engines).runs
+        ratios = (run.ratios["mean_ttft_seconds"].value, run.ratios["p99_ttft_seconds"].value)
+        return not run.not_finished and all(math.isfinite(one) and one <= margin for one in ratios)
+
+    few, enough = 0, known.workers
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        few, enough = (few, middle) if is_enough(middle) else (middle, enough)
+    return replace(known, workers_enough=enough)
