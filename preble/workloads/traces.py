@@ -207,5 +207,5 @@ def arrivals_of(row: Row, start: float) -> Iterator[float]:
     rng = np.random.default_rng([zlib.crc32(row.text("client").encode("utf-8", "surrogatepass")), int(start)])
     passed = float(rng.gamma(shape, 1.0 / (rate * shape))) * float(rng.random()) if rate else math.inf
     while passed < SERVEGEN_WINDOW_SECONDS:
-        yield start + passed
+        yield round(start + passed, 6)  # as clocks do; a gamma law of much variation has gaps of nothing
         passed += float(rng.gamma(shape, 1.0 / (rate * shape)))
