@@ -32,6 +32,8 @@ EXTRAS = {
     "gateway": "preble.gateway.program, preble.gateway.app, preble.gateway.core.metrics, aiohttp",
     "attach": "aiohttp, preble.cli.attach",
     "epp": "preble.gateway.picker.messages",
+    "kubernetes": "kubernetes.aio.client, kubernetes.aio.config, aiohttp",
+    "dns": "dns.asyncresolver",
     "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "top": "preble.cli.top_screen",
     "bench": "matplotlib, rich, preble.cli.demo.plot, preble.cli.console",
