@@ -35,7 +35,8 @@ def headline(found: AuditFindings) -> str:
     mine, now = found.e2_ttft(), found.ttft_seconds
     twice = f"{share(found.twice_share.value)} of the prefill was computed before"
     if mine is None or not now:
-        return twice if found.e2 is None else f"{twice}; E2 would have computed {_computed(found.e2)}"
+        saved = 0.0 if found.e2 is None else 1.0 - found.e2.computed_ratio.value
+        return f"{twice}; E2 would have computed {share(saved)} fewer tokens" if saved > 0.0 else twice
     if mine.value <= 0.95 * now:
         return f"{twice}; E2 would have brought the first token in {duration(mine.value)}, not {duration(now)}"
     change = "changed little" if mine.value < 1.05 * now else "been slower"

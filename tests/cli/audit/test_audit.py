@@ -16,7 +16,7 @@ from preble import SamplingParams
 from preble.cli import main
 from preble.cli.audit.findings import AuditFindings, find
 from preble.cli.audit.listening import Received, listen
-from preble.cli.audit.report import lines
+from preble.cli.audit.report import headline, lines
 from preble.transport.engine_servers.http_client import EngineServer
 from preble.transport.engine_servers.server_info import ServerOptions
 from tests.cli.test_attach import start
@@ -101,6 +101,7 @@ async def test_round_robin_computes_documents_twice_and_the_count_is_exact(serve
     assert found.lost.resyncs == 0
     said = text(found)
     assert "256 of them" in said and "no event lost" in said and "17 requests" in said
+    assert "fewer tokens" in headline(found) and len(headline(found)) < 95, "a longer one was cut off in the picture"
 
 
 @asynchronous
