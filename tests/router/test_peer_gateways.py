@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from preble import GlobalScheduler
+from preble import GlobalScheduler, WorkerSpec
 from preble.errors import InsecureBind, InvalidConfig
 from preble.router import sibling_routers
 from preble.router.peer_addresses import ADDRESSES_MAX, PeerAddresses, bound_at, check_peers
@@ -23,6 +23,7 @@ from preble.router.shared_bookings import relative_to, within
 from preble.router.sibling_routers import PeerDoor, SiblingRouters
 from preble.transport.security import create_keys, load_client_keys, load_server_keys
 from tests.router.test_sibling_routers import PROMPT, SERVER, Side, known
+from tests.scheduling.test_rebalancer import PLAIN, PREFIX, ask, plans
 from tests.support.transport import asynchronous
 
 _lives = itertools.count(1)
@@ -176,6 +177,27 @@ async def test_what_processes_share_of_limits_does_not_go_to_peers(tmp_path: Pat
         one.place("1")
         await known(lambda: two.booked() == 1)
         assert notes == []
+
+
+@asynchronous
+async def test_plans_of_one_gateway_are_carried_out_by_the_other() -> None:
+    async with gateways(2) as made:
+        for one in made:
+            specs = [WorkerSpec(f"w{i}", block_size=1) for i in range(3)]
+            one.router.scheduler = GlobalScheduler(specs, policy="e2-paper", cost_model=PLAIN)
+            for number in range(10):
+                ask(one.router.scheduler, PREFIX, number, tokens=500, max_new_tokens=10)
+        leader = min(made, key=lambda one: one.router.router_id)
+        (other,) = (one for one in made if one is not leader)
+        await known(lambda: {one.siblings._plans.leader for one in made} == {leader.router.router_id})
+        for one in (other, leader):
+            one.router.scheduler.tick()
+        assert plans(leader.router.scheduler)
+        await known(lambda: plans(other.router.scheduler))
+        (plan,), (followed,) = plans(leader.router.scheduler), plans(other.router.scheduler)
+        same = ("kind", "from_worker", "to_worker", "prefix_tokens", "reason")
+        assert [plan[name] for name in same] == [followed[name] for name in same]
+        assert other.router.scheduler.stats()["plans"]["redirects"] == 1
 
 
 @asynchronous

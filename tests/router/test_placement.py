@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from preble import ManualClock
+from preble.clock import Clock
 from preble.errors import (
     DuplicateRequest,
     InvalidInput,
@@ -29,13 +32,13 @@ PROMPT = np.arange(100, dtype=np.int32)
 
 @contextlib.asynccontextmanager
 async def routed(
-    *servers: ScriptedServer, options: ServerOptions | None = None, **config: Any
+    *servers: ScriptedServer, options: ServerOptions | None = None, clock: Clock = time.monotonic, **config: Any
 ) -> AsyncIterator[Router]:
     """A router before these servers, the first of them preferred; at the end nothing is left of any request."""
     for server in servers:
         await server.start()
     addresses = [(server.url, options or ServerOptions()) for server in servers]
-    router = Router(addresses, policy=InOrder(*servers), config=fast(**config))
+    router = Router(addresses, policy=InOrder(*servers), config=fast(**config), clock=clock)
     await router.start()
     try:
         yield router
@@ -235,6 +238,32 @@ async def test_requests_whose_first_token_nobody_sees_wait_for_nothing() -> None
         assert router._predicted_wait.waiting == 0
         whole.finish(1)
         streamed.finish(1)
+
+
+@pytest.mark.parametrize("with_room", [False, True])
+@asynchronous
+async def test_an_attached_server_where_all_wait_too_long_is_passed_over_and_else_the_request_refused(
+    with_room: bool,
+) -> None:
+    """Known from what was sent there and how fast first tokens came: the server is asked nothing."""
+    servers = [ScriptedServer() for _ in range(1 + with_room)]
+    clock = ManualClock(0.0)
+    async with routed(*servers, clock=clock, refuse_wait_seconds=2.0) as router:
+        waiting = [await router.place(PROMPT + 1000 * number) for number in range(12)]
+        assert {one.worker for one in waiting} == {servers[0].worker}
+        for done in waiting[:2]:
+            clock.advance(1.0)
+            done.first_token()
+            done.finish(1)
+        if with_room:
+            elsewhere = await router.place(PROMPT + 50_000)
+            assert elsewhere.worker == servers[1].worker
+            elsewhere.finish(1)
+        else:
+            with pytest.raises(Overloaded):
+                await router.place(PROMPT + 50_000)
+        for left in waiting[2:]:
+            left.cancel()
 
 
 @asynchronous
