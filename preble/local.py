@@ -400,12 +400,13 @@ class LocalScheduler:
         return min(steps_left(self._running), self._cache.free_tokens // len(self._running))
 
     def steady_contexts(self) -> list[int]:
-        """Returns the context tokens of each request in the first of these iterations. Raises nothing."""
+        """Returns the context tokens of each request in the first of these iterations. Changes nothing. Raises nothing.
+        O(running requests)."""
         return next_contexts(self._running)
 
     def run_steady(self, steps: int) -> None:
-        """Do what so many calls of `next_batch` and `complete` would have done, at most `steady_steps()` as it was when
-        they began; who came meanwhile waits. O(tokens). Raises AssertionError."""
+        """Do what `steps` calls of `next_batch` and `complete` would have done, at most `steady_steps()` as it was when
+        they began; who came meanwhile waits. Raises AssertionError. O(tokens)."""
         assert steps == 0 or not self._running or steps <= self._decodes_left(), f"{steps} iterations are not alike"
         count = steps * len(self._running)
         book_steps(self._running, steps, self._cache.take(count, self._begun_seconds))
