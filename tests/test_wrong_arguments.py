@@ -115,11 +115,11 @@ NO_ID: list[Any] = [None, [], {}, {1}]
 
 Call = Callable[[GlobalScheduler], Any]
 WRONG: dict[str, Call] = {
-    **{f"schedule {x!r:.20}": lambda s, x=x: s.schedule(x) for x in NO_TOKENS},
-    **{f"schedule_many {x!r:.20}": lambda s, x=x: s.schedule_many([PROMPT, x]) for x in NO_TOKENS},
-    **{f"match {x!r:.20}": lambda s, x=x: s.match(x) for x in NO_TOKENS},
-    **{f"explain {x!r:.20}": lambda s, x=x: s.explain(x) for x in NO_TOKENS},
-    **{f"lease {x!r:.20}": lambda s, x=x: s.lease(x).__enter__() for x in NO_TOKENS},
+    **{f"schedule {x!r:.12}": lambda s, x=x: s.schedule(x) for x in NO_TOKENS},
+    **{f"schedule_many {x!r:.12}": lambda s, x=x: s.schedule_many([PROMPT, x]) for x in NO_TOKENS},
+    **{f"match {x!r:.12}": lambda s, x=x: s.match(x) for x in NO_TOKENS},
+    **{f"explain {x!r:.12}": lambda s, x=x: s.explain(x) for x in NO_TOKENS},
+    **{f"lease {x!r:.12}": lambda s, x=x: s.lease(x).__enter__() for x in NO_TOKENS},
     **{f"limit {x!r}": lambda s, x=x: s.schedule(PROMPT, max_new_tokens=x) for x in NO_COUNT if x is not None},
     **{f"id {x!r}": lambda s, x=x: s.schedule(PROMPT, request_id=x) for x in NO_ID if x is not None},
     **{f"group {x!r}": lambda s, x=x: s.schedule(PROMPT, group=x) for x in NO_ID if x is not None},
