@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -37,10 +38,18 @@ def test_several_processes_cannot_share_a_port_that_nobody_named() -> None:
         run(build_parser(words).parse_args(words))
 
 
+@pytest.mark.parametrize("servers", ["named", "discovered"])
 @asynchronous
-async def test_a_process_answers_data_planes_beside_its_own_port_and_ends_when_asked() -> None:
+async def test_a_process_answers_data_planes_beside_its_own_port_and_ends_when_asked(
+    servers: str, tmp_path: Path
+) -> None:
     server = await ScriptedServer().start()
-    command = [sys.executable, "-m", "preble.cli", "epp", "--workers", server.url, "--port", "0", "--picker-port", "0"]
+    given = ["--workers", server.url]
+    if servers == "discovered":
+        (tmp_path / "servers.yaml").write_text(f"- {server.url}\n")
+        (tmp_path / "epp.yaml").write_text(f"discovery: [{{source: file, path: {tmp_path / 'servers.yaml'}}}]\n")
+        given = ["--config", str(tmp_path / "epp.yaml")]
+    command = [sys.executable, "-m", "preble.cli", "epp", *given, "--port", "0", "--picker-port", "0"]
     process = await asyncio.create_subprocess_exec(
         *command, "--lame-duck-seconds", "0", cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
