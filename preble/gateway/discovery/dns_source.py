@@ -12,6 +12,7 @@ from typing import Any
 
 from ...clock import Clock
 from ...errors import InvalidConfig, InvalidInput, MissingExtra, TransportError
+from ...transport.tasks import within
 from ..core.config_tables import DiscoveryTable
 from .known_servers import FoundServer
 from .source import OBJECTS_PER_SERVER, DiscoverySource, FoundServers, found_at
@@ -48,11 +49,13 @@ class DnsSource(DiscoverySource):
         import dns.resolver
 
         name = self.table.name or ""
+        asked = self._resolver.resolve(name, "SRV", lifetime=LOOK_UP_SECONDS, raise_on_no_answer=False)
         try:
-            answer = await self._resolver.resolve(name, "SRV", lifetime=LOOK_UP_SECONDS, raise_on_no_answer=False)
+            # It bounds itself, by `asyncio.wait_for`, which may lose a cancellation: this loop would never end.
+            answer = await within(2.0 * LOOK_UP_SECONDS, asked)
         except dns.resolver.NXDOMAIN:
             return []
-        except (dns.exception.DNSException, OSError) as error:
+        except (dns.exception.DNSException, OSError, asyncio.TimeoutError) as error:
             raise TransportError(f"no answer for the SRV records of {name}: {error}") from error
         records = answer.rrset or ()
         return sorted((one.target.to_text(omit_final_dot=True), one.port) for one in records if one.port)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +142,26 @@ def test_a_target_that_is_none_is_no_server_and_a_wrong_one_is_said_to_be() -> N
 def test_a_resolver_is_an_address(resolver: str) -> None:
     with pytest.raises(InvalidConfig, match="resolver must be ADDRESS:PORT"):
         DnsSource(DiscoveryTable(source="dns", name=NAME, resolver=resolver), time.monotonic, lambda: None)
+
+
+@asynchronous
+async def test_a_cancellation_that_a_look_up_loses_ends_the_source_all_the_same() -> None:
+    class LosesIt:
+        """A resolver for which the answer comes together with the cancellation, as `asyncio.wait_for` may have it."""
+
+        asked = 0
+
+        async def resolve(self, *_: Any, **__: Any) -> Any:
+            self.asked += 1
+            try:
+                await asyncio.sleep(3600.0)
+            except asyncio.CancelledError:
+                return SimpleNamespace(rrset=None)
+
+    source = DnsSource(DiscoveryTable(source="dns", name=NAME), time.monotonic, lambda: None)
+    resolver = source._resolver = LosesIt()
+    task = asyncio.ensure_future(source.run())
+    await until(lambda: resolver.asked == 1, "it does not ask")
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=5.0)
+    assert done == {task} and task.cancelled() and resolver.asked == 1
