@@ -74,7 +74,7 @@ cdef struct Lease:               # one live request
 
 # What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is
 # also read without a lock, so it is written with atomic stores.
-cdef struct Row:                 # 72 bytes
+cdef struct Row:                 # 80 bytes
     double load_seconds          # L, unscaled
     double joined_at
     double queue_seconds         # prefill booked and not seen done
@@ -88,6 +88,7 @@ cdef struct Row:                 # 72 bytes
     uint32_t eligible            # may take requests
     uint32_t alike               # the lowest worker with the same cost model
     uint32_t name                # a number made of its name, which is the same for every router
+    uint32_t cached_first        # lets what it caches more of pass what waits
 
 cdef struct WorkerLoad:
     bint used

@@ -317,7 +317,9 @@ class GlobalScheduler(RequestApi):
                 raise DuplicateWorker(f"worker {spec.id!r} exists already")
             if served is not None and spec.cost_model is None and self._calibrator is not None:
                 cost = scaled(cost, logs_of_served(cost, served))
-            index = self.core.open_worker(spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now())
+            index = self.core.open_worker(
+                spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now(), cached_first=spec.cached_first
+            )
             self._adopt(spec, index, False, cost, guessed=served is not None)
         return spec
 

@@ -37,7 +37,9 @@ class WorkerSpec:
     `id` is its name, not empty; `kv_capacity_tokens` is the number of tokens whose KV the engine can hold; `block_size`
     its cache granularity in tokens (vLLM: block size, SGLang: page size); `cost_model` a `CostModel`, a preset name or
     a file (*.json), None for the scheduler's own; `max_running` the requests it runs at once, None when unknown;
-    `labels` free text for filters and metrics. Raises `InvalidConfig` naming the field.
+    `labels` free text for filters and metrics. `cached_first`: of the requests that wait, the engine takes those first
+    that have most of their prompt cached (Preble's workers, SGLang's `lpm`), not in order of arrival (vLLM, SGLang's
+    `fcfs`). Raises `InvalidConfig` naming the field.
     """
 
     id: str
@@ -46,6 +48,7 @@ class WorkerSpec:
     cost_model: Any = None
     max_running: int | None = None
     labels: Mapping[str, str] | None = None
+    cached_first: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
@@ -54,6 +57,8 @@ class WorkerSpec:
         check_int("WorkerSpec.block_size", self.block_size, 1, 65_536)
         if self.max_running is not None:
             check_int("WorkerSpec.max_running", self.max_running, 1, 2**31 - 1)
+        if not isinstance(self.cached_first, bool):
+            raise InvalidConfig(f"WorkerSpec.cached_first must be True or False, got {self.cached_first!r}")
 
 
 @dataclass(frozen=True, slots=True)

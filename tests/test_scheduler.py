@@ -1097,6 +1097,7 @@ BAD_CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "add without capacity": (lambda s: s.add_worker(WorkerSpec("c", kv_capacity_tokens=0)), InvalidConfig, "capacity"),
     "add without blocks": (lambda s: s.add_worker(WorkerSpec("c", block_size=0)), InvalidConfig, "block_size"),
     "add half a block": (lambda s: s.add_worker(WorkerSpec("c", block_size=1.5)), InvalidConfig, "block_size"),
+    "add half first": (lambda s: s.add_worker(WorkerSpec("c", cached_first=1)), InvalidConfig, "cached_first"),
     "add running none": (lambda s: s.add_worker(WorkerSpec("c", max_running=0)), InvalidConfig, "max_running"),
     "add at a price": (
         lambda s: s.add_worker(WorkerSpec("c", cost_model=5)),

@@ -37,6 +37,7 @@ specs = st.builds(
     kv_capacity_tokens=st.sampled_from([30, 64, 100, 1000]),
     block_size=st.sampled_from([1, 1, 16]),
     cost_model=st.sampled_from(COSTS),
+    cached_first=st.sampled_from([True, True, False]),
 )
 TERMS = ("queue", "prefill", "others", "decode", "eviction", "balance", "credit")  # what a total is the sum of
 configs = st.builds(

@@ -71,7 +71,8 @@ cdef class DecisionCore(E2):
 
     # --- workers ---
 
-    def open_worker(self, str name, int64_t capacity_tokens, uint32_t block_size, CostModel cost, double now) -> int:
+    def open_worker(self, str name, int64_t capacity_tokens, uint32_t block_size, CostModel cost, double now,
+                    *, bint cached_first=False) -> int:
         """Give a worker an index, an empty cache and an empty account."""
         cdef uint32_t index
         cdef Cost* own = <Cost*> malloc(sizeof(Cost))
@@ -93,6 +94,7 @@ cdef class DecisionCore(E2):
             raise
         self.accuracy.open(index)
         store32(&self.loads.rows[index].block_size, block_size)
+        store32(&self.loads.rows[index].cached_first, cached_first)
         store32(&self.loads.rows[index].name, crc32(name.encode()))
         while len(self.names) <= index:
             self.names.append(None)

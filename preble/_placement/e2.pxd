@@ -28,6 +28,7 @@ cdef struct Terms:               # one worker in one decision; seconds unless sa
     bint candidate               # was compared
     uint32_t whole               # tokens of the prompt its marks cover, in whole blocks
     uint32_t usable              # of these, at most prompt - 1, in whole blocks
+    uint32_t passes              # the same, where they let the prompt pass what waits there; else 0
     double load                  # L
     double prefill               # P; with the next six what adds up to the total
     double queue

@@ -17,9 +17,9 @@ books what is chosen here.
     Q  seconds of prefill booked and not seen done;     L  seconds of work assigned within the window (LoadTracker),
        Q' without that of this prompt's own prefix         scaled up for newcomers
     D  of Q, what is estimated to be done: half of the time since the last first token, at most the mean of what waits
-    g  1 - 0.8 m / n where the prompt is a session's next turn, else 1; m: what the worker caches of it. Workers take
-       who has most of its prompt cached first, so it passes most of what is ahead; and nobody else's prompt goes on
-       there, so that what is ahead has as little cached as others
+    g  1 - 0.8 m / n where the prompt is a session's next turn and the worker takes who has most of its prompt cached
+       first (`WorkerSpec.cached_first`), else 1; m: what it caches of the prompt, which so passes most of what is
+       ahead; and nobody else's prompt goes on there, so that what is ahead has as little cached as others
     P  seconds to prefill what the worker lacks
     B  live requests, with C prompt tokens              o  output tokens to expect; n: prompt tokens
     b  seconds that a token of context adds to an       h  share of the window's prompt tokens that was cached
@@ -159,19 +159,20 @@ cdef double level_of(const Scratch* s, double unseen) noexcept nogil:
     return level
 
 
-cdef inline void fit(Terms* terms, uint32_t block_size, uint32_t held, uint32_t count) noexcept nogil:
-    """Fill in what can be used of a prompt of which so much is held."""
-    cdef uint32_t most = count - 1
+cdef inline void fit(Terms* terms, const Row* row, uint32_t held, uint32_t count) noexcept nogil:
+    """Fill in what a worker can use of a prompt of which it holds so much."""
+    cdef uint32_t block_size = load32(&row.block_size), most = count - 1
     terms.whole = held
     if block_size > 1:
         terms.whole -= held % block_size
         most -= most % block_size
     terms.usable = min(terms.whole, most)
+    terms.passes = terms.usable if load32(&row.cached_first) else 0
 
 
 cdef inline double still_ahead(const Terms* terms, const Prices* prices) noexcept nogil:
     """g: how much of what is ahead on a worker stays ahead of this prompt."""
-    return 1.0 - prices.passed * terms.usable
+    return 1.0 - prices.passed * terms.passes
 
 
 cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held, const Prices* prices) noexcept nogil:
@@ -281,7 +282,7 @@ cdef class E2:
 
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil:
         """Fill in what a worker can use of the prompt."""
-        fit(terms, load32(&self.loads.rows[worker].block_size), held, count)
+        fit(terms, &self.loads.rows[worker], held, count)
 
     cdef Prices prices(self, const Placement* request) noexcept nogil:
         """What one decision multiplies with, before it has met a worker."""
@@ -469,7 +470,7 @@ cdef class E2:
             service = load32(&row.eligible)
             if service == NO_REQUEST:
                 continue
-            fit(&terms, load32(&row.block_size), s.held[i], request.count)
+            fit(&terms, row, s.held[i], request.count)
             if (terms.whole >= least_held) != (at < first):
                 continue
             if service == CACHED_ONLY and terms.whole < least_held:

@@ -223,6 +223,7 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
                 refuse(b"an account is out of its range")
     core.names[i] = spec.id
     store32(&loads.rows[i].block_size, spec.block_size)
+    store32(&loads.rows[i].cached_first, spec.cached_first)
     store32(&loads.rows[i].name, crc32(spec.id.encode()))
     return 0
 

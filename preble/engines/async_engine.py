@@ -20,7 +20,7 @@ import logging
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -119,12 +119,13 @@ class StreamingEngine:
         self._thread = threading.Thread(target=self._run_loop, name="preble-engine-loop", daemon=True)
         self._thread.start()
         started = self._start(start_seconds)
-        self._info = started.info
+        config = config or AdmissionConfig()
+        self._info = replace(started.info, cached_first=config.order != "fcfs")  # those that wait are in our queue
         self._vocab_size = started.vocab_size or _TOKEN_MAX + 1
         self._ranks = started.ranks
         self._relay = EventRelay(started.ranks)
         self.admission = Admission(
-            config or AdmissionConfig(),
+            config,
             started.info,
             ranks=started.ranks,
             iteration_tokens=started.iteration_tokens,

@@ -27,7 +27,7 @@ from ..types import CacheEvent, check_int
 class EngineInfo:
     """What an engine reports in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds
     prompt + output. `sampling_fields`: which of `types.SAMPLING_FIELDS` requests may ask for; `resumable_fields`: those
-    of them that it gets right also for a request that has begun elsewhere.
+    of them that it gets right also for a request that has begun elsewhere. `cached_first`: `WorkerSpec`'s.
     """
 
     engine: str
@@ -40,6 +40,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] = ()
     sampling_fields: tuple[str, ...] = ()
     resumable_fields: tuple[str, ...] = ()
+    cached_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
             max_running=config.max_running,
             max_model_tokens=config.kv_capacity_tokens + 1,  # the last output token is never computed
             eos_token_ids=() if eos_token_id is None else (eos_token_id,),
+            cached_first=config.order != "fcfs",
         )
         super().__init__(info, config, clock)
         self._cost_model = cost_model

@@ -531,6 +531,7 @@ class Fleet:
             block_size=welcome.block_size,
             max_running=welcome.max_running,
             cost_model=_cost_of(worker.options),
+            cached_first=welcome.cached_first,
         )
         worker.worker_id = welcome.worker_id
         worker.peers.begin()

@@ -35,7 +35,7 @@ from .rebalancer import Rebalancer, counts_of
 
 T = TypeVar("T")
 MAGIC = b"preble\x1a\n"
-VERSION = 4
+VERSION = 5
 HEADER = struct.Struct("<8sIIQ")
 ELAPSED_SECONDS_MAX = 1e9  # that may pass between a snapshot and its restoration
 
@@ -145,6 +145,7 @@ def _worker_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
         worker.draining,
         _cost_fact(cost_at(core, worker.index)),
         worker.drift.state(),
+        spec.cached_first,
     )
 
 
@@ -295,11 +296,12 @@ def _restore_accuracy(core: DecisionCore, worker: Any, fact: Any) -> None:
 
 
 def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel, Drift]:
-    index, name, capacity, block_size, own, max_running, labels, draining, cost, drift = fact
+    index, name, capacity, block_size, own, max_running, labels, draining, cost, drift, cached_first = fact
     if type(index) is not int or index < 0 or type(draining) is not bool:
         raise SnapshotRefused("the snapshot contradicts itself: a worker's index or state")
     model = CostModel(**dict(own)) if isinstance(own, tuple) else own
     if not (model is None or isinstance(model, str | CostModel)):
         raise SnapshotRefused("the snapshot contradicts itself: a worker's cost model")
-    spec = WorkerSpec(name, capacity, block_size, model, max_running, None if labels is None else dict(labels))
+    notes = None if labels is None else dict(labels)
+    spec = WorkerSpec(name, capacity, block_size, model, max_running, notes, cached_first)
     return index, spec, draining, CostModel(**dict(cost)), Drift.restored(drift)

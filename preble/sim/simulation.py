@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -296,6 +297,7 @@ class Simulation:
 
     def _add_worker(self, spec: WorkerSpec) -> None:
         worker = SimWorker(spec, len(self.workers), self._config, self._timeline, self._deliver)
+        spec = replace(spec, cached_first=worker.engine.info.cached_first)
         for scheduler in self.routers.schedulers:
             scheduler.add_worker(spec)
         self._workers[spec.id] = worker

@@ -124,7 +124,7 @@ class Welcome(Struct, frozen=True):
     """Accepts a `Hello` and says what the worker is. The first event batch to expect is `next_event_seq`.
 
     `sampling_fields` and `resumable_fields` are `EngineInfo`'s: what a request may ask for here, and what of that also
-    when it has begun elsewhere.
+    when it has begun elsewhere. `cached_first`: whether it takes requests with most of their prompt cached first.
     """
 
     worker_id: Id
@@ -142,6 +142,7 @@ class Welcome(Struct, frozen=True):
     draining: bool = False
     sampling_fields: FieldNames = ()
     resumable_fields: FieldNames = ()
+    cached_first: bool = False
 
 
 class Refused(Struct, frozen=True):

@@ -52,7 +52,7 @@ from .messages import (
 )
 from .namespaces import Unfit
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 _HEADER = ("version", "code", "epoch", "session", "seq")
 _CODES: Mapping[type[Message], int] = {

@@ -556,6 +556,12 @@ def test_first_come_first_served_is_an_order_too() -> None:
     assert drained(queue) == ["cold", "warm"]
 
 
+@pytest.mark.parametrize(("order", "cached_first"), [("priority", True), ("fcfs", False)])
+def test_an_engine_reports_whether_cached_prompts_go_first(make: Make, order: str, cached_first: bool) -> None:
+    engine, _ = make(order=order)
+    assert engine.info.cached_first is cached_first
+
+
 def test_a_request_goes_to_the_rank_that_has_its_prefix() -> None:
     queue = Admission(AdmissionConfig(), INFO, ranks=2, clock=ManualClock())
     queue.apply(1, [BlockStored(list(range(10)), None, list(range(40)), 4)])

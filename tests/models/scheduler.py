@@ -408,10 +408,6 @@ class Prices:
     evicted_uses: float
     passed: float  # of what is ahead, by token of the prompt that is cached
 
-    def still_ahead(self, matched: int) -> float:
-        """How much of what is ahead a prompt waits for where so much of it is cached."""
-        return 1.0 - self.passed * matched
-
 
 @dataclass(frozen=True)
 class Row:
@@ -586,10 +582,14 @@ class NaiveScheduler:
         ahead, requests = ahead_seconds / len(accounts), len(live) / len(accounts)
         context = TOGETHER_SHARE * prices.output * self.accounts[home.worker].cost.context[3]
         return (
-            (ahead + min(ahead, BEHIND_SECONDS)) * prices.still_ahead(home.matched) + REQUEST_SECONDS * requests
+            (ahead + min(ahead, BEHIND_SECONDS)) * self.still_ahead(home.worker, home.matched, prices) + REQUEST_SECONDS * requests
             + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * requests)
             + context * (length * requests + sum(b.prompt_tokens for b in live) / len(accounts))
         )  # fmt: skip
+
+    def still_ahead(self, name: str, matched: int, prices: Prices) -> float:
+        """How much of what is ahead a prompt waits for on a worker that caches so much of it."""
+        return 1.0 - prices.passed * matched if self.accounts[name].spec.cached_first else 1.0
 
     def waiting(self, account: Account) -> float:
         """Seconds of prefill that were given to a worker and not reported done."""
@@ -650,7 +650,7 @@ class NaiveScheduler:
         evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
         return Row(
             *(name, whole, usable, load, prefill),
-            queue=(self.ahead(account, now) + min(behind, BEHIND_SECONDS)) * prices.still_ahead(usable)
+            queue=(self.ahead(account, now) + min(behind, BEHIND_SECONDS)) * self.still_ahead(name, usable, prices)
             + REQUEST_SECONDS * live,
             others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),

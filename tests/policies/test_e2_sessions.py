@@ -1,4 +1,5 @@
-"""E2 and sessions: a session's next turn reckons with passing most of what is ahead where its prompt is cached."""
+"""E2 and sessions: a session's next turn reckons with passing most of what is ahead where its prompt is cached, and the
+worker takes cached prompts first."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from preble.types import SessionHint
 SESSION, OTHERS = list(range(4000)), 10**6
 
 
-def busy_holder(prompts: int = 10) -> preble.GlobalScheduler:
+def busy_holder(prompts: int = 10, cached_first: bool = True) -> preble.GlobalScheduler:
     """Two workers; "a" has served a session's turn, and has so many prompts of 2,000 tokens before it."""
-    scheduler = preble.GlobalScheduler(["a", "b"], clock=ManualClock(1000.0))
+    specs = [preble.WorkerSpec(name, cached_first=cached_first) for name in "ab"]
+    scheduler = preble.GlobalScheduler(specs, clock=ManualClock(1000.0))
     first = scheduler.schedule(SESSION)
     assert first.worker == "a"
     scheduler.first_token(first.request_id)
@@ -36,6 +38,29 @@ def test_the_next_turn_passes_most_of_what_is_ahead_where_it_is_cached() -> None
     assert whole[0] > 2.0 and whole[1] == 0.0
     assert queue_of(scheduler, turn)[0] == pytest.approx(0.2 * whole[0], rel=0.1), "all of it is cached"
     assert queue_of(scheduler, shorter)[0] == pytest.approx(0.6 * whole[0], rel=0.1), "half of it is"
+
+
+def test_where_engines_serve_in_order_of_arrival_nobody_passes() -> None:
+    """One system prompt before many users: half as long again was p99 of the time to first token when each user's next
+    question was thought to pass what waits before an engine that lets nobody pass."""
+    scheduler = busy_holder(5, cached_first=False)
+    turn, other = [*SESSION, 7], [9] * 4000
+    for session in (None, SessionHint("talk")):
+        assert queue_of(scheduler, turn, session) == queue_of(scheduler, other)
+    assert scheduler.schedule(turn, session=SessionHint("talk")).worker == "b"
+
+
+def test_a_fleet_of_both_kinds_prices_each_worker_as_it_serves() -> None:
+    scheduler = busy_holder(5)
+    scheduler.add_worker(preble.WorkerSpec("c"))
+    for number in range(2):
+        scheduler.schedule([*SESSION, *[OTHERS + number] * 2000], exclude=["a", "b"])
+    turn = [*SESSION, 7]
+    passing, _, waiting = queue_of(scheduler, turn, SessionHint("talk"))
+    before = queue_of(scheduler, turn)  # others have gone on from it
+    assert passing < 0.4 * before[0] and waiting == before[2]
+    again = preble.GlobalScheduler.restore(scheduler.snapshot(), clock=ManualClock(1000.0))
+    assert queue_of(again, turn, SessionHint("talk")) == pytest.approx([passing, 0.0, waiting])
 
 
 def test_a_prefix_that_others_have_gone_on_from_is_no_session() -> None:

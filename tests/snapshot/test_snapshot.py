@@ -137,7 +137,7 @@ def lived(seed: int, steps: int, calibrate: bool = False) -> tuple[GlobalSchedul
         WorkerSpec("a", kv_capacity_tokens=100),
         WorkerSpec("b", kv_capacity_tokens=300, block_size=8, cost_model=own, labels={"rack": "1"}, max_running=3),
         WorkerSpec("c", kv_capacity_tokens=10**6, cost_model="mistral-7b/a100"),
-        WorkerSpec("d", kv_capacity_tokens=200),
+        WorkerSpec("d", kv_capacity_tokens=200, cached_first=True),
     ]
     config = SchedulerConfig(history_seconds=36.0, lease_seconds=100.0, max_bytes=1 << 20, calibrate=calibrate)
     scheduler = GlobalScheduler(specs, config=config, clock=clock, seed=seed)
@@ -465,7 +465,7 @@ def test_the_reason_of_a_refusal_is_reported() -> None:
     for bad, words in (
         (b"", "empty"),
         (b"PK\x03\x04 something else", "no snapshot"),
-        (data[:8] + struct.pack("<I", 1) + data[12:], "version 1.*version 4"),
+        (data[:8] + struct.pack("<I", 1) + data[12:], "version 1.*version 5"),
         (data[:-1], f"{len(data) - 1} of {len(data)} bytes"),
         (data[:-1] + b"\xaa", "checksum"),
     ):

@@ -218,6 +218,7 @@ def _info(model: Model, config: LocalConfig) -> EngineInfo:
         eos_token_ids=model.eos_token_ids,
         sampling_fields=_FIELDS,
         resumable_fields=_FIELDS,
+        cached_first=config.order != "fcfs",
     )
 
 

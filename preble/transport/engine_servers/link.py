@@ -168,6 +168,7 @@ class ServerLink:
             max_frame_bytes=wire.FRAME_BYTES_MAX,
             sampling_fields=FIELDS[info.engine],
             resumable_fields=RESUMABLE_FIELDS[info.engine],
+            cached_first=info.cached_first,
         )
 
     async def run(self) -> str:

@@ -101,6 +101,7 @@ class ServerInfo:
 
     `start` is a text that differs from one start of the server to the next, "" if it gives nothing of the kind.
     `cumulative`: each line of a stream repeats all output tokens so far. `advice`: what is missing, and the flag.
+    `cached_first`: `WorkerSpec`'s.
     `served`: the names that /v1/models lists, at most `NAMES_MAX`. `work`: what its metrics say of requests that it
     served before, None where that is too little.
     """
@@ -119,6 +120,7 @@ class ServerInfo:
     advice: tuple[str, ...] = ()
     served: tuple[ServedName, ...] = ()
     work: ServedWork | None = None
+    cached_first: bool = False
 
     def with_metrics(self, text: str) -> ServerInfo:
         """The same with what the text of /metrics says of its speed; what cannot be right is named in `advice`."""
@@ -132,6 +134,7 @@ _SGLANG_EVENTS = (
     """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}' """
     "turns cache events on; without them what it caches is guessed"
 )
+_SGLANG_CACHED_FIRST = ("lpm", "dfs-weight")  # of its --schedule-policy
 _SGLANG_LOAD = "--load-publish-endpoint auto (0.5.23 on) reports the load at once"
 
 
@@ -157,6 +160,7 @@ def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> 
         events,
         not (answer.get("incremental_streaming_output") or answer.get("stream_output")),
         advice,
+        cached_first=answer.get("schedule_policy") in _SGLANG_CACHED_FIRST,
     )
 
 

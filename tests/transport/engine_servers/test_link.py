@@ -28,7 +28,7 @@ from preble.errors import (
 )
 from preble.transport.engine_servers.http_client import EngineServer
 from preble.transport.engine_servers.kv_event_subscriber import FeedConfig
-from preble.transport.engine_servers.server_info import EventSource, ServerOptions
+from preble.transport.engine_servers.server_info import EventSource, ServerOptions, sglang_info
 from preble.transport.namespaces import keys_of, namespace_of, salt_of
 from preble.types import BlockKeys
 from tests.support.attach import BLOCK, FakePublisher, FakeServer
@@ -550,6 +550,12 @@ async def test_facts_that_are_none_are_typed_errors(path: str, status: int, body
         await router.start()
     assert type(caught.value).__module__ == "preble.errors"
     await server.kill()
+
+
+@pytest.mark.parametrize(("policy", "cached_first"), [("lpm", True), ("dfs-weight", True), ("fcfs", False), (None, False)])
+def test_an_sglang_server_says_whether_it_takes_cached_prompts_first(policy: str | None, cached_first: bool) -> None:
+    answer = {"max_total_num_tokens": 100, "page_size": 1, "schedule_policy": policy}
+    assert sglang_info("http://a:1", answer, ServerOptions()).cached_first is cached_first
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/generate"])
