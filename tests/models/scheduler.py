@@ -582,7 +582,8 @@ class NaiveScheduler:
         ahead, requests = ahead_seconds / len(accounts), len(live) / len(accounts)
         context = TOGETHER_SHARE * prices.output * self.accounts[home.worker].cost.context[3]
         return (
-            (ahead + min(ahead, BEHIND_SECONDS)) * self.still_ahead(home.worker, home.matched, prices) + REQUEST_SECONDS * requests
+            (ahead + min(ahead, BEHIND_SECONDS)) * self.still_ahead(home.worker, home.matched, prices)
+            + REQUEST_SECONDS * requests
             + home.prefill * (1.0 + prices.pressure + INTERRUPTED_SHARE * requests)
             + context * (length * requests + sum(b.prompt_tokens for b in live) / len(accounts))
         )  # fmt: skip

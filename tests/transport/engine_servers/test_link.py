@@ -552,7 +552,9 @@ async def test_facts_that_are_none_are_typed_errors(path: str, status: int, body
     await server.kill()
 
 
-@pytest.mark.parametrize(("policy", "cached_first"), [("lpm", True), ("dfs-weight", True), ("fcfs", False), (None, False)])
+@pytest.mark.parametrize(
+    ("policy", "cached_first"), [("lpm", True), ("dfs-weight", True), ("fcfs", False), (None, False)]
+)
 def test_an_sglang_server_says_whether_it_takes_cached_prompts_first(policy: str | None, cached_first: bool) -> None:
     answer = {"max_total_num_tokens": 100, "page_size": 1, "schedule_policy": policy}
     assert sglang_info("http://a:1", answer, ServerOptions()).cached_first is cached_first
