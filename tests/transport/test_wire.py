@@ -415,7 +415,7 @@ DIGESTS = (
 )
 
 
-@pytest.mark.parametrize(("message", "digest"), zip(FREQUENT + RARE, DIGESTS, strict=True))
+@pytest.mark.parametrize(("message", "digest"), list(zip(FREQUENT + RARE, DIGESTS, strict=True)))
 def test_the_bytes_of_long_messages_stay(message: wire.Message, digest: str) -> None:
     frame = wire.encode(message, epoch=1, session=2, seq=3)
     assert hashlib.sha256(frame).hexdigest()[:16] == digest

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from preble.errors import InvalidConfig, TransportError
+from preble.errors import InvalidConfig
 from preble.gateway.core.config_tables import DiscoveryTable, ServerFields
 from preble.gateway.discovery import dns_source
 from preble.gateway.discovery.dns_source import DnsSource, servers_of
 from preble.transport.tasks import end_all
+from tests.support.discovery import Followed
 from tests.support.transport import asynchronous, until
 
 message = pytest.importorskip("dns.message", reason="needs dnspython: pip install 'preble[dns]'")
@@ -58,28 +59,6 @@ class FakeDnsServer(asyncio.DatagramProtocol):
             answer.answer.append(rrset.from_text(f"{NAME}.", 0, "IN", "SRV", *texts))
         if not self.is_silent:
             self.transport.sendto(answer.to_wire(), address)
-
-
-class Followed:
-    """A source that is asked again at once when it fails."""
-
-    def __init__(self, source: DnsSource) -> None:
-        self.source = source
-        self.failures: list[str] = []
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            try:
-                await self.source.run()
-            except TransportError as error:
-                self.failures.append(str(error))
-            await asyncio.sleep(0.01)
-
-    @property
-    def addresses(self) -> list[str]:
-        """What it has found."""
-        return list(self.source.found().servers)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from preble.gateway.discovery import kubernetes_api, kubernetes_source
 from preble.gateway.discovery.known_servers import PodName, Readiness
 from preble.gateway.discovery.kubernetes_source import KubernetesSource
 from preble.transport.tasks import end_all
+from tests.support.discovery import Followed
 from tests.support.kubernetes import FakeApiServer, endpoint, endpoint_slice, pod
 from tests.support.transport import asynchronous, until
 
@@ -29,28 +30,8 @@ async def eventually(condition: Callable[[], Any]) -> None:
     await until(condition, "what the API server says was not followed")
 
 
-class Running:
-    """A source that is asked again at once when it fails, and how often it did."""
-
-    def __init__(self, source: KubernetesSource) -> None:
-        self.source = source
-        self.failures: list[str] = []
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            try:
-                await self.source.run()
-            except TransportError as error:
-                self.failures.append(str(error))
-            await asyncio.sleep(0.01)
-
-    def states(self) -> dict[str, str]:
-        """Readiness by pod; nothing before the first answer."""
-        if self.source.confirmed_at is None:
-            return {}
-        servers = self.source.found().servers.values()
-        return {one.pod.name if one.pod else one.address: one.readiness.value for one in servers}
+class Running(Followed):
+    """A source that follows a server of Kubernetes' API."""
 
     async def until(self, **states: str) -> None:
         """Until pods are so."""
