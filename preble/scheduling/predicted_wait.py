@@ -12,6 +12,8 @@ routers send to the same worker.
                          an idle fleet, or one that has just been started, refuses nobody
     a burst              passes by itself: until no worker has had room for `BURST_SECONDS`, a request may wait
                          `BURST_FACTOR` times as long. There is room again where one would wait `SPILL_SHARE` of it
+    a rush               is no burst: more than `RUSH_RATIO` times the work that workers start comes to them, and they
+                         were not asked first less than `COLD_SECONDS` ago, when caches are cold and that is no wonder
 
 A client (an API key, say) that waits for less than its equal part of what may wait is let in beyond the bound, up to
 `FAIR_EXCESS` times the bound: so one that asks for too much is refused, not the others. Belongs to one asyncio loop.
@@ -32,6 +34,9 @@ WAITING_MIN = 4
 FAIR_EXCESS = 1.5
 BURST_SECONDS = 15.0  # in which caches that are cold, or a rush, need not be an overload
 BURST_FACTOR = 4.0
+RUSH_SECONDS = 5.0  # in which what comes and what starts are compared
+RUSH_RATIO = 1.3
+COLD_SECONDS = 30.0
 SPILL_SHARE = 0.5  # of the bound: who waits less than this elsewhere leaves a full worker
 
 
@@ -67,6 +72,43 @@ class WorkerPace:
         return self.waiting_seconds * self.backlog_seconds / self.started_seconds
 
 
+@dataclass(slots=True)
+class Arrivals:
+    """What was asked of all workers lately: requests, refused ones too, and the work of those that were placed; faded
+    over `RUSH_SECONDS`. Times only grow."""
+
+    requests: float = 0.0
+    placed: float = 0.0
+    placed_seconds: float = 0.0
+    first_at: float = math.inf
+    at: float = -math.inf
+
+    def advance(self, now: float) -> None:
+        """Bring the sums to `now`."""
+        if now <= self.at:
+            return
+        kept = math.exp(-(now - self.at) / RUSH_SECONDS)
+        self.requests *= kept
+        self.placed *= kept
+        self.placed_seconds *= kept
+        self.at = now
+
+    def add(self, seconds: float | None, now: float) -> None:
+        """One more request; `seconds`: its work, None where it was refused."""
+        self.advance(now)
+        self.first_at = min(self.first_at, now)
+        self.requests += 1.0
+        if seconds is not None:
+            self.placed += 1.0
+            self.placed_seconds += seconds
+
+    def pace(self, now: float) -> float:
+        """Work that comes in a second, those that were refused counted like the others."""
+        self.advance(now)
+        mean = self.placed_seconds / self.placed if self.placed else 0.0
+        return self.requests / RUSH_SECONDS * mean
+
+
 class _PlacedRequest(NamedTuple):
     worker_id: str
     client: Hashable
@@ -95,6 +137,7 @@ class PredictedWait:
     def __init__(self, burst_factor: float = BURST_FACTOR) -> None:
         self._burst_factor = burst_factor
         self._full_since: float | None = None  # no worker has had room since
+        self._arrivals = Arrivals()
         self._paces: dict[str, WorkerPace] = {}
         self._waiting: dict[Hashable, _PlacedRequest] = {}
         self._clients: dict[Hashable, list[float]] = {}  # those that wait: requests, their seconds
@@ -104,6 +147,7 @@ class PredictedWait:
 
     def placed(self, name: Hashable, worker_id: str, client: Hashable, booked_seconds: float, now: float) -> None:
         """A request waits at a worker from now on."""
+        self._arrivals.add(booked_seconds, now)
         pace = self._paces.setdefault(worker_id, WorkerPace())
         pace.advance(now)
         pace.requests += 1
@@ -192,6 +236,14 @@ class PredictedWait:
         and never longer than `own_seconds`. O(workers) where `WAITING_MIN` requests wait, else O(1)."""
         if self.is_calm:
             return ADMITTED
+        verdict = self._verdict(workers, client, bound_seconds, now, own_seconds)
+        if verdict.refuse_seconds is not None:
+            self._arrivals.add(None, now)
+        return verdict
+
+    def _verdict(
+        self, workers: Iterable[str], client: Hashable, bound_seconds: float, now: float, own_seconds: float
+    ) -> Verdict:
         waits = {worker_id: self.wait_seconds(worker_id, now) for worker_id in workers}
         shortest = min(waits.values(), default=0.0)
         if shortest <= SPILL_SHARE * bound_seconds:
@@ -215,7 +267,14 @@ class PredictedWait:
     def patience_seconds(self, bound_seconds: float, now: float) -> float:
         """How long requests may wait now: the bound, or longer in a burst."""
         lasting = self._full_since is not None and now - self._full_since > BURST_SECONDS
-        return bound_seconds if lasting else self._burst_factor * bound_seconds
+        return bound_seconds if lasting or self._is_rush(now) else self._burst_factor * bound_seconds
+
+    def _is_rush(self, now: float) -> bool:
+        """Whether much more comes than workers start. O(workers that were busy lately)."""
+        if now - self._arrivals.first_at < COLD_SECONDS:
+            return False
+        started = sum(self.pace(worker_id) or 0.0 for worker_id in self._paces)
+        return started > 0.0 and self._arrivals.pace(now) > RUSH_RATIO * started
 
     def _is_below_its_part(self, client: Hashable, fill: float) -> bool:
         """Whether a client's requests wait for less than an equal part of what may wait; `fill` times as much does."""

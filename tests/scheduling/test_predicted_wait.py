@@ -12,8 +12,10 @@ from preble.scheduling.predicted_wait import (
     BACKLOG_MIN,
     BURST_FACTOR,
     BURST_SECONDS,
+    COLD_SECONDS,
     FADE_SECONDS,
     FAIR_EXCESS,
+    RUSH_RATIO,
     SPILL_SHARE,
     WAITING_MIN,
     PredictedWait,
@@ -240,6 +242,44 @@ def test_what_lasts_is_no_burst_and_ends_when_there_was_room() -> None:
     assert line.seconds() < SPILL_SHARE * BOUND and line.verdict() == ADMITTED
     line.place("a", count=6)
     assert line.seconds() > BOUND and line.verdict() == ADMITTED, "much room does"
+
+
+def longest_wait(line: Line, load: float, seconds: float) -> float:
+    """Requests come to `a` `load` times as fast as it starts one, half a second each; returns how long one had to wait
+    that was not refused."""
+    longest, due = 0.0, 0.0
+    for _ in range(int(seconds / 0.5)):
+        due += load
+        while due >= 1.0:
+            due -= 1.0
+            if line.verdict().refuse_seconds is None:
+                line.place("a")
+                longest = max(longest, line.seconds())
+        line.start("a", 0.5)
+    return longest
+
+
+@pytest.mark.parametrize("load", [1.5, 3.0, 10.0])
+def test_what_grows_too_fast_is_no_burst(load: float) -> None:
+    """Three times what engines can serve: everybody waited for 12 s, and a quarter of what they can was of use."""
+    line = Line("a", burst_factor=BURST_FACTOR)
+    line.place("a", count=BACKLOG_MIN)
+    assert longest_wait(line, 1.0, COLD_SECONDS + BURST_SECONDS) < SPILL_SHARE * BOUND
+    assert BOUND < longest_wait(line, load, BURST_SECONDS) <= 1.5 * BOUND
+
+
+def test_what_grows_slowly_is_a_burst() -> None:
+    line = Line("a", burst_factor=BURST_FACTOR)
+    line.place("a", count=BACKLOG_MIN)
+    longest_wait(line, 1.0, COLD_SECONDS + BURST_SECONDS)
+    line.place("a", count=5)
+    assert longest_wait(line, (1.0 + RUSH_RATIO) / 2, BURST_SECONDS) > 1.5 * BOUND
+
+
+def test_where_caches_are_cold_a_rush_is_a_burst() -> None:
+    line = Line("a", burst_factor=BURST_FACTOR)
+    line.place("a", count=BACKLOG_MIN)
+    assert longest_wait(line, 3.0, BURST_SECONDS) > 0.9 * BURST_FACTOR * BOUND
 
 
 def test_who_has_a_time_of_its_own_waits_no_longer_in_a_burst() -> None:
