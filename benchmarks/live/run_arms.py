@@ -231,6 +231,8 @@ class Bench:
         """(outcomes, the machine's quiet meanwhile) of one run; None for the outcomes where an answer was late."""
         await self._warm_up(arm)
         decisions = self.args.decisions / f"{name}.jsonl" if name and self.args.decisions else None
+        if decisions is not None:
+            decisions.parent.mkdir(parents=True, exist_ok=True)
         async with arm_fleet.asked(arm, self.fleet, self.args.peers, self.args.output_tokens, decisions) as ask:
             load, first = os.getloadavg()[0], arm_noise.now()
             try:
