@@ -7,13 +7,15 @@ cost model cancel out; and both are of this router's requests alone, so that the
 routers send to the same worker.
 
     pace of a worker     measured while `BACKLOG_MIN` requests or more wait there, fading over `FADE_SECONDS`
-    nothing measured     the wait is at least as long as nobody's first token has come, and no more is known
+    nothing measured     the wait is at least as long as nobody's first token has come, and no more is known; until
+                         `STARTS_MIN` have, it is not thought longer than there has been a backlog
     refused              a request that would wait longer than it may at every worker, if `WAITING_MIN` wait in all:
                          an idle fleet, or one that has just been started, refuses nobody
     a burst              passes by itself: until no worker has had room for `BURST_SECONDS`, a request may wait
                          `BURST_FACTOR` times as long. There is room again where one would wait `SPILL_SHARE` of it
-    a rush               is no burst: more than `RUSH_RATIO` times the work that workers start comes to them, and they
-                         were not asked first less than `COLD_SECONDS` ago, when caches are cold and that is no wonder
+    a rush               is no burst: more than `RUSH_RATIO` times the work that workers start comes to them, by more than
+                         chance would have it, and they were not asked first less than `COLD_SECONDS` ago, when caches
+                         are cold and that is no wonder
 
 A client (an API key, say) that waits for less than its equal part of what may wait is let in beyond the bound, up to
 `FAIR_EXCESS` times the bound: so one that asks for too much is refused, not the others. Belongs to one asyncio loop.
@@ -29,6 +31,7 @@ from typing import NamedTuple
 FADE_SECONDS = 10.0
 IDLE_WEIGHT_SECONDS = 1.0  # of backlog, that a pace weighs at least, however long ago it was measured
 MEASURED_SECONDS = 0.5  # of backlog, after which a pace is said
+STARTS_MIN = 4
 BACKLOG_MIN = 2
 WAITING_MIN = 4
 FAIR_EXCESS = 1.5
@@ -48,6 +51,7 @@ class WorkerPace:
     waiting_seconds: float = 0.0  # booked, of those requests
     started_seconds: float = 0.0  # booked, of requests whose first token came in a backlog; faded
     backlog_seconds: float = 0.0  # in which they did; faded
+    starts: int = 0  # how many did, ever
     at: float = field(default=-math.inf)
 
     def advance(self, now: float) -> None:
@@ -69,7 +73,8 @@ class WorkerPace:
             return 0.0
         if self.started_seconds <= 0.0:
             return self.backlog_seconds
-        return self.waiting_seconds * self.backlog_seconds / self.started_seconds
+        wait = self.waiting_seconds * self.backlog_seconds / self.started_seconds
+        return wait if self.starts >= STARTS_MIN else min(wait, self.backlog_seconds)
 
 
 @dataclass(slots=True)
@@ -102,11 +107,14 @@ class Arrivals:
             self.placed += 1.0
             self.placed_seconds += seconds
 
-    def pace(self, now: float) -> float:
-        """Work that comes in a second, those that were refused counted like the others."""
+    def exceed(self, pace: float, now: float) -> bool:
+        """Whether much more comes than `pace` seconds of work in a second, those that were refused counted like the
+        others; a standard deviation more, for requests that come by chance."""
         self.advance(now)
-        mean = self.placed_seconds / self.placed if self.placed else 0.0
-        return self.requests / RUSH_SECONDS * mean
+        if not self.placed_seconds or pace <= 0.0:
+            return False
+        served = pace * RUSH_SECONDS * self.placed / self.placed_seconds
+        return self.requests > RUSH_RATIO * served + math.sqrt(served / 2.0)
 
 
 class _PlacedRequest(NamedTuple):
@@ -165,6 +173,7 @@ class PredictedWait:
             return
         if pace.requests + 1 >= BACKLOG_MIN:
             pace.started_seconds += request.seconds
+            pace.starts += 1
 
     def left(self, name: Hashable, now: float) -> None:
         """It waits no more, started or not; again does nothing."""
@@ -274,7 +283,7 @@ class PredictedWait:
         if now - self._arrivals.first_at < COLD_SECONDS:
             return False
         started = sum(self.pace(worker_id) or 0.0 for worker_id in self._paces)
-        return started > 0.0 and self._arrivals.pace(now) > RUSH_RATIO * started
+        return self._arrivals.exceed(started, now)
 
     def _is_below_its_part(self, client: Hashable, fill: float) -> bool:
         """Whether a client's requests wait for less than an equal part of what may wait; `fill` times as much does."""

@@ -17,6 +17,7 @@ from preble.scheduling.predicted_wait import (
     FAIR_EXCESS,
     RUSH_RATIO,
     SPILL_SHARE,
+    STARTS_MIN,
     WAITING_MIN,
     PredictedWait,
     Verdict,
@@ -67,6 +68,18 @@ def test_the_wait_is_what_waits_over_the_pace() -> None:
     line = Line("a")
     line.busy("a", 0.5)
     assert line.seconds() == pytest.approx(8 * 0.5, rel=0.05)
+
+
+def test_a_few_first_tokens_say_little() -> None:
+    """Caches that were cold, and the first of many questions about one document: it was thought that the others would
+    wait for four times as long as they did, and they were refused."""
+    line = Line("a")
+    line.place("a", seconds=0.1, count=2)
+    line.place("a", seconds=1.0, count=6)
+    line.start("a", 1.0, 2)
+    assert line.seconds() == pytest.approx(2.0, rel=0.2) and line.verdict() == ADMITTED
+    line.start("a", 1.0, STARTS_MIN - 2)
+    assert line.seconds() > BOUND
 
 
 def test_a_bigger_request_counts_for_more_of_the_wait() -> None:
@@ -245,17 +258,17 @@ def test_what_lasts_is_no_burst_and_ends_when_there_was_room() -> None:
 
 
 def longest_wait(line: Line, load: float, seconds: float) -> float:
-    """Requests come to `a` `load` times as fast as it starts one, half a second each; returns how long one had to wait
-    that was not refused."""
+    """Requests come to `a` `load` times as fast as it starts one, ten a second; returns how long one had to wait that
+    was not refused."""
     longest, due = 0.0, 0.0
-    for _ in range(int(seconds / 0.5)):
+    for _ in range(int(seconds / 0.1)):
         due += load
         while due >= 1.0:
             due -= 1.0
             if line.verdict().refuse_seconds is None:
                 line.place("a")
                 longest = max(longest, line.seconds())
-        line.start("a", 0.5)
+        line.start("a", 0.1)
     return longest
 
 
@@ -272,7 +285,7 @@ def test_what_grows_slowly_is_a_burst() -> None:
     line = Line("a", burst_factor=BURST_FACTOR)
     line.place("a", count=BACKLOG_MIN)
     longest_wait(line, 1.0, COLD_SECONDS + BURST_SECONDS)
-    line.place("a", count=5)
+    line.place("a", count=25)
     assert longest_wait(line, (1.0 + RUSH_RATIO) / 2, BURST_SECONDS) > 1.5 * BOUND
 
 
