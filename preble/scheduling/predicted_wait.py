@@ -13,9 +13,9 @@ routers send to the same worker.
                          an idle fleet, or one that has just been started, refuses nobody
     a burst              passes by itself: until no worker has had room for `BURST_SECONDS`, a request may wait
                          `BURST_FACTOR` times as long. There is room again where one would wait `SPILL_SHARE` of it
-    a rush               is no burst: more than `RUSH_RATIO` times the work that workers start comes to them, by more than
-                         chance would have it, and they were not asked first less than `COLD_SECONDS` ago, when caches
-                         are cold and that is no wonder
+    a rush               is no burst: more than `RUSH_RATIO` times the work that workers start comes to them, and not by
+                         chance. It takes `COLD_SECONDS` from the first request until anything is one: while caches are
+                         cold that is no wonder
 
 A client (an API key, say) that waits for less than its equal part of what may wait is let in beyond the bound, up to
 `FAIR_EXCESS` times the bound: so one that asks for too much is refused, not the others. Belongs to one asyncio loop.
