@@ -137,11 +137,11 @@ def gateway_command(name: str, python: Path, urls: Sequence[str], base_port: int
 def serve_command(
     addresses: Sequence[str], shape: engine_fleet.Shape, more: Sequence[str] = (), port: int | None = None
 ) -> list[str]:
-    """Preble's gateway with its defaults, which makes tokens with the engines' tokenizer, on the 50th port if no other
-    is named."""
+    """Preble's gateway with its defaults, but that it refuses nobody, as the other arms refuse nobody; it makes tokens
+    with the engines' tokenizer. On the 50th port if no other is named."""
     command = [sys.executable, "-m", "preble.cli", "serve", "--workers", *addresses, "--tokenizer", str(shape.model)]
     command += ["--port", str(shape.base_port + 50 if port is None else port), "--min-workers", str(len(addresses))]
-    command += ["--model-names", "model"]
+    command += ["--model-names", "model", "--refuse-wait-seconds", "null"]
     return [*command, "--log-level", "warning", "--lame-duck-seconds", "0", *more]
 
 
