@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.paths import DOCS
-from benchmarks.live.arm_fleet import ARMS, GATEWAYS
+from benchmarks.live.arm_fleet import ARMS, GATEWAYS, suits
 from benchmarks.live.arm_report import OURS, Found, counted, runs_of, traffics
 
 FILE = DOCS / "figures" / "live-arms.png"
@@ -33,16 +33,17 @@ def draw(kept: Sequence[Found], file: Path = FILE) -> None:
     columns = min(COLUMNS, len(places))
     rows = -(-len(places) // columns)
     sheet = Figure(figsize=(1.6 + 3.4 * columns, 0.7 + 2.7 * rows), layout="constrained", facecolor="white")
+    shown = [arm for arm in ARMS if any(suits(arm, engine) for engine, _, _ in places)]
     panels = sheet.subplots(rows, columns, squeeze=False, sharey=True).flat
     for number, axes in enumerate(panels):
         if number < len(places):
             engine, traffic, load = places[number]
-            panel(axes, {arm: runs_of(runs, engine, traffic, load, arm) for arm in ARMS})
+            panel(axes, {arm: runs_of(runs, engine, traffic, load, arm) for arm in shown})
             axes.set_title(f"{engine}, {traffic}, {load:g}", fontsize=10, color=INK)
         else:
             axes.set_visible(False)
-    told = "mean TTFT, s: a dot for each repetition (hollow: noisy), a bar at their mean; shorter is better"
-    sheet.supxlabel(told, fontsize=9, color=INK)
+    told = "mean TTFT, s; shorter is better\na dot for each repetition (hollow: noisy), a bar at their mean"
+    sheet.supxlabel(told, fontsize=8, color=INK)
     file.parent.mkdir(parents=True, exist_ok=True)
     sheet.savefig(file, dpi=110, metadata={"Software": None})
 

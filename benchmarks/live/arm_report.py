@@ -252,7 +252,7 @@ def glance(runs: dict[tuple[Any, ...], Found]) -> str:
     """Mean TTFT of every arm in all that was measured."""
     places = list(traffics(runs))
     rows = []
-    for arm in ARMS:
+    for arm in (arm for arm in ARMS if any(suits(arm, engine) for engine, _, _ in places)):
         cells = []
         for place in places:
             answered = [run for run in runs_of(runs, *place, arm).values() if "mean_ttft_seconds" in run]
