@@ -146,9 +146,7 @@ class Plane:
         """Say these things; what is answered to all of them."""
         found: list[Any] = []
         for message in messages:
-            data = message.SerializeToString()
-            answers: Any = exchange.take_part(data)
-            answers = exchange.take(ProcessingRequest.FromString(data)) if answers is None else answers
+            answers: Any = exchange.take(message.SerializeToString())
             if not isinstance(answers, list):
                 try:
                     answers = await answers

@@ -219,6 +219,8 @@ class Gateway:
         """What the request names of tenant, deadline and class, as `Router.generate` takes it; the deadline is what is
         left of it."""
         deadline = context.deadline_seconds
+        if deadline is None and context.tenant is None and context.priority is None:
+            return {}
         if deadline is not None:
             deadline = max(deadline - (self._clock() - context.started), 1e-3)
         named = {"tenant": context.tenant, "deadline_seconds": deadline, "priority": context.priority}

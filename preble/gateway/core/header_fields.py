@@ -31,6 +31,10 @@ class HeaderFields:
         """The first value. Raises `KeyError`."""
         return self._first[name.encode()].decode("latin-1")
 
+    def has_any(self, names: frozenset[bytes]) -> bool:
+        """Whether one of these is there."""
+        return not names.isdisjoint(self._first)
+
     def __contains__(self, name: str) -> bool:
         return name.encode() in self._first
 

@@ -18,6 +18,7 @@ from ...scheduling.records import DecisionRecord
 from ..text.choices import Choice, ChoiceJob, TextPiece
 from .metric_families import OTHER, read_text
 from .request_context import RequestContext, note_phase
+from .sessions import NO_SESSION
 from .tallies import Buckets, Counts
 
 try:
@@ -153,9 +154,10 @@ class Metrics:
 
     def _generated(self, context: RequestContext) -> None:
         """The request was placed, or waited for that; whatever came of it."""
-        for name in ("session", "parent", "agent"):
-            if getattr(context.session, name):
-                self._sessions.labels(name).inc()
+        if context.session is not NO_SESSION:
+            for name in ("session", "parent", "agent"):
+                if getattr(context.session, name):
+                    self._sessions.labels(name).inc()
         own, progress = self.of_model(context.model), context.progress
         if context.first_token_seconds is None and not progress.output_tokens:
             return
@@ -377,6 +379,9 @@ class Watch:
 
 def _best_tokens(scheduler: GlobalScheduler, jobs: Sequence[ChoiceJob]) -> dict[int, int]:
     """The most tokens that any worker is estimated to cache, for the first job of each prompt: the others follow it."""
+    if len(jobs) == 1:
+        job = jobs[0]
+        return {job.index: scheduler.match(job.token_ids, namespace=job.namespace).best_tokens}
     best: dict[int, int] = {}
     seen: set[int] = set()
     for job in jobs:

@@ -77,8 +77,11 @@ class Models:
 
     async def get_now(self, name: str | None) -> ServedModel:
         """The same, but servers are asked once more before a name counts as unknown."""
+        found = self.find(name)
+        if found is not None:
+            return found
         now = self._clock()
-        if name is not None and self.find(name) is None and now - self._asked_at >= ASK_SECONDS:
+        if name is not None and now - self._asked_at >= ASK_SECONDS:
             self._asked_at = now
             await self._router.fleet.look_for_names()
         return self.get(name)
@@ -88,16 +91,17 @@ class Models:
         known = self._known()
         if not known:  # no worker has answered yet: placing says so
             return ServedModel(name or "")
+        if name is not None:
+            if self._aliases and name not in self._aliases:
+                return None
+            found = known.get(name)
+            if found is not None:
+                return found
         models = [one for one in known.values() if one.name == one.base]
         if name is None:
             only = models[0] if len({one.exclude for one in models}) == 1 else None
             name = self._aliases[0] if self._aliases else None
             return only if only is None or name is None else self.find(name)
-        if self._aliases and name not in self._aliases:
-            return None
-        found = known.get(name)
-        if found is not None:
-            return found
         if name in self._aliases and len({one.exclude for one in models}) == 1:
             return replace(models[0], name=name, sent_name=models[0].base)
         return _with_adapter(known, name)

@@ -19,6 +19,8 @@ TIMEOUT_HEADERS = ("x-request-timeout", "x-stainless-read-timeout")
 TIMEOUT_SECONDS_MAX = 1e6
 DEADLINE_HEADER, PRIORITY_HEADER = "x-preble-deadline-seconds", "x-preble-priority"
 GROUP_HEADER = "x-preble-group"  # names the set of samples, all of which are waited for
+# All that says something to the gateway beside the id.
+OWN_HEADERS = frozenset(one.encode() for one in (*TIMEOUT_HEADERS, DEADLINE_HEADER, PRIORITY_HEADER, GROUP_HEADER))
 _RANDOM = random.Random(secrets.randbits(128))  # of ids, which need to differ and may be guessed
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 

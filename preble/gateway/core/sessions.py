@@ -54,7 +54,7 @@ _RANKS = tuple(
     {name.encode(): rank for rank, name in enumerate(names)}
     for names in (SESSION_HEADERS, PARENT_HEADERS, AGENT_HEADERS)
 )
-_KNOWN = frozenset().union(*_RANKS)
+HINT_HEADERS = frozenset().union(*_RANKS)
 
 
 class _TurnMetadata(msgspec.Struct):
@@ -67,17 +67,17 @@ class _TurnMetadata(msgspec.Struct):
 
 def hint_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> SessionHint:
     """The hint in ASGI headers, whose names are in small letters; of a header that comes twice the first counts."""
-    given = [(name, value) for name, value in headers if name in _KNOWN]
+    given = [(name, value) for name, value in headers if name in HINT_HEADERS]
     return _hint_of(given) if given else NO_SESSION
 
 
 def _hint_of(given: list[tuple[bytes, bytes]]) -> SessionHint:
     found = ["", "", ""]
-    best = [len(_KNOWN)] * 3
+    best = [len(HINT_HEADERS)] * 3
     for name, value in given:
         texts = _texts(name, value)
         for part, ranks in enumerate(_RANKS):
-            rank = ranks.get(name, len(_KNOWN))
+            rank = ranks.get(name, len(HINT_HEADERS))
             if rank < best[part] and is_session_name(texts[part]):
                 best[part], found[part] = rank, texts[part]
     return SessionHint(found[0], found[1], found[2]) if any(found) else NO_SESSION

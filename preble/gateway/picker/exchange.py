@@ -17,10 +17,12 @@ A data plane that does not say which modes it uses is taken to use full duplex, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from ...errors import PrebleError
 from ..core.http_errors import ApiError, api_error_of
@@ -29,15 +31,21 @@ from .messages import (
     BUFFERED_PARTIAL,
     FULL_DUPLEX,
     NONE,
+    REQUEST_BODY,
+    REQUEST_HEADERS,
+    REQUEST_TRAILERS,
+    RESPONSE_BODY,
+    RESPONSE_HEADERS,
+    RESPONSE_TRAILERS,
     ProcessingResponse,
-    answer_part,
     body_parts,
-    fields_of,
     go_on,
     immediate,
     metadata_of,
+    said_in,
     set_field,
 )
+from .parts import PlainParts, Said, read_said
 from .pick import Pick, Picker
 
 logger = logging.getLogger("preble.gateway")
@@ -60,10 +68,12 @@ _GO_ON = {
 
 
 class PickExchange:
-    """One stream of messages, taken one after the other. `is_over`: nothing more is to be said."""
+    """One stream of messages, taken one after the other. `is_over`: nothing more is to be said. `plain` answers those
+    parts of a stream that need not be taken."""
 
     def __init__(self, picker: Picker) -> None:
         self.is_over = False
+        self.plain = PlainParts()
         self._picker = picker
         self._pick: Pick | None = None
         self._request_mode = self._response_mode = FULL_DUPLEX
@@ -72,28 +82,21 @@ class PickExchange:
         self._total = 0
         self._allowed: Any = None
 
-    def take(self, message: Any) -> Answers:
-        """The answers to a `ProcessingRequest`, encoded. Raises nothing; what is awaited may, see `failed`."""
-        kind = message.WhichOneof("one")
-        if message.HasField("protocol_config"):
-            self._request_mode = message.protocol_config.request_body_mode
-            self._response_mode = message.protocol_config.response_body_mode
-        if kind is None or message.observability_mode:  # it wants no answer, and asks nothing
+    def take(self, message: bytes) -> Answers:
+        """The answers to a `ProcessingRequest`, all encoded. Raises `DecodeError` for what is none; what is awaited may
+        raise anything, see `failed`."""
+        said = read_said(message) or said_in(message)
+        if said.modes is not None:
+            self._request_mode, self._response_mode = said.modes
+            self.plain.is_open = self._response_mode == FULL_DUPLEX
+        handler = _HANDLERS.get(said.kind)
+        if handler is None or said.is_observed:  # it wants no answer, and asks nothing
             return []
         try:
-            return _HANDLERS[kind](self, message)
+            return handler(self, said)
+        except DecodeError:
+            raise
         except Exception as error:  # noqa: BLE001  one request must not end those of others
-            return self.failed(error)
-
-    def take_part(self, message: bytes) -> list[bytes] | None:
-        """The same of an encoded message that is a part of an answer's body, without taking it apart further than
-        needed; None for any other."""
-        pick, found = self._pick, answer_part(message)
-        if found is None or pick is None:
-            return None
-        try:
-            return self._answer_part(pick, *found)
-        except Exception as error:  # noqa: BLE001  as above
             return self.failed(error)
 
     def close(self) -> None:
@@ -115,32 +118,31 @@ class PickExchange:
 
     # --- the request --------------------------------------------------------------------------------------------------
 
-    def _request_headers(self, message: Any) -> Answers:
-        headers = message.request_headers
-        pick = self._pick = Pick(self._picker, fields_of(headers))
-        self._allowed = metadata_of(message, SUBSET_NAMESPACE, SUBSET)
-        if not headers.end_of_stream:
+    def _request_headers(self, said: Said) -> Answers:
+        pick = self._pick = Pick(self._picker, said.fields or [], self.plain)
+        self._allowed = metadata_of(said, SUBSET_NAMESPACE, SUBSET)
+        if not said.end:
             if self._request_mode == FULL_DUPLEX:
                 return []
             if self._request_mode in _WAITING:
                 return [_GO_ON["request_headers"]]
-        return self._place_at(pick, "request_headers", b"" if headers.end_of_stream else None)
+        return self._place_at(pick, "request_headers", b"" if said.end else None)
 
-    def _request_body(self, message: Any) -> Answers:
-        body, pick = message.request_body, self._pick
+    def _request_body(self, said: Said) -> Answers:
+        body, pick = said.body, self._pick
         if pick is None or self._request_mode not in _SEEN:
             return [_GO_ON["request_body"]]
         if self._is_placed:  # behind the part that a data plane buffers
-            return self._passed("request_body", self._request_mode, body.body, body.end_of_stream)
-        self._total += len(body.body)
+            return self._passed("request_body", self._request_mode, body, said.end)
+        self._total += len(body)
         pick.hold(self._total)
-        self._parts.append(body.body)
+        self._parts.append(body)
         if self._request_mode == FULL_DUPLEX:
-            return self._place_in_full(pick, end=True) if body.end_of_stream else []
-        is_whole = body.end_of_stream or self._request_mode == BUFFERED
+            return self._place_in_full(pick, end=True) if said.end else []
+        is_whole = said.end or self._request_mode == BUFFERED
         return self._place_at(pick, "request_body", self._whole() if is_whole else None)
 
-    def _request_trailers(self, message: Any) -> Answers:
+    def _request_trailers(self, said: Said) -> Answers:
         pick = self._pick
         if pick is None or self._request_mode != FULL_DUPLEX or self._is_placed:
             return [_GO_ON["request_trailers"]]
@@ -174,54 +176,42 @@ class PickExchange:
 
     def _named(self, pick: Pick, kind: str) -> bytes:
         """The answer that names the server."""
-        answer = ProcessingResponse()
-        common = getattr(answer, kind).response
-        common.clear_route_cache = True
         value = ",".join([pick.destination, *pick.further])
-        set_field(common.header_mutation, DESTINATION, value)
-        for name, text in pick.headers.items():
-            set_field(common.header_mutation, name, text)
-        if kind == "request_body" and pick.is_edited:
-            common.body_mutation.body = pick.body
-            set_field(common.header_mutation, "content-length", str(len(pick.body)))
-        fields = answer.dynamic_metadata.fields[NAMESPACE].struct_value.fields
-        fields[DESTINATION].string_value = value
-        return bytes(answer.SerializeToString())
+        body = pick.body if kind == "request_body" and pick.is_edited else None
+        if body is None and not pick.headers:
+            return _naming_alone(kind, value)
+        return _naming(kind, value, pick.headers, body)
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
-    def _response_headers(self, message: Any) -> Answers:
+    def _response_headers(self, said: Said) -> Answers:
         pick = self._pick
         if pick is None:
             return [_GO_ON["response_headers"]]
-        served_by = metadata_of(message, NAMESPACE, SERVED)
+        served_by = metadata_of(said, NAMESPACE, SERVED)
         if isinstance(served_by, str) and pick.is_elsewhere(served_by):
-            return self._follow(pick, served_by, message)
-        return self._answered(pick, message)
+            return self._follow(pick, served_by, said)
+        return self._answered(pick, said)
 
-    async def _follow(self, pick: Pick, destination: str, message: Any) -> list[bytes]:
+    async def _follow(self, pick: Pick, destination: str, said: Said) -> list[bytes]:
         await pick.follow(destination)
-        return self._answered(pick, message)
+        return self._answered(pick, said)
 
-    def _answered(self, pick: Pick, message: Any) -> list[bytes]:
-        pick.answered(fields_of(message.response_headers))
-        if message.response_headers.end_of_stream:
+    def _answered(self, pick: Pick, said: Said) -> list[bytes]:
+        pick.answered(said.fields or [])
+        if said.end:
             pick.whole()
         return [_GO_ON["response_headers"]]
 
-    def _response_body(self, message: Any) -> list[bytes]:
-        body, pick = message.response_body, self._pick
-        if pick is None:
-            return self._passed("response_body", self._response_mode, body.body, body.end_of_stream)
-        return self._answer_part(pick, body.body, body.end_of_stream)
+    def _response_body(self, said: Said) -> list[bytes]:
+        pick, part = self._pick, said.body
+        if pick is not None:
+            part = pick.saw(part)
+            if said.end:
+                part += pick.whole()
+        return self._passed("response_body", self._response_mode, part, said.end)
 
-    def _answer_part(self, pick: Pick, part: bytes, end: bool) -> list[bytes]:
-        part = pick.saw(part)
-        if end:
-            part += pick.whole()
-        return self._passed("response_body", self._response_mode, part, end)
-
-    def _response_trailers(self, message: Any) -> list[bytes]:
+    def _response_trailers(self, said: Said) -> list[bytes]:
         rest = b"" if self._pick is None else self._pick.whole()
         answers = [_GO_ON["response_trailers"]]
         if rest and self._response_mode == FULL_DUPLEX:
@@ -235,11 +225,33 @@ class PickExchange:
         return body_parts(kind, part, end=end) if part or end else []
 
 
-_HANDLERS: dict[str, Callable[[PickExchange, Any], Answers]] = {
-    "request_headers": PickExchange._request_headers,
-    "request_body": PickExchange._request_body,
-    "request_trailers": PickExchange._request_trailers,
-    "response_headers": PickExchange._response_headers,
-    "response_body": PickExchange._response_body,
-    "response_trailers": PickExchange._response_trailers,
+def _naming(kind: str, value: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    """An answer of this kind that names servers, sets headers, and puts another body in place of what came."""
+    answer = ProcessingResponse()
+    common = getattr(answer, kind).response
+    common.clear_route_cache = True
+    set_field(common.header_mutation, DESTINATION, value)
+    for name, text in headers.items():
+        set_field(common.header_mutation, name, text)
+    if body is not None:
+        common.body_mutation.body = body
+        set_field(common.header_mutation, "content-length", str(len(body)))
+    fields = answer.dynamic_metadata.fields[NAMESPACE].struct_value.fields
+    fields[DESTINATION].string_value = value
+    return bytes(answer.SerializeToString())
+
+
+@lru_cache(1024)
+def _naming_alone(kind: str, value: str) -> bytes:
+    """One that does nothing else, of which there are as many as servers."""
+    return _naming(kind, value, {}, None)
+
+
+_HANDLERS: dict[int, Callable[[PickExchange, Said], Answers]] = {
+    REQUEST_HEADERS: PickExchange._request_headers,
+    REQUEST_BODY: PickExchange._request_body,
+    REQUEST_TRAILERS: PickExchange._request_trailers,
+    RESPONSE_HEADERS: PickExchange._response_headers,
+    RESPONSE_BODY: PickExchange._response_body,
+    RESPONSE_TRAILERS: PickExchange._response_trailers,
 }

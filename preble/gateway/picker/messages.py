@@ -9,10 +9,10 @@ that are not listed are passed over.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from ...errors import MissingExtra
+from .parts import PART_BYTES, Said, passed_part
 
 try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
@@ -21,13 +21,12 @@ except ImportError as error:
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH_SERVICE = "grpc.health.v1.Health"
-PART_BYTES = 62_000  # of a body in one message: data planes take 64 KiB
 # How a data plane sends a body (BodySendMode).
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)
 SERVING, NOT_SERVING = 1, 2  # of a health check
-_RESPONSE_BODY, _BODY = 5 << 3 | 2, 1 << 3 | 2  # tags: of `ProcessingRequest`, and of `HttpBody`
-_BEHIND = frozenset({8 << 3 | 2, 9 << 3 | 2})  # metadata and attributes, which say nothing of a part
-_END_OF_STREAM = b"\x10\x01"  # of `HttpBody` and `StreamedBodyResponse`
+# What a message is of (fields of `ProcessingRequest`).
+REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY, REQUEST_TRAILERS, RESPONSE_TRAILERS = range(2, 8)
+QUESTION_BODY, ANSWER_BODY = 3, 4  # fields of `ProcessingResponse`
 _OVERWRITE = 2  # HeaderAppendAction OVERWRITE_IF_EXISTS_OR_ADD: a client's own header must not count
 _PACKAGE = "preble.picker"
 _STRUCT = "google.protobuf.Struct"
@@ -133,6 +132,7 @@ def message_class(name: str) -> Any:
 
 ProcessingRequest = message_class("ProcessingRequest")
 ProcessingResponse = message_class("ProcessingResponse")
+Metadata = message_class("Metadata")
 HealthCheckRequest = message_class("HealthCheckRequest")
 HealthCheckResponse = message_class("HealthCheckResponse")
 
@@ -142,49 +142,38 @@ Fields = list[tuple[bytes, bytes]]
 # --- read -------------------------------------------------------------------------------------------------------------
 
 
-def fields_of(headers: Any) -> Fields:
-    """The fields of an `HttpHeaders`, as ASGI has them; pseudo header fields among them."""
-    return [(one.key.encode(), one.raw_value or one.value.encode()) for one in headers.headers.headers]
+def said_in(message: bytes) -> Said:
+    """What an encoded `ProcessingRequest` says, however it is written. Raises `DecodeError` for what is none."""
+    return said_by(ProcessingRequest.FromString(message))
 
 
-def answer_part(message: bytes) -> tuple[bytes, bool] | None:
-    """The part of an answer's body that an encoded `ProcessingRequest` holds, and whether it is the last; None where it
-    holds something else, or is written in another order than that of the numbers. Most messages are these."""
-    try:
-        if message[0] != _RESPONSE_BODY:
-            return None
-        size, start = _size(message, 1)
-        stop = start + size
-        if stop > len(message) or (stop < len(message) and message[stop] not in _BEHIND):
-            return None
-        behind = start
-        if size and message[start] == _BODY:
-            size, start = _size(message, start + 1)
-            behind = start + size
-        tail = message[behind:stop]
-        if tail and tail != _END_OF_STREAM:
-            return None
-    except IndexError:
-        return None
-    return message[start:behind], bool(tail)
+def said_by(message: Any) -> Said:
+    """The same of one that protobuf has read."""
+    kind = message.WhichOneof("one")
+    said = Said(0 if kind is None else message.DESCRIPTOR.fields_by_name[kind].number)
+    said.is_observed = message.observability_mode
+    if message.HasField("protocol_config"):
+        config = message.protocol_config
+        said.modes = config.request_body_mode, config.response_body_mode
+    if message.HasField("metadata_context"):
+        said.metadata = message.metadata_context.SerializeToString()
+    if said.kind in (REQUEST_HEADERS, RESPONSE_HEADERS):
+        head = getattr(message, kind)
+        listed = head.headers.headers
+        said.fields = [(one.key.encode(), one.raw_value or one.value.encode()) for one in listed]
+        said.end = head.end_of_stream
+    elif said.kind in (REQUEST_BODY, RESPONSE_BODY):
+        part = getattr(message, kind)
+        said.body, said.end = part.body, part.end_of_stream
+    return said
 
 
-def _size(message: bytes, at: int) -> tuple[int, int]:
-    """A length, and where what it is of begins. Raises `IndexError` at the end."""
-    size = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        size |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return size, at
-        shift += 7
-
-
-def metadata_of(request: Any, namespace: str, key: str) -> Any:
+def metadata_of(said: Said, namespace: str, key: str) -> Any:
     """One entry of the metadata that came with a message: text, a list of texts, or None where there is none. What is
-    of another form is an empty list."""
-    spaces = request.metadata_context.filter_metadata
+    of another form is an empty list. Raises `DecodeError`."""
+    if said.metadata is None:
+        return None
+    spaces = Metadata.FromString(said.metadata).filter_metadata
     if namespace not in spaces or key not in spaces[namespace].fields:
         return None
     value = spaces[namespace].fields[key]
@@ -214,35 +203,11 @@ def go_on(kind: str) -> bytes:
 
 def body_parts(kind: str, body: bytes, *, end: bool) -> list[bytes]:
     """A body in full duplex: one message for each part; at `end` the last one says that it is."""
-    if len(body) <= PART_BYTES:
-        before, behind = _around(kind, len(body), end)
-        return [before + body + behind]
-    found: list[bytes] = []
-    for at in range(0, len(body), PART_BYTES):
-        part = body[at : at + PART_BYTES]
-        before, behind = _around(kind, len(part), end and at + PART_BYTES >= len(body))
-        found.append(before + part + behind)
-    return found
-
-
-@lru_cache(4096)
-def _around(kind: str, size: int, end: bool) -> tuple[bytes, bytes]:
-    """What stands before and behind a part of so many bytes, in a message that passes it on: five messages within each
-    other (answer, body's answer, what is common, change of the body, part). Most of what is ever sent are these."""
-    behind = _END_OF_STREAM if end else b""
-    before = _length_delimited(1, size)
-    for number in (3, 3, 1, {"request_body": 3, "response_body": 4}[kind]):
-        before = _length_delimited(number, len(before) + size + len(behind)) + before
-    return before, behind
-
-
-def _length_delimited(number: int, size: int) -> bytes:
-    """What begins a field of so many bytes."""
-    found = bytearray((number << 3 | 2,))
-    while size > 0x7F:
-        found.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes((*found, size))
+    number, size = QUESTION_BODY if kind == "request_body" else ANSWER_BODY, len(body)
+    if size <= PART_BYTES:
+        return [passed_part(number, body, end)]
+    starts = range(0, size, PART_BYTES)
+    return [passed_part(number, body[at : at + PART_BYTES], end and at + PART_BYTES >= size) for at in starts]
 
 
 def immediate(status: int, body: bytes, headers: dict[str, str], details: str) -> bytes:

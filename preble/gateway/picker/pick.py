@@ -10,7 +10,6 @@ to retry, at the further destinations that it was given.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from functools import partial
 from typing import Any
 
@@ -26,43 +25,43 @@ from ..core.header_fields import HeaderFields
 from ..core.http_errors import ApiError, api_error_of, refusal_of, unavailable
 from ..core.models import ServedModel
 from ..core.request_context import RequestContext, now_in
-from ..core.request_headers import group_of, request_id_of, timeout_of, urgency_of
+from ..core.request_headers import OWN_HEADERS, group_of, request_id_of, timeout_of, urgency_of
 from ..core.request_log import CLIENT_GONE, OTHER_ROUTE, note_request
-from ..core.sessions import hint_of_headers, with_body
+from ..core.sessions import HINT_HEADERS, NO_SESSION, hint_of_headers, with_body
 from ..relay.body import RelayedBody, read_body
 from ..relay.endpoints import ENDPOINTS, POSTS, Endpoint
 from ..relay.form import read_form
-from ..relay.pinned import PinnedAnswers
+from ..relay.learned import Learned
 from ..relay.progress import RelayProgress, tokens_seen
-from ..relay.routing_key import Mismatches, RoutingKey, routing_key
+from ..relay.routing_key import RoutingKey, routing_key
 from ..relay.usage import UsageReader, usage_reader
 from .destinations import Destinations
 from .messages import Fields
+from .parts import PlainParts
 
 READ_BYTES = 256 << 10  # of a body that is looked over on the loop
 FAILED = frozenset({502, 503, 504})  # the server, or the way to it; it is asked at once whether it lives
 MODEL_HEADER = "x-gateway-model-name"  # set by who reads bodies before us, where none is sent here
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"  # whose request it is
+_MORE_HEADERS = OWN_HEADERS | HINT_HEADERS | {FAIRNESS_HEADER.encode()}
 _CLOSING_EVENTS = 2  # of a stream behind its last token: the choice's end, and the stream's
 _BY_ID = {tuple(one.path.split("{id}")): one for one in ENDPOINTS if one.by_id}
 
 
-class Picker:
+class Picker(Learned):
     """What all requests of one picker share. Belongs to its gateway's loop."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
+        super().__init__(gateway)
         self.destinations = Destinations(gateway.router)
-        self.mismatches = Mismatches()
-        self.pinned = PinnedAnswers()
-        self.numbers = itertools.count(1)  # of requests, whose ids clients may repeat
 
 
 class Pick:
     """One request. After `place`: `destination` is where it goes, `further` where it may go then, `headers` are to be
     set in it, `body` is what goes on of it, and `is_edited` whether that is another body than came."""
 
-    def __init__(self, picker: Picker, fields: Fields) -> None:
+    def __init__(self, picker: Picker, fields: Fields, plain: PlainParts) -> None:
+        self.plain = plain
         self.destination = ""
         self.further: list[str] = []
         self.headers: dict[str, str] = {}
@@ -74,8 +73,11 @@ class Pick:
         self._method, self._path = headers.get(":method"), headers.get(":path").partition("?")[0]
         self._endpoint, self._answer_id = endpoint_of(self._method, self._path)
         context = self._context = RequestContext(request_id_of(headers), gateway.metrics.clock())
-        context.session = hint_of_headers(fields)
-        context.timeout_seconds = timeout_of(headers)
+        self._client = ""
+        if headers.has_any(_MORE_HEADERS):  # most say nothing of all this
+            context.session = hint_of_headers(fields)
+            context.timeout_seconds = timeout_of(headers)
+            self._client = headers.get(FAIRNESS_HEADER)
         self._span: Any = None
         self._share: ByteShare = gateway.bodies.share()
         self._is_live = False
@@ -87,7 +89,6 @@ class Pick:
         self._asked: dict[str, Any] = {}
         self._key: RoutingKey
         self._read: RelayedBody
-        self._events = 0
         self._removes_usage = False
 
     # --- the request --------------------------------------------------------------------------------------------------
@@ -109,8 +110,9 @@ class Pick:
         if gateway.tracing is not None:
             self._span = gateway.tracing.begin(self._headers)
             self.headers.update(TRACE_HEADERS.get())
-        context.deadline_seconds, context.priority = urgency_of(self._headers)
-        context.group = group_of(self._headers)
+        if self._headers.has_any(OWN_HEADERS):
+            context.deadline_seconds, context.priority = urgency_of(self._headers)
+            context.group = group_of(self._headers)
         body = self._read = await self._body_of(data)
         served = await self._model_of(body, data is not None)
         context.use_model(served.name)
@@ -123,10 +125,10 @@ class Pick:
         self._progress = RelayProgress(gateway, context, key)
         self._asked = {
             "namespace": key.namespace,
-            "client": self._headers.get(FAIRNESS_HEADER),
+            "client": self._client,
             "first_token_seconds": gateway.left_seconds(context),
             **gateway.claim_of(context),
-            "session": context.session or None,
+            "session": None if context.session is NO_SESSION else context.session,
             "group": context.group,
             "max_new_tokens": body.max_tokens or None,
             "streamed": body.stream,
@@ -153,7 +155,7 @@ class Pick:
         if endpoint.takes_form:
             read = partial(read_form, content_type=self._headers.get("content-type"))
         try:
-            return await off_loop(len(data) if len(data) > READ_BYTES else 0, read, data, endpoint)
+            return read(data, endpoint) if len(data) <= READ_BYTES else await off_loop(len(data), read, data, endpoint)
         except ApiError:
             if endpoint.path:
                 raise
@@ -280,11 +282,12 @@ class Pick:
         placement.saw_output()
         had = reader.first_token
         passed = reader.feed(part)
-        self._events += part.count(b"\n\n")
+        self.plain.events += part.count(b"\n\n")
         if reader.first_token and not had:
             placement.first_token(self._cached(reader))
             if self._progress is not None:
                 self._progress.first_token()
+        self.plain.on_output = placement.on_output if reader.is_between_events else None
         return passed
 
     def whole(self) -> bytes:
@@ -301,7 +304,7 @@ class Pick:
     def _finish(self, reader: UsageReader, placement: Placement, progress: RelayProgress) -> None:
         kind = self._endpoint.kind
         if reader.output_tokens is None and self._context.stream:
-            reader.output_tokens = tokens_seen(kind, reader, max(self._events - _CLOSING_EVENTS, 0))
+            reader.output_tokens = tokens_seen(kind, reader, max(self.plain.events - _CLOSING_EVENTS, 0))
         reason = reader.finish_reasons[0] if reader.finish_reasons else "stop"
         placement.finish(reader.output_tokens or 0, self._cached(reader), reason)
         progress.finished(reader)
@@ -339,12 +342,13 @@ class Pick:
         if placement is not None and progress is not None:
             self._placed_for_good()
             reader = self._reader
-            progress.left(reader, 0 if reader is None else tokens_seen(self._endpoint.kind, reader, self._events))
+            progress.left(reader, 0 if reader is None else tokens_seen(self._endpoint.kind, reader, self.plain.events))
             placement.cancel()
         self._end(CLIENT_GONE)
 
     def _end(self, status: int) -> None:
         self._ended = True
+        self.plain.on_output = None
         placement = self._placement
         if placement is not None:
             placement.cancel()

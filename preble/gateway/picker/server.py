@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 from ..listeners import BACKLOG, GatewayListener
 from .calls import CALLS, UnknownCall
@@ -38,17 +39,18 @@ class PickerServer:
         """Listen."""
         loop, listener = asyncio.get_running_loop(), self.listener
         self._server = await loop.create_server(
-            self._connection, sock=listener.socket, ssl=listener.tls, backlog=BACKLOG
+            self.connection, sock=listener.socket, ssl=listener.tls, backlog=BACKLOG
         )
 
-    def _connection(self) -> Http2Connection:
+    def connection(self) -> Any:
+        """A new connection, as asyncio wants protocols: an `Http2Connection`."""
         self._idle.clear()
         connection = Http2Connection(self._accept, self._gone, self._streams_max)
         self._connections.add(connection)
         return connection
 
     def _accept(self, stream: Http2Stream, fields: Fields) -> Http2Call:
-        path = next((value for name, value in fields if name == b":path"), b"")
+        path = dict(reversed(fields)).get(b":path", b"")
         return CALLS.get(path, UnknownCall)(stream, self._message_bytes_max, self._picker)
 
     def _gone(self, connection: Http2Connection) -> None:

@@ -59,6 +59,17 @@ cdef bint is_plain(const char* data, Py_ssize_t size) noexcept nogil:
     return True
 
 
+cdef Py_ssize_t event_count(const char* data, Py_ssize_t size) noexcept nogil:
+    """How many events end in these bytes."""
+    cdef Py_ssize_t at = 1, count = 0
+    while at < size:
+        if data[at] == 10 and data[at - 1] == 10:
+            count += 1
+            at += 1
+        at += 1
+    return count
+
+
 @cython.final
 cdef class PlainEvents:
     """The plain events of one stream. Belongs to one asyncio loop.

@@ -13,7 +13,6 @@ A client that goes away ends the request: the connection to the server is closed
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any
@@ -39,10 +38,10 @@ from .body import RelayedBody, read_body
 from .endpoints import Endpoint
 from .form import MEDIA_TYPE, read_form
 from .headers import answer_headers, request_head, value_of
-from .pinned import PinnedAnswers
+from .learned import Learned
 from .progress import RelayProgress, tokens_seen
 from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
-from .routing_key import Mismatches, RoutingKey, routing_key
+from .routing_key import RoutingKey, routing_key
 from .servers import ServerPools, parts_of
 from .stream import PassingStream
 from .stream_errors import is_opening, server_fault
@@ -61,15 +60,12 @@ RELAY, RESUMABLE = "relay", "relay-resumable"
 PATIENCE = 4.0
 
 
-class Relay:
+class Relay(Learned):
     """What all relayed requests of one gateway share. Belongs to its loop."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
+        super().__init__(gateway)
         self.pools = ServerPools(gateway.router)
-        self.mismatches = Mismatches()
-        self.pinned = PinnedAnswers()
-        self.numbers = itertools.count(1)  # of requests, whose ids clients may repeat
 
     def at(self, endpoint: Endpoint) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """The handler of one endpoint."""

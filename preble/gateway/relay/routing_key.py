@@ -37,6 +37,7 @@ PROMPTS_MAX = 1024  # of one request that are tokenised; of more the text is tak
 KINDS_MAX = 1024  # of endpoints and models that mismatches are counted of
 TRIED_MIN = 8  # requests of an endpoint kind and model, whose tokens are compared although their text would do
 SAME_SHARE = 0.25  # of what was matched: by so much text and tokens may differ in where a cached prefix ends
+_APART = frozenset({"lora_path", "cache_salt", "extra_key"})  # fields that keep prompts apart
 # Endpoints whose bodies engines make a chat of.
 _CHATS: dict[str, Callable[[RelayedBody, str], dict[str, Any] | None]] = {
     "messages": chat_of_messages,
@@ -151,7 +152,8 @@ def _text_key(body: RelayedBody, token_bytes: int, base: Hashable) -> RoutingKey
     if not len(words):
         words = np.zeros(1, np.int32)
     kind = TEXT if token_bytes == USUAL else f"{TEXT}/{token_bytes}"
-    return RoutingKey(words, joined(kind, base), False, 0 if text.has_ids else token_bytes)
+    namespace = (kind,) if base is None else joined(kind, base)
+    return RoutingKey(words, namespace, False, 0 if text.has_ids else token_bytes)
 
 
 def namespace_of(body: RelayedBody, model: Hashable = None) -> Hashable:
@@ -159,6 +161,8 @@ def namespace_of(body: RelayedBody, model: Hashable = None) -> Hashable:
 
     A model that is named with its adapter outranks `lora_path`.
     """
+    if model is None and _APART.isdisjoint(body.fields):
+        return None
     named = isinstance(model, tuple) and "lora" in model[::2]
     lora = None if named or body.lora is None else ("lora", body.lora)
     return joined(model, lora, None if body.salt is None else ("salt", body.salt))

@@ -201,7 +201,7 @@ _ORDERS: dict[str, Callable[[RelayedBody, KeyBuilder], None]] = {
 def _tools(body: RelayedBody, key: KeyBuilder) -> None:
     """Tool definitions, which chat templates put before the messages; what else the template reads goes with them."""
     for name in ("chat_template", "chat_template_kwargs", "documents", "tools", "functions"):
-        if body.given(name):
+        if name in body.fields and body.given(name):
             key.text(_encode(body.value(name)))
 
 
@@ -220,7 +220,9 @@ def _message(message: dict[str, Any], key: KeyBuilder) -> None:
     """Role, content, then the rest in an order of its own: two clients may write the same message differently."""
     content = message.get("content")
     role = message.get("role")
-    others = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+    others: dict[str, Any] = {}
+    if len(message) > 2 or content is None or role is None:
+        others = {one: value for one, value in message.items() if one not in ("role", "content") and value is not None}
     head = role if isinstance(role, str) else ""
     if isinstance(content, list) and len(content) == 1 and _is_text(content[0]):  # the same, written otherwise
         content = content[0]["text"]

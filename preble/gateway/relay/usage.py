@@ -8,6 +8,7 @@ two searches for bytes (`_is_plain`).
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any, TypeGuard
 
@@ -20,7 +21,8 @@ EVENT_BYTES_MAX = 1 << 20  # of one event; a longer one passes unread
 TAIL_BYTES = 16 << 10
 
 _END = re.compile(rb"\r?\n\r?\n")
-_OF_INTEREST = re.compile(rb'"(?:usage|prompt_tokens)"\s*:\s*[{\d]|"(?:finish_reason|stop_reason)"\s*:\s*["{]')
+# One quote begins all of it, so that the search goes from quote to quote.
+_OF_INTEREST = re.compile(rb'"(?:(?:usage|prompt_tokens)"\s*:\s*[{\d]|(?:finish_reason|stop_reason)"\s*:\s*["{])')
 _ENDS_CHOICE = re.compile(rb'"finish_reason"\s*:\s*"')
 _OUTPUT = re.compile(rb"delta|content_block|output_item")
 _NUMBER = re.compile(rb'"([a-z_]+_tokens)"\s*:\s*(\d{1,10})')
@@ -125,7 +127,7 @@ class UsageReader:
             self._read_beginning(data)
         if _OF_INTEREST.search(data) is None:
             return
-        events = _END.split(data)
+        events = _events_of(data)
         if self._kind == "generate" and len(events) > 2 and not self._by_index and b'"index"' not in data:
             events = [event for event in events if event.startswith(b"data: {")][-1:]
         for event in events:
@@ -191,8 +193,7 @@ class UsageReader:
             self.prompt_tokens += (read or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
 
     def _numbers(self, given: dict[str, Any]) -> None:
-        prompt = next((count for name in _PROMPT if (count := _count(given.get(name))) is not None), None)
-        output = next((count for name in _OUTPUTS if (count := _count(given.get(name))) is not None), None)
+        prompt, output = _first_count(given, _PROMPT), _first_count(given, _OUTPUTS)
         cached = _count(given.get("cached_tokens"))
         self.prompt_tokens = self.prompt_tokens if prompt is None else prompt
         self.output_tokens = self.output_tokens if output is None else output
@@ -242,6 +243,11 @@ def _last_end(data: bytes) -> int:
     return max(plain + 2 if plain >= 0 else 0, other + 4 if other >= 0 else 0)
 
 
+def _events_of(data: bytes) -> list[bytes]:
+    """Whole events without their ends, and what is behind the last one."""
+    return _END.split(data) if b"\r" in data else data.split(b"\n\n")
+
+
 def _end_to_pass(data: bytes) -> int:
     """Where the last whole event ends that need not wait for the next one."""
     last = _last_end(data)
@@ -253,15 +259,22 @@ def _without_usage(data: bytes) -> bytes:
     """Whole events without those that hold nothing but the usage."""
     kept: list[bytes] = []
     at = 0
-    for end in _END.finditer(data):
-        event = data[at : end.end()]
-        at = end.end()
+    for event in _with_ends(data):
+        at += len(event)
         value = _json_of(event) if b'"usage"' in event else None
         if not _is_usage(value):
             kept.append(event)
         elif kept:
             kept[-1] = _with_fingerprint(kept[-1], value.get("system_fingerprint"))
     return b"".join(kept) + data[at:]
+
+
+def _with_ends(data: bytes) -> list[bytes]:
+    """Whole events with their ends; without what is behind the last one."""
+    if b"\r" not in data:
+        return [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
+    ends = [0, *(end.end() for end in _END.finditer(data))]
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _with_fingerprint(event: bytes, fingerprint: Any) -> bytes:
@@ -291,6 +304,14 @@ def _decoded(data: bytes) -> Any:
 def _sum(counts: tuple[int | None, ...]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
+
+
+def _first_count(given: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        count = _count(given.get(name))
+        if count is not None:
+            return count
+    return None
 
 
 def _count(value: Any) -> int | None:

@@ -80,6 +80,8 @@ class RequestProgress:
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens, each prompt counted once."""
+        if len(self.choices) == 1:
+            return self.choices[0].prompt_tokens
         return sum({id(one.job.token_ids): one.prompt_tokens for one in self.choices}.values())
 
     @property

@@ -77,7 +77,8 @@ class EngineWatch:
 
     def output(self) -> None:
         """Tokens of any request have come."""
-        self.answered()
+        if self.silent_seconds:
+            self.answered()
         self._idle_seconds = 0.0
         self._works()
 

@@ -18,13 +18,12 @@ from preble.gateway.picker.messages import (
     BUFFERED_PARTIAL,
     FULL_DUPLEX,
     NONE,
-    PART_BYTES,
     STREAMED,
     ProcessingResponse,
-    answer_part,
     body_parts,
-    fields_of,
+    said_by,
 )
+from preble.gateway.picker.parts import PART_BYTES, read_said
 from preble.gateway.picker.pick import endpoint_of
 from tests.support.picker import (
     BODY,
@@ -108,23 +107,6 @@ def test_parts_are_the_body_and_only_the_last_one_says_that_it_is(data: bytes, e
     assert passed(answers) == data
     ends = [one.request_body.response.body_mutation.streamed_response.end_of_stream for one in answers]
     assert ends == [False] * (len(ends) - 1) + [end]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=300), st.booleans(), st.booleans())
-def test_a_part_is_read_from_bytes_as_from_the_message(data: bytes, end: bool, has_more: bool) -> None:
-    message = body(data, end=end, of="response")
-    if has_more:
-        message.metadata_context.filter_metadata["envoy.lb"].fields["a"].string_value = "b"
-    encoded = message.SerializeToString()
-    assert answer_part(encoded) == (data, end)
-    other = body(data, end=end)
-    assert answer_part(other.SerializeToString()) is None and answer_part(b"") is None
-    for cut in range(len(encoded)):
-        found = answer_part(encoded[:cut])
-        assert found is None or has_more, "what is cut off is left to who reads it all"
-    message.protocol_config.request_body_mode = 1
-    assert has_more or answer_part(message.SerializeToString()) is None
 
 
 @settings(max_examples=15, deadline=None)
@@ -513,5 +495,7 @@ def test_paths_are_those_of_engines() -> None:
 def test_a_header_is_read_from_either_place() -> None:
     message = request_headers(headers=[("x-mine", "raw")])
     message.request_headers.headers.headers.add(key="x-old", value="text")
-    found = dict(fields_of(message.request_headers))
+    found = dict(said_by(message).fields or [])
+    read = read_said(message.SerializeToString())
+    assert read is not None and dict(read.fields or []) == found
     assert (found[b"x-mine"], found[b"x-old"]) == (b"raw", b"text")

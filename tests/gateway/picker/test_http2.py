@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import struct
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,16 @@ from hypothesis import strategies as st
 from preble.errors import ProtocolError
 from preble.gateway.picker import http2
 from preble.gateway.picker.hpack import HeaderDecoder, encoded
-from preble.gateway.picker.http2 import FRAME_BYTES, HEAD_BYTES, PREFACE, STREAM_BYTES, Http2Connection, Http2Stream
+from preble.gateway.picker.http2 import (
+    FRAME_BYTES,
+    HEAD_BYTES,
+    PREFACE,
+    STREAM_BYTES,
+    Http2Call,
+    Http2Connection,
+    Http2Stream,
+)
+from tests.models.header_fields import NaiveHeaderDecoder, integer, packed
 
 DATA, HEADERS, RST, SETTINGS, PING, GOAWAY, WINDOW, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 BLOCK = encoded(((b":method", b"POST"), (b":path", b"/x"), (b"te", b"trailers")))
@@ -66,7 +76,7 @@ class Transport:
         return list(frames(written))
 
 
-class Call:
+class Call(Http2Call):
     """Keeps what comes."""
 
     def __init__(self, stream: Http2Stream, fields: Any) -> None:
@@ -169,8 +179,8 @@ def test_the_table_stays_within_its_bound() -> None:
     for _ in range(500):
         value = rng.randbytes(rng.randrange(100))
         block = b"\x40\x01a" + bytes([len(value)]) + value
-        assert decoder.decode(block) == [(b"a", value)] and decoder._bytes <= 4096
-    assert decoder._bytes == sum(33 + len(value) for _, value in decoder._table)
+        assert decoder.decode(block) == [(b"a", value)] and decoder.table_bytes <= 4096
+    assert decoder.table_bytes == sum(33 + len(value) for _, value in decoder.table)
 
 
 @settings(max_examples=60, deadline=None)
@@ -178,6 +188,63 @@ def test_the_table_stays_within_its_bound() -> None:
 def test_any_bytes_are_decoded_or_refused(block: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         assert isinstance(HeaderDecoder().decode(block), list)
+
+
+def texts(draw: Any) -> bytes:
+    """A text as blocks have it, packed or not."""
+    text: bytes = draw(st.binary(max_size=20))
+    coded = packed(text) if draw(st.booleans()) else None
+    return integer(len(text), 7, 0) + text if coded is None else integer(len(coded), 7, 0x80) + coded
+
+
+@st.composite
+def blocks(draw: Any) -> bytes:
+    """A block, most of whose indexes are of fields that there are."""
+    parts = [integer(draw(st.sampled_from([0, 60, 200, 4096])), 5, 0x20)] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(0, 6))):
+        index = draw(st.one_of(st.integers(1, 61), st.integers(62, 70)))
+        first, bits = draw(st.sampled_from([(0x80, 7), (0x40, 6), (0x00, 4), (0x10, 4)]))
+        if first == 0x80:
+            parts.append(integer(index, bits, first))
+        elif draw(st.booleans()):
+            parts += [integer(index, bits, first), texts(draw)]
+        else:
+            parts += [bytes([first]), texts(draw), texts(draw)]
+    return b"".join(parts)
+
+
+def decoded(decoder: HeaderDecoder | NaiveHeaderDecoder, block: bytes) -> list[tuple[bytes, bytes]] | None:
+    """The fields; None where it is refused."""
+    try:
+        return decoder.decode(block)
+    except ProtocolError:
+        return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(blocks(), min_size=1, max_size=5), st.binary(max_size=12))
+def test_blocks_are_decoded_as_by_the_naive_model(given_blocks: list[bytes], rest: bytes) -> None:
+    decoder, naive = HeaderDecoder(), NaiveHeaderDecoder()
+    for block in [*given_blocks, given_blocks[0] + rest]:
+        found = decoded(decoder, block)
+        assert found == decoded(naive, block)
+        if found is None:
+            return
+        assert decoder.table == list(naive.table)[::-1] and decoder.table_bytes == naive.table_bytes <= 4096
+
+
+def test_every_byte_has_its_code() -> None:
+    text = bytes(range(256))
+    coded = packed(text)
+    assert HeaderDecoder().decode(b"\x00\x01a" + integer(len(coded), 7, 0x80) + coded) == [(b"a", text)]
+
+
+def test_a_small_block_cannot_become_many_fields() -> None:
+    decoder = HeaderDecoder()
+    value = bytes(4000)
+    decoder.decode(b"\x40\x01a" + integer(len(value), 7, 0) + value)
+    with pytest.raises(ProtocolError, match="more than 256"):
+        decoder.decode(b"\xbe" * (64 << 10))
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
@@ -258,6 +325,64 @@ def test_one_stream_too_many_is_refused_and_the_table_stays_in_step() -> None:
     assert peer.calls[0].was_reset and peer.calls[1].fields == [(b"a", b"b")]
 
 
+def test_streams_that_are_opened_and_reset_leave_nothing() -> None:
+    peer = Peer(streams_max=5)
+    peer.greet()
+    for number in range(1, 4001, 2):
+        assert peer.send(open_stream(number) + frame(RST, 0, number, bytes(4))) == []
+    assert not peer.connection.streams and len(peer.calls) == 2000 and all(call.was_reset for call in peer.calls)
+    peer.send(open_stream(4001) + frame(RST, 0, 4001, bytes(4)) + frame(DATA, 0, 4001, b"late") + open_stream(4003))
+    assert list(peer.connection.streams) == [4003] and not peer.transport.closed
+
+
+def test_calls_go_with_their_streams() -> None:
+    """Regression: a stream and its call held each other until the garbage was collected."""
+    peer = Peer()
+    peer.greet(open_stream(1), open_stream(3))
+    gone = [weakref.ref(call) for call in peer.calls]
+    streams = [call.stream for call in peer.calls]
+    peer.calls.clear()
+    streams[0].head(b"\x88", end=True)
+    peer.send(frame(RST, 0, 3, bytes(4)))
+    streams.clear()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_many_settings_in_one_frame_are_applied_once_and_the_last_counts() -> None:
+    peer = Peer(streams_max=200)
+    peer.greet(*(open_stream(number) for number in range(1, 400, 2)))
+    many = struct.pack(">HI", 4, 0) * 10_000 + struct.pack(">HI", 4, 10)
+    assert peer.send(frame(SETTINGS, 0, 0, many)) == [(SETTINGS, 1, 0, b"")]
+    for call in peer.calls:
+        call.stream.send(b"x" * 20)
+    assert [len(one[3]) for one in peer.transport.take()] == [10] * 200
+    less = peer.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 3)))
+    assert less == [(SETTINGS, 1, 0, b"")], "windows may become negative"
+    assert peer.send(frame(WINDOW, 0, 1, struct.pack(">I", 7))) == []
+    assert peer.send(frame(WINDOW, 0, 1, struct.pack(">I", 2))) == [(DATA, 0, 1, b"xx")]
+
+
+def test_those_that_wait_share_the_connections_window() -> None:
+    peer = Peer()
+    peer.greet(open_stream(1), open_stream(3), frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 20)))
+    for call in peer.calls:
+        call.stream.send(bytes(65_535))
+    peer.transport.take()
+    assert sum(len(one[3]) for one in peer.send(frame(WINDOW, 0, 0, struct.pack(">I", 100)))) == 100
+    peer.send(frame(RST, 0, 3, bytes(4)))
+    assert peer.send(frame(WINDOW, 0, 0, struct.pack(">I", 1 << 20))) == [], "nobody waits any more"
+    peer.calls[0].stream.send(b"more")
+    assert peer.transport.take() == [(DATA, 0, 1, b"more")]
+
+
+def test_a_frame_may_come_a_byte_at_a_time() -> None:
+    peer = Peer()
+    peer.greet(open_stream())
+    sent = frame(DATA, 0, 1, bytes(range(256)) * 64)
+    assert peer.send(*(sent[at : at + 1] for at in range(len(sent)))) == []
+    assert peer.calls[0].data == bytes(range(256)) * 64
+
+
 def test_a_client_that_goes_ends_its_calls() -> None:
     peer = Peer()
     peer.greet(open_stream(1), open_stream(3))
@@ -303,9 +428,11 @@ LATE = frame(HEADERS, 0x4, 5, BLOCK)
             frame(HEADERS, 0, 1, BLOCK),
             *[frame(CONTINUATION, 0, 1, bytes(16_384))] * (HEAD_BYTES // 16_384 + 1),
         ),
+        (PREFACE, frame(HEADERS, 0, 1, BLOCK), frame(CONTINUATION, 0, 1)),
         (PREFACE, frame(PING, 0, 0, b"short")),
         (PREFACE, frame(SETTINGS, 0, 0, b"odd")),
         (PREFACE, frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 2**31))),
+        (PREFACE, open_stream(), frame(WINDOW, 0, 1, b"\0\0\xff\xff"), frame(SETTINGS, 0, 0, b"\0\4\x7f\xff\xff\xff")),
         (PREFACE, frame(WINDOW, 0, 0, bytes(4))),
         (PREFACE, frame(WINDOW, 0, 0, struct.pack(">I", 2**31 - 1))),
         (PREFACE, frame(5, 0x4, 1, bytes(4) + BLOCK)),

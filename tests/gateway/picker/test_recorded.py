@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from preble.gateway.picker.messages import ProcessingRequest, ProcessingResponse, answer_part, metadata_of
+from preble.gateway.picker.messages import ProcessingRequest, ProcessingResponse, metadata_of
+from preble.gateway.picker.parts import read_said
 from tests.support.paths import ROOT
 from tests.support.picker import Plane, named, passed, picking
 from tests.support.relay import ScriptedServer, chat_answer, chat_events, event
@@ -29,9 +30,7 @@ def messages(name: str, way: str) -> list[bytes]:
 
 async def answered(plane: Plane, data: bytes, exchange: Any) -> list[bytes]:
     """The answers to one message, as a call gives it to an exchange."""
-    found = exchange.take_part(data)
-    if found is None:
-        found = exchange.take(ProcessingRequest.FromString(data))
+    found = exchange.take(data)
     return found if isinstance(found, list) else await found
 
 
@@ -61,7 +60,9 @@ def test_what_was_recorded_is_what_was_meant(name: str) -> None:
     assert named(found[0]) == RECORDED["destination"] and passed(found, "response") == ANSWERS[name]
     sent = json.loads(passed(found))
     assert sent.get("stream_options") == (None if name == "whole" else {"include_usage": True})
-    parts = [one for one in messages(name, "in") if ProcessingRequest.FromString(one).HasField("response_body")]
-    assert all(answer_part(one) is not None for one in parts), "they are read the short way"
-    head = said[kinds.index("response_headers")]
-    assert metadata_of(head, "envoy.lb", "x-gateway-destination-endpoint") == RECORDED["destination"]
+    read = [read_said(one) for one in messages(name, "in")]
+    assert all(read), "they are read the short way"
+    head = read[kinds.index("response_headers")]
+    assert (
+        head is not None and metadata_of(head, "envoy.lb", "x-gateway-destination-endpoint") == RECORDED["destination"]
+    )

@@ -1,16 +1,12 @@
-"""Header fields of HTTP/2 as they are compressed (RFC 7541). Owns decoding, the table that both sides keep, and the few
-fields that are ever sent; what fields mean is `http2`'s.
-
-Huffman's code follows from its lengths: codes of one length go up with their symbols, longer ones come behind. What
-is decoded is bounded by the frame that it came in, times at most 8/5 for Huffman's, and a table of `TABLE_BYTES`.
+"""The naive model of header fields of HTTP/2 (RFC 7541): what `gateway.picker.hpack` decodes, in plain Python, a bit at
+a time. Owns no bound that matters elsewhere; `packed` writes Huffman's code, which the picker never does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from functools import lru_cache
 
-from ...errors import ProtocolError
+from preble.errors import ProtocolError
 
 TABLE_BYTES = 4096  # of the other side's fields, the default, which we leave as it is
 FIELDS_MAX = 256
@@ -39,13 +35,13 @@ _STATIC: tuple[tuple[bytes, bytes], ...] = tuple(
 )
 
 
-class HeaderDecoder:
+class NaiveHeaderDecoder:
     """The fields of one connection's blocks, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._table: deque[tuple[bytes, bytes]] = deque()  # the newest first
-        self._bytes = 0
-        self._bytes_max = TABLE_BYTES
+        self.table: deque[tuple[bytes, bytes]] = deque()  # the newest first
+        self.table_bytes = 0
+        self.bytes_max = TABLE_BYTES
 
     def decode(self, block: bytes) -> list[tuple[bytes, bytes]]:
         """The fields of a block. Raises `ProtocolError`; then nothing of the connection can be understood any more."""
@@ -58,8 +54,8 @@ class HeaderDecoder:
                     index, at = _integer(block, at, 7)
                     fields.append(self._at(index))
                 elif first & 0xE0 == 0x20:
-                    self._bytes_max, at = _integer(block, at, 5)
-                    if self._bytes_max > TABLE_BYTES or fields:
+                    self.bytes_max, at = _integer(block, at, 5)
+                    if self.bytes_max > TABLE_BYTES or fields:
                         raise ProtocolError("header table: a size that was not allowed")
                     self._evict()
                 else:
@@ -87,30 +83,18 @@ class HeaderDecoder:
         if 0 < index <= len(_STATIC):
             return _STATIC[index - 1]
         index -= len(_STATIC) + 1
-        if not 0 <= index < len(self._table):
+        if not 0 <= index < len(self.table):
             raise ProtocolError("header table: no such field")
-        return self._table[index]
+        return self.table[index]
 
     def _keep(self, field: tuple[bytes, bytes]) -> None:
-        self._table.appendleft(field)
-        self._bytes += _size(field)
+        self.table.appendleft(field)
+        self.table_bytes += _size(field)
         self._evict()
 
     def _evict(self) -> None:
-        while self._bytes > self._bytes_max:
-            self._bytes -= _size(self._table.pop())
-
-
-def encoded(fields: tuple[tuple[bytes, bytes], ...]) -> bytes:
-    """A block that adds nothing to the other side's table; names and values of at most 126 bytes."""
-    parts = []
-    for field in fields:
-        if field in _STATIC:
-            parts.append(bytes([0x80 | _STATIC.index(field) + 1]))
-            continue
-        assert all(len(text) < 127 for text in field), "longer ones are never sent"
-        parts += [b"\0", bytes([len(field[0])]), field[0], bytes([len(field[1])]), field[1]]
-    return b"".join(parts)
+        while self.table_bytes > self.bytes_max:
+            self.table_bytes -= _size(self.table.pop())
 
 
 def _size(field: tuple[bytes, bytes]) -> int:
@@ -128,7 +112,7 @@ def _integer(block: bytes, at: int, bits: int) -> tuple[int, int]:
         byte = block[at]
         at += 1
         value += (byte & 0x7F) << shift
-        if value > _INTEGER_MAX:
+        if shift > 21 or value > _INTEGER_MAX:
             raise ProtocolError("header fields: a number that is too large")
         if not byte & 0x80:
             return value, at
@@ -161,7 +145,6 @@ _SYMBOLS = _codes()
 _BITS_MAX = 30
 
 
-@lru_cache(1024)
 def _unpacked(packed: bytes) -> bytes:
     """Text out of Huffman's code. Raises `ProtocolError` for what is none, or does not end in ones."""
     found = bytearray()
@@ -179,3 +162,24 @@ def _unpacked(packed: bytes) -> bytes:
     if bits > 7 or code != (1 << bits) - 1:
         raise ProtocolError("header fields: Huffman code that ends early")
     return bytes(found)
+
+
+def packed(text: bytes) -> bytes:
+    """Text in Huffman's code, filled up with ones."""
+    codes = {symbol: place for place, symbol in _SYMBOLS.items()}
+    bits = "".join(format(codes[byte][1], f"0{codes[byte][0]}b") for byte in text)
+    bits += "1" * (-len(bits) % 8)
+    return int(bits or "0", 2).to_bytes(len(bits) // 8, "big")
+
+
+def integer(value: int, bits: int, first: int) -> bytes:
+    """A number whose first byte has so many bits of it, behind those of `first`."""
+    limit = (1 << bits) - 1
+    if value < limit:
+        return bytes([first | value])
+    found = bytearray([first | limit])
+    value -= limit
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
