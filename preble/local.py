@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
@@ -447,6 +447,34 @@ class LocalScheduler:
         if live.scheduled:
             self._cache.give(live.slots[live.computed : live.computed + live.scheduled])
             live.scheduled = 0
+
+    # --- KV that other engines take, or give --------------------------------------------------------------------------
+
+    def cached_tokens(self, token_ids: Int32Array, namespace: Hashable = None) -> int:
+        """Returns the length of the longest cached prefix of `token_ids` in `namespace`. Changes nothing. Raises
+        nothing. O(its length)."""
+        return self._cache.cached_tokens(token_ids, namespace)
+
+    def cached_slots(self, token_ids: Int32Array, namespace: Hashable = None, now: float | None = None) -> Int32Array:
+        """Returns the KV slots of the longest cached prefix of `token_ids` in `namespace`, in order of position; they
+        hold its KV until the next call that changes something. Counts as a use, at `now`. Raises `InvalidTime`.
+        O(its length)."""
+        return self._cache.slots_cached(token_ids, namespace, self._time(now))
+
+    def adopt(
+        self,
+        token_ids: Int32Array,
+        namespace: Hashable,
+        write: Callable[[int, Int32Array], None],
+        now: float | None = None,
+    ) -> int:
+        """Cache `token_ids` in `namespace`, at `now`, whose KV another engine has computed: `write(known, slots)`
+        stores that of the tokens from position `known` on in their `slots`. Returns how many of them are cached then:
+        all or, where running requests need the memory, those that were. Raises `InvalidTime`, `InvalidInput` while a
+        batch is in flight, and what `write` does; then nothing is added. O(their number)."""
+        if self._batch is not None:
+            raise InvalidInput(f"batch {self._batch.step} is in flight: complete or discard it first")
+        return self._cache.adopt(token_ids, namespace, len(self._running), write, self._time(now))
 
     # --- reports ------------------------------------------------------------------------------------------------------
 

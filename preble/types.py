@@ -424,11 +424,35 @@ class WorkerCost:
 
 
 @dataclass(frozen=True, slots=True)
+class PullCost:
+    """What it would cost and save, in seconds, if the chosen worker took over KV of the prompt's first `tokens` tokens
+    from `source`, which is estimated to cache them: `moved_tokens` of them, `moved_bytes` in all.
+
+    `pull_seconds`: how long the transfer takes; `wait_seconds` of it the request waits for nothing else.
+    `source_seconds` and `target_seconds`: what others wait at either end. `recompute_seconds`: the prefill of these
+    tokens, for which others wait `others_seconds`. `saved_seconds`: what is saved; pulled is where it is positive.
+    """
+
+    source: str
+    tokens: int
+    moved_tokens: int
+    moved_bytes: int
+    pull_seconds: float
+    wait_seconds: float
+    source_seconds: float
+    target_seconds: float
+    recompute_seconds: float
+    others_seconds: float
+    saved_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Why `worker` would be chosen now, for `reason`, by `policy`. `margin` is the score of `runner_up`, the next best
     (None with one candidate), minus the winner's (0 with one candidate); negative where the winner was drawn among
     several, or the prompt redirected to it. Of the prompt's `prompt_tokens`, `matched_tokens` are estimated cached
-    there. `workers`: the terms of each."""
+    there. `workers`: the terms of each. `pull`: the cheapest way to take over KV that another worker caches; None where
+    nobody can, or nobody has more."""
 
     worker: str
     runner_up: str | None
@@ -438,6 +462,7 @@ class Explanation:
     prompt_tokens: int
     matched_tokens: int
     workers: Sequence[WorkerCost] = field(default_factory=tuple)
+    pull: PullCost | None = None
 
 
 INTERACTIVE: Priority = "interactive"

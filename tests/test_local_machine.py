@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 
+import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -86,6 +88,17 @@ class LocalMachine(RuleBasedStateMachine):
             self.model.add(name, prompt, max_new, stops, namespace, self.clock())
             self.requests[name] = (prompt, max_new, stops)
             self.outputs[name] = []
+
+    @rule(prompt=prompts, namespace=st.sampled_from([None, None, "b"]))
+    def adopt(self, prompt, namespace):
+        """KV of a prompt comes from elsewhere."""
+        write = functools.partial(self.device.write, namespace, prompt)
+        assert self.real.adopt(np.array(prompt, np.int32), namespace, write) == self.model.adopt(namespace, prompt)
+        slots = self.real.cached_slots(np.array(prompt, np.int32), namespace)
+        self.model.use(namespace, prompt)
+        assert [self.device.memory[int(slot)] for slot in slots] == [
+            (namespace, prompt[: i + 1]) for i in range(self.model.cache.matched(namespace, prompt))
+        ]
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 3.0, -1.0]))
     def time_passes(self, seconds):
@@ -238,6 +251,8 @@ def long_run(seed, actions):
             machine.add(random_prompts(rng), rng.randint(1, 14), stops, rng.choice([None, None, None, "b"]))
         elif kind < 0.30 and machine.model.requests:
             machine.cancel(rng.randint(0, 20))
+        elif kind < 0.34:
+            machine.adopt(rng.choice(random_prompts(rng)), rng.choice([None, "b"]))
         else:
             machine.iterate(fails=rng.random() < 0.05, cancelled=rng.choice([0, 2] + [None] * 18))
             machine.clock.advance(rng.choice([0.0, 0.5, 1.0]))

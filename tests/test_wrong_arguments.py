@@ -11,6 +11,7 @@ import pytest
 
 from preble import Decision, GlobalScheduler, Lease, ManualClock, SchedulerConfig, SessionHint
 from preble.errors import DuplicateRequest, InvalidInput, InvalidTokens, PrebleError
+from preble.scheduling.pulls.link_times import Transfer
 
 PROMPT = list(range(200))
 Named = Callable[[GlobalScheduler], Any]  # a request that is booked, by what names it
@@ -112,6 +113,8 @@ NO_TOKENS = [None, 1.5, "text", b"bytes", bytearray(8), ["a"], [1.5], [True], [N
 NO_TOKENS += [np.zeros(3), np.zeros((2, 2), np.int32), np.zeros(3, np.int16), memoryview(b"abcd"), {"a": 1}, iter([1])]
 NO_COUNT = [1.5, "3", True, -1, None, b"", [1], float("nan")]
 NO_ID: list[Any] = [None, [], {}, {1}]
+NO_TIME = [None, "1", True, -1.0, float("nan"), float("inf")]
+CAME = Transfer(10, 10, 80, 0.5, 0.0, 0.0)
 
 Call = Callable[[GlobalScheduler], Any]
 WRONG: dict[str, Call] = {
@@ -141,6 +144,14 @@ WRONG: dict[str, Call] = {
     **{f"more cached {x!r}": lambda s, x=x: s.finish("live", cached_tokens=x) for x in (*NO_COUNT[:3], 201)},
     **{f"reconcile {x!r}": lambda s, x=x: s.reconcile("a", x) for x in (None, 3, "live", [None], [[]])},
     **{f"grace {x!r}": lambda s, x=x: s.reconcile("a", [], grace_seconds=x) for x in (None, "1", -1, True, 1e300)},
+    **{f"pull_for {x!r}": lambda s, x=x: s.pull_for(x, PROMPT) for x in NO_ID},
+    **{f"pull_ended {x!r}": lambda s, x=x: s.pull_ended(x, 0, "b", CAME) for x in NO_ID},
+    **{f"pull's cached {x!r}": lambda s, x=x: s.pull_ended("live", x, "b", CAME) for x in NO_COUNT},
+    **{f"transfer {x!r}": lambda s, x=x: s.pull_ended("live", 0, "b", x) for x in (3, (1, 2), CAME[:3])},
+    **{f"its seconds {x!r}": lambda s, x=x: s.pull_ended("live", 0, "b", CAME._replace(seconds=x)) for x in NO_TIME},
+    **{f"can_move_kv {x!r}": lambda s, x=x: s.can_move_kv(x, "torch", 8) for x in (None, 3, "c", ["a"])},
+    **{f"layout {x!r}": lambda s, x=x: s.can_move_kv("a", x, 8) for x in (None, 3, b"torch")},
+    **{f"token_bytes {x!r}": lambda s, x=x: s.can_move_kv("a", "torch", x) for x in (*NO_COUNT, 0)},
     **{f"running {x!r}": lambda s, x=x: s.reconcile_counts("a", running=x, waiting=0) for x in NO_COUNT},
     **{f"waiting {x!r}": lambda s, x=x: s.reconcile_counts("a", running=0, waiting=x) for x in NO_COUNT},
     **{f"prefill_seconds {x!r}": lambda s, x=x: s.prefill_seconds("a", x, 0) for x in NO_COUNT},

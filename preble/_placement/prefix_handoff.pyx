@@ -1,20 +1,22 @@
-"""Prefixes that change hands: which ones a worker is busy with, and the marks that send their next requests elsewhere.
-Owns the search over one worker's marks and the copying of marks. Who gets what, and when, is `membership.py`.
+"""Prefixes that change hands: which ones a worker is busy with, and the marks that send their next requests elsewhere;
+and what a booking is worth once another worker has handed over KV of its prompt. Owns the search over one worker's
+marks and the copying of marks. Who gets what, and when, is `membership.py`.
 
 A prefix is handed over by marking it on its new worker as if a request had just been placed there: from then on the
 ordinary rule sends its requests to that one worker, the first computes it, and those like it land together. Nothing is
 asked in a decision that was not asked before.
 """
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from preble._placement.bookings cimport DecisionCore
-from preble._cost cimport prefill_seconds
+from preble._cost cimport Lease, nanoseconds, prefill_seconds
 from preble._placement.e2 cimport ANY_REQUEST
 from preble._core.tree.layout cimport (Entry, EntryBlock, Mark, Node, Tree, Walk, end_of, generation, index_of,
                                        is_same_node, mark_at, node_at, run_end, worker_of)
 from preble._core.tree.parts cimport find_entry, hits_estimate
 from preble._core.memory cimport NONE
+from preble._core.tree.nodes cimport confirmed_tokens
 from preble._core.tree.operations cimport drop_below, tree_insert
 
 cdef enum:
@@ -244,3 +246,47 @@ def takes_any(DecisionCore core not None, uint32_t index, str name) -> bool:
 def joined_at(DecisionCore core not None, uint32_t index) -> float:
     """When a worker joined."""
     return core.loads.rows[index].joined_at
+
+
+def confirmed_on(DecisionCore core not None, token_ids, namespace, list workers) -> list[int]:
+    """How many leading tokens of a prompt each of these workers, by index, is known to cache, not only predicted: what
+    it could hand over now. Changes nothing; O(tokens + workers x path)."""
+    cdef Walk walk
+    cdef uint32_t index
+    found = []
+    with core.tree:
+        if not core.tree.walk_python(token_ids, namespace, &walk):
+            return [0] * len(workers)
+        for worker in workers:
+            index = worker
+            found.append(confirmed_tokens(&core.tree.t, walk, core.tree.t.workers[index].key))
+    return found
+
+
+def begin_after_transfer(DecisionCore core not None, request_id, uint32_t cached_tokens, double now) -> bool:
+    """Book the prefill of a live request from `now` on, `cached_tokens` of its prompt having come to its worker. So
+    what is ahead there, and what its first token will say of that worker's speed, are of the work that is really done.
+
+    False, and nothing is changed, where it isn't live, has its first token, or its worker has left. Those booked after
+    it may expire as much later as the transfer has taken. O(1)."""
+    cdef Lease* lease
+    cdef int64_t prefill_ns
+    key = core.live_key(request_id)
+    if key is None:
+        return False
+    with core.tree:
+        lease = core.live_lease(core.lease_key(key))
+        if lease == NULL or lease.prefilled or not core.loads.is_current(lease):
+            return False
+        core.loads.advance(now)
+        cached_tokens = min(cached_tokens, lease.prompt_tokens)
+        prefill_ns = nanoseconds(prefill_seconds(core.loads.rows[lease.worker].cost,
+                                                 lease.prompt_tokens - cached_tokens, lease.prompt_tokens))
+        if lease.share:
+            core.groups.corrected(lease, prefill_ns - lease.prefill_ns, 0)
+        core.loads.correct_prefill(lease, prefill_ns)
+        lease.matched_tokens = max(lease.matched_tokens, cached_tokens)
+        if now > lease.booked_at:
+            lease.renewed_seconds = max(0.0, lease.renewed_seconds - (now - lease.booked_at))
+            lease.booked_at = now
+    return True

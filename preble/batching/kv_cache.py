@@ -9,7 +9,7 @@ published).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +145,45 @@ class KvCache:
     def give(self, slots: Int32Array) -> None:
         """Free slots that were taken and never published."""
         self._pool.give(slots)
+
+    # --- KV that comes from elsewhere, or goes there ------------------------------------------------------------------
+
+    def slots_cached(self, token_ids: Int32Array, namespace: Hashable, now: float) -> Int32Array:
+        """Slots of the longest cached prefix, in order of position, to be read before anything else is done. Counts as
+        a use. Cost: its length."""
+        hold = self.hold(token_ids, namespace, len(token_ids), now)
+        slots = self.slots_of(hold)
+        self.release(hold, now)
+        return slots
+
+    def adopt(
+        self,
+        token_ids: Int32Array,
+        namespace: Hashable,
+        spared: int,
+        write: Callable[[int, Int32Array], None],
+        now: float,
+    ) -> int:
+        """Cache `token_ids` whose KV somebody else has computed: `write(known, slots)` puts that of the tokens from
+        `known` on into their slots. Returns how many are cached then: all of them or, where that would leave less than
+        `spared` of what `take` can supply, those that were. Where `write` raises, nothing is added. Cost: their number.
+        """
+        hold = self.hold(token_ids, namespace, len(token_ids), now)
+        try:
+            known = hold.matched_tokens
+            new = len(token_ids) - known
+            if new == 0 or new + spared > self.available_tokens:
+                return known
+            slots = self.take(new, now).copy()  # not a view of what is free again, should `write` fail
+            try:
+                write(known, slots)
+            except BaseException:
+                self.give(slots)
+                raise
+            self.publish(hold, token_ids, np.concatenate([self.slots_of(hold), slots]), now)
+            return len(token_ids)
+        finally:
+            self.release(hold, now)
 
     # --- whose prefix it is -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ chunk with `finish_reason` set, which is the last. `abort` ends it early, with f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -27,7 +27,9 @@ from ..types import CacheEvent, check_int
 class EngineInfo:
     """What an engine reports in the handshake. `tokenizer_fingerprint` "" means unknown; `max_model_tokens` bounds
     prompt + output. `sampling_fields`: which of `types.SAMPLING_FIELDS` requests may ask for; `resumable_fields`: those
-    of them that it gets right also for a request that has begun elsewhere. `cached_first`: `WorkerSpec`'s.
+    of them that it gets right also for a request that has begun elsewhere. `cached_first`: `WorkerSpec`'s. `kv_layout`
+    names all that KV depends on beside the tokens (weights, shapes, number format): engines of one layout may hand it
+    to each other, those of "" to nobody. It takes `kv_token_bytes` a token.
     """
 
     engine: str
@@ -41,6 +43,8 @@ class EngineInfo:
     sampling_fields: tuple[str, ...] = ()
     resumable_fields: tuple[str, ...] = ()
     cached_first: bool = False
+    kv_layout: str = ""
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,26 @@ class SelfRunning(Protocol):
 
     def stalled_seconds(self) -> float:
         """How long it has had requests and said nothing; 0.0 when it has none."""
+
+
+@runtime_checkable
+class MovesKv(Protocol):
+    """What an engine adds that can hand KV of cached prefixes to another of the same `kv_layout`. Called by the thread
+    that calls `step`. The KV of `n` tokens is `n * kv_token_bytes` bytes, in a form of the layout's own."""
+
+    def cached_tokens(self, token_ids: npt.NDArray[np.int32], namespace: Hashable) -> int:
+        """How many leading tokens are cached. Changes nothing."""
+
+    def export_kv(self, token_ids: npt.NDArray[np.int32], namespace: Hashable, first: int) -> memoryview:
+        """The KV of the tokens from position `first` on, as far as they are cached; empty where they are not. Counts as
+        a use of that prefix."""
+
+    def import_kv(
+        self, token_ids: npt.NDArray[np.int32], namespace: Hashable, first: int, data: bytes | memoryview
+    ) -> int:
+        """Cache `token_ids` by their KV from position `first` on; those before must be cached. Returns how many of them
+        are cached then, fewer than all where that has not gone. Raises `EngineError` where the bytes are not as many as
+        these tokens take, or memory is out; then nothing is added."""
 
 
 def check_prompt(request: GenerationRequest, vocab_size: int, tokens_max: int) -> None:

@@ -46,6 +46,7 @@ from ..transport.security import ClientKeys
 from ..transport.worker_address import UnknownHost, check_worker_address, find_host, is_server, why_silent
 from ..types import AllBlocksCleared, BlockKeys, ServedWork, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
+from .pulls import Pulls
 
 if TYPE_CHECKING:
     from ..scheduler import GlobalScheduler
@@ -150,9 +151,11 @@ class FleetWorker:
 
     # --- LinkListener -------------------------------------------------------------------------------------------------
 
-    def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.Draining) -> None:
+    def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.PullEnded | wire.Draining) -> None:
         """A request's message goes to the router; draining takes the worker out of the choice."""
-        if not isinstance(message, wire.Draining):
+        if isinstance(message, wire.PullEnded):
+            self._fleet.pulls.ended(self, message)
+        elif not isinstance(message, wire.Draining):
             self._fleet.owner.on_message(self, message)
         elif self.state in ("ready", "suspect"):
             self.turn("draining", "it asked for no new requests")
@@ -243,7 +246,8 @@ class Fleet:
         self.owner = owner
         self.workers: dict[str, FleetWorker] = {}  # by address
         self._by_id: dict[str, FleetWorker] = {}  # those the scheduler knows
-        self.scheduler = scheduler
+        self.pulls = Pulls(self)
+        self._scheduler = scheduler
         self.router_id = expect.router_id
         self._config = config
         self._expect = expect
@@ -260,6 +264,17 @@ class Fleet:
         self.all_servers = False  # every worker is a server over HTTP, and there is one
 
     # --- asked by the router ------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> GlobalScheduler:
+        """Who decides; another one learns which workers move KV."""
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: GlobalScheduler) -> None:
+        self._scheduler = scheduler
+        for worker in self._by_id.values():
+            self.pulls.introduce(worker)
 
     @property
     def worker_ids(self) -> Collection[str]:
@@ -539,6 +554,7 @@ class Fleet:
         self._remove_from_scheduler(welcome.worker_id)
         self.scheduler.add_worker(spec, served=work)
         self._by_id[welcome.worker_id] = worker
+        self.pulls.introduce(worker, welcome)
 
     def update_unusable(self) -> None:
         """Keep the set that every decision needs, so that a decision need not look at every worker."""

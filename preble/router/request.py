@@ -224,20 +224,24 @@ class RoutedRequest(PlacedRequest):
 
     def hand_over(self, attempt: Attempt, fleet: Fleet) -> None:
         """Send prompt and output so far to a worker. Raises as `Fleet.send` does."""
-        fleet.send(
-            attempt.worker_id,
-            GenerationRequest(
-                attempt.wire_id,
-                self.tokens_so_far(),
-                self.sampling,
-                self.namespace,
-                output_offset=attempt.offset,
-                claim=self.claim,
-            ),
+        request = GenerationRequest(
+            attempt.wire_id,
+            self.tokens_so_far(),
+            self.sampling,
+            self.namespace,
+            output_offset=attempt.offset,
+            claim=self.claim,
+            pull=fleet.pulls.asked_for(attempt, self),
         )
+        try:
+            fleet.send(attempt.worker_id, request)
+        except PrebleError:
+            fleet.pulls.forget(attempt.wire_id)
+            raise
 
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """With `abort`, send the worker one. Raises as `Fleet.send` does."""
+        fleet.pulls.forget(attempt.wire_id)
         if abort:
             fleet.send(attempt.worker_id, Abort(attempt.wire_id))
 

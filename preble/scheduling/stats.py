@@ -228,6 +228,18 @@ class TenantsStats(TypedDict, total=False):
     dropped_seconds: float
 
 
+class PullsStats(TypedDict, total=False):
+    """KV that workers take over from each other: `workers` that can, `links` that were measured; pulls that requests
+    were sent with and that have ended, the tokens that were wanted and that came. Empty while no worker can."""
+
+    workers: int
+    links: int
+    asked: int
+    ended: int
+    wanted_tokens: int
+    moved_tokens: int
+
+
 class _Recorded(TypedDict, total=False):
     records: RecordsStats
     shadow: ShadowStats
@@ -259,4 +271,5 @@ class SchedulerStats(_Recorded):
     membership: MembershipStats
     scaling: ScalingStats
     tenants: TenantsStats
+    pulls: PullsStats
     workers: dict[str, WorkerStats]

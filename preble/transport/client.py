@@ -97,7 +97,7 @@ class LinkCounters:
 class LinkListener(Protocol):
     """What a link reports to its owner. Called on the loop; must not block."""
 
-    def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.Draining) -> None:
+    def on_message(self, message: wire.OutputChunk | wire.Rejected | wire.PullEnded | wire.Draining) -> None:
         """Something about a request, or the worker drains."""
 
     def on_pong(self, pong: wire.Pong) -> None:
@@ -207,7 +207,7 @@ class WorkerLink:
         self._pong_event_seq = self.welcome.next_event_seq
         self._subscriber = self._socket(zmq.SUB)
         self._subscriber.subscribe(b"")
-        self._subscriber.connect(_events_endpoint(self.address, self.welcome.events_endpoint))
+        self._subscriber.connect(reached_at(self.address, self.welcome.events_endpoint))
         return self.welcome
 
     async def run(self) -> str:
@@ -387,7 +387,7 @@ class WorkerLink:
         elif isinstance(message, wire.Rejected):
             self._listener.on_message(message)
             self._await_no_more(message.request_id)
-        elif isinstance(message, wire.Draining):
+        elif isinstance(message, wire.Draining | wire.PullEnded):
             self._listener.on_message(message)
         elif isinstance(message, wire.Pong):
             self._take_pong(message)
@@ -518,7 +518,7 @@ class WorkerLink:
             self._ask_replay()
 
 
-def _events_endpoint(address: str, made: str) -> str:
+def reached_at(address: str, made: str) -> str:
     """The worker reports the address it bound, which may be a wildcard; over TCP we know a host that reaches it."""
     if not (address.startswith("tcp://") and made.startswith("tcp://")):
         return made

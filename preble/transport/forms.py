@@ -53,6 +53,7 @@ from .messages import (
     Number,
     OutputChunk,
     Positive,
+    PullFrom,
     Text,
 )
 from .namespaces import ELEMENTS_MAX, NIL, Elements, Unfit, pack_namespace, read_namespace
@@ -249,6 +250,27 @@ def _read_claim(found: _Claim | None) -> Claim | None:
     if found is None:
         return None
     return Claim(found.tenant, found.weight, found.deadline_seconds, cast(Priority, found.priority))
+
+
+# --- where KV may be had ----------------------------------------------------------------------------------------------
+
+
+class _PullFrom(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    endpoint: Text
+    epoch: Number
+    tokens: Positive
+    wait_us: Number
+
+
+def _pack_pull(pull: PullFrom) -> tuple[Any, ...]:
+    return _check_text(pull.endpoint, ".endpoint"), pull.epoch, pull.tokens, pull.wait_us
+
+
+def _read_pull(found: _PullFrom | None) -> PullFrom | None:
+    if found is None:
+        return None
+    _check_text(found.endpoint, ".endpoint")
+    return PullFrom(found.endpoint, found.epoch, found.tokens, found.wait_us)
 
 
 # --- log probabilities ------------------------------------------------------------------------------------------------
@@ -512,6 +534,7 @@ FORMS: Mapping[Any, FrameForm] = {
     tuple[int, ...]: FrameForm(_StopWords, _pack_stop, _read_tuple),
     SamplingParams: FrameForm(_Sampling, _pack_sampling, _read_sampling),
     Claim | None: FrameForm(_Claim | None, _pack_claim, _read_claim, "{} is None"),
+    PullFrom | None: FrameForm(_PullFrom | None, _pack_pull, _read_pull, "{} is None"),
     tuple[TokenLogprob, ...]: FrameForm(_Logprobs, _pack_logprobs, _read_logprobs, "not {}"),
     tuple[OutputChunk, ...]: FrameForm(Annotated[list[_Chunk], _CHUNKS_META], _pack_chunks, _read_chunks),
     Hashable: FrameForm(Raw, pack_namespace, read_namespace, "{} is None"),

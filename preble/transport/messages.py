@@ -25,6 +25,8 @@ CHUNKS_MAX = 1024  # output chunks in one frame
 FRAME_BYTES_MAX = 16 << 20  # a longer frame is refused unread
 
 REFUSAL_CODES = ("queue_full", "invalid", "engine", "engine_failed", "draining", "duplicate")
+PULL_ENDS = ("done", "partial", "late", "lost", "refused", "full", "cancelled", "joined")
+KV_REFUSAL_CODES = ("epoch", "layout", "busy", "engine")
 CLOSING_CODES = ("gap", "slow_reader", "expired", "no_session", "replaced", "shutdown", "engine_failed")
 FINISH_REASONS = ("stop", "length", "abort", "error", "invalid")
 
@@ -56,8 +58,11 @@ if TYPE_CHECKING:
     RefusalCode = str
     ClosingCode = str
     FinishReason = str
+    PullEnd = str
+    KvRefusalCode = str
 else:
     RefusalCode, ClosingCode, FinishReason = map(_one_of, (REFUSAL_CODES, CLOSING_CODES, FINISH_REASONS))
+    PullEnd, KvRefusalCode = map(_one_of, (PULL_ENDS, KV_REFUSAL_CODES))
 FieldName = Annotated[str, _text(1, 64)]
 FieldNames = Annotated[tuple[FieldName, ...], Meta(max_length=64, description="at most 64 names of 1 to 64 bytes")]
 
@@ -78,13 +83,24 @@ class Hello(Struct, frozen=True):
     block_size: Annotated[int, _within(0, 65_536)] = 0
 
 
+class PullFrom(Struct, frozen=True):
+    """Where the KV of a prompt's first `tokens` tokens may be had: at a worker's `kv_endpoint`, in its `epoch`. It is
+    worth waiting `wait_us` for: so long it would take to compute it."""
+
+    endpoint: Text
+    epoch: Number
+    tokens: Positive
+    wait_us: Number
+
+
 class GenerationRequest(Struct, frozen=True):
     """A prompt to continue. `token_ids` is 1-D int32, `output_offset` the number of its last tokens that are output
     already.
 
     A request resumed after its worker died arrives with the emitted tokens appended to the prompt and `output_offset`
     set, so that chunk indices and random draws go on where they stopped; `sampling.max_new_tokens` still counts from
-    the first output. `claim`: on whose account the worker serves it, and how soon.
+    the first output. `claim`: on whose account the worker serves it, and how soon. `pull`: what the worker should try
+    to take over from another before it computes the rest.
     """
 
     request_id: Id
@@ -93,6 +109,7 @@ class GenerationRequest(Struct, frozen=True):
     namespace: Hashable = None
     output_offset: Count = 0
     claim: Claim | None = None
+    pull: PullFrom | None = None
 
 
 class Abort(Struct, frozen=True):
@@ -124,7 +141,9 @@ class Welcome(Struct, frozen=True):
     """Accepts a `Hello` and says what the worker is. The first event batch to expect is `next_event_seq`.
 
     `sampling_fields` and `resumable_fields` are `EngineInfo`'s: what a request may ask for here, and what of that also
-    when it has begun elsewhere. `cached_first`: whether it takes requests with most of their prompt cached first.
+    when it has begun elsewhere. `cached_first`: whether it takes requests with most of their prompt cached first. At
+    `kv_endpoint` other workers of the same `kv_layout` may ask for KV of cached prefixes, `kv_token_bytes` a token; ""
+    where they may not.
     """
 
     worker_id: Id
@@ -143,6 +162,9 @@ class Welcome(Struct, frozen=True):
     sampling_fields: FieldNames = ()
     resumable_fields: FieldNames = ()
     cached_first: bool = False
+    kv_endpoint: Text = ""
+    kv_layout: Text = ""
+    kv_token_bytes: Number = 0
 
 
 class Refused(Struct, frozen=True):
@@ -228,6 +250,25 @@ class ReplayEnd(Struct, frozen=True):
     next_event_seq: Number
 
 
+class PullEnded(Struct, frozen=True):
+    """A request's pull is over, and its worker computes what it lacks: it caches the first `cached_tokens` of the
+    prompt.
+
+    `moved_tokens` of these came from the source, in `moved_bytes`. `took_us`: from the request's arrival to this;
+    `source_us`, `target_us`: how long the engines of the two workers were held up by it. With `end` "joined" nothing
+    was moved for it: it waited for the pull of another request, also where it names none itself.
+    """
+
+    request_id: Id
+    end: PullEnd
+    cached_tokens: Count
+    moved_tokens: Count
+    moved_bytes: Number
+    took_us: Number
+    source_us: Number
+    target_us: Number
+
+
 class Draining(Struct, frozen=True):
     """The worker takes no new requests and will exit when the running ones end."""
 
@@ -242,6 +283,36 @@ class Closed(Struct, frozen=True):
 class Fault(Struct, frozen=True):
     """Either side: a frame could not be decoded; it was counted and ignored. A worker's is outside the numbering."""
 
+    text: Text
+
+
+# --- worker to worker -------------------------------------------------------------------------------------------------
+
+
+class KvAsk(Struct, frozen=True):
+    """Asks for the KV of the tokens of a prefix from position `first_token` on. In the frame's header, `epoch` is that
+    of the worker which is asked, `session` the number of the asking worker's transfer, `seq` counts its asks."""
+
+    layout: Text
+    token_ids: npt.NDArray[np.int32]
+    first_token: Count
+    namespace: Hashable = None
+
+
+class KvPart(Struct, frozen=True):
+    """Answers a `KvAsk` of the same header: the KV of the next `tokens` tokens, in a second frame; 0 where none is
+    cached. `busy_us`: how long the engine was held up by it.
+    """
+
+    first_token: Count
+    tokens: Count
+    busy_us: Number
+
+
+class KvRefused(Struct, frozen=True):
+    """Declines a `KvAsk` of the same header."""
+
+    code: KvRefusalCode
     text: Text
 
 
@@ -260,7 +331,11 @@ Message = (
     | Pong
     | Events
     | ReplayEnd
+    | PullEnded
     | Draining
     | Closed
     | Fault
+    | KvAsk
+    | KvPart
+    | KvRefused
 )

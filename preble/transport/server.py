@@ -236,7 +236,7 @@ class Server:
         # connection that is there would stop it for good.)
         most = max(self.config.replay_bytes // _EVENT_FRAME_BYTES, _SUBSCRIBER_BATCHES_MIN)
         publisher.sndhwm = min(most, self.config.replay_batches)
-        publisher.bind(self.config.events_bind or _events_bind(self.endpoint))
+        publisher.bind(self.config.events_bind or bind_beside(self.endpoint, ".events"))
         self._publisher = publisher
         self.events_endpoint: str = publisher.getsockopt_string(zmq.LAST_ENDPOINT)
         self.waker = Waker()
@@ -542,11 +542,12 @@ class Server:
         self.send(session, wire.ReplayEnd(from_seq, from_seq + len(page), replay.first_seq, replay.next_seq))
 
 
-def _events_bind(endpoint: str) -> str:
-    """Where events go when nobody said: a free port of the same host, a path beside the other."""
+def bind_beside(endpoint: str, ending: str) -> str:
+    """Where another socket of the same process is bound when nobody said: a free port of the same host, a path beside
+    the other."""
     if endpoint.startswith("tcp://"):
         return endpoint.rpartition(":")[0] + ":*"
-    return endpoint + ".events"
+    return endpoint + ending
 
 
 def _is_of(event: CacheEvent, router_id: str) -> bool:

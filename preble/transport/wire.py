@@ -7,7 +7,8 @@ One message is one ZeroMQ frame, a msgpack array:
 
 `epoch` names one start of a worker process and `session` one connection of one router to it, so that a frame from an
 earlier life is recognised. `sequence number` counts the frames of one direction of a session from 0: a hole means that
-frames were lost. Token ids travel as raw little-endian int32. `Refused` keeps its layout in every protocol version, so
+frames were lost. Between workers (`KvAsk` and its answers) these three say what `messages` does; the KV itself is a
+second frame. Token ids travel as raw little-endian int32. `Refused` keeps its layout in every protocol version, so
 that two sides that do not understand each other can still say so.
 
 `decode` accepts exactly what `encode` makes: a wrong type, a value out of range, a missing or an extra field raises
@@ -38,12 +39,16 @@ from .messages import (
     Fault,
     GenerationRequest,
     Hello,
+    KvAsk,
+    KvPart,
+    KvRefused,
     Message,
     Number,
     OutputChunk,
     OutputChunks,
     Ping,
     Pong,
+    PullEnded,
     Refused,
     Rejected,
     Replay,
@@ -58,10 +63,13 @@ _HEADER = ("version", "code", "epoch", "session", "seq")
 _CODES: Mapping[type[Message], int] = {
     **{Hello: 1, GenerationRequest: 2, Abort: 3, Ping: 4, Replay: 5, Bye: 6},
     **{Welcome: 17, Refused: 18, OutputChunk: 19, Rejected: 20, Pong: 21, Events: 22, ReplayEnd: 23},
-    **{Draining: 24, Closed: 25, Fault: 26, OutputChunks: 27},
+    **{Draining: 24, Closed: 25, Fault: 26, OutputChunks: 27, PullEnded: 28},
+    **{KvAsk: 33, KvPart: 34, KvRefused: 35},
 }
 ROUTER_MESSAGES: frozenset[type] = frozenset(cls for cls, code in _CODES.items() if code < 16) | {Fault}
-WORKER_MESSAGES: frozenset[type] = frozenset(cls for cls, code in _CODES.items() if code > 16)
+WORKER_MESSAGES: frozenset[type] = frozenset(cls for cls, code in _CODES.items() if 16 < code < 32)
+KV_ASKS: frozenset[type] = frozenset({KvAsk})
+KV_ANSWERS: frozenset[type] = frozenset({KvPart, KvRefused})
 
 
 class Envelope(Struct, frozen=True):
@@ -122,10 +130,17 @@ def decode(frame: bytes, allowed: frozenset[type], *, max_bytes: int = FRAME_BYT
         raise ProtocolError(layout.misfit("read", values[len(_HEADER) :])) from error
     except InvalidInput as error:
         raise ProtocolError(str(error)) from error
-    request = envelope.message
-    if type(request) is GenerationRequest and request.output_offset >= len(request.token_ids):
-        raise ProtocolError(f"GenerationRequest.output_offset must be below the {len(request.token_ids)} token_ids")
+    if type(envelope.message) is GenerationRequest:
+        _check_lengths(envelope.message)
     return envelope
+
+
+def _check_lengths(request: GenerationRequest) -> None:
+    count = len(request.token_ids)
+    if request.output_offset >= count:
+        raise ProtocolError(f"GenerationRequest.output_offset must be below the {count} token_ids")
+    if request.pull is not None and request.pull.tokens > count:
+        raise ProtocolError(f"GenerationRequest.pull.tokens must be at most the {count} token_ids")
 
 
 def disagreement(hello: Hello, welcome: Welcome) -> str:

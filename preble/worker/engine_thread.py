@@ -2,7 +2,7 @@
 serve routers; knows no socket and no router.
 
     with the turn      pass_on(output of the last step), serve(seconds to wait) -> commands
-    without it         commands -> engine.submit / engine.abort, engine.step() -> output
+    without it         commands -> engine.submit / engine.abort, jobs, engine.step() -> output
 
 So between two steps the thread that computes is the one that receives and sends: a request wakes nobody else on its way
 to the engine, nor a token on its way out. Another thread takes the turn while a step is long, so that heartbeats are
@@ -34,6 +34,7 @@ logger = logging.getLogger("preble.worker")
 _LOAD_SECONDS = 0.05  # the load is read no more often: routers ask once per heartbeat
 _LONG_STEP_SECONDS = 0.05
 _IDLE_SECONDS = 0.1  # how soon a signal or an expired session is noticed when nothing else happens
+_JOBS_PER_STEP = 2  # so that who asks for KV delays nobody's token for long
 _REFUSAL_CODES = {QueueFull: "queue_full", InvalidInput: "invalid", EngineError: "engine"}
 
 
@@ -78,6 +79,7 @@ class EngineThread:
         self._clock = clock
         self._turn = threading.Lock()
         self._commands: deque[GenerationRequest | str] = deque()
+        self._jobs: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._step_started: float | None = None
         self._load_read_at = -1.0
@@ -103,6 +105,13 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request; unknown ids are ignored."""
         self._commands.append(request_id)
+
+    def call(self, job: Callable[[], None]) -> None:
+        """Have the thread do something short with the engine, few such between two steps. Any thread may call this; who
+        does bounds how many wait. What a job raises ends the thread as what the engine raises does; after `stop` it is
+        not done."""
+        self._jobs.append(job)
+        self._wake()
 
     def stand_in(self) -> None:
         """Serve in the thread's place whenever a step is long, until the thread has ended or `serve` returns False."""
@@ -152,11 +161,11 @@ class EngineThread:
         try:
             if not self._stopping and (output.chunks or output.refusals or output.events):
                 self._pass_on(output)
-            wait_seconds = 0.0 if self._engine_has_work() else self._idle_seconds()
+            wait_seconds = 0.0 if self._has_work() else self._idle_seconds()
             while not self._stopping:
                 if not self._serve(wait_seconds):
                     return False
-                if self._commands or self._engine_has_work():
+                if self._commands or self._has_work():
                     return True
                 wait_seconds = self._idle_seconds()
             return False
@@ -165,7 +174,7 @@ class EngineThread:
 
     def _idle_seconds(self) -> float:
         """How long to wait for routers where the engine has nothing to do, of which it says its load."""
-        if self._commands:
+        if self._commands or self._jobs:
             return 0.0
         self.load = self.engine.load()
         return _IDLE_SECONDS
@@ -175,6 +184,8 @@ class EngineThread:
         commands = list(self._commands)
         self._commands.clear()
         self._step_started = self._clock()
+        for _ in range(min(len(self._jobs), _JOBS_PER_STEP)):
+            self._jobs.popleft()()
         refusals = [refusal for command in commands if (refusal := self._obey(command)) is not None]
         chunks = self.engine.step() if self._engine_has_work() else []
         events = self.engine.take_events()
@@ -183,6 +194,9 @@ class EngineThread:
             self.load, self._load_read_at = self.engine.load(), now
         self._step_started = None
         return Output(chunks, refusals, events)
+
+    def _has_work(self) -> bool:
+        return bool(self._jobs) or self._engine_has_work()
 
     def _engine_has_work(self) -> bool:
         """Whether a step is worth while: an engine that runs by itself does the rest without one."""

@@ -5,6 +5,8 @@ worker`.
 
 The engine's thread serves the routers between two steps, `run`'s while one is long (`engine_thread` says how).
 
+A request that names a pull waits beside the engine until it is over (`kv_mover`), and is computed whatever came of it.
+
 At its bounds: over `max_requests` live requests, a new one is answered "queue_full"; a router that does not read loses
 its session (`transport.outbox`), never anybody's time. A router that goes away takes its requests along: they are
 aborted. What becomes of each request is reported to all routers, so that their bookings are of the whole fleet. SIGTERM
@@ -24,21 +26,24 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from ..clock import Clock
-from ..engines.base import Engine, EngineInfo, GenerationRequest, OutputChunk
+from ..engines.base import Engine, EngineInfo, GenerationRequest, MovesKv, OutputChunk
 from ..errors import EngineError, InvalidConfig
 from ..launch.processes import end_with_stdin
 from ..transport import wire
+from ..transport.kv_transfers import KvLimits
 from ..transport.security import ServerKeys, check_bind, load_server_keys
-from ..transport.server import Request, Server, ServerConfig, Session, SessionEnded
+from ..transport.server import Request, Server, ServerConfig, Session, SessionEnded, bind_beside
+from ..transport.socket_reader import is_inproc
 from ..types import RequestEnded, RequestPlaced, RequestPrefilled, check_fields
 from . import engine_options
 from .engine_thread import EngineThread, Output, Refusal
+from .kv_mover import KvMover, PullResult
 
 logger = logging.getLogger("preble.worker")
 
@@ -49,12 +54,17 @@ _RESULTS = ("stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """A worker's name and bounds. `worker_id` "" takes host:port of the endpoint. `drain_seconds` bounds a drain."""
+    """A worker's name and bounds. `worker_id` "" takes host:port of the endpoint. `drain_seconds` bounds a drain.
+    `kv_bind`: where other workers may ask for KV, if the engine can move it; "" takes a free port beside the endpoint,
+    "none" lets nobody ask and asks nobody. `kv`: bounds of that.
+    """
 
     server: ServerConfig
     worker_id: str = ""
     max_requests: int = 4096
     drain_seconds: float = 30.0
+    kv_bind: str = ""
+    kv: KvLimits = field(default_factory=KvLimits)
 
     def __post_init__(self) -> None:
         check_fields(self, "be positive", "max_requests")
@@ -87,6 +97,8 @@ class _Ticket:
     offset: int
     tokens_end: int
     prefilled: RequestPrefilled | None = None
+    pulling: GenerationRequest | None = None  # waits for its pull, with the engine's id
+    aborted: bool = False  # while it did
 
     @property
     def request_id(self) -> str:
@@ -117,12 +129,38 @@ class Worker:
         if not config.worker_id:
             self.server.welcome = replace(self.server.welcome, worker_id=_default_id(self.server.endpoint))
         self.engine = EngineThread(engine, self._serve, self._pass_on, self.server.waker.wake, clock=clock)
+        self.kv_mover = self._open_kv(engine, epoch, keys, clock)
         self._clock = clock
         self._live: dict[str, _Ticket] = {}  # engine's request id -> whose it is
         self._sessions_opened = 0
         self._drain_asked = False
         self._draining_since: float | None = None
         self._error: Exception | None = None  # of the transport
+
+    def _open_kv(self, engine: Engine, epoch: int, keys: ServerKeys | None, clock: Clock) -> KvMover | None:
+        """What moves KV, where the engine can and may; the handshake says where."""
+        bind, info = self.config.kv_bind, engine.info
+        if not isinstance(engine, MovesKv) or not info.kv_layout or bind == "none" or is_inproc(self.server.endpoint):
+            return None
+        if bind:
+            check_bind(bind, has_keys=keys is not None, insecure=self.config.server.insecure)
+        try:
+            found = KvMover(
+                engine,
+                info,
+                self.engine.call,
+                self.server.waker.wake,
+                bind or bind_beside(self.server.endpoint, ".kv"),
+                epoch=epoch,
+                keys=keys,
+                limits=self.config.kv,
+                clock=clock,
+            )
+        except BaseException:
+            self.server.close()
+            raise
+        self.server.welcome = replace(self.server.welcome, kv_endpoint=found.endpoint)
+        return found
 
     @property
     def worker_id(self) -> str:
@@ -143,6 +181,8 @@ class Worker:
     def run(self) -> None:
         """Serve until drained. Raises `EngineError` when the engine fails, after closing the routers' sessions."""
         self.engine.start()
+        if self.kv_mover is not None:
+            self.kv_mover.start()
         try:
             self.engine.stand_in()
             if self._error is not None:
@@ -150,6 +190,8 @@ class Worker:
             if self.engine.failure is not None:
                 self._fail()
         finally:
+            if self.kv_mover is not None:
+                self.kv_mover.close()
             if not self.engine.stop():
                 logger.error("the engine's step does not end; leaving it behind")
             self.server.close()
@@ -161,6 +203,8 @@ class Worker:
         try:
             for session, request in self.server.poll(wait_seconds):
                 self._take(session, request)
+            if self.kv_mover is not None:
+                self._end_pulls(self.kv_mover)
             self._report_again()
             self.server.publish_reports()
             return self._error is None and not self._done()
@@ -173,9 +217,10 @@ class Worker:
             self._submit(session, request)
         elif isinstance(request, wire.Abort):
             engine_id = _engine_id(session, request.request_id)
-            if engine_id in self._live:
+            ticket = self._live.get(engine_id)
+            if ticket is not None:
                 self.counters.aborts += 1
-                self.engine.abort(engine_id)
+                self._abort(engine_id, ticket)
         elif isinstance(request, wire.Ping):
             self.server.send(session, self._pong(request.nonce))
         elif isinstance(request, SessionEnded):
@@ -193,7 +238,44 @@ class Worker:
         placed, offset = _placed(session.router_id, request), request.output_offset
         self._live[engine_id] = _Ticket(session, placed, self.server.replay.next_seq, offset, offset)
         self.server.report(placed)
-        self.engine.submit(replace(request, request_id=engine_id))
+        request = replace(request, request_id=engine_id)
+        if request.pull is None and not (self.kv_mover is not None and self.kv_mover.is_pulling):
+            self.engine.submit(request)
+        else:
+            self._pull(engine_id, self._live[engine_id], request)
+
+    def _pull(self, engine_id: str, ticket: _Ticket, request: GenerationRequest) -> None:
+        """Let a request wait for its pull, or one that brings what it lacks; where none can be begun it is over."""
+        ticket.pulling = request
+        if self.kv_mover is None or not self.kv_mover.pull(engine_id, request):
+            self._end_pull(ticket, PullResult(engine_id, "" if request.pull is None else "refused"))
+
+    def _end_pulls(self, mover: KvMover) -> None:
+        for result in mover.take_results():
+            ticket = self._live.get(result.engine_id)
+            if ticket is not None:
+                self._end_pull(ticket, result)
+
+    def _end_pull(self, ticket: _Ticket, result: PullResult) -> None:
+        """A pull is over: report what came of it, and have the request computed."""
+        request, ticket.pulling = ticket.pulling, None
+        assert request is not None, "a request has one pull"
+        if result.end:
+            said = asdict(result)
+            del said["engine_id"]
+            self.server.send(ticket.session, wire.PullEnded(ticket.request_id, **said))
+        self.engine.submit(request)
+        if ticket.aborted:
+            self.engine.abort(request.request_id)
+
+    def _abort(self, engine_id: str, ticket: _Ticket) -> None:
+        """Have the engine end a request, after its pull, which ends now."""
+        if ticket.pulling is None:
+            self.engine.abort(engine_id)
+            return
+        ticket.aborted = True
+        if self.kv_mover is not None:
+            self.kv_mover.cancel(engine_id)
 
     def _refusal(self, engine_id: str) -> tuple[str, str] | None:
         """(code, reason) why a request cannot be taken now, or None."""
@@ -213,7 +295,7 @@ class Worker:
         for engine_id, ticket in self._live.items():
             if ticket.session is session:
                 self.counters.aborted_with_session += 1
-                self.engine.abort(engine_id)
+                self._abort(engine_id, ticket)
 
     def _pong(self, nonce: int) -> wire.Pong:
         return wire.Pong(
@@ -320,7 +402,8 @@ class Worker:
 
     def stats(self) -> dict[str, int]:
         """Counters of requests and transport. Changes nothing."""
-        return {**asdict(self.counters), **asdict(self.server.counters), "live_requests": len(self._live)}
+        moved = {} if self.kv_mover is None else asdict(self.kv_mover.counters)
+        return {**asdict(self.counters), **asdict(self.server.counters), **moved, "live_requests": len(self._live)}
 
 
 def _default_id(endpoint: str) -> str:
@@ -367,6 +450,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine_options.add_arguments(parser)
     parser.add_argument("--bind", default="tcp://127.0.0.1:*", help="endpoint for routers; port * takes a free one")
     parser.add_argument("--events-bind", default="", metavar="ENDPOINT", help="for cache events; default: a free port")
+    parser.add_argument(
+        "--kv-bind",
+        default="",
+        metavar="ENDPOINT",
+        help='where other workers may ask for cached KV (torch); default: a free port; "none": no KV is moved',
+    )
     parser.add_argument("--id", default="", metavar="NAME", help="name of this worker; default host:port")
     parser.add_argument("--max-requests", type=int, default=4096, help="live requests, then 'queue full' (%(default)s)")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="time to finish after SIGTERM (%(default)s)")
@@ -397,7 +486,8 @@ def run(args: argparse.Namespace) -> int:
     )
     # What can be refused at once is refused before a model is loaded.
     keys = load_server_keys(args.curve_keys) if args.curve_keys else None
-    check_bind(args.bind, has_keys=keys is not None, insecure=args.insecure)
+    for bind in (args.bind, *([] if args.kv_bind in ("", "none") else [args.kv_bind])):
+        check_bind(bind, has_keys=keys is not None, insecure=args.insecure)
     if args.cpu is not None:
         _pin(args.cpu)
     if args.until_stdin_closes:
@@ -408,7 +498,7 @@ def run(args: argparse.Namespace) -> int:
         insecure=args.insecure,
         session_timeout_seconds=args.session_timeout,
     )
-    config = WorkerConfig(server, args.id, args.max_requests, args.drain_seconds)
+    config = WorkerConfig(server, args.id, args.max_requests, args.drain_seconds, args.kv_bind)
     worker = Worker(engine_options.make_engine(args), config, epoch=time.time_ns(), keys=keys)
     return serve(worker)
 

@@ -30,7 +30,10 @@ an error of `preble.errors` that derives from `InvalidInput` has changed nothing
 
 # Heading -> names of `preble`, or of the module that is given with a colon.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Decide": ("GlobalScheduler", "Decision", "Lease", "Match", "Explanation", "WorkerCost", "TokenIds"),
+    "Decide": (
+        *("GlobalScheduler", "Decision", "Lease", "Match", "Explanation", "WorkerCost", "types:PullCost"),
+        *("scheduling.pulls.link_times:Transfer", "TokenIds"),
+    ),
     "Describe the fleet": ("WorkerSpec", "SchedulerConfig", "CostModel", "SessionHint"),
     "Requests through a router": ("Router", "RouterConfig", "SamplingParams", "StreamChunk"),
     "A rule of your own": ("Policy", "policies.base:RequestView", "policies.base:WorkersView"),
@@ -46,6 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "scheduling.stats:CostStats",
             "scheduling.stats:RecordsStats",
             "scheduling.stats:TenantsStats",
+            "scheduling.stats:PullsStats",
             "scheduling.stats:ShadowStats",
         ),
         *("RouterStats", "router.stats:RouterWorkerStats", "LocalStats"),

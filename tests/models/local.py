@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from preble.local import Batch, LocalConfig
 
@@ -153,6 +154,25 @@ class NaiveLocal:
         self.cache.release(request.namespace, request.known[: request.computed])
         request.running = False
         request.held = request.computed = 0
+
+    def adopt(self, namespace: Hashable, tokens: tuple[int, ...]) -> int:
+        """KV of all these tokens comes from elsewhere; returns how many are cached then."""
+        known = self.cache.matched(namespace, tokens)
+        self.cache.hold(namespace, tokens, 0, known)
+        new, end = len(tokens) - known, known
+        if new and new + len(self.running()) <= self.available():
+            if new > self.free():
+                self.cache.evict(max(new - self.free(), self.config.kv_capacity_tokens // 256))
+            self.cache.hold(namespace, tokens, known, len(tokens))
+            end = len(tokens)
+        self.cache.release(namespace, tokens[:end])
+        return end
+
+    def use(self, namespace: Hashable, tokens: tuple[int, ...]) -> None:
+        """Somebody reads what of a prefix is cached."""
+        known = self.cache.matched(namespace, tokens)
+        self.cache.hold(namespace, tokens, 0, known)
+        self.cache.release(namespace, tokens[:known])
 
     def preempt_newest(self) -> None:
         request = self.running()[-1]
@@ -401,6 +421,12 @@ class PretendDevice:
                 assert item.start + len(item.token_ids) == len(sequence), "sampled before the last known token"
                 tokens[item.request_id] = next_token(sequence)
         return tokens
+
+    def write(self, namespace: Hashable, tokens: tuple[int, ...], known: int, slots: Any) -> None:
+        """Store KV that comes from elsewhere: that of the tokens from `known` on."""
+        assert len(slots) == len(tokens) - known
+        for i, slot in enumerate(slots):
+            self.memory[int(slot)] = (namespace, tokens[: known + i + 1])
 
     def _check_context(self, request_id, item, key, written) -> None:
         namespace, sequence = key

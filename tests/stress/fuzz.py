@@ -57,6 +57,7 @@ from preble.scheduling.records import DecisionRecording, from_json, to_json
 from preble.transport import wire
 from preble.transport.engine_servers import kv_event_codec, server_info
 from preble.transport.engine_servers.http_client import _SglangStream, _VllmStream
+from preble.transport.messages import PullFrom
 from preble.transport.security import create_keys, load_client_keys
 from preble.types import (
     AllBlocksCleared,
@@ -69,7 +70,7 @@ from preble.types import (
 )
 from tests.support.paths import DATA
 
-ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
+ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES | wire.KV_ASKS | wire.KV_ANSWERS
 INPUT_BYTES_MAX = 4096
 SLOW_SECONDS = 10
 INPUT_BYTES_HELD_MAX = 256 << 20  # then MemoryError, which no decoder may raise; with atheris, 2 GiB of all memory
@@ -299,6 +300,9 @@ def _frames() -> list[bytes]:
             wire.Events(3, events, "router"),
         ),
         *(wire.ReplayEnd(1, 2, 3, 4), wire.Closed("gap", "why"), wire.Fault("what")),
+        wire.GenerationRequest("r", ids, pull=PullFrom("tcp://127.0.0.1:5", 9, 3, 1000)),
+        wire.PullEnded("r", "partial", 3, 2, 16, 1000, 20, 30),
+        *(wire.KvAsk("layout", ids, 2, ("a", 1)), wire.KvPart(2, 3, 40), wire.KvRefused("busy", "why")),
     ]
     return [wire.encode(message, epoch=5, session=1, seq=2) for message in messages]
 

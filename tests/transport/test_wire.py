@@ -24,9 +24,12 @@ from preble.transport.messages import (
     EVENTS_MAX,
     FINISH_REASONS,
     ID_BYTES_MAX,
+    KV_REFUSAL_CODES,
+    PULL_ENDS,
     REFUSAL_CODES,
     STOP_TOKENS_MAX,
     TEXT_BYTES_MAX,
+    PullFrom,
 )
 from preble.transport.namespaces import check_namespace
 from preble.types import (
@@ -45,7 +48,7 @@ from preble.types import (
     TokenLogprob,
 )
 
-ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES
+ALL = wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES | wire.KV_ASKS | wire.KV_ANSWERS
 
 # --- what a message may hold ------------------------------------------------------------------------------------------
 
@@ -138,7 +141,14 @@ def requests() -> st.SearchStrategy[wire.GenerationRequest]:
     """Requests whose offset fits their tokens."""
     return PROMPT.flatmap(
         lambda ids: st.builds(
-            wire.GenerationRequest, IDS, st.just(ids), SAMPLING, NAMESPACES, st.integers(0, len(ids) - 1), CLAIMS
+            wire.GenerationRequest,
+            IDS,
+            st.just(ids),
+            SAMPLING,
+            NAMESPACES,
+            st.integers(0, len(ids) - 1),
+            CLAIMS,
+            st.none() | st.builds(PullFrom, TEXT, INT63, st.integers(1, len(ids)), INT63),
         )
     )
 
@@ -167,6 +177,10 @@ MESSAGES = st.one_of(
         st.booleans(),
         FIELDS,
         FIELDS,
+        st.booleans(),
+        TEXT,
+        TEXT,
+        INT63,
     ),
     st.builds(wire.Refused, TEXT),
     st.builds(
@@ -201,6 +215,10 @@ MESSAGES = st.one_of(
     st.builds(wire.Pong, INT63, INT63, INT63, INT63, INT63, INT63, INT63, INT63, st.booleans()),
     st.builds(wire.Events, INT63, st.lists(EVENTS, max_size=3).map(tuple), TEXT),
     st.builds(wire.ReplayEnd, INT63, INT63, INT63, INT63),
+    st.builds(wire.PullEnded, IDS, st.sampled_from(PULL_ENDS), INT31, INT31, INT63, INT63, INT63, INT63),
+    st.builds(wire.KvAsk, TEXT, PROMPT, INT31, NAMESPACES),
+    st.builds(wire.KvPart, INT31, INT31, INT63),
+    st.builds(wire.KvRefused, st.sampled_from(KV_REFUSAL_CODES), TEXT),
     st.builds(wire.Draining),
     st.builds(wire.Closed, st.sampled_from(CLOSING_CODES), TEXT),
     st.builds(wire.Fault, TEXT),
@@ -234,6 +252,7 @@ def test_every_message_comes_back_as_it_went(message: wire.Message, epoch: int, 
 def test_every_message_belongs_to_a_side() -> None:
     assert set(wire.Message.__args__) == ALL
     assert {wire.Fault} == wire.ROUTER_MESSAGES & wire.WORKER_MESSAGES
+    assert not (wire.KV_ASKS | wire.KV_ANSWERS) & (wire.ROUTER_MESSAGES | wire.WORKER_MESSAGES), "no router asks for KV"
 
 
 def test_token_ids_travel_as_raw_little_endian_int32() -> None:
@@ -245,9 +264,10 @@ def test_token_ids_travel_as_raw_little_endian_int32() -> None:
 def test_a_claim_travels_as_four_values_and_none_as_one_byte() -> None:
     ids, claim = np.array([7], np.int32), Claim("acme", 2.0, 1.5, "batch")
     frame = wire.encode(wire.GenerationRequest("r", ids, claim=claim))
-    assert frame.endswith(bytes.fromhex("94a461636d65cb4000000000000000cb3ff8000000000000a56261746368"))
+    assert frame.endswith(bytes.fromhex("94a461636d65cb4000000000000000cb3ff8000000000000a56261746368c0"))
     assert wire.decode(frame, ALL).message.claim == claim
-    assert wire.encode(wire.GenerationRequest("r", ids)).endswith(b"\xc0\x00\xc0")  # namespace, offset, claim
+    nothing = wire.encode(wire.GenerationRequest("r", ids))
+    assert nothing.endswith(b"\xc0\x00\xc0\xc0")  # namespace, offset, claim, pull
 
 
 @pytest.mark.parametrize(
@@ -257,7 +277,22 @@ def test_a_claim_travels_as_four_values_and_none_as_one_byte() -> None:
 def test_claims_that_mean_nothing_are_refused(claim: list[Any]) -> None:
     values = msgpack.unpackb(wire.encode(wire.GenerationRequest("r", np.array([7], np.int32))))
     with pytest.raises(ProtocolError, match=r"tenant|weight|deadline_seconds|priority"):
-        wire.decode(msgpack.packb([*values[:-1], claim]), ALL)
+        wire.decode(msgpack.packb([*values[:-2], claim, None]), ALL)
+
+
+@pytest.mark.parametrize(
+    ("pull", "text"),
+    [
+        (["x", 1, 0, 1], "must be an int in"),
+        (["x", 1, 2, 1], "at most the 1 token_ids"),
+        (["x" * 5000, 1, 1, 1], "endpoint"),
+        (["x", 1, 1], "an array of 4"),
+    ],
+)
+def test_pulls_that_mean_nothing_are_refused(pull: list[Any], text: str) -> None:
+    values = msgpack.unpackb(wire.encode(wire.GenerationRequest("r", np.array([7], np.int32))))
+    with pytest.raises(ProtocolError, match=text):
+        wire.decode(msgpack.packb([*values[:-1], pull]), ALL)
 
 
 def test_a_decoded_prompt_is_int32_and_cannot_be_written_to() -> None:
@@ -408,10 +443,10 @@ RARE = [
 
 
 DIGESTS = (
-    *("161661fd089fecbf", "498a4a66b6f2f7cd", "ba5e4aab6abca260", "1c0fc263b246235a", "a483cf384a91dcc7"),
+    *("161661fd089fecbf", "498a4a66b6f2f7cd", "ba5e4aab6abca260", "29b0b12c65501634", "f54791fb3a9d1465"),
     *("203ab59c82ccfdc2", "8ae037c8dabb8a4d", "85cf455bd79d18b5", "84a9b43ca2da6593", "a41a7f2fc414d5c8"),
-    *("5695d2aabf3772ec", "39022d209c174df7", "2b75c6d21375d267", "b1323fd9cf064dc0", "722873a402098e0b"),
-    *("11b50db0b7547440", "8acfa4bd0dace6e4", "ff2a696c99e556a5", "dc649a1751b1216f", "e437e0417d962eae"),
+    *("a283cc95e185a95d", "4a84cb8b960bbc5b", "78e6dc48ae82e0bc", "b1323fd9cf064dc0", "e56824715e0a60b7"),
+    *("5b8db49e423b90e9", "8acfa4bd0dace6e4", "ff2a696c99e556a5", "dc649a1751b1216f", "e437e0417d962eae"),
 )
 
 
@@ -426,8 +461,8 @@ STORED = BlockStored((1, b"h"), None, (1, 2), 2, ("a", 1), "GPU")
 STAYS = [
     (
         wire.Welcome("w", "simulated", "llama", "abc", 16, 1000, None, 4096, (2,), "", 0, 1 << 20),
-        "dc00150811cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
-        "c40402000000a000ce00100000c29090c2",
+        "dc00180811cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
+        "c40402000000a000ce00100000c29090c2a0a000",
     ),
     (wire.Hello("r"), "9a0801cf400000000000000002ce00011170a172a0a0a000"),
     (wire.Abort("r"), "960803cf400000000000000002ce00011170a172"),

@@ -26,6 +26,7 @@ from preble.engines.base import EngineInfo, EngineLoad, GenerationRequest, Outpu
 from preble.errors import EngineError, HandshakeRefused, InvalidInput, NoWorkers, QueueFull
 from preble.router import Router
 from preble.transport import wire
+from preble.transport.messages import PullFrom
 from preble.transport.security import create_keys, load_client_keys
 from preble.transport.server import ServerConfig
 from preble.types import AllBlocksCleared, CacheEvent, PrefixEvicted, RequestEnded, RequestPlaced, RequestPrefilled
@@ -412,6 +413,8 @@ async def test_evictions_keep_the_routers_estimates_within_what_the_engine_holds
         (["--engine", "simulated", "--cost-model", "abacus"], 2, "abacus"),
         (["--engine", "simulated", "--max-requests", "0"], 2, "max_requests"),
         (["--engine", "simulated", "--drain-seconds", "-1"], 2, "drain_seconds"),
+        (["--engine", "simulated", "--kv-bind", "anywhere"], 2, "anywhere"),
+        (["--engine", "simulated", "--kv-bind", "tcp://0.0.0.0:*"], 1, "without keys"),
         (["--engine", "torch"], 2, "--model"),
         (["--engine", "torch", "--model", "nowhere"], 2, "nowhere"),
     ],
@@ -576,6 +579,37 @@ def test_an_abort_reaches_the_engine_between_steps(leashed: Make) -> None:
         chunk = one.peer.expect(wire.OutputChunk)
     assert chunk.finish_reason == "abort" and len(one.engine.aborted) == 1
     assert one.worker.live_requests == 0
+
+
+def test_jobs_are_done_between_steps_and_few_at_a_time(leashed: Make) -> None:
+    one = leashed()
+    one.submit("r", max_new_tokens=6)
+    waited_until = time.monotonic() + HANG_SECONDS
+    while not one.worker.engine.step_seconds(time.monotonic()) and time.monotonic() < waited_until:
+        time.sleep(0.001)
+    done: list[tuple[int, int]] = []
+    for number in range(5):
+        one.worker.engine.call(lambda number=number: done.append((number, one.engine.live["1/r"][0])))
+    for _ in range(4):
+        one.engine.allowed.release()
+        one.peer.expect(wire.OutputChunk)
+    assert done == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3)], "which job, and how many steps there had been"
+
+
+def test_a_job_wakes_an_engine_that_has_nothing_to_do(leashed: Make) -> None:
+    done = threading.Event()
+    leashed().worker.engine.call(done.set)
+    assert done.wait(HANG_SECONDS)
+
+
+def test_an_engine_that_moves_no_kv_computes_what_it_should_have_pulled(leashed: Make) -> None:
+    one = leashed()
+    pull = PullFrom("tcp://127.0.0.1:9", 7, 2, 1_000_000)
+    one.peer.send(wire.GenerationRequest("r", np.array([1, 2], np.int32), SamplingParams(max_new_tokens=1), pull=pull))
+    assert one.peer.expect(wire.PullEnded) == wire.PullEnded("r", "refused", 0, 0, 0, 0, 0, 0)
+    one.engine.allowed.release()
+    assert one.peer.expect(wire.OutputChunk).finish_reason == "length"
+    assert one.worker.server.welcome.kv_endpoint == ""
 
 
 @pytest.mark.parametrize(("first_token", "code"), [(13, "engine"), (14, "invalid"), (15, "queue_full")])

@@ -64,6 +64,19 @@ class KvPool:
         torch.index_select(self.values[layer], 0, slots, out=values)
         return keys, values
 
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of what `slots` [n] hold in all layers: [2, layers, n, kv_heads, head_dim], keys first."""
+        layers, _, kv_heads, head_dim = self.keys.shape
+        block = self.keys.new_empty((2, layers, len(slots), kv_heads, head_dim))
+        torch.index_select(self.keys, 1, slots, out=block[0])
+        torch.index_select(self.values, 1, slots, out=block[1])
+        return block
+
+    def restore(self, slots: torch.Tensor, block: torch.Tensor) -> None:
+        """Store in `slots` [n] what `read` has given."""
+        self.keys.index_copy_(1, slots, block[0])
+        self.values.index_copy_(1, slots, block[1])
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:

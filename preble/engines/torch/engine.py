@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import structs
 
@@ -29,6 +32,7 @@ from ..base import (
     check_sampling,
 )
 from ..model_files import sampling_defaults
+from .layout import kv_layout
 from .loading import Model, choose_device, choose_dtype, load_model
 from .runner import Runner
 from .sampling import TokenChoice, choose_tokens, logprobs_of
@@ -137,6 +141,46 @@ class TorchEngine(ScheduledEngine[_TorchRequest]):
             chunks.extend(self._run(batch))
         return chunks
 
+    # --- KV from engine to engine -------------------------------------------------------------------------------------
+
+    def cached_tokens(self, token_ids: npt.NDArray[np.int32], namespace: Hashable) -> int:
+        """How many leading tokens are cached. Changes nothing."""
+        return self.scheduler.cached_tokens(token_ids, namespace)
+
+    def export_kv(self, token_ids: npt.NDArray[np.int32], namespace: Hashable, first: int) -> memoryview:
+        """The KV of the tokens from position `first` on, as far as they are cached: a copy. Counts as a use. Raises
+        `EngineError` where memory is out."""
+        slots = self.scheduler.cached_slots(token_ids, namespace)[first:]
+        if not len(slots) or self._runner is None:
+            return memoryview(b"")
+        try:
+            data: memoryview = self._runner.read_kv(slots)
+        except RuntimeError as error:
+            raise EngineError(f"the KV of {len(slots)} tokens cannot be read: {error}") from error
+        return data
+
+    def import_kv(
+        self, token_ids: npt.NDArray[np.int32], namespace: Hashable, first: int, data: bytes | memoryview
+    ) -> int:
+        """Cache `token_ids` by their KV from position `first` on, what `export_kv` of an engine of the same layout has
+        given; those before must be cached. Returns how many are cached then. Raises `EngineError`; then nothing is
+        added."""
+        tokens = len(token_ids) - first
+        if tokens * self.info.kv_token_bytes != len(data):
+            raise EngineError(f"{len(data)} bytes are not the KV of {tokens} tokens")
+        cached = self.cached_tokens(token_ids, namespace)
+        if cached < first or self._runner is None:
+            return cached
+        runner = self._runner
+
+        def write(known: int, slots: npt.NDArray[np.int32]) -> None:
+            runner.write_kv(slots, data, known - first)
+
+        try:
+            return self.scheduler.adopt(token_ids, namespace, write)
+        except RuntimeError as error:
+            raise EngineError(f"the KV of {tokens} tokens cannot be stored: {error}") from error
+
     def close(self) -> None:
         """Drop all requests without further chunks and free the model and its KV pool. Idempotent."""
         super().close()
@@ -219,6 +263,8 @@ def _info(model: Model, config: LocalConfig) -> EngineInfo:
         sampling_fields=_FIELDS,
         resumable_fields=_FIELDS,
         cached_first=config.order != "fcfs",
+        kv_layout=kv_layout(model),
+        kv_token_bytes=model.kv_bytes_per_token,
     )
 
 

@@ -26,6 +26,22 @@ class Runner:
         self._pool = KvPool(len(model.layers), kv_slots, model.kv_heads, model.head_dim, model.dtype, model.device)
 
     @torch.inference_mode()
+    def read_kv(self, slots: np.ndarray) -> memoryview:
+        """KV of `slots` [n] int32 as bytes in the host's memory, a copy: keys, then values, each layer by layer."""
+        block = self._pool.read(torch.tensor(slots, dtype=torch.int64, device=self._model.device))
+        return memoryview(block.cpu().view(torch.uint8).numpy().reshape(-1))
+
+    @torch.inference_mode()
+    def write_kv(self, slots: np.ndarray, data: bytes | memoryview, skip: int) -> None:
+        """Store what `read_kv` has given, but for its first `skip` tokens, in `slots` [n]."""
+        model = self._model
+        shape = (2, len(model.layers), -1, model.kv_heads, model.head_dim)
+        block = torch.frombuffer(bytearray(data), dtype=model.dtype).view(shape)[:, :, skip:]
+        self._pool.restore(
+            torch.tensor(slots, dtype=torch.int64, device=model.device), block.to(model.device, copy=False)
+        )
+
+    @torch.inference_mode()
     def forward(self, items: Sequence[BatchItem]) -> torch.Tensor:
         """Compute `items`, write their KV, and return float32 logits [sampling items, vocab_size] in their order.
 

@@ -75,6 +75,7 @@ def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
     decisions = [((policy, reason), count) for reason, count in stats["reasons"].items()]
     plans = [((kind,), count) for kind, count in made.items()]
     evicted = [(("expired",), stats["expired_nodes"]), (("full",), tree["shed_nodes"])]
+    pulls = stats["pulls"]
     return [
         _labelled(CounterMetricFamily, "requests", "Decisions by policy and reason", ("policy", "reason"), decisions),
         _labelled(CounterMetricFamily, "replication_plans", "Plans that move or copy hot prefixes", ("kind",), plans),
@@ -85,6 +86,8 @@ def _scheduler_families(stats: Mapping[str, Any]) -> list[Family]:
         _level("leases_of_peers", "Of these, bookings of other routers' requests", stats["peer_bookings"]),
         _counter("lease_expired", "Bookings given back because nobody ended them", stats["expired_leases"]),
         _counter("scheduler_ticks_failed", "Background rounds that failed", stats["failed_ticks"]),
+        _counter("pulls", "Requests sent with a pull of KV from another worker", pulls.get("asked", 0)),
+        _counter("pulled_tokens", "Tokens whose KV came so, instead of being computed", pulls.get("moved_tokens", 0)),
     ]
 
 
