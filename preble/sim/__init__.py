@@ -6,6 +6,7 @@ result = sim.simulate(workload, sim.SimConfig(workers=2, policy="e2"))
 print(result.summary())
 """
 
+from .config import KvLink as KvLink
 from .config import SimConfig as SimConfig
 from .config import WorkerDeath as WorkerDeath
 from .config import WorkerDrain as WorkerDrain

@@ -117,6 +117,31 @@ def _check_fields(fault: Fault) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLink:
+    """How workers hand KV to each other. Raises `InvalidConfig` naming the field.
+
+    A transfer takes `latency_seconds`, and its bytes by `bytes_per_second`; a token has `token_bytes`. For each byte
+    the engines at both ends stand still for `copy_byte_seconds`. `least_tokens`: from so many missing tokens on the
+    chosen worker pulls, whatever that costs; None: where the scheduler's price says.
+    """
+
+    latency_seconds: float = 0.002
+    bytes_per_second: float = 1.25e9
+    token_bytes: int = 131_072  # Llama-3-8B and Mistral-7B, 16 bit
+    copy_byte_seconds: float = 5e-11
+    least_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("latency_seconds", "bytes_per_second", "copy_byte_seconds"):
+            check_seconds(f"KvLink.{name}", getattr(self, name))
+        if self.bytes_per_second == 0.0:
+            raise InvalidConfig("KvLink.bytes_per_second must be positive, got 0")
+        check_int("KvLink.token_bytes", self.token_bytes, 1, 2**31 - 1)
+        if self.least_tokens is not None:
+            check_int("KvLink.least_tokens", self.least_tokens, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """A fleet and how it is driven. Raises `InvalidConfig` naming the field.
 
@@ -134,6 +159,7 @@ class SimConfig:
     engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is given.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
+    kv_link: how workers hand KV to each other; None: they do not.
     flow: how requests wait in front of the workers by tenants, deadlines and classes; None: they do not.
     until_seconds: when the simulation is broken off; requests not finished by then count as unfinished.
     """
@@ -154,6 +180,7 @@ class SimConfig:
     engine_cost_models: Mapping[str, str | CostModel] = field(default_factory=dict, hash=False)
     faults: tuple[Fault, ...] = ()
     flow: FlowConfig | None = None
+    kv_link: KvLink | None = None
     until_seconds: float = math.inf
 
     def __post_init__(self) -> None:
@@ -175,6 +202,8 @@ class SimConfig:
                 raise InvalidConfig(f"SimConfig.{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
         if self.flow is not None and not isinstance(self.flow, FlowConfig):
             raise InvalidConfig(f"SimConfig.flow must be a FlowConfig or None, got {self.flow!r}")
+        if self.kv_link is not None and not isinstance(self.kv_link, KvLink):
+            raise InvalidConfig(f"SimConfig.kv_link must be a KvLink or None, got {self.kv_link!r}")
         self._check_fleet()
 
     def _check_fleet(self) -> None:

@@ -31,6 +31,7 @@ from ..types import INTERACTIVE, CacheEvent, Claim, Priority, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .flight import Flight
+from .kv_links import SimLinks
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .routers import News, SimRouters
 from .timeline import Timeline
@@ -71,6 +72,7 @@ class Simulation:
         self._rng = np.random.default_rng([config.seed, 1])  # for lost events
         self._workers: dict[str, SimWorker] = {}
         self.workers: list[SimWorker] = []  # all there ever were
+        self._links = None if config.kv_link is None else SimLinks(config.kv_link, self._timeline, self._workers)
         self._flights: dict[str, Flight] = {}
         self._ended = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -164,12 +166,21 @@ class Simulation:
     def _send(self, flight: Flight, decision: Decision) -> None:
         """Send a request to its worker."""
         row, token_ids, left = flight.row, flight.tokens_so_far(), flight.planned_ids[flight.emitted :]
-        flight.worker = self._workers[decision.worker]
+        flight.worker = worker = self._workers[decision.worker]
         flight.emitted_before = flight.emitted
         if self._placed[row] < 0:
             self._placed[row] = decision.matched_tokens
         self._worker[row] = flight.worker.number
-        self._later(self._config.network_seconds, self._submit, (flight, flight.worker, token_ids, left))
+        sent, network_seconds = (flight, worker, token_ids, left), self._config.network_seconds
+        if self._links is not None and self._links.holds(
+            self.routers.schedulers[flight.router],
+            flight.request.request_id,
+            token_ids,
+            worker,
+            lambda: self._later(network_seconds, self._submit, sent),
+        ):
+            return
+        self._later(network_seconds, self._submit, sent)
 
     def _submit(self, sent: tuple[Flight, SimWorker, Int32Array, Int32Array]) -> None:
         flight, worker, token_ids, left = sent
@@ -300,6 +311,8 @@ class Simulation:
         spec = replace(spec, cached_first=worker.engine.info.cached_first)
         for scheduler in self.routers.schedulers:
             scheduler.add_worker(spec)
+            if self._links is not None:
+                self._links.introduce(scheduler, spec.id)
         self._workers[spec.id] = worker
         self.workers.append(worker)
 

@@ -21,6 +21,7 @@ from .config import SimConfig
 from .timeline import Timeline
 
 Deliver = Callable[["SimWorker", Sequence[StepOutput], Sequence[CacheEvent]], None]
+TakeOver = tuple[Int32Array, float, Callable[[int, int], None]]  # tokens, seconds, what is done then
 STRETCH_MIN = 2  # iterations; fewer are quicker one by one
 STRETCH_MAX = 32  # what is computed ahead may be for nothing
 
@@ -61,6 +62,8 @@ class SimWorker:
         self._dead = False
         self._stretch: _Stretch | None = None
         self._left: dict[str, int] = {}  # output tokens of its requests when it died
+        self._held_seconds = 0.0  # by which the next iteration ends later
+        self._taken_over: list[TakeOver] = []  # KV that waits for the end of an iteration
 
     def submit(
         self, request_id: str, token_ids: Int32Array, planned_ids: Int32Array, claim: Claim | None = None
@@ -84,6 +87,28 @@ class SimWorker:
             self._cut(self._stretch)
             self._catch_up(self._stretch)
         self.engine.abort(request_id)
+
+    def cached_tokens(self, token_ids: Int32Array) -> int:
+        """How many leading tokens are cached; of a dead one, none."""
+        return 0 if self._dead else self.engine.scheduler.cached_tokens(token_ids)
+
+    def hold_up(self, seconds: float) -> None:
+        """The engine stands still for so long before its next iteration; one that idles has the time."""
+        if self._running and not self._dead and seconds > 0.0:
+            if self._stretch is not None:
+                self._cut(self._stretch)
+            self._held_seconds += seconds
+
+    def take_over(self, token_ids: Int32Array, seconds: float, done: Callable[[int, int], None]) -> None:
+        """Cache tokens by KV of another worker before the next iteration, for which the engine stands still; then call
+        `done` with how many of them were cached before, and are now. A dead one never does."""
+        if self._dead:
+            return
+        if self._stretch is not None:
+            self._cut(self._stretch)
+        self._taken_over.append((token_ids, seconds, done))
+        if not self._running:
+            self._begin()
 
     def slow_down(self, factor: float) -> None:
         """What iterations take is multiplied by `factor`, from the next one on."""
@@ -127,11 +152,14 @@ class SimWorker:
             self._stretch = None
         self._running = False
         self._dead = True
+        self._taken_over.clear()
         self.engine.close()
 
     def _begin(self) -> None:
+        if self._taken_over:
+            self._take_over_waiting()
         steps = self.engine.steady_steps()
-        if steps >= STRETCH_MIN:
+        if steps >= STRETCH_MIN and not self._held_seconds:
             self._begin_stretch(min(steps, STRETCH_MAX))
             return
         seconds = self.engine.begin_step()
@@ -139,9 +167,19 @@ class SimWorker:
         if self._running:
             self._begun = self._timeline.now
             host_seconds = self._host_seconds(self.engine.batch_requests)
-            self._end_seconds = self._begun + (seconds + host_seconds) * self._slowness
+            self._end_seconds = self._begun + (seconds + host_seconds) * self._slowness + self._held_seconds
             self._iterations += 1
             self._timeline.at(self._end_seconds, self._end)
+        self._held_seconds = 0.0
+
+    def _take_over_waiting(self) -> None:
+        waiting, self._taken_over = self._taken_over, []
+        for token_ids, seconds, done in waiting:
+            known = cached = self.cached_tokens(token_ids)
+            if known < len(token_ids):
+                cached = self.engine.scheduler.adopt(token_ids, None, _copied)
+                self._held_seconds += seconds
+            done(known, cached)
 
     def _host_seconds(self, requests: int) -> float:
         """What an iteration of so many requests takes beside the model."""
@@ -206,3 +244,7 @@ class SimWorker:
         del stretch.ends[:ended]
         self._iterations += ended
         self.engine.run_steady(ended)
+
+
+def _copied(known: int, slots: Int32Array) -> None:
+    """Nothing is stored: the simulated engine has no KV."""

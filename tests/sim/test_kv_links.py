@@ -1,0 +1,107 @@
+"""KV between simulated workers: what a pull takes and brings, who waits with it, and what deaths make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preble import CostModel
+from preble.errors import InvalidConfig
+from preble.sim import KvLink, SimConfig, Simulation, WorkerDeath, simulate
+from preble.workloads import PromptRequest, Workload, generate, poisson
+
+# 1 ms a token, 10 ms an iteration at least.
+COST = CostModel([(0, 0.01), (10, 0.01), (1010, 1.01)], name="linear")
+LINK = KvLink(latency_seconds=0.02, bytes_per_second=1e6, token_bytes=100, copy_byte_seconds=1e-8)
+PREFIX = np.arange(1000, dtype=np.int32)
+
+
+def request(name: str, at: float, *, prefix: int = 1000, tail: int = 10, output: int = 2) -> PromptRequest:
+    """A prompt that begins with so much of the prefix."""
+    own = np.arange(5000, 5000 + tail, dtype=np.int32) + 100 * sum(map(ord, name))
+    return PromptRequest(name, (PREFIX[:prefix], own), output, arrival_seconds=at)
+
+
+def run(*requests: PromptRequest, **config: Any) -> Any:
+    """Round robin over two workers, so that every second request lacks what the first computed."""
+    made = Workload("test", list(requests))
+    return simulate(made, SimConfig(**{"workers": 2, "policy": "round_robin", "cost_model": COST, **config}))
+
+
+def test_a_prefix_that_is_elsewhere_is_taken_over_in_the_time_of_the_link() -> None:
+    found = run(request("a", 0.0), request("b", 5.0), kv_link=LINK)
+    assert found.cached_tokens.tolist() == [0, 1000]
+    # 20 ms, 100 kB at 1 MB/s, and the last ten tokens; the engine of b copied meanwhile.
+    assert found.ttft_seconds[1] == pytest.approx(0.02 + 0.1 + 0.01, abs=0.003)
+    assert found.scheduler_stats["pulls"]["moved_tokens"] == 1000
+    assert run(request("a", 0.0), request("b", 5.0)).ttft_seconds[1] == pytest.approx(1.01, abs=0.01)
+
+
+def test_what_costs_more_than_computing_is_computed() -> None:
+    slow = replace(LINK, bytes_per_second=5e4)  # 2 s
+    found = run(request("a", 0.0), request("b", 5.0), request("c", 10.0), request("d", 15.0), kv_link=slow)
+    assert found.scheduler_stats["pulls"]["ended"] <= 1, "one, by the guess that a link is fast"
+    assert found.ttft_seconds[1] < 2.1, "it waited as long as computing takes, at most"
+    always = run(request("a", 0.0), request("b", 5.0), kv_link=replace(slow, least_tokens=0))
+    assert always.scheduler_stats["pulls"]["asked"] == 1
+
+
+def test_a_threshold_is_one() -> None:
+    for least, pulls in ((1000, 1), (1001, 0)):
+        found = run(request("a", 0.0), request("b", 5.0), kv_link=replace(LINK, least_tokens=least))
+        assert found.scheduler_stats["pulls"]["ended"] == pulls
+
+
+def test_links_carry_one_transfer_at_a_time_and_who_shares_the_prefix_waits_with_it() -> None:
+    requests = [request("a", 0.0), *(request(f"b{n}", 5.0) for n in range(3)), request("c", 5.0, prefix=0, tail=20)]
+    found = run(*requests, workers=2, kv_link=LINK)
+    assert found.scheduler_stats["pulls"]["asked"] == 1, "round robin: a and b1 have it, b0 and b2 share one pull"
+    assert found.cached_tokens.tolist()[1:4] == [1000, 1000, 1000]
+    assert all(found.ttft_seconds[1:4] < 0.25)
+
+
+def test_a_source_that_has_died_brings_nothing_and_nobody_waits_for_ever() -> None:
+    death = WorkerDeath(4.9, "w0", noticed_after_seconds=50.0)
+    found = run(request("a", 0.0), request("b", 5.0), kv_link=LINK, faults=(death,), until_seconds=30.0)
+    assert found.cached_tokens.tolist() == [0, 0] and found.outcome.tolist() == [1, 1]
+    assert found.ttft_seconds[1] < 1.2
+
+
+def test_a_worker_that_dies_in_its_pull_gives_its_request_back() -> None:
+    death = WorkerDeath(5.05, "w1", noticed_after_seconds=1.0)
+    found = run(request("a", 0.0), request("b", 5.0), kv_link=LINK, faults=(death,))
+    assert found.outcome.tolist() == [1, 1] and found.workers[found.worker[1]] == "w0"
+    assert found.cached_tokens[1] == 1000
+
+
+def test_a_run_under_memory_pressure_ends_every_request_and_is_the_same_again() -> None:
+    made = poisson(generate("toolbench", requests=150, groups=12, seed=1), rps=30.0, seed=1)
+    local = replace(SimConfig().local, kv_capacity_tokens=12_000)
+    config = SimConfig(workers=3, policy="least_loaded", local=local, kv_link=KvLink(bytes_per_second=1e10))
+    one, two = Simulation(made, config, None), Simulation(made, config, None)
+    first, second = one.run(), two.run()
+    assert (first.outcome == 1).all()
+    assert first.scheduler_stats["pulls"]["moved_tokens"] > 1000
+    assert np.array_equal(first.finish_seconds, second.finish_seconds)
+    one.scheduler.check()
+    for worker in one.workers:
+        worker.engine.scheduler.check()
+    assert first.scheduler_stats["live_requests"] == 0
+
+
+def test_without_a_link_nothing_changes() -> None:
+    made = poisson(generate("toolbench", requests=60, groups=8, seed=2), rps=20.0, seed=2)
+    plain = simulate(made, SimConfig(workers=2))
+    never = simulate(made, SimConfig(workers=2, kv_link=KvLink(least_tokens=2**31 - 1)))
+    assert np.array_equal(plain.finish_seconds, never.finish_seconds)
+
+
+@pytest.mark.parametrize("field", ["latency_seconds", "bytes_per_second", "copy_byte_seconds", "token_bytes"])
+def test_a_wrong_link_is_named(field: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"KvLink.{field}"):
+        KvLink(**{field: -1})
+    with pytest.raises(InvalidConfig, match="kv_link"):
+        SimConfig(kv_link="fast")  # type: ignore[arg-type]
