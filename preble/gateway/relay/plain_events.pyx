@@ -6,7 +6,7 @@ pass unread: an error, the end of a choice, a usage.
 """
 
 cimport cython
-from libc.string cimport memcmp
+from libc.string cimport memchr, memcmp
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 
@@ -33,13 +33,16 @@ cdef bint is_null(const char* data, Py_ssize_t size, Py_ssize_t at) noexcept nog
 cdef bint is_plain(const char* data, Py_ssize_t size) noexcept nogil:
     """Whether these are whole events without anything that must be read: as `usage.UsageReader` and
     `stream_errors.server_fault` see it, or stricter."""
+    cdef const char* quote = data
     cdef Py_ssize_t at
     cdef char last
     if size < 2 or data[size - 1] != 10 or data[size - 2] != 10:
         return False
-    for at in range(1, size):
-        if data[at] != 34:  # a quote that ends a name
-            continue
+    while True:
+        quote = <const char*> memchr(quote + 1, 34, data + size - quote - 1)  # one that ends a name
+        if quote == NULL:
+            return True
+        at = quote - data
         last = data[at - 1]
         if last == 110:
             if ends_with(data, at, b"_reason", 7) and not is_null(data, size, at + 1):
@@ -56,17 +59,18 @@ cdef bint is_plain(const char* data, Py_ssize_t size) noexcept nogil:
         elif last == 115:
             if ends_with(data, at, b"prompt_tokens", 13):
                 return False
-    return True
 
 
 cdef Py_ssize_t event_count(const char* data, Py_ssize_t size) noexcept nogil:
     """How many events end in these bytes."""
-    cdef Py_ssize_t at = 1, count = 0
-    while at < size:
-        if data[at] == 10 and data[at - 1] == 10:
+    cdef const char* end = data + size
+    cdef const char* at = <const char*> memchr(data, 10, size)
+    cdef Py_ssize_t count = 0
+    while at != NULL and at + 1 < end:
+        if at[1] == 10:
             count += 1
             at += 1
-        at += 1
+        at = <const char*> memchr(at + 1, 10, end - at - 1)
     return count
 
 

@@ -28,7 +28,9 @@ _OUTPUT = re.compile(rb"delta|content_block|output_item")
 _NUMBER = re.compile(rb'"([a-z_]+_tokens)"\s*:\s*(\d{1,10})')
 _ID = re.compile(rb'"response"\s*:\s*\{\s*"id"\s*:\s*"([\w-]{1,120})"')
 _NULL = (b":null", b": null")
+# Looked for by `find`: where `in` is asked of bytes, it first tries whether it was given a number.
 _REASON, _USAGE, _COUNTS, _INDEX = b'_reason"', b'usage"', b'prompt_tokens"', b'"index"'
+_USAGE_FIELD = b'"usage"'
 _PROMPT = ("prompt_tokens", "input_tokens")
 _OUTPUTS = ("completion_tokens", "output_tokens")
 
@@ -118,10 +120,10 @@ class UsageReader:
         if not whole:
             return b""
         self._read_events(whole)
-        return _without_usage(whole) if b'"usage"' in whole else whole
+        return _without_usage(whole) if whole.find(_USAGE_FIELD) >= 0 else whole
 
     def _read_events(self, data: bytes) -> None:
-        if _COUNTS in data:
+        if data.find(_COUNTS) >= 0:
             self._unread = b""
         if not self._begun:
             self._read_beginning(data)
@@ -245,7 +247,7 @@ def _last_end(data: bytes) -> int:
 
 def _events_of(data: bytes) -> list[bytes]:
     """Whole events without their ends, and what is behind the last one."""
-    return _END.split(data) if b"\r" in data else data.split(b"\n\n")
+    return data.split(b"\n\n") if data.find(b"\r") < 0 else _END.split(data)
 
 
 def _end_to_pass(data: bytes) -> int:
@@ -261,7 +263,7 @@ def _without_usage(data: bytes) -> bytes:
     at = 0
     for event in _with_ends(data):
         at += len(event)
-        value = _json_of(event) if b'"usage"' in event else None
+        value = _json_of(event) if event.find(_USAGE_FIELD) >= 0 else None
         if not _is_usage(value):
             kept.append(event)
         elif kept:
@@ -271,7 +273,7 @@ def _without_usage(data: bytes) -> bytes:
 
 def _with_ends(data: bytes) -> list[bytes]:
     """Whole events with their ends; without what is behind the last one."""
-    if b"\r" not in data:
+    if data.find(b"\r") < 0:
         return [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
     ends = [0, *(end.end() for end in _END.finditer(data))]
     return [data[start:end] for start, end in itertools.pairwise(ends)]
