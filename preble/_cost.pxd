@@ -70,6 +70,8 @@ cdef struct Lease:               # one live request
     uint32_t first_decodes       # requests that decoded then, with it
     uint32_t seen_tokens         # its worker's samples then: tokens prefilled, moments
     uint32_t seen_moments
+    uint32_t loaded[2]           # of the matched tokens, those in host memory and on disk
+    bint alone                   # nothing waited on the worker when it was booked
     double first_at              # when it came
 
 # What decisions read of a worker, side by side with the other workers' and in memory that never moves. Every field is

@@ -17,6 +17,8 @@ cdef struct Held:                # what each worker holds of a prompt
     uint32_t* held               # tokens by worker; owns the memory of `met`, too
     uint32_t* met                # the workers that hold some
     uint32_t count
+    uint32_t* here               # of these tokens, those in the GPU's memory, and of the rest
+    uint32_t* far                # those not in host memory, either; NULL where no worker has some away
 
 cdef class RadixTree:
     cdef Tree t
@@ -36,6 +38,7 @@ cdef class RadixTree:
     cdef int need_estimates(self) except -1
     cdef int reserve_worker(self, uint32_t i) except -1
     cdef void read_path(self, TokenView* view, Held* found, uint32_t slot) noexcept nogil
+    cdef void read_away(self, Held* found) noexcept nogil
     cdef int look(self, object token_ids, object namespace, Held* found) except -1
     cdef int held(self, TokenView* view, Held* found) except -1
     cdef bint walk_python(self, object token_ids, object namespace, Walk* walk) except -1

@@ -15,17 +15,17 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from preble._core.atomic cimport load32, load64, store32, store64, store_signed
+from preble._core.atomic cimport load32, load64, load_signed, store32, store64, store_signed
 from preble._core.dict_keys cimport dict_key, key_bytes, key_value
 from preble._core.tree.audit cimport check_tree, show_tree
 from preble._core.prefix_compare cimport KERNELS, Kernel, kernel_at, kernel_name, kernel_names
 from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader_leave, reader_try
 from preble._core.writer_lock cimport await_python, lock_close, lock_enter, lock_init, lock_leave, lock_try
 from preble._core.tree.layout cimport (LIVE, NAMESPACE_BYTES, Entry, Mark, Node, TokenRun, Tree, Walk, WorkerMarks,
-                                       generation, mark_at, node_at, run_end, store_workers)
+                                       generation, load_workers, mark_at, node_at, run_end, store_workers)
 from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
 from preble._core.memory cimport NONE, budget_alloc, slab_close, slab_init, slab_reserve
-from preble._core.tree.nodes cimport at_root, free_node, held_on_path, take_node, tree_walk
+from preble._core.tree.nodes cimport at_root, free_node, held_on_path, on_gpu, send_away, take_node, tree_walk
 from preble._core.tree.reclaim cimport reclaim, reclaim_soon, retire_memory
 from preble._core.tree.child_table cimport TABLE_START, new_table
 from preble._core.token_ids cimport TokenView, check_tokens, release_tokens, view_tokens
@@ -95,7 +95,7 @@ cdef class RadixTree:
         self.t.window_seconds = window_seconds
         self.t.marked.oldest = self.t.marked.newest = NONE
         self.t.unmarked.oldest = self.t.unmarked.newest = NONE
-        self.t.ghost.recency.oldest = self.t.ghost.recency.newest = NONE
+        self.t.ghost.recency.oldest = self.t.ghost.recency.newest = self.t.ghost.recency.warm = NONE
         self.t.table = new_table(&self.t.budget, TABLE_START)
         if (self.t.table == NULL or slab_init(&self.t.nodes, sizeof(Node)) or slab_init(&self.t.marks, sizeof(Mark))
                 or epochs_init(&self.t.epochs) or lock_init(&self.t.writer_lock)):
@@ -249,7 +249,9 @@ cdef class RadixTree:
                 raise InvalidConfig(f"at most {WORKERS_MAX} workers")
             self.reserve_worker(i)
             store32(&self.t.workers[i].recency.oldest, NONE)
-            self.t.workers[i].recency.newest = NONE
+            self.t.workers[i].recency.newest = self.t.workers[i].recency.warm = NONE
+            store_signed(&self.t.workers[i].below, 0)
+            self.t.workers[i].moves_reported = False
             store_signed(&self.t.workers[i].capacity, capacity_tokens)
             set_limit(&self.t, i, False)
             store32(&self.t.worker_end, max(self.t.worker_end, i + 1))
@@ -273,6 +275,14 @@ cdef class RadixTree:
             retire_memory(&self.t, old, self.t.worker_room * sizeof(WorkerMarks))
             self.t.worker_room = room
         return 0
+
+    def set_below(self, uint32_t worker, int64_t tokens) -> None:
+        """So many tokens' KV fit into the host memory or onto the disk of a worker, copies of what its GPU's memory
+        holds included: what leaves the GPU goes there. 0: it is gone."""
+        with self:
+            self.need_worker(worker)
+            store_signed(&self.t.workers[worker].below, tokens)
+            set_limit(&self.t, worker, self.t.workers[worker].evictions_reported)
 
     def drop_worker(self, uint32_t worker) -> None:
         """Forget a worker and all its marks; the index may be given to another. O(1), see `clear_worker`."""
@@ -353,12 +363,17 @@ cdef class RadixTree:
     cdef int held(self, TokenView* view, Held* found) except -1:
         """Walk from the root in `found` and gather who holds what."""
         cdef uint32_t workers = load32(&self.t.worker_end), slot
+        cdef bint some_away = load_signed(&self.t.away) != 0
         found.workers = workers
         found.count = 0
-        found.held = <uint32_t*> calloc(2 * max(workers, 1), sizeof(uint32_t))
+        found.here = found.far = NULL
+        found.held = <uint32_t*> calloc((4 if some_away else 2) * max(workers, 1), sizeof(uint32_t))
         if found.held == NULL:
             raise MemoryError("match")
         found.met = found.held + max(workers, 1)
+        if some_away:
+            found.here = found.met + max(workers, 1)
+            found.far = found.here + max(workers, 1)
         if found.walk.node == NONE:
             return 0
         if view.count <= SHORT_TOKENS and reader_try(&self.t.epochs, &slot):
@@ -374,7 +389,17 @@ cdef class RadixTree:
         if generation(node_at(&self.t, found.walk.node)) == found.walk.generation:
             found.walk = tree_walk(&self.t, found.walk, view.data, view.count)
             found.count = held_on_path(&self.t, found.walk, found.held, found.met, found.workers)
+            if found.here != NULL:
+                self.read_away(found)
         reader_leave(&self.t.epochs, slot)
+
+    cdef void read_away(self, Held* found) noexcept nogil:
+        """Note what of it is in each worker's GPU memory, and what is not even in host memory. O(path) for each."""
+        cdef uint32_t at, worker, key
+        for at in range(found.count):
+            worker = found.met[at]
+            key = load32(&load_workers(&self.t.workers)[worker].key)
+            found.here[worker] = on_gpu(&self.t, found.walk, key, found.held[worker], &found.far[worker])
 
     cdef bint walk_python(self, object token_ids, object namespace, Walk* walk) except -1:
         """Walk Python token ids, as the writer; False if the namespace is unknown."""
@@ -417,6 +442,30 @@ cdef class RadixTree:
         with self:
             self.need_worker(worker)
             return self.t.workers[worker].tokens
+
+    def away_tokens(self, uint32_t worker) -> int:
+        """Of these, those that are not in its GPU's memory."""
+        with self:
+            self.need_worker(worker)
+            return self.t.workers[worker].away
+
+    def on_gpu(self, token_ids, uint32_t worker, *, namespace=None) -> tuple[int, int]:
+        """(tokens of the longest prefix estimated to be in a worker's GPU memory, those of the rest it caches that are
+        on disk or further off). Changes nothing."""
+        cdef Walk walk
+        cdef uint32_t far = 0, count, i
+        with self:
+            self.need_worker(worker)
+            if not self.walk_python(token_ids, namespace, &walk):
+                return 0, 0
+            self.need_worker(worker)
+            i = walk.node
+            while node_at(&self.t, i).parent != NONE:
+                count = find_entry(node_at(&self.t, i), self.t.workers[worker].key).end
+                if count:
+                    return on_gpu(&self.t, walk, self.t.workers[worker].key, min(count, walk.matched), &far), far
+                i = node_at(&self.t, i).parent
+            return 0, 0
 
     def hits(self, token_ids, now, *, worker=None, namespace=None) -> float:
         """Estimated hits within the window on the node where the known prefix ends, of one worker or of all."""
@@ -508,6 +557,24 @@ cdef class RadixTree:
             while node_at(&self.t, walk.node).run.start > kept_tokens:
                 walk.node = node_at(&self.t, walk.node).parent
             return drop_below(&self.t, walk.node, self.t.workers[worker].key, kept_tokens)
+
+    def send_away(self, token_ids, uint32_t worker, uint32_t kept_tokens, bint far=False, *, namespace=None) -> int:
+        """Of every cached prefix through token_ids[kept_tokens] the worker's GPU memory holds no more than that from
+        now on, its host memory the rest, or, if `far`, its disk; returns the tokens that left. O(path): of nodes below,
+        the path says it."""
+        cdef Walk walk
+        cdef int64_t before
+        with self:
+            self.need_estimates()
+            self.need_worker(worker)
+            if not self.walk_python(token_ids, namespace, &walk) or walk.matched <= kept_tokens:
+                return 0
+            self.need_worker(worker)
+            before = self.t.workers[worker].away
+            while node_at(&self.t, walk.node).parent != NONE and run_end(node_at(&self.t, walk.node).run) > kept_tokens:
+                send_away(&self.t, walk.node, self.t.workers[worker].key, kept_tokens, far)
+                walk.node = node_at(&self.t, walk.node).parent
+            return self.t.workers[worker].away - before
 
     def expire(self, now, uint32_t max_nodes=1 << 30) -> int:
         """Forget nodes cached nowhere and unhit for a window, at most `max_nodes` looked at, and empty namespaces;

@@ -18,6 +18,8 @@ class SchedulerConfig:
     redirected; any other is explored (paper: more cached than missed). Whoever drains takes what is exploited there.
     peer_delay_seconds: how late this scheduler learns what other routers place on its workers. Twenty times as much of
     the fleet's work is reckoned as placed unseen (docs/e2.md, Several routers); without other routers it says nothing.
+    host_token_seconds, disk_token_seconds: what it takes to bring one token's KV from host memory or disk into the
+    GPU's memory, until the times of a worker's own requests say it (docs/learning.md).
     join_seconds: a newcomer's history is scaled up to H from at least this much observation.
     max_bytes: bound of the prefix tree, enforced at each insert.
     live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.
@@ -39,6 +41,8 @@ class SchedulerConfig:
     history_seconds: float = 180.0
     exploit_ratio: float = 0.5
     peer_delay_seconds: float = PEER_DELAY_SECONDS
+    host_token_seconds: float = 1e-5
+    disk_token_seconds: float = 5e-5
     join_seconds: float = 10.0
     max_bytes: int = 1 << 30
     live_requests_max: int = 1 << 20
@@ -59,7 +63,8 @@ class SchedulerConfig:
         for name in ("exploit_ratio", "imbalance_share"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1.0):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1], got {getattr(self, name)!r}")
-        for name in ("peer_delay_seconds", "rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds"):
+        numbers = ("peer_delay_seconds", "rebalance_ratio", "rebalance_floor_seconds", "warm_up_seconds")
+        for name in (*numbers, "host_token_seconds", "disk_token_seconds"):
             if not (_is_number(getattr(self, name)) and 0.0 <= getattr(self, name) <= 1e9):
                 raise InvalidConfig(f"SchedulerConfig.{name} must be in [0, 1e9], got {getattr(self, name)!r}")
         if 0.0 < self.rebalance_ratio < 1.0:

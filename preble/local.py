@@ -38,7 +38,7 @@ from .batching._batch import (
     steps_left,
 )
 from .batching._kv_slots import Hold
-from .batching.kv_cache import KvCache
+from .batching.kv_cache import HostMemory, KvCache
 from .batching.requests import Int32Array, LocalConfig, LocalLoad, LocalRequest
 from .batching.retention import Retention
 from .batching.waiting_queue import WaitingQueue
@@ -66,15 +66,15 @@ class LocalScheduler:
     """Forms batches for one engine: `add` requests, then in turn `next_batch`, run it, `complete` it.
 
     `config`: a LocalConfig. `clock` is any callable that gives seconds (default: the monotonic clock); it is asked only
-    where `now`, in seconds, is left out.
+    where `now`, in seconds, is left out. `host`: a HostMemory behind the GPU's, which what is evicted goes to.
     Not thread-safe: one thread drives it. A request over the bound of the queue is refused with `QueueFull`.
     """
 
-    def __init__(self, config: LocalConfig, *, clock: Clock | None = None) -> None:
+    def __init__(self, config: LocalConfig, *, clock: Clock | None = None, host: HostMemory | None = None) -> None:
         self.config = config
         self._clock = monotonic if clock is None else clock
         retention = Retention() if config.eviction == "returns" else None
-        self._cache = KvCache(config.kv_capacity_tokens, retention=retention)
+        self._cache = KvCache(config.kv_capacity_tokens, retention=retention, host=host)
         self._waiting = WaitingQueue(config, self._cache)
         self._running: list[LiveRequest] = []  # oldest first
         self._live: dict[str, LiveRequest] = {}  # request id -> every request, waiting or running

@@ -120,6 +120,8 @@ class GlobalScheduler(RequestApi):
             LoadTracker(self.config.history_seconds, self.config.join_seconds),
             exploit_ratio=self.config.exploit_ratio,
             peer_delay_seconds=self.config.peer_delay_seconds,
+            host_token_seconds=self.config.host_token_seconds,
+            disk_token_seconds=self.config.disk_token_seconds,
             live_max=self.config.live_requests_max,
             calibrate=bool(self.config.calibrate),
         )
@@ -460,12 +462,14 @@ class GlobalScheduler(RequestApi):
             index = self.core.open_worker(
                 spec.id, spec.kv_capacity_tokens, spec.block_size, cost, self.now(), cached_first=spec.cached_first
             )
+            if spec.below_capacity_tokens:
+                self.core.tree.set_below(index, spec.below_capacity_tokens)
             self._adopt(spec, index, False, cost, guessed=served is not None)
         return spec
 
     def _adopt(self, spec: WorkerSpec, index: int, draining: bool, cost: CostModel, guessed: bool = False) -> _Worker:
         """Keep what belongs to a worker that the core knows."""
-        blocks_max = 1024 + 4 * (spec.kv_capacity_tokens // spec.block_size)
+        blocks_max = 1024 + 4 * ((spec.kv_capacity_tokens + spec.below_capacity_tokens) // spec.block_size)
         worker = _Worker(spec, index, BlockIndex(self.core.tree, index, blocks_max), draining)
         worker.blocks.watch(self.core.accuracy, spec.block_size)
         self._workers[spec.id] = worker
@@ -784,9 +788,13 @@ class GlobalScheduler(RequestApi):
             return None if worker is None else cost_at(self.core, worker.index)
 
     def _worker_stats(self, worker: _Worker) -> WorkerStats:
+        host_seconds, disk_seconds = self.core.load_rates(worker.index)
         found = {
             **self.core.loads.account(worker.index),
             "cached_tokens": self.core.tree.worker_tokens(worker.index),
+            "away_tokens": self.core.tree.away_tokens(worker.index),
+            "host_token_seconds": host_seconds,
+            "disk_token_seconds": disk_seconds,
             "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
             "draining": worker.draining,
             **worker.blocks.stats(),

@@ -39,7 +39,8 @@ class WorkerSpec:
     a file (*.json), None for the scheduler's own; `max_running` the requests it runs at once, None when unknown;
     `labels` free text for filters and metrics. `cached_first`: of the requests that wait, the engine takes those first
     that have most of their prompt cached (Preble's workers, SGLang's `lpm`), not in order of arrival (vLLM, SGLang's
-    `fcfs`). Raises `InvalidConfig` naming the field.
+    `fcfs`). `below_capacity_tokens`: how many fit into the host memory and onto the disk that it moves to what leaves
+    the GPU; 0 where that is not known, or its engine reports it. Raises `InvalidConfig` naming the field.
     """
 
     id: str
@@ -49,12 +50,14 @@ class WorkerSpec:
     max_running: int | None = None
     labels: Mapping[str, str] | None = None
     cached_first: bool = False
+    below_capacity_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
             raise InvalidConfig(f"WorkerSpec.id must be a non-empty str, got {self.id!r}")
         check_int("WorkerSpec.kv_capacity_tokens", self.kv_capacity_tokens, 1, 2**31 - 1)
         check_int("WorkerSpec.block_size", self.block_size, 1, 65_536)
+        check_int("WorkerSpec.below_capacity_tokens", self.below_capacity_tokens, 0, 2**31 - 1)
         if self.max_running is not None:
             check_int("WorkerSpec.max_running", self.max_running, 1, 2**31 - 1)
         if not isinstance(self.cached_first, bool):
@@ -330,12 +333,14 @@ class PrefixEvicted:
     """A worker has dropped `token_ids` of `namespace` from position `kept_tokens` on, and with it every cached prefix
     through there.
 
-    This is what `LocalScheduler` reports: no hashes, the tokens themselves.
+    This is what `LocalScheduler` reports: no hashes, the tokens themselves. `moved_to`: the medium that holds them now
+    (as in BlockStored); None: none does.
     """
 
     token_ids: Sequence[int]
     kept_tokens: int
     namespace: Hashable = None
+    moved_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,11 +404,12 @@ class WorkerCost:
     """One worker's terms in one decision, in seconds (docs/e2.md).
 
     `worker`: its id. `matched_tokens` of the prompt are estimated cached there, `missed_tokens` are not. `candidate`:
-    whether it might have been chosen. `total_seconds` is what E2 compares, and the sum of seven terms: `queue_seconds`
+    whether it might have been chosen. `total_seconds` is what E2 compares, and the sum of eight terms: `queue_seconds`
     of waiting, `prefill_seconds` of its own missed tokens, `others_seconds` that others wait for it, `decode_seconds`
     of its own output in that batch, `eviction_seconds` to compute again what goes for it, and for room where it would
     be a copy, `balance_seconds` for the load so far, and `credit_seconds`, 0 or less: a copy of the prefix for which
-    earlier requests have saved up. `load_seconds` is that load, L of the paper's Algorithm 2. `score` is what the
+    earlier requests have saved up; and `loading_seconds`, to bring the `host_tokens` and `disk_tokens` among the
+    matched ones into the GPU's memory. `load_seconds` is that load, L of the paper's Algorithm 2. `score` is what the
     policy compared (equal to `total_seconds` for E2).
     """
 
@@ -421,6 +427,9 @@ class WorkerCost:
     total_seconds: float
     score: float
     candidate: bool
+    loading_seconds: float = 0.0
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

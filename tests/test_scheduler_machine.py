@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -38,8 +39,11 @@ specs = st.builds(
     block_size=st.sampled_from([1, 1, 16]),
     cost_model=st.sampled_from(COSTS),
     cached_first=st.sampled_from([True, True, False]),
+    below_capacity_tokens=st.sampled_from([0, 0, 50, 200]),
 )
-TERMS = ("queue", "prefill", "others", "decode", "eviction", "balance", "credit")  # what a total is the sum of
+media = st.sampled_from([None, "GPU", "CPU", "CPU_PINNED", "DISK"])
+# What a total is the sum of.
+TERMS = ("queue", "prefill", "loading", "others", "decode", "eviction", "balance", "credit")
 configs = st.builds(
     SchedulerConfig,
     history_seconds=st.just(36.0),
@@ -47,6 +51,8 @@ configs = st.builds(
     exploit_ratio=st.sampled_from([0.5, 0.5, 0.5, 0.2]),
     peer_delay_seconds=st.sampled_from([0.05, 0.05, 0.005, 0.001]),
     live_requests_max=st.just(9),
+    host_token_seconds=st.sampled_from([1e-5, 1e-3, 0.02]),
+    disk_token_seconds=st.sampled_from([1e-4, 5e-3]),
     lease_seconds=st.just(150.0),
     rebalance_ratio=st.just(0.0),  # load that shifts has its own machine, scheduling/test_rebalancer_machine.py
     replicas_max=st.just(1),
@@ -159,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {cost.worker: cost.total_seconds for cost in told.workers} == decision.costs
         for cost, row in zip(told.workers, choice.rows, strict=True):
             assert (cost.worker, cost.matched_tokens, cost.candidate) == (row.worker, row.matched, True)
+            assert (cost.host_tokens, cost.disk_tokens) == row.loaded
             for term in ("load", *TERMS):
                 mine, real = getattr(row, term), getattr(cost, f"{term}_seconds")
                 assert math.isclose(mine, real, rel_tol=1e-9, abs_tol=1e-12), (term, row, cost)
@@ -298,7 +305,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- cache events ---
 
     @precondition(lambda self: self.model.accounts)
-    @rule(which=st.integers(0, 99), path=paths, start=st.integers(0, 3), medium=st.sampled_from([None, "GPU", "CPU"]))
+    @rule(which=st.integers(0, 99), path=paths, start=st.integers(0, 3), medium=media)
     def blocks_stored(self, which: int, path: Path, start: int, medium: str | None) -> None:
         name, size = self.worker(which), 8
         space, tokens = path
@@ -309,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.apply(name, BlockStored(hashes, parent, inside, size, space, medium))
 
     @precondition(lambda self: any(account.blocks for account in self.model.accounts.values()))
-    @rule(chosen=st.lists(st.integers(0, 99), min_size=1, max_size=4), medium=st.sampled_from([None, "GPU", "CPU"]))
+    @rule(chosen=st.lists(st.integers(0, 99), min_size=1, max_size=4), medium=media)
     def blocks_removed(self, chosen: list[int], medium: str | None) -> None:
         name = next(name for name, account in self.model.accounts.items() if account.blocks)
         account = self.model.accounts[name]
@@ -320,9 +327,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.apply(name, BlockRemoved([*hashes, 12345], medium))
 
     @precondition(lambda self: self.model.accounts)
-    @rule(which=st.integers(0, 99), path=paths, kept=st.sampled_from([0, 1, 9, 16, 20, 200]))
-    def prefix_evicted(self, which: int, path: Path, kept: int) -> None:
-        self.apply(self.worker(which), PrefixEvicted(path[1], kept, path[0]))
+    @rule(
+        which=st.integers(0, 99),
+        path=paths,
+        kept=st.sampled_from([0, 1, 9, 16, 20, 200]),
+        moved_to=st.sampled_from([None, None, "CPU", "DISK"]),
+    )
+    def prefix_evicted(self, which: int, path: Path, kept: int, moved_to: str | None) -> None:
+        self.apply(self.worker(which), PrefixEvicted(path[1], kept, path[0], moved_to))
 
     @precondition(lambda self: self.model.accounts)
     @rule(which=st.integers(0, 99), dice=st.integers(0, 5))
@@ -390,6 +402,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert math.isclose(stats["workers"][name][key], value, rel_tol=1e-9, abs_tol=1e-12), (name, key)
             told = account.accuracy.stats()
             assert {key: stats["workers"][name][key] for key in told} == told
+
+    @invariant()
+    def what_is_away_is_the_models(self) -> None:
+        tree, core = self.model.tree, self.real.core
+        for name, account in self.model.accounts.items():
+            index = self.model.places.index(name)
+            assert core.tree.away_tokens(index) == tree.away(name)
+            assert core.load_rates(index) == pytest.approx(account.rates(), rel=1e-9)
+            for path in self.asked[-3:]:
+                mine = tree.on_gpu(path, name, tree.held(path, name))
+                assert core.tree.on_gpu(path[1], index, namespace=path[0]) == mine, (name, path)
 
     @invariant()
     def eviction_order_is_the_models(self) -> None:

@@ -11,7 +11,7 @@ from libc.string cimport memcpy, memset
 
 from preble._kv_index.block_layout cimport PLACES_KEPT, SPACES_MAX, Blocks, Place, Space
 from preble._kv_index.block_positions cimport live_place, place_of, print_above, space_root
-from preble._kv_index.block_updates cimport DONE, apply_batch
+from preble._kv_index.block_updates cimport DONE, apply_batch, expect_moves
 from preble._kv_index.block_table cimport SEGMENT, SEGMENT_FULL, Block, Segment, block_at
 from preble._kv_index.block_table cimport clear_table, find_key, find_name, name_of
 from preble._kv_index.decode cimport STORED, Event, Key
@@ -217,7 +217,15 @@ cdef class BlockIndex:
         cdef uint64_t version = self.tree.t.version
         kept = check_int("PrefixEvicted.kept_tokens", event.kept_tokens, 0, 2**31 - 1, InvalidInput)
         check_hashable("PrefixEvicted.namespace", event.namespace)
-        self.tree.unmark(event.token_ids, self.b.index, kept, namespace=event.namespace)
+        if event.moved_to is None:
+            self.tree.unmark(event.token_ids, self.b.index, kept, namespace=event.namespace)
+        elif isinstance(event.moved_to, str):
+            with self.tree:
+                self.tree.send_away(event.token_ids, self.b.index, kept, not event.moved_to.startswith("CPU"),
+                                    namespace=event.namespace)
+                expect_moves(&self.tree.t, self.b.index)
+        else:
+            raise InvalidInput(f"PrefixEvicted.moved_to must be a string or None, got {event.moved_to!r}")
         return self.tree.t.version != version
 
     # --- namespaces ---

@@ -1,7 +1,7 @@
 # What is known of one worker's blocks: its structs, no code. Functions on them are in `block_positions.pxd` and
 # `block_updates.pyx`, the table of hashes in `block_table.pxd`.
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 
 from preble._kv_index.block_table cimport Table
 
@@ -41,6 +41,8 @@ cdef struct Blocks:
     uint32_t space_room
     Copy copies[COPIES_MAX]
     uint32_t copy_count
+    uint16_t gpu_copies          # of these kinds, by bit, those in the GPU's memory
+    uint16_t host_copies         # and in the host's
     int64_t credit               # steps that may be spent on finding lost places again
     int64_t orphans
     int64_t conflicts

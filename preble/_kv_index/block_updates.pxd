@@ -31,4 +31,6 @@ cdef struct Run:                 # blocks about to be stored: of one event, or o
     uint32_t leaf_end
     uint32_t marked              # position up to which the worker was estimated to cache this prompt before
 
+cdef void sort_copies(Blocks* x) noexcept nogil
+cdef void expect_moves(Tree* t, uint32_t index) noexcept nogil
 cdef Outcome apply_batch(Blocks* x, Tree* t, Batch* b, double now, uint32_t* changed) noexcept nogil

@@ -15,13 +15,13 @@ in advance.
 
 A stored run leaves the tree as a request for the same tokens would: it ends at the end of a node.
 
-Sections: copies, storing, removing.
+Sections: copies, what is away, storing, removing.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from preble._core.atomic cimport store32
+from preble._core.atomic cimport store32, store_signed
 from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, PLACES_KEPT, POSITIONS_MAX,
                                             Copy, Place, Space)
 from preble._kv_index.block_positions cimport (FOUND_NODES, is_chain_known, marked_above, marked_end, place_of,
@@ -29,16 +29,19 @@ from preble._kv_index.block_positions cimport (FOUND_NODES, is_chain_known, mark
 from preble._kv_index.block_table cimport (NO_ROOM, Block, block_at, clear_table, fetch_slot, find_key, give_block,
                                            link_block, name_of, reserve_blocks, tag_of, take_block, unlink_block)
 from preble._kv_index.decode cimport CLEARED, STORED, Batch, Event, Key
-from preble._core.tree.layout cimport (AWAITED, CONFIRMED, TOUCHED, Entry, Mark, Node, Tree, Walk, generation, mark_at,
-                                       node_at, run_end)
+from preble._core.tree.layout cimport (AWAITED, CONFIRMED, TOUCHED, Entry, Mark, Node, Tree, Walk, WorkerMarks,
+                                       generation, mark_at, node_at, run_end)
 from preble._core.tree.parts cimport find_entry, marks_a_child, touch_mark
 from preble._core.memory cimport NONE
-from preble._core.tree.nodes cimport at_root, tree_walk
-from preble._core.tree.operations cimport clear_marks, confirm_path, drop_below, sweep_ghosts, tree_insert
+from preble._core.tree.nodes cimport at_root, bring_near, send_away, tree_walk
+from preble._core.tree.operations cimport (clear_marks, confirm_path, drop_below, load_path, set_limit, sweep_ghosts,
+                                           tree_insert)
 
 cdef enum:
     AHEAD = 16                   # blocks whose slots are fetched before they are looked at
     CREDIT = 8                   # steps that each stored block pays for
+    BELOW_UNSTATED = 3           # times a worker's capacity, that its host memory and disk hold where nobody says it
+    BELOW_MAX = 2147483647
     FORGET_SWEEP = 256           # marks swept at once where all are forgotten
 
 
@@ -62,7 +65,66 @@ cdef uint16_t copy_bit(Blocks* x, Event* event, bint is_new) noexcept nogil:
     copy.length = length
     memcpy(&copy.medium[0], medium, length)
     x.copy_count += 1
+    sort_copies(x)
     return <uint16_t> (1 << (x.copy_count - 1))
+
+
+cdef void sort_copies(Blocks* x) noexcept nogil:
+    """Tell which kinds of copies are in the GPU's memory and which in the host's, by the engines' words for them:
+    vLLM's GPU, CPU, STORAGE, SGLang's GPU, CPU_PINNED, DISK, EXTERNAL. Any other is further off."""
+    cdef uint32_t i
+    cdef Copy* copy
+    x.gpu_copies = x.host_copies = 0
+    for i in range(x.copy_count):
+        copy = &x.copies[i]
+        if copy.length >= 3 and memcmp(&copy.medium[0], b"GPU", 3) == 0:
+            x.gpu_copies |= <uint16_t> (1 << i)
+        elif copy.length >= 3 and memcmp(&copy.medium[0], b"CPU", 3) == 0:
+            x.host_copies |= <uint16_t> (1 << i)
+
+
+# --- what is away -----------------------------------------------------------------------------------------------------
+# A block that has no copy in the GPU's memory must be loaded before it is of use.
+
+cdef void expect_moves(Tree* t, uint32_t index) noexcept nogil:
+    """A worker's engine reports what it keeps beside the GPU's memory. If nobody said how much that is, it is taken to
+    be as much as this index may know."""
+    cdef WorkerMarks* marks = &t.workers[index]
+    if not marks.moves_reported:
+        marks.moves_reported = True
+        if marks.below == 0:
+            store_signed(&marks.below, min(BELOW_UNSTATED * marks.capacity, <int64_t> BELOW_MAX))
+        set_limit(t, index, marks.evictions_reported)
+
+
+cdef void place_copies(Blocks* x, Tree* t, Batch* b, Run* run, uint32_t leaf) noexcept nogil:
+    """A run's blocks have one copy more; those of which none is in the GPU's memory must be loaded."""
+    cdef uint32_t i, node
+    cdef Block* block
+    if run.copy & x.gpu_copies:
+        if t.workers[x.index].away:
+            load_path(t, leaf, x.worker, run.start, run.end)
+        return
+    expect_moves(t, x.index)
+    if run.copy & x.host_copies:
+        bring_near(t, leaf, x.worker, run.start, run.end)
+    for i in range(run.count):
+        block = block_at(&x.table, b.found[run.keys_at + i])
+        if not block.copies & x.gpu_copies and block.end <= run_end(node_at(t, leaf).run):
+            node = place_of(x, t, b.found[run.keys_at + i])
+            if node != NONE:
+                send_away(t, node, x.worker, block.start, not block.copies & x.host_copies)
+
+
+cdef void lose_copy(Blocks* x, Tree* t, uint32_t index, uint16_t copy) noexcept nogil:
+    """A block lost a copy and has others: it may be in the GPU's memory no longer, or not even in the host's."""
+    cdef Block* block = block_at(&x.table, index)
+    cdef uint32_t node
+    if block.copies & x.gpu_copies or (block.copies & x.host_copies and not copy & x.gpu_copies):
+        return
+    node = place_of(x, t, index)
+    if node != NONE:
+        send_away(t, node, x.worker, block.start, not block.copies & x.host_copies)
 
 
 # --- storing ----------------------------------------------------------------------------------------------------------
@@ -320,6 +382,7 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
     if run.fresh == 0 and run.count and is_estimated(x, t, b, run):
         run.marked = run.end
         note_copies(x, b, run)
+        place_copies(x, t, b, run, place_of(x, t, b.found[run.keys_at + run.count - 1]))
         return DONE
     if x.table.count + <uint64_t> run.fresh > x.blocks_max:
         return OVERFLOW
@@ -339,6 +402,7 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
         unlink_run(x, b, run, run.count)
         return outcome
     end_run(x, t, b, run)
+    place_copies(x, t, b, run, run.leaf)
     if run.fresh:
         compare_run(x, t, run)
     return DONE
@@ -431,6 +495,12 @@ cdef void unmark_block(Blocks* x, Tree* t, uint32_t index) noexcept nogil:
     drop_below(t, i, x.worker, kept)
 
 
+cdef bint goes_below(Blocks* x, Tree* t, uint16_t copy) noexcept nogil:
+    """Whether what leaves the GPU's memory goes to the host's without a report of that."""
+    cdef WorkerMarks* marks = &t.workers[x.index]
+    return marks.below and not marks.moves_reported and copy & x.gpu_copies
+
+
 cdef void remove_blocks(Blocks* x, Tree* t, Batch* b, Event* event) noexcept nogil:
     """One medium's copies are gone; what has no copy left is not cached. In any order: engines may list a parent before
     its children."""
@@ -446,9 +516,16 @@ cdef void remove_blocks(Blocks* x, Tree* t, Batch* b, Event* event) noexcept nog
             x.unknown_blocks += 1
             continue
         block = block_at(&x.table, index)
+        if not block.copies & copy:
+            continue
         block.copies &= ~copy
-        if block.copies == 0:
-            unmark_block(x, t, index)
+        if block.copies:
+            lose_copy(x, t, index, copy)
+        else:
+            if not goes_below(x, t, copy):
+                unmark_block(x, t, index)
+            elif place_of(x, t, index) != NONE:
+                send_away(t, place_of(x, t, index), x.worker, block.start, False)
             x.spaces[block.space].blocks -= 1
             unlink_block(&x.table, index)
 

@@ -28,10 +28,9 @@ class DecisionCore(E2):
         tree: RadixTree,
         loads: LoadTracker,
         *,
-        exploit_ratio: float,
-        peer_delay_seconds: float,
         live_max: int,
         calibrate: bool = True,
+        **rule: float,
     ) -> None: ...
     def restore_accuracy(self, worker: int, state: object) -> None: ...
     def open_worker(

@@ -2,8 +2,7 @@
 one function that books a decision (`commit`); the rule is `e2.pyx`, the calls of users come in by `request_api.pyx`.
 
 A decision by E2 is one way from top to bottom, `decide`: the namespace's root, the walk, then as the tree's writer
-`walk_and_book` (walk on, choose, `commit`), then the chosen worker's name. `schedule` is the same where every worker is
-weighed, or a Python policy chooses.
+`walk_and_book` (walk on, choose, `commit`), then the worker's name. `schedule` weighs every worker.
 """
 
 from cpython.dict cimport PyDict_Next
@@ -21,7 +20,7 @@ from preble._placement.prefix_groups cimport Groups
 from preble._placement.redirects cimport Redirect, Redirects, RedirectTable, find_redirect, load_redirects
 from preble._placement.copy_credits cimport save
 from preble._placement.e2 cimport (ANY_REQUEST, ESCAPE, EXPLOIT, EXPLORE, RENDEZVOUS, Choice, E2, Placement, Prices,
-                                   Reason, Scratch, Terms, clear_scratch)
+                                   Reason, Scratch, Terms, clear_scratch, load, use)
 from preble._core.epochs cimport reader_enter, reader_leave
 from preble._placement.timing_samples cimport TimingSamples, note_end, note_first
 from preble._core.writer_lock cimport await_python, lock_enter, lock_leave, lock_try
@@ -33,8 +32,8 @@ from preble._radix cimport SHORT_TOKENS, RadixTree
 from preble._core.tree.reclaim cimport PLAIN, reclaim, retire_thing
 from preble._core.token_ids cimport TokenView, check_tokens, has_negative, release_tokens, view_tokens
 from preble._kv_index.cache_accuracy cimport Served
-from preble._core.tree.operations cimport (await_blocks, confirm_path, drop_beside, limit_of, set_limit, take_back,
-                                           tree_insert)
+from preble._core.tree.operations cimport (await_blocks, confirm_path, drop_beside, limit_of, load_path, set_limit,
+                                           take_back, tree_insert)
 
 from sys import intern
 from zlib import crc32
@@ -57,9 +56,9 @@ cdef class DecisionCore(E2):
     """One scheduler's compiled state: tree, load tracker, leases. Whoever changes it holds the tree's lock
     (`with core.tree:`)."""
 
-    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
-                 double peer_delay_seconds, uint32_t live_max, bint calibrate=True):
-        E2.__init__(self, tree, loads, exploit_ratio=exploit_ratio, peer_delay_seconds=peer_delay_seconds)
+    def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, uint32_t live_max, bint calibrate=True,
+                 **rule):
+        E2.__init__(self, tree, loads, **rule)
         self.groups = Groups(tree, loads)
         self.redirects = Redirects(tree)
         self.names = []
@@ -93,6 +92,7 @@ cdef class DecisionCore(E2):
             free(own)
             raise
         self.accuracy.open(index)
+        self.state_rates(index)
         store32(&self.loads.rows[index].block_size, block_size)
         store32(&self.loads.rows[index].cached_first, cached_first)
         store32(&self.loads.rows[index].name, crc32(name.encode()))
@@ -105,10 +105,7 @@ cdef class DecisionCore(E2):
 
     def close_worker(self, uint32_t index) -> list[object]:
         """Forget a worker: marks, account, index. Its leases live on until they end; returns their requests' keys.
-
-        Python's lock is held from end to end, so a request that is booked here and whose caller does not know it yet
-        finds out (`chosen_name`).
-        """
+        Python's lock is held throughout: who was booked here and does not know yet finds out (`chosen_name`)."""
         cdef const Cost* cost
         orphans = self.live_on(index)
         self.left_out.pop(index, None)
@@ -130,8 +127,8 @@ cdef class DecisionCore(E2):
         return 0
 
     cdef tuple names_here(self):
-        """`names_now`, without a lock. Where Python has none, either, a thread gets its own copy: another thread may be
-        about to let go of the one for all, and threads that count references to one object wait for each other."""
+        """`names_now`, without a lock. Where Python has none, either, a thread has its own copy: the one for all may be
+        let go of meanwhile, and threads that count references to one object wait for each other."""
         cdef uint32_t number
         cdef OwnNames* own
         if not FREE_THREADED:
@@ -239,7 +236,7 @@ cdef class DecisionCore(E2):
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
         cdef Prices prices = self.prices(request)
-        self.weigh_all(s, request, self.least_held(self.gather(s, request.walk), request.count), &prices)
+        self.weigh_all(s, request, self.least_held(self.gather(s, request), request.count), &prices)
         indices = []
         for i in range(s.workers):
             if s.terms[i].weighed:
@@ -265,11 +262,10 @@ cdef class DecisionCore(E2):
             live_prompt_tokens=[self.loads.workers[i].live_prompt_tokens for i in indices],
             mean_output_tokens=[self.loads.expected_output(i, 0) for i in indices],
             context_token_seconds=[self.loads.rows[i].cost.context_slope for i in indices],
-            cached_tokens=[self.tree.t.workers[i].tokens for i in indices],
+            cached_tokens=[self.tree.t.workers[i].tokens - self.tree.t.workers[i].away for i in indices],
             kv_capacity_tokens=[self.tree.t.workers[i].capacity for i in indices],
             hit_share=self.loads.hit_share,
-            pressure=self.loads.pressure(self.loads.longest_observed(self.loads.now_bucket
-                                                                     * self.loads.bucket_seconds)),
+            pressure=self.pressure_now(),
         )
 
     # --- whole decisions ---
@@ -373,9 +369,8 @@ cdef class DecisionCore(E2):
     # --- several prompts at once ---
 
     cdef int decide_many(self, Asked* asked, uint32_t count, object namespace, list names, uint32_t* at) except -1:
-        """Decide by E2 and book all of these as `decide` would one after the other; `names` receives their workers'
-        ids. `at` says which one an error is about. What is `booked` in spite of an error is the caller's to cancel; a
-        negative token is found before anything is booked."""
+        """Decide by E2 and book all of these as `decide` would one by one; `names` receives their workers' ids.
+        `at` says which one an error is about; what is `booked` in spite of it is the caller's to cancel."""
         cdef int outcome = BOOKED
         cdef uint32_t i
         cdef str name
@@ -457,10 +452,8 @@ cdef class DecisionCore(E2):
         return outcome
 
     cdef int commit(self, const Placement* request, Choice* choice) noexcept nogil:
-        """Book the decision: a lease, the load, the prompt's marks and hits. When memory is out nothing stays booked.
-
-        A prompt for whose namespace the tree has no room is booked all the same, and not remembered.
-        """
+        """Book the decision: a lease, the load, the prompt's marks and hits. When memory is out nothing stays booked. A
+        prompt for whose namespace the tree has no room is booked all the same, and not remembered."""
         cdef Lease lease
         cdef Lease* booked
         cdef uint32_t leaf
@@ -472,6 +465,8 @@ cdef class DecisionCore(E2):
         memset(&lease, 0, sizeof(Lease))
         lease.prompt_tokens = request.count
         lease.matched_tokens = choice.usable
+        lease.loaded[0], lease.loaded[1] = choice.loaded[0], choice.loaded[1]
+        lease.alone = row.waiting_requests == 0
         lease.leaf_generation = NO_GENERATION
         if request.root != NONE:
             lease.confirmed_tokens = confirmed_tokens(&self.tree.t, request.walk, key)
@@ -540,7 +535,7 @@ cdef class DecisionCore(E2):
                     raise InvalidInput(f"policy {reason!r} chose a worker and then took it out of service")
                 self.begin(&request, &view, space, max_new_tokens, now)
                 self.size_up_one(&request, choice.worker)
-            choice.usable = self.scratch.terms[choice.worker].usable
+            use(&choice, &self.scratch.terms[choice.worker])
             costs = self.costs() if with_costs else None
             return self.booked(&request, &choice, request_id, key, space, reason, costs)
         finally:
@@ -563,7 +558,7 @@ cdef class DecisionCore(E2):
             self.size_up_one(&request, worker)
             choice.worker = worker
             choice.credited = NONE
-            choice.usable = self.scratch.terms[worker].usable
+            use(&choice, &self.scratch.terms[worker])
             choice.reason = EXPLOIT if choice.usable > request.count * self.exploit_ratio else EXPLORE
             return self.booked(&request, &choice, request_id, key, space, "peer", None)
         finally:
@@ -583,15 +578,15 @@ cdef class DecisionCore(E2):
         cdef Scratch* s = &self.scratch
         clear_scratch(s)
         s.workers = self.tree.t.worker_end
-        self.gather(s, request.walk)
+        self.gather(s, request)
         self.size_up(&s.terms[worker], worker, s.held[worker], request.count)
+        load(&s.terms[worker], s, worker)
         clear_scratch(s)
 
     cdef bint redirect(self, const Placement* request, Choice* choice) noexcept nogil:
-        """Where the prompt's prefix is redirected, the best of the redirect's targets takes the place of a policy's
-        choice; whether one does. Of several targets it must be better than the choice: copies of a prefix are there to
-        be used, not to keep others out. A redirect away from one worker is for what would have reused its cache there.
-        One whose targets may all not take the request has no effect."""
+        """Where the prompt's prefix is redirected, the best target that may take it takes the place of a policy's
+        choice; whether one does. Of several it must be better than the choice: copies are there to be used, not to keep
+        others out. A redirect away from one worker is for what would have reused its cache there."""
         cdef const RedirectTable* table = load_redirects(&self.redirects.table)
         cdef const Redirect* redirect = NULL
         cdef Terms* terms = self.scratch.terms
@@ -681,12 +676,13 @@ cdef class DecisionCore(E2):
             return TOO_MANY_CACHED
         if self.timings is not None and not lease.prefilled and self.loads.is_current(lease):
             note_first(self.timings.at[lease.worker], lease, lease.prompt_tokens - <uint32_t> (
-                lease.matched_tokens if cached_tokens < 0 else cached_tokens), self.decodes_on(lease.worker), now)
+                lease.matched_tokens if cached_tokens < 0 else cached_tokens), self.decodes_on(lease.worker),
+                self.loading_of(lease), now)
+        self.learn_load(lease, cached_tokens, now)
         self.first_seen(lease, cached_tokens, now)
         return DONE
 
-    cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil:
-        """Requests of a worker that have their first token."""
+    cdef int64_t decodes_on(self, uint32_t worker) noexcept nogil:  # requests that have their first token
         return self.loads.workers[worker].live_requests - self.loads.workers[worker].waiting_requests
 
     cdef Lease* live_lease(self, int64_t key) noexcept nogil:
@@ -702,7 +698,7 @@ cdef class DecisionCore(E2):
 
     cdef void correct(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
         """Bring load and marks in line with what the engine reported. What it was known to hold and held no longer took
-        along all that hung below, unless events report what goes; what it has computed is there in any case."""
+        along all that hung below, unless events report what goes; what it has computed is there."""
         cdef bint alive = self.is_remembered(lease)
         cdef uint32_t key = self.tree.t.workers[lease.worker].key
         cdef double seconds
@@ -721,6 +717,8 @@ cdef class DecisionCore(E2):
         if alive and not lease.prefilled:
             self.remark(lease, now)
             confirm_path(&self.tree.t, lease.leaf, key)
+            if self.tree.t.workers[lease.worker].away:
+                load_path(&self.tree.t, lease.leaf, key, 0, lease.prompt_tokens)
 
     cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:
         """Note how the estimates of the worker's cache fared, before they are corrected."""
@@ -742,7 +740,7 @@ cdef class DecisionCore(E2):
         if cached_tokens >= 0 and not lease.hit_reported:
             lease.hit_reported = True
             self.accuracy.reported(&one)
-        if marks.limit > marks.capacity and not self.accuracy.on_events(lease.worker):
+        if marks.evictions_reported and not self.accuracy.on_events(lease.worker):
             set_limit(&self.tree.t, lease.worker, False)
 
     cdef bint is_remembered(self, Lease* lease) noexcept nogil:
@@ -898,5 +896,5 @@ cdef class DecisionCore(E2):
             marked = i < self.tree.t.worker_end and self.tree.t.workers[i].capacity > 0
             assert named == booked == marked, f"worker {i}: name {named}, book {booked}, tree {marked}"
             assert named or not self.loads.rows[i].eligible, f"free worker {i} is eligible"
-            assert not named or self.tree.t.workers[i].limit == limit_of(
-                self.tree.t.workers[i].capacity, self.accuracy.on_events(i)), f"worker {i}: limit"
+            limit = limit_of(self.tree.t.workers[i].capacity, self.tree.t.workers[i].below, self.accuracy.on_events(i))
+            assert not named or self.tree.t.workers[i].limit == limit, f"worker {i}: limit"

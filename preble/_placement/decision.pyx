@@ -45,6 +45,7 @@ cdef class Match:
     """What is estimated cached of a prompt of `prompt_tokens`. `matched_tokens` maps worker id to tokens (0 left out),
     in whole blocks and at most the prompt less one.
 
+    `media` maps worker id to where these tokens lie, for workers that have some in host memory or on disk.
     `known_tokens` is the longest prefix in the tree, cached anywhere or not. Immutable, so thread-safe.
     """
 
@@ -64,6 +65,21 @@ cdef class Match:
                                 for i in range(self.held.count)
                                 if self.held.held[self.held.met[i]] and self.names[self.held.met[i]] is not None}
             return self.by_name
+
+    @property
+    def media(self) -> dict[str, dict[str, int]]:
+        """Tokens by worker id and medium: "gpu", "host", "disk". Made when asked for."""
+        cdef uint32_t i, at, here, far
+        found = {}
+        if self.held.here == NULL:
+            return found
+        for at in range(self.held.count):
+            i = self.held.met[at]
+            here = min(self.held.here[i], self.held.held[i])
+            far = min(self.held.far[i], self.held.held[i] - here)
+            if here < self.held.held[i] and self.names[i] is not None:
+                found[self.names[i]] = {"gpu": here, "host": self.held.held[i] - here - far, "disk": far}
+        return found
 
     @property
     def best_tokens(self) -> int:

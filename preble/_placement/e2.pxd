@@ -3,11 +3,12 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport Apart
-from preble._cost cimport LoadTracker
+from preble._cost cimport Lease, LoadTracker
 from preble._core.tree.layout cimport Walk
 from preble._radix cimport RadixTree
 from preble._kv_index.cache_accuracy cimport CacheAccuracy
 from preble._placement.copy_credits cimport Credit
+from preble._kv_index.load_rates cimport DISK, HOST, MEDIA, LoadRates
 
 cdef enum Reason:
     EXPLOIT = 0
@@ -37,8 +38,14 @@ cdef struct Terms:               # one worker in one decision; seconds unless sa
     double eviction
     double balance
     double credit                # 0 or less
+    double loading               # bringing what is cached, and not in the GPU's memory, there
+    uint32_t loaded[MEDIA]       # tokens of `usable` that are, by medium
     double total                 # what is compared
     double height                # what is compared with the level of a draw (`E2.agree`)
+
+cdef struct Away:                # what a worker caches of a prompt beside its GPU's memory
+    uint32_t loaded[MEDIA]       # tokens
+    double seconds               # to load them
 
 cdef struct Scratch:             # what one decision writes down
     uint32_t room                # rows
@@ -47,6 +54,8 @@ cdef struct Scratch:             # what one decision writes down
     uint32_t* met                # the workers that hold some, in the order they were met
     uint32_t count               # how many
     Terms* terms                 # by worker; only where every worker is weighed
+    Away* away                   # by worker; of those met, and only if
+    bint some_away               # some tokens of some worker are
 
 cdef struct Placement:           # a prompt to be placed
     const int32_t* tokens
@@ -84,6 +93,7 @@ cdef struct Choice:
     uint32_t worker              # NONE: nobody may take it
     Reason reason
     uint32_t usable
+    uint32_t loaded[MEDIA]       # of these, by medium
     uint32_t credited            # node for whose copies something is saved up; NONE: no choice of E2, or no such node
     double credit                # how much, this request's share included
     int64_t lease                # its key, once booked
@@ -93,25 +103,40 @@ cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil
 cdef void free_scratch(Scratch* s) noexcept nogil
 cdef void clear_scratch(Scratch* s) noexcept nogil
 cdef list rows_of(Scratch* s)
+cdef void load(Terms* terms, const Scratch* s, uint32_t worker) noexcept nogil
+
+cdef inline void use(Choice* choice, const Terms* terms) noexcept nogil:
+    # Book what a worker can use of the prompt.
+    choice.usable = terms.usable
+    choice.loaded[HOST] = terms.loaded[HOST]
+    choice.loaded[DISK] = terms.loaded[DISK]
 
 cdef class E2:
     cdef readonly RadixTree tree
     cdef readonly LoadTracker loads
     cdef readonly CacheAccuracy accuracy
     cdef Credit* credits
+    cdef LoadRates* rates        # by worker
+    cdef double[MEDIA] stated_rates
     cdef double exploit_ratio
     cdef double unseen_seconds   # of other routers' work that a decision reckons with
     cdef Apart apart             # readers look at what is above
     cdef Scratch scratch         # the writer's
     cdef int grow(self, uint32_t room) except -1
+    cdef void state_rates(self, uint32_t worker) noexcept nogil
+    cdef double pressure_now(self) noexcept nogil
+    cdef double loading_of(self, const Lease* lease) noexcept nogil
+    cdef void learn_load(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil
     cdef void discount(self, Scratch* s) noexcept nogil
-    cdef uint32_t gather(self, Scratch* s, Walk walk) noexcept nogil
+    cdef void look_for_away(self, Scratch* s, const Placement* request) noexcept nogil
+    cdef uint32_t gather(self, Scratch* s, const Placement* request) noexcept nogil
     cdef bint goes_on(self, const Placement* request) noexcept nogil
     cdef uint32_t home_of(self, const Scratch* s, const Placement* request, uint32_t best) noexcept nogil
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil
     cdef Prices prices(self, const Placement* request) noexcept nogil
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil
     cdef double evicted_share(self, uint32_t worker, int64_t missed, const Prices* prices) noexcept nogil
+    cdef double sent_away_seconds(self, uint32_t worker, double tokens, const Prices* prices) noexcept nogil
     cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil
     cdef void add_outstanding(self, Outstanding* of, uint32_t worker, double now) noexcept nogil
     cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil

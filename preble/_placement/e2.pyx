@@ -2,10 +2,12 @@
 the lowest wins. Owns the looking, the weighing and the choice; it changes nothing but its scratch rows. `bookings.pyx`
 books what is chosen here.
 
-    total = queue + prefill + others + decode + eviction + balance - credit
+    total = queue + prefill + loading + others + decode + eviction + balance - credit
 
     queue      g (Q - D + min(Q', 0.3 s)) + 4 ms B what is ahead; a little of it counts twice: decoding goes on between
     prefill    P                               its own missed tokens
+    loading    for what it caches in host memory or on disk alone: seconds a token, as learned; where that is more than
+               computing it takes, it is computed
     others     P (kappa + 0.1 B) + 0.3 o b n B whom its prefill keeps waiting, whose decoding it interrupts and slows
     decode     0.3 o b C                       its own output in that batch
     eviction   2 h e P (1 + kappa) + 50 ms     what must be computed again, if it is used as often as the rest; 50 ms
@@ -52,12 +54,13 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from preble._core.atomic cimport load32, load_double, load_signed, store_double
-from preble._cost cimport Cost, LoadTracker, Row, prefill_seconds
-from preble._core.tree.layout cimport (Tree, Walk, WorkerMarks, index_of, load_run, load_workers, node_at,
+from preble._cost cimport Cost, Lease, LoadTracker, Row, prefill_seconds
+from preble._core.tree.layout cimport (Tree, WorkerMarks, index_of, load_run, load_workers, node_at,
                                        worker_of)
 from preble._core.memory cimport NONE
-from preble._core.tree.nodes cimport confirmed_tokens, held_at, last_word
+from preble._core.tree.nodes cimport confirmed_tokens, held_at, last_word, on_gpu
 from preble._placement.copy_credits cimport CREDITS, Credit, credited_node, saved
+from preble._kv_index.load_rates cimport DISK, HOST, LoadRates, load_seconds_of, note_load, note_other, open_rates
 from preble._radix cimport RadixTree
 from preble._kv_index.cache_accuracy cimport FULL_ACCURACY, CacheAccuracy
 
@@ -65,6 +68,7 @@ cdef extern from * nogil:
     const Cost* load_cost "preble_load"(const Cost** p)
 
 cdef enum:
+    WORKERS_MAX = 65536
     HEAD_TOKENS = 16             # by which routers agree on a worker
     PLACED_LATELY = 256          # bookings that say how much others place
 
@@ -91,18 +95,22 @@ cdef int new_scratch(Scratch* s, uint32_t room) noexcept nogil:
     s.workers = s.count = 0
     s.held = <uint32_t*> calloc(2 * <size_t> max(room, 1), sizeof(uint32_t))
     s.terms = <Terms*> calloc(max(room, 1), sizeof(Terms))
-    if s.held == NULL or s.terms == NULL:
+    s.away = <Away*> calloc(max(room, 1), sizeof(Away))
+    if s.held == NULL or s.terms == NULL or s.away == NULL:
         free_scratch(s)
         return -1
     s.met = s.held + max(room, 1)
+    s.some_away = False
     return 0
 
 
 cdef void free_scratch(Scratch* s) noexcept nogil:
     free(s.held)
     free(s.terms)
+    free(s.away)
     s.held = NULL
     s.terms = NULL
+    s.away = NULL
 
 
 cdef void clear_scratch(Scratch* s) noexcept nogil:
@@ -114,12 +122,13 @@ cdef void clear_scratch(Scratch* s) noexcept nogil:
 
 
 cdef list rows_of(Scratch* s):
-    """(index, usable, L, P, the other terms, what is compared, candidate) of each worker that might take the
-    request."""
+    """(index, usable, L, P, the other terms, the last of them loading, tokens loaded from host memory and from disk,
+    what is compared, candidate) of each worker that might take the request."""
     cdef uint32_t i
     cdef Terms* of = s.terms
     return [(i, of[i].usable, of[i].load, of[i].prefill, of[i].queue, of[i].others, of[i].decode, of[i].eviction,
-             of[i].balance, of[i].credit, of[i].total, bool(of[i].candidate))
+             of[i].balance, of[i].credit, of[i].loading, of[i].loaded[HOST], of[i].loaded[DISK], of[i].total,
+             bool(of[i].candidate))
             for i in range(s.workers) if of[i].weighed]
 
 
@@ -170,6 +179,17 @@ cdef inline void fit(Terms* terms, const Row* row, uint32_t held, uint32_t count
     terms.passes = terms.usable if load32(&row.cached_first) else 0
 
 
+cdef void load(Terms* terms, const Scratch* s, uint32_t worker) noexcept nogil:
+    """Fill in what must be loaded of what can be used."""
+    if s.some_away and terms.usable:
+        terms.loading = s.away[worker].seconds
+        terms.loaded[HOST] = s.away[worker].loaded[HOST]
+        terms.loaded[DISK] = s.away[worker].loaded[DISK]
+    else:
+        terms.loading = 0.0
+        terms.loaded[HOST] = terms.loaded[DISK] = 0
+
+
 cdef inline double still_ahead(const Terms* terms, const Prices* prices) noexcept nogil:
     """g: how much of what is ahead on a worker stays ahead of this prompt."""
     return 1.0 - prices.passed * terms.passes
@@ -192,19 +212,23 @@ cdef class E2:
 
     def __cinit__(self):
         self.credits = <Credit*> calloc(CREDITS, sizeof(Credit))
-        if self.credits == NULL:
+        self.rates = <LoadRates*> calloc(WORKERS_MAX, sizeof(LoadRates))     # untouched rows take no memory
+        if self.credits == NULL or self.rates == NULL:
             raise MemoryError("E2")
 
     def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
-                 double peer_delay_seconds):
+                 double peer_delay_seconds, double host_token_seconds, double disk_token_seconds):
         self.tree = tree
         self.loads = loads
+        self.stated_rates[HOST] = host_token_seconds
+        self.stated_rates[DISK] = disk_token_seconds
         self.accuracy = CacheAccuracy(tree.t.window_seconds / 3.0)
         self.exploit_ratio = exploit_ratio
         self.unseen_seconds = UNSEEN_DELAYS * peer_delay_seconds
 
     def __dealloc__(self):
         free(self.credits)
+        free(self.rates)
         free_scratch(&self.scratch)
 
     cdef int grow(self, uint32_t room) except -1:
@@ -225,6 +249,39 @@ cdef class E2:
         for i in range(CREDITS):
             store_double(&self.credits[i].seconds, self.credits[i].seconds * share)
 
+    # --- what loads take ---
+
+    cdef void state_rates(self, uint32_t worker) noexcept nogil:
+        """A worker's loads take what was stated, until its times say something else."""
+        open_rates(&self.rates[worker], self.stated_rates[HOST], self.stated_rates[DISK])
+
+    cdef double pressure_now(self) noexcept nogil:
+        """kappa, as of the slice of time that the load tracker is in."""
+        return self.loads.pressure(self.loads.longest_observed(self.loads.now_bucket * self.loads.bucket_seconds))
+
+    cdef double loading_of(self, const Lease* lease) noexcept nogil:
+        """Seconds that a request is thought to have waited for what was loaded."""
+        return load_seconds_of(&self.rates[lease.worker], lease.loaded[HOST], lease.loaded[DISK])
+
+    cdef void learn_load(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
+        """A request's first token came: what its worker's loads take, if it found nothing waiting, nothing came
+        meanwhile, and the engine says no other number of cached tokens."""
+        cdef WorkerMarks* marks = &self.tree.t.workers[lease.worker]
+        cdef double late = now - lease.booked_at - <double> lease.prefill_ns * 1e-9
+        if ((marks.below == 0 and marks.away == 0) or not lease.alone or lease.prefilled
+                or not self.loads.is_current(lease)
+                or self.loads.rows[lease.worker].waiting_requests != 1
+                or 0 <= cached_tokens < <int64_t> lease.matched_tokens):
+            return
+        if lease.loaded[HOST] or lease.loaded[DISK]:
+            note_load(&self.rates[lease.worker], late, &lease.loaded[0])
+        elif cached_tokens <= <int64_t> lease.matched_tokens + self.loads.rows[lease.worker].block_size:
+            note_other(&self.rates[lease.worker], late)
+
+    def load_rates(self, uint32_t worker) -> tuple[float, float]:
+        """Seconds that a worker takes to bring a token's KV into its GPU's memory: from host memory, from disk."""
+        return self.rates[worker].seconds[HOST], self.rates[worker].seconds[DISK]
+
     # --- looking ---
 
     cdef void discount(self, Scratch* s) noexcept nogil:
@@ -234,17 +291,49 @@ cdef class E2:
             if load32(&self.accuracy.rows[s.met[at]].eighths) != <uint32_t> FULL_ACCURACY:
                 s.held[s.met[at]] = self.accuracy.estimated(s.met[at], s.held[s.met[at]])
 
-    cdef uint32_t gather(self, Scratch* s, Walk walk) noexcept nogil:
+    cdef void look_for_away(self, Scratch* s, const Placement* request) noexcept nogil:
+        """Of what was noted, separate what is in the GPU's memory and what must be loaded; where computing the latter
+        takes less time, do not count on it. O(path) for each worker that has some away."""
+        cdef uint32_t at, i, here, far, key, loaded
+        cdef WorkerMarks* marks
+        cdef const Cost* cost
+        cdef Terms all, near
+        cdef Away* away
+        for at in range(s.count):
+            i = s.met[at]
+            away = &s.away[i]
+            memset(away, 0, sizeof(Away))
+            marks = &load_workers(&self.tree.t.workers)[i]
+            cost = load_cost(&self.loads.rows[i].cost)
+            if load_signed(&marks.away) == 0 or cost == NULL:
+                continue
+            key = load32(&marks.key)
+            here = on_gpu(&self.tree.t, request.walk, key, s.held[i], &far)
+            fit(&all, &self.loads.rows[i], s.held[i], request.count)
+            fit(&near, &self.loads.rows[i], here, request.count)
+            loaded = all.usable - near.usable
+            away.loaded[DISK] = min(far, loaded)
+            away.loaded[HOST] = loaded - away.loaded[DISK]
+            away.seconds = load_seconds_of(&self.rates[i], away.loaded[HOST], away.loaded[DISK])
+            if (away.seconds + prefill_seconds(cost, request.count - all.usable, request.count)
+                    > prefill_seconds(cost, request.count - near.usable, request.count)):
+                s.held[i] = here
+                memset(away, 0, sizeof(Away))
+
+    cdef uint32_t gather(self, Scratch* s, const Placement* request) noexcept nogil:
         """Note what workers hold of the walked prefix; returns the most, in whole blocks, that one of those that take
         requests does. O(path and marks on it)."""
         cdef Tree* t = &self.tree.t
         cdef Row* row
-        cdef uint32_t best = 0, at, held, i = walk.node
+        cdef uint32_t best = 0, at, held, i = request.walk.node
         while i != NONE and load32(&node_at(t, i).parent) != NONE:
-            s.count = held_at(t, i, walk.matched, s.held, s.met, s.count, s.workers)
+            s.count = held_at(t, i, request.walk.matched, s.held, s.met, s.count, s.workers)
             i = load32(&node_at(t, i).parent)
         if load32(&self.accuracy.inaccurate):
             self.discount(s)
+        s.some_away = load_signed(&t.away) != 0
+        if s.some_away:
+            self.look_for_away(s, request)
         for at in range(s.count):
             row = &self.loads.rows[s.met[at]]
             held = s.held[s.met[at]]
@@ -313,10 +402,18 @@ cdef class E2:
         """e: what must be evicted for the missed tokens and the expected output, as a share of the missed, 1 at
         most."""
         cdef WorkerMarks* marks = &load_workers(&self.tree.t.workers)[worker]
-        cdef int64_t room = (load_signed(&marks.capacity) - load_signed(&marks.tokens)
+        cdef int64_t room = (load_signed(&marks.capacity) - load_signed(&marks.tokens) + load_signed(&marks.away)
                              - load32(&self.loads.rows[worker].live_output_tokens))
         cdef double need = missed + prices.output_tokens - max(room, 0)
         return min(need / missed, 1.0) if need > 0.0 else 0.0
+
+    cdef double sent_away_seconds(self, uint32_t worker, double tokens, const Prices* prices) noexcept nogil:
+        """What it takes to bring back what goes to host memory for so many tokens and the expected output, if it is
+        used as often as the rest; infinity where what goes is gone."""
+        cdef WorkerMarks* marks = &load_workers(&self.tree.t.workers)[worker]
+        if load_signed(&marks.below) == 0:
+            return INFINITY
+        return prices.evicted_uses * load_seconds_of(&self.rates[worker], <uint32_t> (tokens + prices.output_tokens), 0)
 
     cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil:
         """Q - D."""
@@ -352,9 +449,13 @@ cdef class E2:
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
         terms.eviction = (self.evicted_share(worker, request.count - terms.usable, prices)
                           * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure))
+        if terms.eviction > 0.0:
+            terms.eviction = min(terms.eviction, self.sent_away_seconds(
+                worker, request.count - terms.usable + terms.loaded[HOST] + terms.loaded[DISK], prices))
         terms.balance = LOAD_SHARE * terms.load * min(terms.load / (HALF_BUSY * prices.longest), 1.0)
         terms.credit = 0.0
-        terms.total = terms.queue + terms.prefill + terms.others + terms.decode + terms.eviction + terms.balance
+        terms.total = (terms.queue + terms.prefill + terms.others + terms.decode + terms.eviction + terms.balance
+                       + terms.loading)
 
     cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request,
                            const Prices* prices) noexcept nogil:
@@ -425,7 +526,7 @@ cdef class E2:
 
     cdef Choice choose_e2(self, Scratch* s, const Placement* request) noexcept nogil:
         """The E2 rule. Leaves what it met in the scratch; `everyone` keeps all terms, for an explanation."""
-        cdef uint32_t best = self.gather(s, request.walk)
+        cdef uint32_t best = self.gather(s, request)
         cdef uint32_t least_held = self.least_held(best, request.count)
         cdef Prices prices = self.prices(request)
         cdef Terms there
@@ -471,6 +572,7 @@ cdef class E2:
             if service == NO_REQUEST:
                 continue
             fit(&terms, row, s.held[i], request.count)
+            load(&terms, s, i)
             if (terms.whole >= least_held) != (at < first):
                 continue
             if service == CACHED_ONLY and terms.whole < least_held:
@@ -499,7 +601,8 @@ cdef class E2:
         if home != NONE and there.total - least.total <= self.unseen_seconds * load_double(&self.loads.others):
             choice.worker = home
             least = there[0]
-        choice.usable = least.usable if choice.worker != NONE else 0
+        if choice.worker != NONE:
+            use(&choice, &least)
         choice.reason = EXPLORE if least_held == NONE else EXPLOIT if choice.worker == home else ESCAPE
         return choice
 
@@ -522,7 +625,7 @@ cdef class E2:
         if load32(&self.loads.rows[home].alike) != prices.alike or there.usable != prices.usable:
             self.price_of(prices, home, there.usable, request.count)
         if holders.workers < all.workers:
-            share = there.total - there.eviction - there.balance
+            share = there.total - there.eviction - there.balance - there.loading
             share += self.price_of_mean(request, there, holders, prices)
             share -= self.price_of_mean(request, there, &best, prices)
             share -= self.price_of_mean(request, there, &all, prices)
@@ -559,6 +662,7 @@ cdef class E2:
             terms.height = INFINITY
             if load32(&self.loads.rows[i].eligible) == ANY_REQUEST:
                 self.size_up(terms, i, s.held[i], request.count)
+                load(terms, s, i)
                 self.weigh(terms, i, request, prices)
                 charge_copy(terms, i, least_held, prices)
                 terms.height = terms.total + DRAW_QUEUE_WEIGHT * terms.queue
@@ -588,7 +692,7 @@ cdef class E2:
             if score > best:
                 best = score
                 choice.worker = i
-                choice.usable = s.terms[i].usable
+                use(choice, &s.terms[i])
         if choice.worker != chosen and choice.reason == EXPLORE:
             choice.reason = RENDEZVOUS
 
@@ -600,6 +704,7 @@ cdef class E2:
         cdef uint32_t i
         for i in range(s.workers):
             self.size_up(&s.terms[i], i, s.held[i], request.count)
+            load(&s.terms[i], s, i)
             s.terms[i].candidate = False
             s.terms[i].weighed = load32(&self.loads.rows[i].eligible) != NO_REQUEST
             if s.terms[i].weighed:

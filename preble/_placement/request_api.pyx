@@ -177,6 +177,9 @@ cdef Match estimated_match(RequestApi api, object token_ids, object namespace):
         i = match.held.met[at]
         api.core.size_up(&terms, i, match.held.held[i], match.held.prompt)
         match.held.held[i] = terms.usable
+        if match.held.here != NULL:
+            api.core.size_up(&terms, i, match.held.here[i], match.held.prompt)
+            match.held.here[i] = terms.usable
     return match
 
 
@@ -260,8 +263,8 @@ def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_
     asked = token_ids, namespace, max_new_tokens, now, request, of_session
     chosen, reason, prompt, rows, names = choice_to_come(core, policy, *asked)
     costs = tuple([
-        WorkerCost(names[i], usable, prompt - usable, *seconds, score, candidate)
-        for (i, usable, *seconds, candidate), score
+        WorkerCost(names[i], usable, prompt - usable, *seconds, total, score, candidate, loading, host, disk)
+        for (i, usable, *seconds, loading, host, disk, total, candidate), score
         in zip(rows, scores_of(core, policy, request, rows), strict=True)
     ])
     winner = [cost for cost in costs if cost.worker == names[chosen]][0]
@@ -281,7 +284,7 @@ def explanation(DecisionCore core not None, policy, token_ids, namespace, int64_
 def scores_of(DecisionCore core not None, policy, request, list rows) -> list[float]:
     """What was compared for each worker of an explanation: the total for E2."""
     if policy is None:
-        return [row[10] for row in rows]
+        return [row[13] for row in rows]
     return policy.checked_scores(request, core.view([row[0] for row in rows]))
 
 

@@ -36,6 +36,7 @@ cdef class TimingSamples:
     cdef WorkerSamples** at      # by worker index; NULL where there is none
     cdef uint32_t room
 
-cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t decodes, double now) noexcept nogil
+cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t decodes, double loading,
+                     double now) noexcept nogil
 cdef void note_end(WorkerSamples* g, const Lease* lease, int64_t output_tokens, int64_t decodes, int64_t waiting_ns,
                    double now) noexcept nogil

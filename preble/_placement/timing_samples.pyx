@@ -38,13 +38,17 @@ cdef void push(Sample* ring, uint64_t* count, const Sample* sample) noexcept nog
     count[0] += 1
 
 
-cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t decodes, double now) noexcept nogil:
-    """A request's first token came; `computed` tokens of its prompt were not cached, `decodes` requests ran beside."""
+cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t decodes, double loading,
+                     double now) noexcept nogil:
+    """A request's first token came; `computed` tokens of its prompt were not cached, `decodes` requests ran beside, and
+    it is thought to have waited `loading` seconds for what is not in the GPU's memory."""
     cdef bint fresh = lease.booked_at > g.first_at
     cdef double began = lease.booked_at if fresh else g.first_at
     cdef double seconds = now - began
     cdef bint moment = fresh or seconds >= MOMENT_SECONDS
     cdef Sample* s = &g.stretch
+    if loading > 0.0 and seconds > 0.0:
+        seconds = max(seconds - loading, 0.0)
     if seconds < 0.0 or (fresh and seconds <= 0.0):      # the clock went back, or nobody computed anything
         g.ignored += 1
         memset(s, 0, sizeof(Sample))

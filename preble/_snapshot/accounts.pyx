@@ -14,6 +14,7 @@ from libc.string cimport memcpy, memset
 from preble._core.atomic cimport store32
 from preble._placement.bookings cimport PENDING, DecisionCore
 from preble._placement.copy_credits cimport CREDITS, Credit
+from preble._kv_index.load_rates cimport MEDIA, LoadRates
 from preble._cost cimport BUCKETS, LEASES_MAX, Bucket, Cost, CostModel, Lease, LoadTracker, WorkerLoad
 from preble._placement.request_api cimport RequestApi
 from preble._core.tree.layout cimport Mark, Node, is_same_node
@@ -32,6 +33,8 @@ cdef enum:
 
 cdef double OUTPUT_SECONDS_MAX = 1e6
 cdef double TIME_MAX = 1e15
+cdef double LOAD_SECONDS_MAX = 1e9
+cdef double LOAD_SQUARES_MAX = 1e30
 cdef int64_t AMOUNT_MAX = <int64_t> 1 << 57      # of a slice's sums, so that those of the window cannot overflow
 cdef int64_t FLEET_MAX = <int64_t> 1 << 61       # of all workers' together
 cdef int64_t COUNT_MAX = <int64_t> 1 << 62       # of what only ever grows by one
@@ -53,6 +56,7 @@ cdef struct BookRow:             # one worker's account; its sums follow from it
     double joined_at
     double working_since
     double output_token_seconds
+    LoadRates rates
     Bucket ring[BUCKETS]
 
 
@@ -70,7 +74,7 @@ def write_core(Writer w not None, RequestApi calls not None) -> None:
     cdef int64_t counters[COUNTERS]
     named = named_leases(core)
     write_tree(w, core.tree)
-    write_book(w, core.loads)
+    write_book(w, core, core.loads)
     write_credits(w, core)
     w.number(len(named))
     for request_id, key in named:
@@ -119,7 +123,7 @@ cdef list named_leases(DecisionCore core):
 
 # --- accounts ---------------------------------------------------------------------------------------------------------
 
-cdef int write_book(Writer w, LoadTracker loads) except -1:
+cdef int write_book(Writer w, DecisionCore core, LoadTracker loads) except -1:
     cdef BookHead head
     cdef BookRow row
     cdef WorkerLoad* account
@@ -142,6 +146,7 @@ cdef int write_book(Writer w, LoadTracker loads) except -1:
             row.joined_at = account.joined_at
             row.working_since = loads.rows[i].working_since
             row.output_token_seconds = account.output_token_seconds
+            row.rates = core.rates[i]
             memcpy(&row.ring[0], &account.ring[0], sizeof(row.ring))
         w.put(&row, sizeof(row))
     return save_slab(w, &loads.leases)
@@ -221,6 +226,9 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
             (<int64_t*> &loads.fleet)[at] += amounts[at]
             if (<int64_t*> &loads.fleet)[at] > FLEET_MAX:
                 refuse(b"an account is out of its range")
+    if not is_learned(&row.rates):
+        refuse(b"what loads take is out of its range")
+    core.rates[i] = row.rates
     core.names[i] = spec.id
     store32(&loads.rows[i].block_size, spec.block_size)
     store32(&loads.rows[i].cached_first, spec.cached_first)
@@ -230,6 +238,16 @@ cdef int open_account(DecisionCore core, uint32_t i, object spec, CostModel cost
 
 cdef bint is_time(double at) noexcept nogil:
     return -TIME_MAX <= at <= TIME_MAX
+
+
+cdef bint is_learned(const LoadRates* rates) noexcept nogil:
+    """Whether times of loads can be learned as this."""
+    cdef uint32_t medium
+    for medium in range(<uint32_t> MEDIA):
+        if not (0.0 <= rates.seconds[medium] <= LOAD_SECONDS_MAX and 1.0 <= rates.squares[medium] <= LOAD_SQUARES_MAX
+                and -LOAD_SQUARES_MAX <= rates.products[medium] <= LOAD_SQUARES_MAX):
+            return False
+    return is_time(rates.others_late) and 0.0 <= rates.others_count <= LOAD_SECONDS_MAX
 
 
 cdef bint is_possible(const Bucket* slice) noexcept nogil:

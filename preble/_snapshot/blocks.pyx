@@ -14,6 +14,7 @@ from preble._kv_index.block_positions cimport live_place, print_above
 from preble._kv_index.block_table cimport (DEPTH_MAX, SEGMENT, SEGMENT_FULL, Block, Segment, Table, block_at, find_name,
                                            name_of, new_segment, reserve_blocks, tag_of)
 from preble._kv_index.block_index cimport BlockIndex
+from preble._kv_index.block_updates cimport sort_copies
 from preble._core.tree.layout cimport Tree, generation, is_same_node, node_at, run_end
 from preble._core.memory cimport CHUNK, CHUNKS_MAX, NONE, budget_alloc, slab_at
 from preble._snapshot.codec cimport Reader, Writer, allocated, chain_free, load_items, refuse, save_slab
@@ -95,6 +96,7 @@ def read_blocks(Reader r not None, BlockIndex index not None) -> None:
     b.orphans, b.conflicts, b.overflows, b.keyed = [head.counters[i] for i in range(4)]
     b.unknown_blocks, b.unknown_events, b.lost = [head.counters[i] for i in range(4, COUNTERS)]
     b.copy_count = head.copy_count
+    sort_copies(b)
     read_spaces(r, index, head.space_room)
     read_slab(r, b, &head)
     read_segments(r, b, &head)

@@ -14,12 +14,12 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from preble._core.dict_keys cimport key_value
-from preble._core.tree.layout cimport (AWAITED, CONFIRMED, EPOCH_MAX, INDEX_BITS, LIVE, NOBODY, ChildTable, Entry,
-                                       EntryBlock, List, Mark, Node, TokenRun, Tree, WorkerMarks, end_of,
+from preble._core.tree.layout cimport (AWAY_SHIFT, EPOCH_MAX, FAR, INDEX_BITS, LIVE, NOBODY, ChildTable, Entry,
+                                       EntryBlock, List, Mark, Node, Recency, TokenRun, Tree, WorkerMarks, end_of,
                                        generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
-from preble._core.tree.parts cimport (block_bytes, block_marks, entry_count, find_entry, fresh_rows, marks_of, new_run,
-                                      word_count, words_of)
+from preble._core.tree.parts cimport (add_away, block_bytes, block_marks, entry_count, find_entry, fresh_rows, gpu_end,
+                                      marks_of, new_run, word_count, words_of)
 from preble._core.memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at
 from preble._core.token_ids cimport any_negative
 from preble._radix cimport RadixTree
@@ -55,7 +55,7 @@ cdef struct TreeHead:            # what a snapshot says of a tree before its par
 cdef struct WorkerRow:           # of one worker index
     int64_t capacity             # 0: free
     List recency
-    uint32_t unused              # 0
+    uint32_t below               # tokens in host memory and on disk; the top bit: what goes there is reported
     uint32_t epoch               # of its key; 0 until its cache is cleared for the first time
 
 cdef struct Load:                # a tree that is being read
@@ -110,7 +110,9 @@ cdef int write_workers(Writer w, Tree* t) except -1:
     for i in range(t.worker_end):
         memset(&row, 0, sizeof(row))
         row.capacity = t.workers[i].capacity
-        row.recency = t.workers[i].recency
+        row.recency.oldest = t.workers[i].recency.oldest
+        row.recency.newest = t.workers[i].recency.newest
+        row.below = <uint32_t> t.workers[i].below | <uint32_t> t.workers[i].moves_reported << 31
         row.epoch = t.workers[i].key >> INDEX_BITS
         w.put(&row, sizeof(row))
     return 0
@@ -265,7 +267,11 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         if not 0 <= row.capacity <= TOKENS_MAX or row.epoch > <uint32_t> EPOCH_MAX:
             refuse(b"a capacity or an epoch is out of its range")
         t.workers[i].capacity = row.capacity
-        t.workers[i].recency = row.recency
+        t.workers[i].recency.oldest = row.recency.oldest
+        t.workers[i].recency.newest = row.recency.newest
+        t.workers[i].recency.warm = NONE
+        t.workers[i].below = row.below & TOKENS_MAX
+        t.workers[i].moves_reported = row.below >> 31
         t.workers[i].key = row.epoch << INDEX_BITS | i
         t.worker_end = i + 1
         if row.capacity == 0:
@@ -410,7 +416,7 @@ cdef const char* claim_marks(Load* x) noexcept nogil:
             if reason != NULL:
                 return reason
     for i in range(x.t.worker_end):
-        if x.t.workers[i].tokens > limit_of(x.t.workers[i].capacity, True):
+        if x.t.workers[i].tokens > limit_of(x.t.workers[i].capacity, x.t.workers[i].below, True):
             return b"a worker caches more than it can"
     return NULL
 
@@ -428,13 +434,21 @@ cdef const char* claim(Load* x, uint32_t i, uint64_t word, uint32_t index) noexc
     if index >= x.marks or x.seen[index]:
         return b"a mark belongs to two nodes, or there is none"
     mark = mark_at(x.t, index)
-    if (mark.node != i or mark.worker != key or mark.pins or mark.flags & ~<uint32_t> (CONFIRMED | AWAITED)
+    if (mark.node != i or mark.worker != key or mark.pins or not is_away_right(mark.flags, run.start, end)
             or not is_item(mark.older, x.marks) or not is_item(mark.newer, x.marks)):
         return b"a mark is of another node"
     x.seen[index] = CLAIMED
     x.t.workers[worker].tokens += end - run.start
     x.t.workers[worker].marks += 1
+    add_away(x.t, &x.t.workers[worker], end - gpu_end(mark.flags, end))
     return NULL
+
+
+cdef bint is_away_right(uint32_t flags, uint32_t start, uint32_t end) noexcept nogil:
+    """Whether what a mark says to be away lies within it."""
+    if flags >> AWAY_SHIFT:
+        return start <= gpu_end(flags, end) < end
+    return not flags & FAR
 
 
 cdef const char* free_items(Slab* slab, const uint32_t* order, uint32_t count, Load* x, bint nodes) noexcept nogil:
@@ -583,7 +597,7 @@ cdef const char* check_marks(Load* x) noexcept nogil:
 
 cdef bint is_recency_right(Load* x, uint32_t worker) noexcept nogil:
     """Walk the list and note each mark's place in it."""
-    cdef List* recency = &x.t.workers[worker].recency
+    cdef Recency* recency = &x.t.workers[worker].recency
     cdef uint32_t i = recency.oldest, before = NONE, place = CLAIMED, key = x.t.workers[worker].key
     if x.t.workers[worker].capacity == 0:
         return True

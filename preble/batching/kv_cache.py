@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import numpy.typing as npt
 
-from ..types import AllBlocksCleared, PrefixEvicted
+from ..types import AllBlocksCleared, PrefixEvicted, check_int, check_seconds
 from ._kv_slots import Hold, SlotTree
 from .requests import Int32Array
 from .retention import Retention
@@ -23,6 +23,7 @@ EVENTS_MAX = 4096
 EVENT_TOKENS_MAX = 1 << 22
 EVICT_SHARE = 256
 NO_END = -1
+HOST = "CPU"  # what host memory is called in events, as by vLLM
 
 
 class SlotPool:
@@ -57,6 +58,8 @@ class KvCache:
 
     Evictions become events. Where nobody takes the events and they reach `events_max` or `event_tokens_max`, all
     pending ones collapse into a single `AllBlocksCleared`: the router then expects less than is cached, never more.
+
+    `host`: where what is evicted goes, and from where what is asked for comes back; None: it is gone.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class KvCache:
         capacity_tokens: int,
         *,
         retention: Retention | None = None,
+        host: HostMemory | None = None,
         events_max: int = EVENTS_MAX,
         event_tokens_max: int = EVENT_TOKENS_MAX,
     ) -> None:
@@ -73,6 +77,7 @@ class KvCache:
         self.evictions = 0
         self.collapsed_events = 0
         self._retention = retention  # None: what was used least recently goes first
+        self._host = host
         self._tree = SlotTree()
         self._pool = SlotPool(capacity_tokens)
         self._events: list[PrefixEvicted | AllBlocksCleared] = []
@@ -108,8 +113,33 @@ class KvCache:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def hold(self, token_ids: Int32Array, namespace: Hashable, max_tokens: int, now: float) -> Hold:
-        """Pin the longest cached prefix, at most `max_tokens` of it, against eviction."""
+        """Pin the longest cached prefix, at most `max_tokens` of it, against eviction. What host memory has more of it
+        is loaded, if that pays."""
+        if self._host is not None:
+            self._load(self._host, token_ids, namespace, max_tokens, now)
         return self._tree.hold(token_ids, now, namespace=namespace, max_tokens=max_tokens)
+
+    def _load(self, host: HostMemory, token_ids: Int32Array, namespace: Hashable, max_tokens: int, now: float) -> None:
+        found = min(host.found(token_ids, namespace), max_tokens)
+        here = self.cached_tokens(token_ids, namespace)
+        if found > here and host.pays(here, found, len(token_ids)):
+            host.note_load(self.enter(token_ids[:found], namespace, now))
+            host.keep(token_ids[:found], namespace, now)
+
+    def enter(self, token_ids: npt.ArrayLike, namespace: Hashable, now: float) -> int:
+        """Cache a prefix that was not computed here, as the most recently used; returns the tokens of it that were not
+        cached, 0 where these do not fit. Cost: its length."""
+        tokens = np.asarray(token_ids, np.int32)
+        hold = self._tree.hold(tokens, now, namespace=namespace, max_tokens=len(tokens))
+        held, new = hold.matched_tokens, len(tokens) - hold.matched_tokens
+        fits = new <= self.available_tokens
+        if new and fits:
+            slots = np.empty(len(tokens), np.int32)
+            slots[:held] = self.slots_of(hold)
+            slots[held:] = self.take(new, now)
+            self.publish(hold, tokens, slots, now)
+        self._tree.release(hold, now)
+        return new if fits else 0
 
     def publish(self, hold: Hold, token_ids: Int32Array, slots: Int32Array, now: float) -> None:
         """Make `token_ids`, whose KV is in `slots`, a cached and held prefix that others can share at once.
@@ -239,25 +269,38 @@ class KvCache:
             freed, reports, left = self._tree.evict_end(end.number, need_tokens)
             if len(freed):
                 self._retention.evicted(end, left, now)
-                self._book_eviction(freed, reports)
+                self._book_eviction(freed, reports, now)
             else:
                 self._retention.forget(end.number)  # somebody holds it, or its prefix goes on
             need_tokens -= len(freed)
             if need_tokens <= 0:
                 break
         if need_tokens > 0:
-            self._book_eviction(*self._tree.evict(need_tokens))
+            self._book_eviction(*self._tree.evict(need_tokens), now)
         self.version += 1
         self.evictions += self.evicted_tokens > before
 
-    def _book_eviction(self, freed: array[int], reports: list[tuple[array[int], int, Hashable]]) -> None:
+    def _book_eviction(self, freed: array[int], reports: list[tuple[array[int], int, Hashable]], now: float) -> None:
         self._pool.give(freed)
         self.evicted_tokens += len(freed)
         for token_ids, kept_tokens, namespace in reports:
-            self._report(PrefixEvicted(token_ids, kept_tokens, namespace))
+            moved = self._host is not None and self._host.keep(token_ids, namespace, now)
+            self._report(PrefixEvicted(token_ids, kept_tokens, namespace, HOST if moved else None))
+        if self._host is not None:
+            self._report_lost(self._host)
 
-    def _report(self, event: PrefixEvicted) -> None:
-        self._event_tokens += len(event.token_ids)
+    def _report_lost(self, host: HostMemory) -> None:
+        """What host memory has lost is gone, as far as it is not here."""
+        for event in host.take_lost():
+            if isinstance(event, AllBlocksCleared):  # more than anybody could list
+                self._report(event)
+                continue
+            kept = max(event.kept_tokens, self._tree.matched(event.token_ids, namespace=event.namespace))
+            if kept < len(event.token_ids):
+                self._report(PrefixEvicted(event.token_ids, kept, event.namespace))
+
+    def _report(self, event: PrefixEvicted | AllBlocksCleared) -> None:
+        self._event_tokens += 0 if isinstance(event, AllBlocksCleared) else len(event.token_ids)
         self._events.append(event)
         if len(self._events) > self._events_max or self._event_tokens > self._event_tokens_max:
             self.collapsed_events += len(self._events)
@@ -294,3 +337,51 @@ class KvCache:
     def show(self) -> str:
         """The tree as text."""
         return self._tree.show()
+
+
+# --- host memory behind the GPU's: what is evicted there goes here, and comes back when a prompt asks for it ---------
+
+
+def always(here: int, found: int, prompt_tokens: int) -> bool:
+    """Load whatever is there, as the engines do."""
+    return True
+
+
+class HostMemory:
+    """A cache of `capacity_tokens`; a token takes `token_seconds` to load. `pays(here, found, prompt_tokens)`: whether
+    to load from `here` to `found` of a prompt's tokens, or to compute them. What is used least recently goes first. Not
+    thread-safe. Raises `InvalidConfig`."""
+
+    def __init__(
+        self, capacity_tokens: int, token_seconds: float, pays: Callable[[int, int, int], bool] = always
+    ) -> None:
+        check_int("HostMemory.capacity_tokens", capacity_tokens, 1, 2**31 - 1)
+        check_seconds("HostMemory.token_seconds", token_seconds)
+        self.token_seconds = token_seconds
+        self.pays = pays
+        self.loaded_tokens = 0  # since the start
+        self._cache = KvCache(capacity_tokens)
+        self._unpaid = 0  # loaded, and nobody has waited for it yet
+
+    def found(self, token_ids: npt.ArrayLike, namespace: Hashable) -> int:
+        """Tokens of a prompt that it holds, from the first on. Changes nothing. O(found)."""
+        return self._cache.cached_tokens(token_ids, namespace)  # type: ignore[arg-type]
+
+    def keep(self, token_ids: npt.ArrayLike, namespace: Hashable, now: float) -> bool:
+        """Hold a prefix, or use it again; False where it does not fit. O(tokens)."""
+        self._cache.enter(token_ids, namespace, now)
+        return self.found(token_ids, namespace) == len(token_ids)  # type: ignore[arg-type]
+
+    def note_load(self, tokens: int) -> None:
+        """So many tokens are on their way to the GPU's memory."""
+        self.loaded_tokens += tokens
+        self._unpaid += tokens
+
+    def take_seconds(self) -> float:
+        """How long what was noted since the last call takes to load."""
+        tokens, self._unpaid = self._unpaid, 0
+        return tokens * self.token_seconds
+
+    def take_lost(self) -> list[PrefixEvicted | AllBlocksCleared]:
+        """What it had no room for since the last call, oldest first."""
+        return self._cache.take_events()

@@ -20,6 +20,7 @@ from .console import aligned, printable
 
 RECORDS_MAX = 1000  # printed at once
 HEADER = ("", "worker", "matched", "missed")
+LOADS = ("host", "disk", "loading")  # of the matched tokens, and the seconds that takes: a term of the total
 PRICE = (*(name.removesuffix("_seconds") for name in PRICE_TERMS), "total")
 BESIDE = ("L", "backlog")
 LEGEND = """\
@@ -77,8 +78,9 @@ def missing(args: argparse.Namespace) -> str:
 def text_of(record: DecisionRecord) -> str:
     """A record as some lines of text: the decision, a row for each worker, what came of it."""
     scored = any(terms.score != terms.total_seconds for terms in record.workers)
-    header = (*HEADER, *PRICE, *BESIDE, *(["score"] if scored else []))
-    rows = [header, *(row_of(record, terms, scored) for terms in ordered(record))]
+    loads = any(terms.loading_seconds for terms in record.workers)
+    header = (*HEADER, *(LOADS if loads else []), *PRICE, *BESIDE, *(["score"] if scored else []))
+    rows = [header, *(row_of(record, terms, scored, loads) for terms in ordered(record))]
     return "\n".join([*heading(record), "", *aligned(rows, left=2), "", *ending(record)]) + "\n"
 
 
@@ -102,8 +104,8 @@ def ordered(record: DecisionRecord) -> list[WorkerTerms]:
     return sorted(record.workers, key=lambda one: (one.worker != record.worker, not one.candidate, one.score))
 
 
-def row_of(record: DecisionRecord, terms: WorkerTerms, scored: bool) -> tuple[str, ...]:
-    """A worker's row; with its score where that is not the total of each."""
+def row_of(record: DecisionRecord, terms: WorkerTerms, scored: bool, loads: bool) -> tuple[str, ...]:
+    """A worker's row; with its score where that is not the total of each, and with what it loads where one does."""
     mark = "*" if terms.worker == record.worker else "" if terms.candidate else "-"
     price = (*(getattr(terms, name) for name in PRICE_TERMS), terms.total_seconds)
     beside = (terms.load_seconds, terms.backlog_seconds)
@@ -112,6 +114,7 @@ def row_of(record: DecisionRecord, terms: WorkerTerms, scored: bool) -> tuple[st
         printable(terms.worker),
         str(terms.matched_tokens),
         str(terms.missed_tokens),
+        *([str(terms.host_tokens), str(terms.disk_tokens), number(terms.loading_seconds)] if loads else []),
         *map(number, (*price, *beside, *([terms.score] if scored else []))),
     )
 

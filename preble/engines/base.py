@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ..batching.kv_cache import HostMemory
 from ..clock import Clock
 from ..errors import DuplicateRequest, EngineError, InvalidInput, InvalidTokens
 from ..local import LocalConfig, LocalRequest, LocalScheduler, StepOutput
@@ -166,9 +167,11 @@ Live = TypeVar("Live", bound=LiveOutput)
 class ScheduledEngine(Generic[Live]):
     """What engines share of `Engine` that run what a `LocalScheduler` decides: all but `submit` and `step`."""
 
-    def __init__(self, info: EngineInfo, config: LocalConfig, clock: Clock | None) -> None:
+    def __init__(
+        self, info: EngineInfo, config: LocalConfig, clock: Clock | None, host: HostMemory | None = None
+    ) -> None:
         self.info = info
-        self.scheduler = LocalScheduler(config, clock=clock)
+        self.scheduler = LocalScheduler(config, clock=clock, host=host)
         self._live: dict[str, Live] = {}
         self._ended: list[OutputChunk] = []  # last chunks of requests that ended between steps
         self._closed = False

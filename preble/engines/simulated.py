@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._cost import CostModel, steady_ends
+from ..batching.kv_cache import HostMemory
 from ..clock import Clock, monotonic
 from ..errors import InvalidConfig, InvalidInput
 from ..local import Batch, LocalConfig, LocalRequest, StepOutput
@@ -43,7 +44,8 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
 
     `time_scale` is seconds slept per simulated second: 1 is real time, 0.05 twenty times faster, 0 does not sleep
     at all. `eos_token_id` comes up, each time with `eos_probability`, only for requests that do not ignore it.
-    Raises `InvalidConfig`.
+    `host`: memory behind the GPU's; it is loaded from while other tokens are computed, where that is quicker than to
+    compute what it has. Raises `InvalidConfig`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         eos_token_id: int | None = None,
         eos_probability: float = 0.0,
         model: str = "simulated",
+        host: HostMemory | None = None,
     ) -> None:
         check_int("vocab_size", vocab_size, 2, 2**31 - 1)
         if eos_token_id is not None:
@@ -74,8 +77,11 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
             eos_token_ids=() if eos_token_id is None else (eos_token_id,),
             cached_first=config.order != "fcfs",
         )
-        super().__init__(info, config, clock)
+        super().__init__(info, config, clock, host)
         self._cost_model = cost_model
+        self._host = host
+        if host is not None:
+            host.pays = self._load_pays
         self._sleep = sleep
         self._time_scale = time_scale
         self._vocab_size = vocab_size
@@ -149,7 +155,14 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         `InvalidInput` where the step before has not ended.
         """
         self._batch = batch = self.scheduler.next_batch()
-        return self._cost_model.iteration_time(batch.chunks(), batch.decode_contexts()) if batch else 0.0
+        seconds = self._cost_model.iteration_time(batch.chunks(), batch.decode_contexts()) if batch else 0.0
+        return seconds if self._host is None else max(seconds, self._host.take_seconds())
+
+    def _load_pays(self, here: int, found: int, prompt_tokens: int) -> bool:
+        assert self._host is not None
+        loading = (found - here) * self._host.token_seconds
+        loading += self._cost_model.prefill_time(prompt_tokens - found, prompt_tokens)
+        return loading < self._cost_model.prefill_time(prompt_tokens - here, prompt_tokens)
 
     def end_step(self) -> list[OutputChunk]:
         """Finish the step that `begin_step` began; returns its chunks, after those of requests aborted before now."""

@@ -547,6 +547,7 @@ class Fleet:
             max_running=welcome.max_running,
             cost_model=_cost_of(worker.options),
             cached_first=welcome.cached_first,
+            below_capacity_tokens=0 if worker.options is None else worker.options.below_capacity_tokens,
         )
         worker.worker_id = welcome.worker_id
         worker.peers.begin()

@@ -34,7 +34,8 @@ _SAMPLING = 0x5DEECE66D  # apart from the draws that policies get
 # --- the records ------------------------------------------------------------------------------------------------------
 
 
-# The terms of a worker's price, in the order in which they are shown; they add up to `total_seconds`.
+# The terms of a worker's price, in the order in which they are shown; with `loading_seconds`, which few workers have,
+# they add up to `total_seconds`.
 PRICE_TERMS = (
     "queue_seconds",
     "prefill_seconds",
@@ -49,9 +50,9 @@ PRICE_TERMS = (
 @dataclass(frozen=True, slots=True)
 class WorkerTerms:
     """One worker in one decision: what `types.WorkerCost` says of it, and the prefill booked on it and not yet done
-    (`backlog_seconds`). The seven of PRICE_TERMS add up to `total_seconds`; the load L and the backlog are beside them,
-    for information. `score` is what the policy compared (`total_seconds` for E2); only a `candidate` could be
-    chosen."""
+    (`backlog_seconds`). The seven of PRICE_TERMS and `loading_seconds`, for the `host_tokens` and `disk_tokens` among
+    the matched, add up to `total_seconds`; the load L and the backlog are beside them, for information. `score` is
+    what the policy compared (`total_seconds` for E2); only a `candidate` could be chosen."""
 
     worker: str
     matched_tokens: int
@@ -68,11 +69,14 @@ class WorkerTerms:
     backlog_seconds: float
     score: float
     candidate: bool
+    loading_seconds: float = 0.0
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
     @property
     def predicted_seconds(self) -> float:
         """Time to first token if the backlog is worked off first."""
-        return self.backlog_seconds + self.prefill_seconds
+        return self.backlog_seconds + self.prefill_seconds + self.loading_seconds
 
 
 _AS_EXPLAINED = tuple(field.name for field in fields(WorkerTerms) if field.name != "backlog_seconds")
@@ -399,6 +403,8 @@ def _read(kind: type[Any], data: Any, name: str) -> Any:
         data.setdefault("session", None)
     if kind is SessionHint and isinstance(data, dict):
         data.setdefault("shared", False)
+    if kind is WorkerTerms and isinstance(data, dict):
+        data = {"loading_seconds": 0.0, "host_tokens": 0, "disk_tokens": 0, **data}
     if not isinstance(data, dict) or data.keys() != known.keys():
         raise InvalidInput(f"{name} must be an object with {', '.join(known)}")
     return kind(**{key: _read_value(known[key], data[key], f"{name}.{key}") for key in known})

@@ -146,6 +146,7 @@ def _worker_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
         _cost_fact(cost_at(core, worker.index)),
         worker.drift.state(),
         spec.cached_first,
+        int(spec.below_capacity_tokens),
     )
 
 
@@ -296,12 +297,12 @@ def _restore_accuracy(core: DecisionCore, worker: Any, fact: Any) -> None:
 
 
 def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel, Drift]:
-    index, name, capacity, block_size, own, max_running, labels, draining, cost, drift, cached_first = fact
+    index, name, capacity, block_size, own, max_running, labels, draining, cost, drift, cached_first, below = fact
     if type(index) is not int or index < 0 or type(draining) is not bool:
         raise SnapshotRefused("the snapshot contradicts itself: a worker's index or state")
     model = CostModel(**dict(own)) if isinstance(own, tuple) else own
     if not (model is None or isinstance(model, str | CostModel)):
         raise SnapshotRefused("the snapshot contradicts itself: a worker's cost model")
     notes = None if labels is None else dict(labels)
-    spec = WorkerSpec(name, capacity, block_size, model, max_running, notes, cached_first)
+    spec = WorkerSpec(name, capacity, block_size, model, max_running, notes, cached_first, below)
     return index, spec, draining, CostModel(**dict(cost)), Drift.restored(drift)

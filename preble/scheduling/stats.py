@@ -148,9 +148,10 @@ class CacheMismatchStats(TypedDict):
 
 class WorkerStats(TypedDict):
     """One worker. `live_*` is booked now, `waiting_*` of that without a first token, `window_*` booked within the last
-    `SchedulerConfig.history_seconds`; `load_seconds` is L of the paper. `drift_requests`: how many more requests its
-    engine reports than are booked, for `drift_seconds`. `cache_accuracy`: from 0 to 1, how much of what was known to be
-    cached was found there."""
+    `SchedulerConfig.history_seconds`; `load_seconds` is L of the paper. Of `cached_tokens`, `away_tokens` are in host
+    memory or on disk; a token takes `host_token_seconds` and `disk_token_seconds` to load from there. `drift_requests`:
+    how many more requests its engine reports than are booked, for `drift_seconds`. `cache_accuracy`: from 0 to 1, how
+    much of what was known to be cached was found there."""
 
     live_requests: int
     waiting_requests: int
@@ -163,6 +164,9 @@ class WorkerStats(TypedDict):
     load_seconds: float
     mean_output_tokens: float
     cached_tokens: int
+    away_tokens: int
+    host_token_seconds: float
+    disk_token_seconds: float
     kv_capacity_tokens: int
     draining: bool
     known_blocks: int

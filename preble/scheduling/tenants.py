@@ -246,4 +246,4 @@ def _waits(
     finally:
         core.take_back(left_out)
     booked = {names[row[0]]: core.loads.account(row[0])["waiting_prefill_seconds"] for row in rows}
-    return booked, {names[row[0]]: row[3] for row in rows}
+    return booked, {names[row[0]]: row[3] + row[10] for row in rows}  # prefill and loading

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from typing import Literal
 
 from .._cost import CostModel
 from ..config import SchedulerConfig
@@ -14,8 +15,9 @@ from ..errors import DuplicateWorker, InvalidConfig, UnknownWorker
 from ..local import LocalConfig
 from ..policies.base import Policy
 from ..scheduling.flow_control import FlowConfig
-from ..types import WorkerSpec, check_int, check_seconds
+from ..types import CacheEvent, PrefixEvicted, WorkerSpec, check_int, check_seconds
 
+HOST_REPORTS = ("media", "none", "gone", "kept")
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration
 
 
@@ -160,6 +162,10 @@ class SimConfig:
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
     kv_link: how workers hand KV to each other; None: they do not.
+    host_tokens, host_token_seconds: the host memory behind each engine's GPU memory, 0 for none, and what it takes to
+    load a token from there.
+    host_reports: what schedulers learn of that: "media", each move; "none", only its size; "gone", that what leaves the
+    GPU is gone; "kept", that it is still there, as if it were on the GPU.
     flow: how requests wait in front of the workers by tenants, deadlines and classes; None: they do not.
     until_seconds: when the simulation is broken off; requests not finished by then count as unfinished.
     """
@@ -179,6 +185,9 @@ class SimConfig:
     peer_delay_seconds: float | None = None
     engine_cost_models: Mapping[str, str | CostModel] = field(default_factory=dict, hash=False)
     faults: tuple[Fault, ...] = ()
+    host_tokens: int = 0
+    host_token_seconds: float = 1e-5
+    host_reports: Literal["media", "none", "gone", "kept"] = "media"
     flow: FlowConfig | None = None
     kv_link: KvLink | None = None
     until_seconds: float = math.inf
@@ -188,6 +197,10 @@ class SimConfig:
         check_int("SimConfig.routers", self.routers, 1, 1024)
         for name in ("step_seconds", "step_seconds_per_request", "network_seconds", "event_delay_seconds"):
             check_seconds(f"SimConfig.{name}", getattr(self, name))
+        check_int("SimConfig.host_tokens", self.host_tokens, 0, 2**31 - 1)
+        check_seconds("SimConfig.host_token_seconds", self.host_token_seconds)
+        if self.host_reports not in HOST_REPORTS:
+            raise InvalidConfig(f"SimConfig.host_reports must be one of {HOST_REPORTS}, got {self.host_reports!r}")
         if self.peer_delay_seconds is not None:
             check_seconds("SimConfig.peer_delay_seconds", self.peer_delay_seconds)
         check_seconds("SimConfig.event_loss", self.event_loss)
@@ -229,6 +242,24 @@ class SimConfig:
         if not isinstance(self.workers, int):
             return list(self.workers)
         return [WorkerSpec(f"w{i}", kv_capacity_tokens=self.local.kv_capacity_tokens) for i in range(self.workers)]
+
+    def stated(self, spec: WorkerSpec) -> WorkerSpec:
+        """A worker as it is given to the schedulers."""
+        if not self.host_tokens or self.host_reports == "gone":
+            return spec
+        if self.host_reports == "kept":
+            return replace(spec, kv_capacity_tokens=max(spec.kv_capacity_tokens, self.host_tokens))
+        return replace(spec, below_capacity_tokens=self.host_tokens)
+
+    def reported(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
+        """What of an engine's evictions is reported."""
+        if not self.host_tokens or self.host_reports == "media":
+            return events
+        if self.host_reports == "gone":
+            return [replace(one, moved_to=None) if isinstance(one, PrefixEvicted) else one for one in events]
+        if self.host_reports == "kept":
+            return [one for one in events if not isinstance(one, PrefixEvicted) or one.moved_to is None]
+        return []
 
     def model_of(self, spec: WorkerSpec) -> CostModel:
         """What the scheduler is given of a worker. Raises `InvalidConfig` for what is neither preset nor model."""

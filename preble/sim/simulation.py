@@ -310,7 +310,7 @@ class Simulation:
         worker = SimWorker(spec, len(self.workers), self._config, self._timeline, self._deliver)
         spec = replace(spec, cached_first=worker.engine.info.cached_first)
         for scheduler in self.routers.schedulers:
-            scheduler.add_worker(spec)
+            scheduler.add_worker(self._config.stated(spec))
             if self._links is not None:
                 self._links.introduce(scheduler, spec.id)
         self._workers[spec.id] = worker

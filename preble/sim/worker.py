@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..batching.kv_cache import HostMemory
 from ..engines.simulated import SimulatedEngine
 from ..errors import InvalidInput, QueueFull
 from ..local import StepOutput
@@ -54,7 +55,9 @@ class SimWorker:
         self._slowness = 1.0  # what an iteration's time is multiplied by
         running = config.local.max_running if spec.max_running is None else spec.max_running
         local = replace(config.local, kv_capacity_tokens=spec.kv_capacity_tokens, max_running=running)
-        self.engine = SimulatedEngine(config.engine_model_of(spec), local, clock=timeline.clock, time_scale=0.0)
+        host = HostMemory(config.host_tokens, config.host_token_seconds) if config.host_tokens else None
+        model = config.engine_model_of(spec)
+        self.engine = SimulatedEngine(model, local, clock=timeline.clock, time_scale=0.0, host=host)
         self._timeline = timeline
         self._deliver = deliver
         self._config = config
@@ -190,7 +193,7 @@ class SimWorker:
             return
         self._busy_seconds += self._end_seconds - self._begun
         outputs = self.engine.end_batch()
-        events = self.engine.take_events()
+        events = self._config.reported(self.engine.take_events())
         self._begin()  # first: what follows from the outputs may submit to this very worker
         self._deliver(self, outputs, events)
 

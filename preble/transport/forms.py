@@ -5,6 +5,7 @@ Owns these forms and the limits that no annotation can say.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import isnan
 from operator import attrgetter
@@ -400,6 +401,13 @@ class _Evicted(_Event, frozen=True, tag="E"):
         return PrefixEvicted(token_ids, self.kept_tokens, _read_namespace(self.namespace, elements))
 
 
+class _Moved(_Evicted, frozen=True, tag="M"):
+    moved_to: Text
+
+    def event(self, elements: Elements) -> PrefixEvicted:
+        return replace(super().event(elements), moved_to=_check_text(self.moved_to, ".moved_to"))
+
+
 class _Stored(_Event, frozen=True, tag="S"):
     block_hashes: Raw
     parent_block_hash: _Hash | None
@@ -472,10 +480,10 @@ class _Ended(_RequestEvent, frozen=True, tag="X"):
         return RequestEnded(self.router, self.request_id, self.output_tokens)
 
 
-_AnyEvent = _Evicted | _Stored | _Removed | _Cleared | _Placed | _Prefilled | _Ended
+_AnyEvent = _Evicted | _Moved | _Stored | _Removed | _Cleared | _Placed | _Prefilled | _Ended
 EVENT_KINDS: Mapping[str, type[Struct]] = {str(cls.__struct_config__.tag): cls for cls in get_args(_AnyEvent)}
 _PACKS: Mapping[type, Callable[[Any], _Event]] = {
-    PrefixEvicted: lambda e: _Evicted(token_words(e.token_ids), e.kept_tokens, _pack_namespace(e.namespace)),
+    PrefixEvicted: lambda e: _pack_evicted(e),
     BlockStored: lambda e: _Stored(
         list(e.block_hashes),  # type: ignore[arg-type]
         e.parent_block_hash,
@@ -492,6 +500,11 @@ _PACKS: Mapping[type, Callable[[Any], _Event]] = {
     RequestPrefilled: lambda e: _Prefilled(*_check_names(e), e.cached_tokens),
     RequestEnded: lambda e: _Ended(*_check_names(e), e.output_tokens),
 }
+
+
+def _pack_evicted(event: PrefixEvicted) -> _Event:
+    fields = token_words(event.token_ids), event.kept_tokens, _pack_namespace(event.namespace)
+    return _Evicted(*fields) if event.moved_to is None else _Moved(*fields, _clip(event.moved_to) or "")
 
 
 def _pack_events(events: Sequence[CacheEvent]) -> list[_Event]:

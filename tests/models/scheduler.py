@@ -131,6 +131,18 @@ class Mark:
     tokens: int
     hits: Hits
     confirmed: bool = False
+    near: int | None = None  # so many of them are in the GPU's memory; None: all
+    far: bool = False  # and some of the rest not even in host memory
+
+    @property
+    def here(self) -> int:
+        return self.tokens if self.near is None else self.near
+
+    def cut(self, tokens: int) -> None:
+        """Of its tokens, and of those in the GPU's memory, at most so many stay."""
+        self.tokens = min(self.tokens, tokens)
+        if self.near is not None and self.near >= self.tokens:
+            self.near, self.far = None, False
 
 
 @dataclass(eq=False)
@@ -155,6 +167,8 @@ class NaiveTree:
         self.capacity: dict[str, int] = {}
         self.told: set[str] = set()
         self.clears: dict[str, int] = {}
+        self.below: dict[str, int] = {}
+        self.moves: set[str] = set()  # whose engines report what leaves the GPU's memory for others
 
     # --- reads ---
 
@@ -205,6 +219,21 @@ class NaiveTree:
                 return min(self.start(node) + mark.tokens, known)
         return 0
 
+    def on_gpu(self, path: Path, worker: str, held: int) -> tuple[int, int]:
+        """(of the tokens that the worker caches of a prompt, those in the GPU's memory before the first that is not;
+        those of the rest in nodes that are not in host memory as a whole)."""
+        end, far = held, 0
+        for node in self.walk(path)[0]:
+            mark = self.nodes[node].marks.get(worker)
+            if mark is not None and self.start(node) + mark.here < min(self.start(node) + mark.tokens, held):
+                end = min(end, self.start(node) + mark.here)
+                far += (min(self.start(node) + mark.tokens, held) - self.start(node) - mark.here) * mark.far
+        return end, far
+
+    def away(self, worker: str) -> int:
+        marks = [self.nodes[node].marks[worker] for node in self.recency[worker]]
+        return sum(mark.tokens - mark.here for mark in marks)
+
     def homes(self, path: Path, share: float, places: list[str | None]) -> list[Holder]:
         """Who caches most of each node of the known part of a prompt, or cached it last, from the bottom up to where
         no more than a share of the prompt is left."""
@@ -227,7 +256,8 @@ class NaiveTree:
 
     def limit(self, worker: str) -> int:
         """What a worker may be estimated to hold: a quarter more than it can where its engine reports what it drops."""
-        return self.capacity[worker] + (self.capacity[worker] // 4 if worker in self.told else 0)
+        own = self.capacity[worker] + (self.capacity[worker] // 4 if worker in self.told else 0)
+        return max(own, self.below[worker])
 
     def key_end(self, path: Path, limit: int) -> int:
         """End of the deepest node of the first `limit` tokens that is longer than all before it."""
@@ -244,7 +274,7 @@ class NaiveTree:
             self.nodes[path] = Node(Hits(self.span))
         for node in reversed(self.above(path)):
             self.mark(node, worker, now, is_hit)
-        self.evict(worker, self.cached(worker) - self.limit(worker))
+        self.settle(worker)
 
     def split(self, path: Path, end: int) -> None:
         """Give the tokens up to `end` a node of their own. Who cached past the border now caches two nodes."""
@@ -260,8 +290,11 @@ class NaiveTree:
                 upper.marks[worker] = node.marks.pop(worker)
                 order[order.index(path)] = top
             else:
-                upper.marks[worker] = Mark(end - start, copy.deepcopy(mark.hits), mark.confirmed)
+                upper.marks[worker] = Mark(end - start, copy.deepcopy(mark.hits), mark.confirmed, mark.near, mark.far)
+                upper.marks[worker].cut(end - start)
                 mark.tokens -= end - start
+                if mark.near is not None:
+                    mark.near = max(0, mark.near - (end - start))
                 order.insert(order.index(path) + 1, top)
         self.nodes[top] = upper
 
@@ -280,7 +313,7 @@ class NaiveTree:
     def keep(self, path: Path, worker: str, tokens: int) -> None:
         """The worker keeps at most `tokens` of the node's own tokens."""
         mark = self.nodes[path].marks[worker]
-        mark.tokens = min(mark.tokens, tokens)
+        mark.cut(tokens)
         if mark.tokens <= 0:
             del self.nodes[path].marks[worker]
             self.nodes[path].home = self.clears[worker], worker
@@ -293,10 +326,59 @@ class NaiveTree:
             self.keep(oldest, worker, tokens - need)
             need -= tokens
 
-    def settle(self, worker: str, told: bool) -> None:
+    def learn(self, worker: str, told: bool) -> None:
         """Whether a worker's engine reports what it drops has just become clear."""
         (self.told.add if told else self.told.discard)(worker)
+        self.settle(worker)
+
+    def settle(self, worker: str) -> None:
+        """What is over the limit is evicted; what is over the GPU's capacity goes to what lies below, if anything."""
         self.evict(worker, self.cached(worker) - self.limit(worker))
+        need = self.cached(worker) - self.away(worker) - self.capacity[worker]
+        late = worker in self.moves or worker in self.told
+        if self.below[worker] == 0 or (late and need <= self.capacity[worker] // 4):
+            return
+        for node in self.recency[worker]:
+            mark = self.nodes[node].marks[worker]
+            gone = min(max(need, 0), mark.here)
+            if gone:
+                mark.near, need = mark.here - gone, need - gone
+
+    # --- what is not in the GPU's memory ---
+
+    def send_away(self, node: Path, worker: str, start: int, far: bool) -> None:
+        mark = self.nodes[node].marks.get(worker)
+        at = max(0, start - self.start(node))
+        if mark is not None and at < mark.tokens:
+            mark.near = min(at, mark.here)
+            mark.far = mark.far or far
+
+    def bring_back(self, path: Path, worker: str, start: int, end: int) -> None:
+        """A part of a path is in the GPU's memory; the path was just used."""
+        for node in reversed(self.above(path)):
+            mark, first = self.nodes[node].marks.get(worker), self.start(node)
+            if mark is None:
+                continue
+            if mark.near is not None and start <= first + mark.near < end:
+                mark.near = end - first
+                mark.cut(mark.tokens)
+            self.recency[worker].remove(node)
+            self.recency[worker].append(node)
+        self.settle(worker)
+
+    def bring_near(self, path: Path, worker: str, start: int, end: int) -> None:
+        """A part of a path is in host memory."""
+        for node in self.above(path):
+            mark, first = self.nodes[node].marks.get(worker), self.start(node)
+            if mark is not None and len(node[1]) > start and first + mark.tokens <= end and first + mark.here >= start:
+                mark.far = False
+
+    def expect_moves(self, worker: str) -> None:
+        """A worker's engine reports what it keeps beside the GPU's memory."""
+        if worker not in self.moves:
+            self.moves.add(worker)
+            self.below[worker] = self.below[worker] or 3 * self.capacity[worker]
+            self.settle(worker)
 
     def unmark(self, path: Path, worker: str, kept: int) -> None:
         """The worker lost every prefix through position `kept` of the path."""
@@ -368,6 +450,8 @@ class Booking:
     output: int = 0
     observed: int | None = None
     renewed_at: float = -1e99
+    loaded: tuple[int, int] = (0, 0)
+    alone: bool = False
 
 
 @dataclass(eq=False)
@@ -384,6 +468,30 @@ class Account:
     working_since: float = 0.0
     blocks: dict[Hashable, StoredBlock] = field(default_factory=dict)
     accuracy: NaiveAccuracy = field(init=False)
+    loads: list[tuple[float, tuple[int, int]]] = field(default_factory=list)  # (seconds late, tokens by medium)
+    stated: tuple[float, float] = (0.0, 0.0)
+
+    def rates(self) -> list[float]:
+        """Seconds to load a token from host memory and from disk, worked out from all that was seen."""
+        weight = 4.0 * 4096.0**2  # what is stated counts as four loads of 4,096 tokens do
+        rates, products, squares = list(self.stated), [weight * one for one in self.stated], [weight, weight]
+        late = count = 0.0
+        for seconds, tokens in self.loads:
+            if not any(tokens):
+                count = count * 0.98 + 1.0
+                late += (seconds - late) / count
+                continue
+            own = [seconds - late - rates[1 - i] * tokens[1 - i] for i in range(2)]
+            for i in range(2):
+                if tokens[i]:
+                    products[i] = products[i] * 0.98 + tokens[i] * own[i]
+                    squares[i] = squares[i] * 0.98 + tokens[i] ** 2
+            rates = [max(0.0, products[i] / squares[i]) if tokens[i] else rates[i] for i in range(2)]
+        return rates
+
+    def load_seconds(self, host: int, disk: int) -> float:
+        rates = self.rates()
+        return rates[0] * host + rates[1] * disk
 
     def __post_init__(self) -> None:
         self.accuracy = NaiveAccuracy(self.spec.block_size)
@@ -425,12 +533,14 @@ class Row:
     balance: float
     live: int
     tie: tuple[float, ...]
+    loading: float
+    loaded: tuple[int, int]
     credit: float = 0.0
 
     @property
     def total(self) -> float:
         terms = self.queue + self.prefill + self.others + self.decode + self.eviction + self.balance
-        return terms + self.credit
+        return terms + self.loading + self.credit
 
 
 @dataclass(frozen=True)
@@ -551,7 +661,7 @@ class NaiveScheduler:
         saved, at = self.credits.get(node, (0.0, 0.0))
         every, holders = self.accounts.values(), [self.accounts[row.worker] for row in rows if row.whole >= least_held]
         there = self.accounts[home.worker]
-        share = home.total - home.eviction - home.balance
+        share = home.total - home.eviction - home.balance - home.loading
         share += self.mean_price(home, length, prices, holders, sum(self.ahead(one, now) for one in holders))
         share -= self.mean_price(home, length, prices, [there], self.ahead(there, now))
         share -= self.mean_price(home, length, prices, every, sum(self.waiting(one) for one in every))
@@ -639,27 +749,46 @@ class NaiveScheduler:
     def row(self, name: str, path: Path, held: int, prices: Prices, now: float) -> Row:
         account, length = self.accounts[name], len(path[1])
         whole = held - held % account.spec.block_size
-        usable = min(held, length - 1)
-        usable -= usable % account.spec.block_size
+        usable = self.usable(name, held, length)
+        loading, loaded = self.loading(path, name, held)
         load = self.sums(account)["load_seconds"] * self.newcomer_factor(account, now)
         prefill = account.cost.prefill(length - usable, length)
         live, known = len(account.live), self.tree.confirmed(path, name)
         behind = max(0.0, self.waiting(account) - account.cost.prefill(usable - known, usable))
         context = TOGETHER_SHARE * prices.output * account.cost.context[3]
         promised = sum(booking.expected_output for booking in account.live)
-        room = max(0, account.spec.kv_capacity_tokens - self.tree.cached(name) - promised)
+        here = self.tree.cached(name) - self.tree.away(name)
+        room = max(0, account.spec.kv_capacity_tokens - here - promised)
         evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
+        eviction = evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure)
+        if self.tree.below[name]:
+            tokens = length - usable + sum(loaded) + prices.output
+            eviction = min(eviction, prices.evicted_uses * account.load_seconds(tokens, 0))
         return Row(
             *(name, whole, usable, load, prefill),
             queue=(self.ahead(account, now) + min(behind, BEHIND_SECONDS)) * self.still_ahead(name, usable, prices)
             + REQUEST_SECONDS * live,
             others=prefill * (prices.pressure + INTERRUPTED_SHARE * live) + context * length * live,
             decode=context * sum(booking.prompt_tokens for booking in account.live),
-            eviction=evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure),
+            eviction=eviction,
             balance=LOAD_SHARE * load * min(1.0, load / (0.5 * self.longest_observed(now))),
             live=live,
             tie=(-usable, live, self.tree.cached(name), self.places.index(name)),
+            loading=loading,
+            loaded=loaded,
         )
+
+    def usable(self, name: str, held: int, length: int) -> int:
+        """What can be used of so many tokens, in whole blocks, at most all but one."""
+        usable = min(held, length - 1)
+        return usable - usable % self.accounts[name].spec.block_size
+
+    def loading(self, path: Path, name: str, held: int) -> tuple[float, tuple[int, int]]:
+        """(seconds to load what is used of a prompt and is not in the GPU's memory, its tokens by medium)."""
+        here, far = self.tree.on_gpu(path, name, held)
+        loaded = self.usable(name, held, len(path[1])) - self.usable(name, here, len(path[1]))
+        disk = min(far, loaded)
+        return self.accounts[name].load_seconds(loaded - disk, disk), (loaded - disk, disk)
 
     def assigned(self) -> float:
         """Seconds of work given to the fleet within the window."""
@@ -708,8 +837,8 @@ class NaiveScheduler:
         others = self.others + (from_peer - self.others) / PLACED_LATELY
         self.others = others if others > OTHERS_MIN else 0.0
         held = self.estimated(path, worker)
-        usable = min(held, length - 1)
-        usable -= usable % account.spec.block_size
+        usable = self.usable(worker, held, length)
+        _, loaded = self.loading(path, worker, held)
         confirmed = self.tree.confirmed(path, worker)
         expected = self.expected_output(account, limit)
         prefill_ns = int(account.cost.prefill(length - usable, length) * 1e9)
@@ -718,6 +847,8 @@ class NaiveScheduler:
         booking = Booking(
             *(account, self.slice, now, path, node, length, usable, confirmed, expected, prefill_ns),
             output=expected,
+            loaded=loaded,
+            alone=all(other.prefilled for other in account.live),
         )
         if all(other.prefilled for other in account.live):
             account.working_since = now
@@ -732,6 +863,21 @@ class NaiveScheduler:
         return self.tree.nodes.get(booking.path) is booking.node
 
     def first_token(self, request_id: Hashable, cached: int | None, now: float) -> bool:
+        booking = self.live.get(request_id)
+        if booking is not None and self.is_current(booking):
+            self.learn_load(booking, cached, now)
+        return self.seen_first(request_id, cached, now)
+
+    def learn_load(self, booking: Booking, cached: int | None, now: float) -> None:
+        """How late a first token came that waited for nothing but its own load and prefill."""
+        account, worker = booking.account, booking.account.spec.id
+        waiting = [other for other in account.live if not other.prefilled]
+        found_all = booking.alone and waiting == [booking] and (cached is None or cached >= booking.matched)
+        more = (cached or 0) > booking.matched + account.spec.block_size  # loaded, though that takes longer
+        if found_all and (self.tree.below[worker] or self.tree.away(worker)) and (any(booking.loaded) or not more):
+            account.loads.append((now - booking.booked_at - booking.prefill_ns * 1e-9, booking.loaded))
+
+    def seen_first(self, request_id: Hashable, cached: int | None, now: float) -> bool:
         booking = self.live.get(request_id)
         if booking is None:
             return False
@@ -749,7 +895,11 @@ class NaiveScheduler:
 
     def estimated(self, path: Path, worker: str) -> int:
         """What a decision makes of a worker's marks."""
-        return self.accounts[worker].accuracy.estimated(self.tree.held(path, worker))
+        held = self.accounts[worker].accuracy.estimated(self.tree.held(path, worker))
+        here, length, cost = self.tree.on_gpu(path, worker, held)[0], len(path[1]), self.accounts[worker].cost
+        missed = [length - self.usable(worker, tokens, length) for tokens in (held, here)]
+        computed = self.loading(path, worker, held)[0] + cost.prefill(missed[0], length)
+        return here if computed > cost.prefill(missed[1], length) else held
 
     def fade(self, now: float) -> None:
         """What reports have taught loses weight; with a third of the window as its half-life."""
@@ -765,7 +915,7 @@ class NaiveScheduler:
             booking.told = True
             marked = self.is_remembered(booking) and self.tree.held(booking.path, booking.account.spec.id) == length
             accuracy.reported(length, booking.matched, booking.confirmed, cached, marked)
-        self.tree.settle(booking.account.spec.id, accuracy.on_events)
+        self.tree.learn(booking.account.spec.id, accuracy.on_events)
 
     def correct(self, booking: Booking, cached: int | None, now: float) -> None:
         worker = booking.account.spec.id
@@ -783,13 +933,15 @@ class NaiveScheduler:
             for node in self.tree.above(booking.path):
                 if worker in self.tree.nodes[node].marks:
                     self.tree.nodes[node].marks[worker].confirmed = True
+            if self.tree.away(worker):
+                self.tree.bring_back(booking.path, worker, 0, booking.prompt_tokens)
 
     def finish(self, request_id: Hashable, output: int | None, cached: int | None, now: float) -> bool:
         booking = self.live.get(request_id)
         if booking is None:
             return False
         if cached is not None or not booking.prefilled:
-            self.first_token(request_id, cached, now)
+            self.seen_first(request_id, cached, now)
         self.advance(now)
         del self.live[request_id]
         booking.account.live.remove(booking)
@@ -842,12 +994,15 @@ class NaiveScheduler:
     def add_worker(self, spec: WorkerSpec, now: float) -> None:
         self.tree.recency[spec.id], self.tree.capacity[spec.id] = [], spec.kv_capacity_tokens
         self.tree.clears.setdefault(spec.id, 0)
-        self.tree.settle(spec.id, False)
+        self.tree.below[spec.id] = spec.below_capacity_tokens
+        self.tree.moves.discard(spec.id)
+        self.tree.learn(spec.id, False)
         if None not in self.places:
             self.places.append(None)
         self.places[self.places.index(None)] = spec.id
         self.advance(now)
         self.accounts[spec.id] = Account(spec, NaiveCost(spec.cost_model), now)
+        self.accounts[spec.id].stated = self.config.host_token_seconds, self.config.disk_token_seconds
         self.retune()
 
     def remove_worker(self, worker: str, now: float) -> list[Hashable]:
@@ -870,19 +1025,51 @@ class NaiveScheduler:
             if self.tree.evict_all(worker):
                 account.accuracy.cleared()
         elif isinstance(event, PrefixEvicted):
-            self.tree.unmark((event.namespace, tuple(event.token_ids)), worker, event.kept_tokens)
-        self.tree.settle(worker, account.accuracy.on_events)
+            self.evicted(worker, event)
+        self.tree.learn(worker, account.accuracy.on_events)
+
+    def evicted(self, worker: str, event: PrefixEvicted) -> None:
+        path = (event.namespace, tuple(event.token_ids))
+        if event.moved_to is None:
+            self.tree.unmark(path, worker, event.kept_tokens)
+            return
+        nodes, known = self.tree.walk(path)
+        for node in nodes if known > event.kept_tokens else []:
+            if len(node[1]) > event.kept_tokens:
+                self.tree.send_away(node, worker, event.kept_tokens, not event.moved_to.startswith("CPU"))
+        self.tree.expect_moves(worker)
+
+    def place_copies(self, account: Account, run: list[StoredBlock], path: Path, start: int, medium: str) -> None:
+        """A run's blocks have one copy more."""
+        worker = account.spec.id
+        if medium == "GPU":
+            if self.tree.away(worker):
+                self.tree.bring_back(path, worker, start, len(path[1]))
+            return
+        self.tree.expect_moves(worker)
+        if medium.startswith("CPU"):
+            self.tree.bring_near(path, worker, start, len(path[1]))
+        for block in run:
+            self.place_copy(worker, block)
+
+    def place_copy(self, worker: str, block: StoredBlock) -> None:
+        """A block is not in the GPU's memory, if no copy of it is."""
+        nodes = [node for node in self.tree.walk(block.path)[0] if len(node[1]) >= len(block.path[1])]
+        if "GPU" not in block.media and nodes:
+            self.tree.send_away(nodes[0], worker, block.start, not any(m.startswith("CPU") for m in block.media))
 
     def store(self, account: Account, event: BlockStored, now: float) -> None:
         parent = event.parent_block_hash
         if parent is not None and not self.is_whole(account, parent):
             return
         tokens = account.blocks[parent].path[1] if parent is not None else ()
+        run, before = [], len(tokens)
         for i, block_hash in enumerate(event.block_hashes):
             start = len(tokens)
             tokens += tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
             block = StoredBlock((event.namespace, tokens), start, parent, set())
-            account.blocks.setdefault(block_hash, block).media.add(event.medium or "GPU")
+            run.append(account.blocks.setdefault(block_hash, block))
+            run[-1].media.add(event.medium or "GPU")
             parent = block_hash
         if event.block_hashes or event.parent_block_hash is not None:
             account.accuracy.stored()
@@ -891,6 +1078,7 @@ class NaiveScheduler:
             for node in self.tree.above((event.namespace, tokens)):
                 if account.spec.id in self.tree.nodes[node].marks:
                     self.tree.nodes[node].marks[account.spec.id].confirmed = True
+            self.place_copies(account, run, (event.namespace, tokens), before, event.medium or "GPU")
 
     def is_whole(self, account: Account, block_hash: Hashable) -> bool:
         """Whether a block and every block before it are known."""
@@ -901,13 +1089,21 @@ class NaiveScheduler:
     def remove_blocks(self, account: Account, event: BlockRemoved) -> None:
         """Where the last copy goes, the tokens from the block's start on are lost. Of a block whose parents are unknown
         nobody can say where it stands, unless its place has been kept (`placed`)."""
-        gone = [key for key in event.block_hashes if key in account.blocks]
-        gone = [key for key in gone if account.blocks[key].media == {event.medium or "GPU"}]
-        lost = [account.blocks[key] for key in gone if self.is_whole(account, key) or key in self.placed]
-        for key in event.block_hashes:
-            if key in account.blocks:
-                account.blocks[key].media.discard(event.medium or "GPU")
-        for key in set(gone):
-            del account.blocks[key]
-        for block in lost:
-            self.tree.lose_block(block.path, account.spec.id, block.start)
+        medium, worker = event.medium or "GPU", account.spec.id
+        known = list(dict.fromkeys(key for key in event.block_hashes if key in account.blocks))
+        blocks = {key: account.blocks[key] for key in known if medium in account.blocks[key].media}
+        placed = {key for key in blocks if self.is_whole(account, key) or key in self.placed}
+        stays = self.tree.below[worker] and worker not in self.tree.moves and medium == "GPU"
+        for key, block in blocks.items():
+            block.media.discard(medium)
+            if not block.media:
+                del account.blocks[key]
+            if key not in placed:
+                continue
+            if block.media and (medium == "GPU" or not any(m.startswith("CPU") for m in block.media)):
+                self.place_copy(worker, block)
+            elif not block.media and stays:
+                block.media.add("CPU")
+                self.place_copy(worker, block)
+            elif not block.media:
+                self.tree.lose_block(block.path, worker, block.start)

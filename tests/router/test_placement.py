@@ -15,6 +15,7 @@ from preble import ManualClock
 from preble.clock import Clock
 from preble.errors import (
     DuplicateRequest,
+    InvalidConfig,
     InvalidInput,
     NoWorkers,
     Overloaded,
@@ -104,6 +105,14 @@ async def test_full_servers_are_passed_over_and_when_all_are_the_request_ends() 
         with pytest.raises(QueueFull, match="at their bound"):
             await placement.failed("full", full=True)
         assert router.counters.queue_full == 1
+
+
+@asynchronous
+async def test_what_a_server_holds_below_its_gpu_is_as_its_options_say() -> None:
+    async with routed(ScriptedServer(), options=ServerOptions(below_capacity_tokens=77)) as router:
+        assert [spec.below_capacity_tokens for spec in router.scheduler.workers.values()] == [77]
+    with pytest.raises(InvalidConfig, match="below_capacity_tokens"):
+        ServerOptions(below_capacity_tokens=-1)
 
 
 @asynchronous

@@ -439,6 +439,7 @@ RARE = [
     wire.Events(0, (RequestPlaced("A", "r", [1], "lora"),)),
     wire.Events(0, (PrefixEvicted([1, 2], 0, "lora"),)),
     wire.Events(0, (AllBlocksCleared(),)),
+    wire.Events(0, (PrefixEvicted([1, 2], 1, None, "CPU"),)),
 ]
 
 
@@ -447,6 +448,7 @@ DIGESTS = (
     *("203ab59c82ccfdc2", "8ae037c8dabb8a4d", "85cf455bd79d18b5", "84a9b43ca2da6593", "a41a7f2fc414d5c8"),
     *("a283cc95e185a95d", "4a84cb8b960bbc5b", "78e6dc48ae82e0bc", "b1323fd9cf064dc0", "e56824715e0a60b7"),
     *("5b8db49e423b90e9", "8acfa4bd0dace6e4", "ff2a696c99e556a5", "dc649a1751b1216f", "e437e0417d962eae"),
+    "0c0cce9a17487f7e",
 )
 
 

@@ -3,12 +3,12 @@ changes nothing."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from preble._core.tree.layout cimport (LIVE, NAMESPACE_BYTES, ChildTable, Entry, List, Node, Tree, WorkerMarks,
-                                       end_of, generation, index_of, mark_at, node_at, run_end, worker_of)
+from preble._core.tree.layout cimport (AWAY_SHIFT, FAR, LIVE, NAMESPACE_BYTES, ChildTable, Entry, List, Node, Tree,
+                                       WorkerMarks, end_of, generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.dict_keys cimport key_bytes
 from preble._core.epochs cimport QUEUE_MAX
-from preble._core.tree.parts cimport (block_bytes, entry_count, find_entry, marks_of, run_bytes, run_slots, word_count,
-                                      words_of)
+from preble._core.tree.parts cimport (block_bytes, entry_count, find_entry, gpu_end, marks_of, run_bytes, run_slots,
+                                      word_count, words_of)
 from preble._core.memory cimport CHUNK, CHUNK_BITS, NONE, charged
 from preble._core.tree.reclaim cimport MARK, MEMORY, NODE, retired_of
 from preble._core.tree.child_table cimport DELETED_SLOT, find_child, table_bytes
@@ -50,6 +50,9 @@ cdef check_node(Tree* t, uint32_t i):
         assert node.run.start < end <= run_end(node.run), f"M1: mark of {worker} on node {i}"
         assert mark_at(t, mark).node == i, f"M1: a mark of node {i} points elsewhere"
         assert mark_at(t, mark).worker == worker, f"M1: a mark of node {i} names another worker"
+        flags = mark_at(t, mark).flags
+        assert flags >> AWAY_SHIFT == 0 or node.run.start <= gpu_end(flags, end) < end, f"A1: mark {mark} of node {i}"
+        assert flags >> AWAY_SHIFT or not flags & FAR, f"A1: mark {mark} of node {i} is far, and not away"
         assert above.parent == NONE or find_entry(above, worker).end == run_end(above.run), (
             f"M1: worker {worker} marks node {i}, not its parent")
         if t.with_slots:
@@ -114,12 +117,13 @@ cdef tuple table_counts(ChildTable* table):
 
 cdef check_workers(Tree* t, list nodes):
     """M2, L1 and P1."""
-    tokens, marks, pinned, unpinned = {}, {}, {}, {}
+    tokens, marks, pinned, unpinned, away = {}, {}, {}, {}, {}
     for i in nodes:
         start = node_at(t, i).run.start
         for worker, end, mark in entries_at(t, i):
             tokens[worker] = tokens.get(worker, 0) + end - start
             marks[worker] = marks.get(worker, 0) + 1
+            away[worker] = away.get(worker, 0) + end - gpu_end(mark_at(t, mark).flags, end)
             if mark_at(t, mark).pins:
                 pinned[worker] = pinned.get(worker, 0) + end - start
             else:
@@ -131,12 +135,15 @@ cdef check_workers(Tree* t, list nodes):
         assert index_of(key) == worker, f"M2: key {key:#x} is not one of worker {worker}"
         assert t.workers[worker].tokens == tokens.pop(key, 0), f"M2: tokens of worker {worker}"
         assert t.workers[worker].marks == marks.pop(key, 0), f"M2: marks of worker {worker}"
+        assert t.workers[worker].away == away.pop(key, 0), f"A2: tokens of worker {worker} that are away"
         assert t.workers[worker].pinned == pinned.pop(key, 0), f"P1: pinned tokens of worker {worker}"
         assert t.workers[worker].tokens <= t.workers[worker].limit, f"M2: worker {worker} is over its limit"
         own = unpinned.pop(key, set())
         check_recency(t, &t.workers[worker], f"worker {worker}", own)
     assert t.ghost.tokens == sum(tokens.values()), "E1: tokens of ghosts"
     assert t.ghost.marks == sum(marks.values()), "E1: marks of ghosts"
+    assert t.ghost.away == sum(away.values()), "A2: tokens of ghosts that are away"
+    assert t.away == sum(t.workers[worker].away for worker in range(t.worker_end)), "A2: tokens away"
     assert not pinned, "E1: a ghost is pinned"
     check_recency(t, &t.ghost, "ghosts", set().union(*unpinned.values()))
 
@@ -147,7 +154,12 @@ cdef check_recency(Tree* t, WorkerMarks* state, str whose, set expected):
     cdef uint32_t i = state.recency.oldest, before = NONE, parent
     cdef Entry above
     seen = set()
+    cold = state.recency.warm != NONE
     while i != NONE:
+        cold = cold and i != state.recency.warm
+        above = find_entry(node_at(t, mark_at(t, i).node), mark_at(t, i).worker)
+        assert not cold or gpu_end(mark_at(t, i).flags, above.end) == node_at(t, mark_at(t, i).node).run.start, (
+            f"A3: {whose}: mark {i} is older than what is in the GPU's memory, and not away")
         assert mark_at(t, i).older == before, f"L1: broken link in the recency list of {whose}"
         assert i in expected and i not in seen, f"L1: mark {i} does not belong in the recency list of {whose}"
         seen.add(i)
@@ -156,6 +168,7 @@ cdef check_recency(Tree* t, WorkerMarks* state, str whose, set expected):
         assert above.end == 0 or above.mark not in seen, f"L1: {whose}: a parent older than its child"
         before = i
         i = mark_at(t, i).newer
+    assert not cold, f"A3: {whose}: the list does not hold the mark where it begins to be in the GPU's memory"
     assert state.recency.newest == before, f"L1: wrong newest mark of {whose}"
     assert seen == expected, f"L1: marks are missing from the recency list of {whose}"
 

@@ -31,6 +31,9 @@
 #       oldest is a leaf of what the worker caches
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
+#   A1  what a mark has away begins within it; only such a mark is far
+#   A2  a worker's tokens that are away are the sum over its marks, the tree's that over its workers
+#   A3  every mark of a worker older than `warm` is wholly away
 #   E1  ghosts (see EntryBlock) are in one list of their own, which keeps leaves before their parents
 #   B1  budget.used is the sum of all live allocations, retired ones included, and of what the keys of namespaces take;
 #       directories of slabs, reader slots and the queue of retired things are not counted: their size is fixed
@@ -98,7 +101,11 @@ cdef enum:
 cdef enum:
     CONFIRMED = 1                # an engine has reported, or finished computing, this prefix
     AWAITED = 2                  # a prompt with new blocks ends at this node, and no event has reached that end yet
+    FAR = 4                      # some of what is away is not even in host memory: on disk, or further off
+    AWAY_SHIFT = 3               # above: 1 + the position from which on this node's tokens are away; 0: none is
 
+# Tokens that are away left the GPU's memory, and lie in host memory or on disk. What a prompt finds on the GPU ends
+# where the first node on its path has some away; so a mark needs one position, and every mark below keeps its own.
 cdef struct Mark:                # a worker's recency and hits at one node, 32 bytes
     uint64_t hits                # (r) window counter of this worker's requests
     uint32_t node                # (r)
@@ -112,14 +119,24 @@ cdef struct List:                # a doubly linked list over slab indices
     uint32_t oldest              # (r)
     uint32_t newest
 
+cdef struct Recency:             # a worker's marks in the order of use
+    uint32_t oldest              # (r)
+    uint32_t newest
+    uint32_t warm                # every mark older than this one is wholly away; NONE: begin to look at the oldest
+    uint32_t unused
+
 cdef struct WorkerMarks:         # one worker's side of the tree
     int64_t capacity             # (r) tokens; 0 = index not in use
     int64_t limit                # tokens its marks may cover, see set_limit
     int64_t tokens               # (r) sum over its marks
     int64_t pinned               # of these, pinned
+    int64_t away                 # (r) of these, not in the GPU's memory
+    int64_t below                # tokens that host memory and disk hold; 0: nothing, what leaves the GPU is gone
     uint32_t marks               # number of marks
     uint32_t key                 # (r) epoch << 16 | index
-    List recency
+    bint evictions_reported      # its engine reports what it drops
+    bint moves_reported          # and what leaves the GPU's memory for host memory or disk
+    Recency recency
 
 cdef struct ChildTable:          # (parent, first token) -> child
     uint32_t size                # a power of two
@@ -133,6 +150,7 @@ cdef struct Tree:                # what readers look at lies apart from what wri
     ChildTable* draining         # (r) the table before, while its children move over a few at a time; else NULL
     WorkerMarks* workers         # (r)
     uint64_t worker_changes      # (r) +1 whenever an index is given out or back
+    int64_t away                 # (r) tokens of all workers that are not in a GPU's memory
     uint32_t worker_end          # (r) one past the highest index in use
     bint with_slots
     double window_seconds

@@ -16,6 +16,11 @@ cdef uint32_t add_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
 cdef int64_t drop_mark(Tree* t, uint32_t index) noexcept nogil
 cdef int64_t trim_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noexcept nogil
 
+# what is away
+cdef void send_away(Tree* t, uint32_t i, uint32_t worker, uint32_t start, bint far) noexcept nogil
+cdef void bring_near(Tree* t, uint32_t i, uint32_t worker, uint32_t start, uint32_t end) noexcept nogil
+cdef void bring_back(Tree* t, uint32_t i, uint32_t worker, uint32_t start, uint32_t end) noexcept nogil
+
 # reads: with a reader slot or the writer lock
 cdef Walk at_root(Tree* t, uint32_t root) noexcept nogil
 cdef Walk tree_walk(Tree* t, Walk walk, const int32_t* tokens, uint32_t count) noexcept nogil
@@ -25,6 +30,7 @@ cdef uint32_t held_at(Tree* t, uint32_t i, uint32_t matched, uint32_t* held, uin
 cdef uint64_t last_word(Node* node) noexcept nogil
 cdef uint32_t held_on_path(Tree* t, Walk walk, uint32_t* held, uint32_t* met, uint32_t workers) noexcept nogil
 cdef uint32_t confirmed_tokens(Tree* t, Walk walk, uint32_t worker) noexcept nogil
+cdef uint32_t on_gpu(Tree* t, Walk walk, uint32_t worker, uint32_t held, uint32_t* far) noexcept nogil
 
 # split
 cdef int split_node(Tree* t, uint32_t lower, uint32_t upper) noexcept nogil

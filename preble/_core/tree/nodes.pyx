@@ -5,20 +5,22 @@ marks, walks, the split. Owns no state: each function takes the `Tree` it works 
 Layout, pictures and invariants are in `layout.pxd`. Nothing here is recursive; whatever allocates does so before it
 changes content. Paper section 4.2.
 
-Sections: nodes, entries and marks, reads, split. Only the reads may run while a writer works; they hold a reader slot.
+Sections: nodes, entries and marks, what is away, reads, split. Only the reads, `on_gpu` among them, may run while a
+writer works; they hold a reader slot.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport load32, load64, store32, store64
 from preble._core.prefix_compare cimport common_prefix
-from preble._core.tree.layout cimport (CONFIRMED, LIVE, NOBODY, STATE_BITS, Entry, EntryBlock, Mark, Node,
-                                       TokenRun, Tree, Walk, WorkerMarks, end_of, generation, index_of, load_block,
-                                       load_run, load_workers, mark_at, node_at, owner_of, run_end, state_of,
-                                       store_block, store_run, worker_of)
+from preble._core.tree.layout cimport (AWAY_SHIFT, CONFIRMED, FAR, LIVE, NOBODY, STATE_BITS, Entry, EntryBlock, Mark,
+                                       Node, TokenRun, Tree, Walk, WorkerMarks, end_of, generation, index_of,
+                                       load_block, load_run, load_workers, mark_at, node_at, owner_of, run_end,
+                                       state_of, store_block, store_run, worker_of)
 from preble._core.tree.parts cimport (add_tokens, age_move, age_push, age_remove, block_bytes, block_marks, entry_count,
-                                      find_entry, free_run, marks_of, new_run, place_in, recency_push_after,
-                                      recency_remove, retire_run, run_slots, set_end, word_count, words_of)
+                                      find_entry, free_run, gpu_end, marks_of, new_run, place_in, put_gpu_end,
+                                      recency_push_after, recency_remove, retire_run, run_slots, set_end, touch_mark,
+                                      word_count, words_of)
 from preble._core.memory cimport NONE, budget_alloc, budget_free, slab_reserve, slab_take
 from preble._core.tree.reclaim cimport MARK, NODE, retire_memory, retire_thing
 from preble._core.tree.child_table cimport add_child, find_child, remove_child, replace_child, table_reserve
@@ -218,6 +220,8 @@ cdef int64_t drop_mark(Tree* t, uint32_t index) noexcept nogil:
     cdef uint32_t worker = mark.worker
     cdef WorkerMarks* state = owner_of(t, worker)
     cdef int64_t tokens = find_entry(node, worker).end - node.run.start
+    if mark.flags >> AWAY_SHIFT:
+        put_gpu_end(t, state, mark, node.run.start + tokens, node.run.start + tokens, 0)
     recency_remove(t, &state.recency, index)
     add_tokens(state, -tokens)
     state.marks -= 1
@@ -235,10 +239,92 @@ cdef int64_t trim_entry(Tree* t, uint32_t i, uint32_t worker, uint32_t end) noex
     cdef int64_t dropped = <int64_t> entry.end - end
     if dropped <= 0:
         return 0
+    if mark_at(t, entry.mark).flags >> AWAY_SHIFT:
+        cut_away(t, state_of(t, worker), mark_at(t, entry.mark), entry.end, end)
     set_end(node, worker, entry, end)
     add_tokens(state_of(t, worker), -dropped)
     t.version += 1
     return dropped
+
+
+cdef void cut_away(Tree* t, WorkerMarks* state, Mark* mark, uint32_t before, uint32_t end) noexcept nogil:
+    """A mark some of whose tokens are away ends at `end` from now on, not at `before`."""
+    cdef uint32_t at = min(gpu_end(mark.flags, before), end), far = mark.flags & FAR
+    put_gpu_end(t, state, mark, before, before, 0)
+    put_gpu_end(t, state, mark, end, at, far)
+
+
+# --- what is away: not in the GPU's memory, but in the host's or on disk ----------------------------------------------
+
+cdef void send_away(Tree* t, uint32_t i, uint32_t worker, uint32_t start, bint far) noexcept nogil:
+    """The worker's copy of node `i` from position `start` on has left the GPU's memory; `far`: it is not in host
+    memory, either. A prompt finds nothing on the GPU from there on."""
+    cdef Node* node = node_at(t, i)
+    cdef Entry entry = find_entry(node, worker)
+    cdef Mark* mark
+    cdef uint32_t at
+    if entry.end == 0 or start >= entry.end:
+        return
+    mark = mark_at(t, entry.mark)
+    at = min(max(start, node.run.start), gpu_end(mark.flags, entry.end))
+    if at == gpu_end(mark.flags, entry.end) and (not far or mark.flags & FAR):
+        return
+    put_gpu_end(t, state_of(t, worker), mark, entry.end, at, <uint32_t> FAR if far else mark.flags & FAR)
+    t.version += 1
+
+
+cdef void bring_back(Tree* t, uint32_t i, uint32_t worker, uint32_t start, uint32_t end) noexcept nogil:
+    """What the worker caches of the path to node `i`, from position `start` to `end`, is in the GPU's memory; the path
+    becomes its newest. O(path)."""
+    cdef Node* node = node_at(t, i)
+    cdef Entry entry
+    cdef Mark* mark
+    cdef uint32_t away
+    while node.parent != NONE:
+        entry = find_entry(node, worker)
+        if entry.end:
+            mark = mark_at(t, entry.mark)
+            away = gpu_end(mark.flags, entry.end)
+            if start <= away < entry.end and away < end:
+                put_gpu_end(t, state_of(t, worker), mark, entry.end, min(end, entry.end), mark.flags & FAR)
+                t.version += 1
+            touch_mark(t, entry.mark)
+        node = node_at(t, node.parent)
+
+
+cdef void bring_near(Tree* t, uint32_t i, uint32_t worker, uint32_t start, uint32_t end) noexcept nogil:
+    """What the worker has away of the path to node `i`, from position `start` to `end`, is in host memory. O(path)."""
+    cdef Node* node = node_at(t, i)
+    cdef Entry entry
+    cdef Mark* mark
+    while node.parent != NONE and run_end(node.run) > start:
+        entry = find_entry(node, worker)
+        if entry.end and entry.end <= end:
+            mark = mark_at(t, entry.mark)
+            if mark.flags & FAR and gpu_end(mark.flags, entry.end) >= start:
+                store32(&mark.flags, mark.flags & ~<uint32_t> FAR)
+                t.version += 1
+        node = node_at(t, node.parent)
+
+
+cdef uint32_t on_gpu(Tree* t, Walk walk, uint32_t worker, uint32_t held, uint32_t* far) noexcept nogil:
+    """How much of the `held` tokens that a worker caches of the walked prefix is in its GPU's memory, from the prompt's
+    start on; `far` receives how many of the rest are in nodes some of which is not in host memory, either. For readers,
+    too, as `confirmed_tokens`. O(path)."""
+    cdef uint32_t i = walk.node, end = held, at, flags
+    cdef Entry entry
+    far[0] = 0
+    while i != NONE and load32(&node_at(t, i).parent) != NONE:
+        entry = seen_entry(node_at(t, i), worker)
+        if entry.end:
+            flags = load32(&mark_at(t, entry.mark).flags)
+            at = gpu_end(flags, entry.end)
+            if at < min(entry.end, held):
+                end = min(end, at)
+                if flags & FAR:
+                    far[0] += min(entry.end, held) - at
+        i = load32(&node_at(t, i).parent)
+    return end
 
 
 # --- reads ------------------------------------------------------------------------------------------------------------
@@ -455,10 +541,20 @@ cdef uint32_t copy_mark_newer(Tree* t, uint32_t index, uint32_t i) noexcept nogi
     mark.worker = source.worker
     mark.pins = source.pins
     store32(&mark.flags, source.flags & CONFIRMED)
+    if source.flags >> AWAY_SHIFT:
+        split_away(mark, source, run_end(node_at(t, i).run))
     if mark.pins == 0:
         recency_push_after(t, &state.recency, index, copied)
     state.marks += 1
     return copied
+
+
+cdef void split_away(Mark* upper, Mark* lower, uint32_t border) noexcept nogil:
+    """A mark some of whose tokens are away is split at position `border`. What is away adds up to as much as before."""
+    cdef uint32_t at = gpu_end(lower.flags, border), far = lower.flags & FAR
+    if at < border:
+        store32(&upper.flags, upper.flags | far | (at + 1) << AWAY_SHIFT)
+        store32(&lower.flags, lower.flags & ((1 << AWAY_SHIFT) - 1) | (border + 1) << AWAY_SHIFT)
 
 
 cdef void drop_upper_entries(Tree* t, uint32_t lower) noexcept nogil:

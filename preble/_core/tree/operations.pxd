@@ -6,8 +6,9 @@ from preble._core.tree.layout cimport Tree, Walk
 
 cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit,
                      double now, uint32_t* leaf) noexcept nogil
-cdef int64_t limit_of(int64_t capacity, bint reports_evictions) noexcept nogil
+cdef int64_t limit_of(int64_t capacity, int64_t below, bint reports_evictions) noexcept nogil
 cdef void set_limit(Tree* t, uint32_t index, bint reports_evictions) noexcept nogil
+cdef void load_path(Tree* t, uint32_t i, uint32_t worker, uint32_t start, uint32_t end) noexcept nogil
 cdef int64_t clear_marks(Tree* t, uint32_t index) noexcept nogil
 cdef uint32_t sweep_ghosts(Tree* t, uint32_t marks_max) noexcept nogil
 cdef int64_t drop_below(Tree* t, uint32_t i, uint32_t worker, uint32_t kept_tokens) noexcept nogil

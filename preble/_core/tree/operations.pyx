@@ -10,14 +10,15 @@ Sections: insert, eviction, corrections, room under max_bytes, forgetting.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from preble._core.atomic cimport FREE_THREADED, store32, store64
-from preble._core.tree.layout cimport (AWAITED, CONFIRMED, EPOCH_MAX, INDEX_BITS, TOUCHED, Entry, List, Mark, Node,
-                                       TokenRun, Tree, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
+from preble._core.tree.layout cimport (AWAITED, AWAY_SHIFT, CONFIRMED, EPOCH_MAX, FAR, INDEX_BITS, TOUCHED, Entry, List,
+                                       Mark, Node, TokenRun, Tree, Walk, WorkerMarks, end_of, mark_at, node_at, run_end,
                                        state_of)
-from preble._core.tree.parts cimport (add_tokens, age_move, block_bytes, entry_count, find_entry, hits_add,
-                                      hits_seen, hits_take, marks_a_child, new_run, ready_run, run_bytes, set_end,
-                                      touch_mark, window_of)
+from preble._core.tree.parts cimport (add_away, add_tokens, age_move, block_bytes, entry_count, find_entry, gpu_end,
+                                      hits_add, hits_seen, hits_take, marks_a_child, new_run, put_gpu_end, ready_run,
+                                      run_bytes, set_end, touch_mark, window_of)
 from preble._core.memory cimport NONE, charged, slab_bytes, slab_growth, slab_reserve
-from preble._core.tree.nodes cimport add_entry, add_leaf, drop_mark, forget_leaf, reserve_entry, split_node, trim_entry
+from preble._core.tree.nodes cimport (add_entry, add_leaf, bring_back, drop_mark, forget_leaf, reserve_entry,
+                                      split_node, trim_entry)
 from preble._core.tree.reclaim cimport reclaim_soon
 from preble._core.tree.child_table cimport table_bytes, table_growth, table_reserve
 
@@ -38,7 +39,8 @@ cdef struct Needs:               # what an operation will allocate, at most
 #   2  split the node if the prompt leaves it in the middle (content stays the same)
 #   3  allocate the new leaf and room for every mark that is missing on the path
 #   4  link the leaf; mark, count and touch the path from leaf to root
-#   5  evict the worker's oldest leaves until it is within its limit
+#   5  evict the worker's oldest leaves until it is within its limit; where host memory is behind the GPU's, let the
+#      oldest go there until the rest fits
 
 cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, uint32_t worker, bint is_hit,
                      double now, uint32_t* leaf) noexcept nogil:
@@ -73,6 +75,8 @@ cdef int tree_insert(Tree* t, Walk walk, const int32_t* tokens, uint32_t count, 
         untouch(node_at(t, walk.node))                         # its first request is no second chance
     if worker != NONE and state_of(t, worker).tokens > state_of(t, worker).limit:           # 5
         evict_tokens(t, worker, state_of(t, worker).tokens - state_of(t, worker).limit)
+    if worker != NONE and state_of(t, worker).below:
+        send_oldest_away(t, state_of(t, worker))
     leaf[0] = walk.node
     return 0
 
@@ -139,6 +143,8 @@ cdef Mark* mark_node(Tree* t, uint32_t i, uint32_t worker) noexcept nogil:
     touch_mark(t, entry.mark)
     if entry.end < run_end(node.run):
         add_tokens(state_of(t, worker), run_end(node.run) - entry.end)
+        if mark.flags >> AWAY_SHIFT:
+            add_away(t, state_of(t, worker), run_end(node.run) - entry.end)
         set_end(node, worker, entry, run_end(node.run))
         t.version += 1
     return mark
@@ -152,17 +158,56 @@ cdef void untouch(Node* node) noexcept nogil:
 # What is evicted here is an estimate: engines choose their victims when they need the memory, among whole blocks. One
 # that reports what it drops is estimated to hold the rest, so there the estimate waits until its report must be late.
 
-cdef int64_t limit_of(int64_t capacity, bint reports_evictions) noexcept nogil:
-    """Tokens that a worker's marks may cover; `reports_evictions`: its engine reports what it drops."""
-    return capacity + (capacity // LATE_PART if reports_evictions else 0)
+cdef int64_t limit_of(int64_t capacity, int64_t below, bint reports_evictions) noexcept nogil:
+    """Tokens that a worker's marks may cover; `reports_evictions`: its engine reports what it drops. Host memory, where
+    there is any, holds a copy of what is in the GPU's."""
+    return max(capacity + (capacity // LATE_PART if reports_evictions else 0), below)
 
 
 cdef void set_limit(Tree* t, uint32_t index, bint reports_evictions) noexcept nogil:
     """Bound a worker's marks by its capacity or, if its engine reports what it drops, further up."""
     cdef WorkerMarks* state = &t.workers[index]
-    state.limit = limit_of(state.capacity, reports_evictions)
+    state.evictions_reported = reports_evictions
+    state.limit = limit_of(state.capacity, state.below, reports_evictions)
     if state.tokens > state.limit:
         evict_tokens(t, state.key, state.tokens - state.limit)
+    if state.below:
+        send_oldest_away(t, state)
+
+
+cdef void send_oldest_away(Tree* t, WorkerMarks* state) noexcept nogil:
+    """Where a worker's marks cover more than fits into the GPU's memory, its oldest tokens go to the host's, leaves
+    first, the last node in part. The report of an engine that sends any may be late by a part of its capacity.
+    O(marks that go), and those that are away and were used since."""
+    cdef int64_t need = state.tokens - state.away - state.capacity, here
+    cdef uint32_t i, end, start
+    cdef Mark* mark
+    if need <= 0:
+        return
+    if (state.moves_reported or state.evictions_reported) and need <= state.capacity // LATE_PART:
+        return
+    i = state.recency.warm if state.recency.warm != NONE else state.recency.oldest
+    while i != NONE:
+        mark = mark_at(t, i)
+        start = node_at(t, mark.node).run.start
+        end = find_entry(node_at(t, mark.node), state.key).end
+        here = gpu_end(mark.flags, end) - start
+        if here > need:
+            put_gpu_end(t, state, mark, end, <uint32_t> (start + here - need), mark.flags & FAR)
+            break
+        put_gpu_end(t, state, mark, end, start, mark.flags & FAR)
+        need -= here
+        i = mark.newer
+    state.recency.warm = i
+    t.version += 1
+
+
+cdef void load_path(Tree* t, uint32_t i, uint32_t worker, uint32_t start, uint32_t end) noexcept nogil:
+    """What the worker caches of the path to node `i`, from position `start` to `end`, has come into the GPU's memory,
+    and something else has left it. O(path + marks that go)."""
+    bring_back(t, i, worker, start, end)
+    if state_of(t, worker).below:
+        send_oldest_away(t, state_of(t, worker))
 
 
 cdef int64_t evict_tokens(Tree* t, uint32_t worker, int64_t need) noexcept nogil:
@@ -211,10 +256,12 @@ cdef void hang_onto_ghosts(Tree* t, WorkerMarks* state) noexcept nogil:
         mark_at(t, state.recency.oldest).older = t.ghost.recency.newest
     t.ghost.recency.newest = state.recency.newest
     t.ghost.tokens += state.tokens
+    t.ghost.away += state.away
     t.ghost.marks += state.marks
     store32(&state.recency.oldest, NONE)
-    state.recency.newest = NONE
+    state.recency.newest = state.recency.warm = NONE
     add_tokens(state, -state.tokens)
+    add_away(t, state, -state.away)
     state.marks = 0
     t.version += 1
 

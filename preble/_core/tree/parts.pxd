@@ -6,8 +6,9 @@ from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from preble._core.atomic cimport store32, store64, store_signed
-from preble._core.tree.layout cimport (Entry, EntryBlock, List, Mark, Node, TokenRun, Tree, Walk, WorkerMarks, end_of,
-                                       mark_at, node_at, state_of, worker_of)
+from preble._core.tree.layout cimport (AWAITED, AWAY_SHIFT, CONFIRMED, Entry, EntryBlock, List, Mark, Node, Recency,
+                                       TokenRun, Tree, Walk, WorkerMarks, end_of, mark_at, node_at, state_of,
+                                       worker_of)
 from preble._core.memory cimport NONE, budget_alloc, budget_free, charged, fails_now
 from preble._core.tree.reclaim cimport retire_memory
 
@@ -99,7 +100,7 @@ cdef inline void age_move(Tree* t, List* old, List* ages, uint32_t i) noexcept n
     age_remove(t, old, i)
     age_push(t, ages, i)
 
-cdef inline void recency_push_after(Tree* t, List* recency, uint32_t older, uint32_t i) noexcept nogil:
+cdef inline void recency_push_after(Tree* t, Recency* recency, uint32_t older, uint32_t i) noexcept nogil:
     # Link mark `i` as the next newer one of `older` (NONE: as the oldest of all).
     cdef uint32_t newer = mark_at(t, older).newer if older != NONE else recency.oldest
     cdef Mark* mark = mark_at(t, i)
@@ -114,8 +115,10 @@ cdef inline void recency_push_after(Tree* t, List* recency, uint32_t older, uint
     else:
         recency.newest = i
 
-cdef inline void recency_remove(Tree* t, List* recency, uint32_t i) noexcept nogil:
+cdef inline void recency_remove(Tree* t, Recency* recency, uint32_t i) noexcept nogil:
     cdef Mark* mark = mark_at(t, i)
+    if recency.warm == i:
+        recency.warm = mark.newer
     if mark.older != NONE:
         store32(&mark_at(t, mark.older).newer, mark.newer)
     else:
@@ -128,10 +131,32 @@ cdef inline void recency_remove(Tree* t, List* recency, uint32_t i) noexcept nog
 cdef inline void touch_mark(Tree* t, uint32_t i) noexcept nogil:
     # Make an unpinned mark its worker's newest.
     cdef Mark* mark = mark_at(t, i)
-    cdef List* recency = &state_of(t, mark.worker).recency
+    cdef Recency* recency = &state_of(t, mark.worker).recency
     if mark.pins == 0 and recency.newest != i:
         recency_remove(t, recency, i)
         recency_push_after(t, recency, recency.newest, i)
+
+# --- what is away -----------------------------------------------------------------------------------------------------
+
+cdef inline uint32_t gpu_end(uint32_t flags, uint32_t end) noexcept nogil:
+    # Up to which position a mark that ends at `end` has its tokens in the GPU's memory.
+    cdef uint32_t away = flags >> AWAY_SHIFT
+    return away - 1 if away else end
+
+cdef inline void add_away(Tree* t, WorkerMarks* state, int64_t tokens) noexcept nogil:
+    store_signed(&state.away, state.away + tokens)
+    if state != &t.ghost:
+        store_signed(&t.away, t.away + tokens)
+
+cdef inline void put_gpu_end(Tree* t, WorkerMarks* state, Mark* mark, uint32_t end, uint32_t at,
+                             uint32_t far) noexcept nogil:
+    # Let a mark that ends at `end` have its tokens in the GPU's memory up to position `at` and no further; none is away
+    # where the two are one. `far`: FAR or 0.
+    cdef uint32_t flags = mark.flags & (CONFIRMED | AWAITED)
+    add_away(t, state, <int64_t> gpu_end(mark.flags, end) - at)
+    if at < end:
+        flags |= far | (at + 1) << AWAY_SHIFT
+    store32(&mark.flags, flags)
 
 # --- runs and entry blocks --------------------------------------------------------------------------------------------
 

@@ -44,6 +44,10 @@ class ServerFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_capacity_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Tokens that its cache holds.")
     ] = None
+    below_capacity_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None,
+        Meta(description="Tokens that its host memory and disk hold, where its events say nothing of them."),
+    ] = None
     events_endpoint: Annotated[
         Name | None,
         Meta(description="ZeroMQ endpoint of its cache events, of rank 0; further ranks use the next ports."),

@@ -41,9 +41,9 @@ class ServerOptions:
 
     `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
     `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches.
-    `cost_model`: a preset's name or a file that `preble profile` wrote; without, its cost is learned. `ca_file`:
-    certificates (PEM) of who may vouch for it, beside the system's. Times in seconds, bodies in bytes. Raises
-    `InvalidConfig` naming the field.
+    `below_capacity_tokens`: `WorkerSpec`'s, where it reports no moves. `cost_model`: a preset's name or a file that
+    `preble profile` wrote; without, its cost is learned. `ca_file`: certificates (PEM) of who may vouch for it, beside
+    the system's. Times in seconds, bodies in bytes. Raises `InvalidConfig` naming the field.
     """
 
     api_key: str = field(default="", repr=False)
@@ -51,6 +51,7 @@ class ServerOptions:
     model: str = ""
     block_size: int | None = None
     kv_capacity_tokens: int | None = None
+    below_capacity_tokens: int = 0
     events_endpoint: str = ""
     replay_endpoint: str = ""
     events_topic: str = ""
@@ -67,6 +68,7 @@ class ServerOptions:
                 check_int(f"ServerOptions.{name}", getattr(self, name), 1, high)
         for name in ("max_body_bytes", "max_line_bytes", "max_requests"):
             check_int(f"ServerOptions.{name}", getattr(self, name), 1, _INT31)
+        check_int("ServerOptions.below_capacity_tokens", self.below_capacity_tokens, 0, _INT31)
         check_fields(self, "be positive", "answer_seconds")
         for name in ("events_endpoint", "replay_endpoint"):
             value = getattr(self, name)
