@@ -45,7 +45,7 @@ cdef class Match:
     """What is estimated cached of a prompt of `prompt_tokens`. `matched_tokens` maps worker id to tokens (0 left out),
     in whole blocks and at most the prompt less one.
 
-    `media` maps worker id to where these tokens lie, for workers that have some in host memory or on disk.
+    `media` maps worker id to where these tokens are, for workers that have some in host memory or on disk.
     `known_tokens` is the longest prefix in the tree, cached anywhere or not. Immutable, so thread-safe.
     """
 
