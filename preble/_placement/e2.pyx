@@ -268,8 +268,9 @@ cdef class E2:
         meanwhile, and the engine says no other number of cached tokens."""
         cdef WorkerMarks* marks = &self.tree.t.workers[lease.worker]
         cdef double late = now - lease.booked_at - <double> lease.prefill_ns * 1e-9
+        if not self.loads.is_current(lease):     # first: the worker of one that is not may be none at all
+            return
         if ((marks.below == 0 and marks.away == 0) or not lease.alone or lease.prefilled
-                or not self.loads.is_current(lease)
                 or self.loads.rows[lease.worker].waiting_requests != 1
                 or 0 <= cached_tokens < <int64_t> lease.matched_tokens):
             return

@@ -358,7 +358,8 @@ cdef int read_lease(DecisionCore core, Lease* lease, uint32_t index) except -1:
         refuse(b"a lease is out of its range")
     if lease.leaf >= core.tree.t.nodes.chunk_count * CHUNK or not is_same_node(&core.tree.t, lease.leaf,
                                                                                lease.leaf_generation):
-        lease.leaf_generation = NO_GENERATION            # forgotten since, and to stay so
+        lease.leaf = 0                                   # forgotten since, and to stay so
+        lease.leaf_generation = NO_GENERATION
     if loads.is_current(lease):
         account = &loads.workers[lease.worker]
         loads.live_change(account, lease, 1)
