@@ -77,6 +77,9 @@ class LocalScheduler:
         self._cache = KvCache(config.kv_capacity_tokens, retention=retention, host=host)
         self._waiting = WaitingQueue(config, self._cache)
         self._running: list[LiveRequest] = []  # oldest first
+        self._places = config.max_running  # who runs decodes in every iteration, so all must fit its budget
+        if config.chunked_prefill:
+            self._places = min(self._places, config.token_budget)
         self._live: dict[str, LiveRequest] = {}  # request id -> every request, waiting or running
         self._batch: Batch | None = None  # in flight
         self._arrived = 0
@@ -204,7 +207,7 @@ class LocalScheduler:
         taken = passed_over = 0
         needed = sum(live.prefill_end - live.computed for live in under_way)
         self._waiting.begin_round()
-        while taken < budget and len(self._running) < self.config.max_running and passed_over < SHORT_LOOKS:
+        while taken < budget and len(self._running) < self._places and passed_over < SHORT_LOOKS:
             live = self._waiting.peek(now)
             if live is None:
                 break
@@ -236,11 +239,11 @@ class LocalScheduler:
 
     def _admit(self, batch: Batch, budget: int, now: float) -> None:
         """Admit waiting requests. The first that does not fit ends the round, so that smaller ones do not starve it."""
-        if budget <= 0 or len(self._running) >= self.config.max_running or not self._waiting:
+        if budget <= 0 or len(self._running) >= self._places or not self._waiting:
             return
         self._waiting.begin_round()
         deferrals = 0
-        while budget > 0 and len(self._running) < self.config.max_running and deferrals < DEFERRALS_PER_ROUND:
+        while budget > 0 and len(self._running) < self._places and deferrals < DEFERRALS_PER_ROUND:
             live = self._waiting.peek(now)
             if live is None:
                 break
@@ -530,10 +533,8 @@ class LocalScheduler:
         O(capacity)."""
         self._waiting.check()
         assert len(self._live) == len(self._running) + len(self._waiting), "a live request neither runs nor waits"
-        places = self.config.max_running
-        if self.config.chunked_prefill:
-            places = min(places, self.config.token_budget)
-        assert len(self._running) <= places, f"{len(self._running)} requests run, there is room for {places}"
+        running = len(self._running)
+        assert running <= self._places, f"{running} requests run, there is room for {self._places}"
         assert self._running == sorted(self._running, key=_by_arrival), "running requests are out of order"
         for live in self._running:
             hold = live.hold

@@ -103,6 +103,7 @@ class NaiveLocal:
 
     def __init__(self, config: LocalConfig) -> None:
         self.config = config
+        self.places = min(config.max_running, config.token_budget if config.chunked_prefill else config.max_running)
         self.cache = NaiveCache()
         self.requests: dict[str, NaiveRequest] = {}
         self.resuming: list[str] = []  # preempted, next one first
@@ -250,7 +251,7 @@ class NaiveLocal:
         needed = sum(r.prefill_end - r.computed for r in under_way)
         taken, passed_over = 0, set[str]()
         self.cached_at_start = {r.request_id: self.cached_now(r) for r in self.newcomers(set())}
-        while taken < budget and len(self.running()) < self.config.max_running and len(passed_over) < 8:
+        while taken < budget and len(self.running()) < self.places and len(passed_over) < 8:
             request, by_turn = self.pick(passed_over, now)
             if request is None:
                 break
@@ -280,11 +281,11 @@ class NaiveLocal:
                 self.credits[group] = 0
 
     def admit(self, batch: list[tuple[str, int, int, bool, bool]], budget: int, now: float) -> None:
-        if budget <= 0 or len(self.running()) >= self.config.max_running or len(self.running()) == len(self.requests):
+        if budget <= 0 or len(self.running()) >= self.places or len(self.running()) == len(self.requests):
             return
         passed_over: set[str] = set()
         self.cached_at_start = {r.request_id: self.cached_now(r) for r in self.newcomers(set())}
-        while budget > 0 and len(self.running()) < self.config.max_running:
+        while budget > 0 and len(self.running()) < self.places:
             request, by_turn = self.pick(passed_over, now)
             if request is None:
                 break

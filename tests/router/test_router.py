@@ -664,26 +664,26 @@ async def test_a_worker_silent_for_very_long_is_given_up() -> None:
 @contextlib.asynccontextmanager
 async def line(*others: Any, **config: Any) -> AsyncIterator[Any]:
     """(router, workers): the first worker answers one request after another, each a second after the one before by the
-    router's clock, which nothing else moves; there have been 12 requests, and two of them have been answered."""
+    router's clock, which nothing else moves; there have been 14 requests, and four of them have been answered."""
     clock, turns, lock = ManualClock(), itertools.count(), asyncio.Lock()  # a burst: four times the bound may be waited
     held, queued = asyncio.Event(), asyncio.Event()
 
     async def slow(worker: ScriptedWorker, submit: wire.GenerationRequest) -> None:
-        await queued.wait()  # all twelve wait at the time of the first
+        await queued.wait()  # all of them wait at the time of the first
         async with lock:
             turn = next(turns)
-            if turn >= 2:
+            if turn >= 4:
                 await held.wait()
             clock.advance(1.0)
             await good(worker, submit)
-            await until(lambda: router.stats()["finished"] >= min(turn + 1, 2), "it has come before time goes on")
+            await until(lambda: router.stats()["finished"] >= min(turn + 1, 4), "it has come before time goes on")
 
     options = {"config": fast(**config), "clock": clock}
     async with fleet(slow, *others, router_options=options) as (router, workers):
-        tasks = [ask(router, 1 + number, client="greedy") for number in range(12)]
-        await until(lambda: len(workers[0].got(wire.GenerationRequest)) == 12, "all are sent")
+        tasks = [ask(router, 1 + number, client="greedy") for number in range(14)]
+        await until(lambda: len(workers[0].got(wire.GenerationRequest)) == 14, "all are sent")
         queued.set()
-        await until(lambda: router.stats()["finished"] == 2, "two answers")
+        await until(lambda: router.stats()["finished"] == 4, "four answers")
         yield router, workers
         held.set()
         await asyncio.gather(*tasks)
@@ -703,14 +703,14 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once_and_sent_no
         with pytest.raises(Overloaded, match=r"would take 9\.\d s, longer than requests may wait") as refused:
             await collect(router.generate(PROMPT, SHORT, client="greedy"))
         assert refused.value.retry_after_seconds == pytest.approx(9.3, rel=0.05)
-        assert len(worker.got(wire.GenerationRequest)) == 12 and router.stats()["refused"] == 1
+        assert len(worker.got(wire.GenerationRequest)) == 14 and router.stats()["refused"] == 1
 
 
 @asynchronous
 async def test_nobody_is_refused_where_the_bound_is_off() -> None:
     async with line(refuse_wait_seconds=None) as (router, (worker,)):
         last = ask(router)
-        await until(lambda: len(worker.got(wire.GenerationRequest)) == 13, "it is sent")
+        await until(lambda: len(worker.got(wire.GenerationRequest)) == 15, "it is sent")
         last.cancel()
         assert router.stats()["refused"] == 0
 
@@ -729,7 +729,7 @@ async def test_a_client_that_waits_for_less_than_its_part_is_let_in_where_one_wi
         with pytest.raises(Overloaded):
             await collect(router.generate(PROMPT, SHORT, client="greedy"))
         modest = ask(router, client="modest")
-        await until(lambda: len(worker.got(wire.GenerationRequest)) == 13, "it is sent")
+        await until(lambda: len(worker.got(wire.GenerationRequest)) == 15, "it is sent")
         modest.cancel()
         assert router.stats()["refused"] == 1
 
