@@ -18,8 +18,9 @@ class SchedulerConfig:
     redirected; any other is explored (paper: more cached than missed). Whoever drains takes what is exploited there.
     peer_delay_seconds: how late this scheduler learns what other routers place on its workers. Twenty times as much of
     the fleet's work is reckoned as placed unseen (docs/e2.md, Several routers); without other routers it says nothing.
-    host_token_seconds, disk_token_seconds: what it takes to bring one token's KV from host memory or disk into the
-    GPU's memory, until the times of a worker's own requests say it (docs/learning.md).
+    host_token_seconds: what it takes to bring one token's KV from host memory into the GPU's memory, until the times of
+    a worker's own requests say it (docs/learning.md).
+    disk_token_seconds: the same from disk.
     join_seconds: a newcomer's history is scaled up to H from at least this much observation.
     max_bytes: bound of the prefix tree, enforced at each insert.
     live_requests_max: bound of live requests; beyond it `schedule` raises QueueFull.

@@ -294,9 +294,9 @@ class GlobalScheduler(RequestApi):
         session: SessionHint | None = None,
     ) -> Explanation:
         """Returns the decision that `schedule` would make now, with every worker's terms, and where workers move KV the
-        cheapest pull to the chosen one. Books nothing; with E2 it takes no lock, but for a pull. Arguments are those of
-        `schedule`; `request_id` is for policies that look at it and need not be free. Raises InvalidTokens,
-        InvalidInput, NoWorkers. O(tokens + workers)."""
+        cheapest pull to the chosen one. Books nothing; with E2 it takes no lock, but for a pull.
+        Arguments are those of `schedule`; `request_id` is for policies that look at it and need not be free. Raises
+        InvalidTokens, InvalidInput, NoWorkers. O(tokens + workers)."""
         found = super().explain(
             token_ids,
             request_id=request_id,

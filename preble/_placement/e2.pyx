@@ -266,17 +266,18 @@ cdef class E2:
     cdef void learn_load(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil:
         """A request's first token came: what its worker's loads take, if it found nothing waiting, nothing came
         meanwhile, and the engine says no other number of cached tokens."""
-        cdef WorkerMarks* marks = &self.tree.t.workers[lease.worker]
+        cdef WorkerMarks* marks = &load_workers(&self.tree.t.workers)[lease.worker]
+        cdef Row* row = &self.loads.rows[lease.worker]
         cdef double late = now - lease.booked_at - <double> lease.prefill_ns * 1e-9
         if not self.loads.is_current(lease):     # first: the worker of one that is not may be none at all
             return
-        if ((marks.below == 0 and marks.away == 0) or not lease.alone or lease.prefilled
-                or self.loads.rows[lease.worker].waiting_requests != 1
+        if ((load_signed(&marks.below) == 0 and load_signed(&marks.away) == 0) or not lease.alone or lease.prefilled
+                or load32(&row.waiting_requests) != 1
                 or 0 <= cached_tokens < <int64_t> lease.matched_tokens):
             return
         if lease.loaded[HOST] or lease.loaded[DISK]:
             note_load(&self.rates[lease.worker], late, &lease.loaded[0])
-        elif cached_tokens <= <int64_t> lease.matched_tokens + self.loads.rows[lease.worker].block_size:
+        elif cached_tokens <= <int64_t> lease.matched_tokens + load32(&row.block_size):
             note_other(&self.rates[lease.worker], late)
 
     def load_rates(self, uint32_t worker) -> tuple[float, float]:

@@ -258,9 +258,9 @@ async def test_an_attached_server_where_all_wait_too_long_is_passed_over_and_els
     servers = [ScriptedServer() for _ in range(1 + with_room)]
     clock = ManualClock(0.0)
     async with routed(*servers, clock=clock, refuse_wait_seconds=2.0) as router:
-        waiting = [await router.place(PROMPT + 1000 * number) for number in range(12)]
+        waiting = [await router.place(PROMPT + 1000 * number) for number in range(14)]
         assert {one.worker for one in waiting} == {servers[0].worker}
-        for done in waiting[:2]:
+        for done in waiting[:4]:
             clock.advance(1.0)
             done.first_token()
             done.finish(1)
@@ -271,7 +271,7 @@ async def test_an_attached_server_where_all_wait_too_long_is_passed_over_and_els
         else:
             with pytest.raises(Overloaded):
                 await router.place(PROMPT + 50_000)
-        for left in waiting[2:]:
+        for left in waiting[4:]:
             left.cancel()
 
 

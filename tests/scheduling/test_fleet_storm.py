@@ -25,7 +25,7 @@ class Storm:
         self.clock = ManualClock(1000.0)
         config = SchedulerConfig(history_seconds=30.0, join_seconds=2.0, max_bytes=16 << 20)
         names = [f"w{i}" for i in range(WORKERS)]
-        specs = [WorkerSpec(name, kv_capacity_tokens=10_000) for name in names]
+        specs = [WorkerSpec(name, kv_capacity_tokens=10_000, cached_first=True) for name in names]
         self.sched = GlobalScheduler(specs, config=config, clock=self.clock)
         draw = self.rng.randrange
         self.tools = [array("i", [1] * 10 + [draw(2, 30_000) for _ in range(draw(300, 900))]) for _ in range(TOOLS)]
@@ -96,7 +96,7 @@ class Storm:
     def join(self) -> None:
         if self.absent:
             name = self.absent.pop(self.rng.randrange(len(self.absent)))
-            self.sched.add_worker(WorkerSpec(name, kv_capacity_tokens=self.rng.choice([3000, 10_000, 20_000])))
+            self.sched.add_worker(WorkerSpec(name, self.rng.choice([3000, 10_000, 20_000]), cached_first=True))
             self.there[name] = self.number + 1
             self.seen["joined"] += 1
 
