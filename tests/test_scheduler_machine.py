@@ -352,13 +352,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert changed == (self.beliefs(name) != before) or (changed and is_full)
         assert len(self.real._workers[name].blocks) == len(self.model.accounts[name].blocks)
 
-    def beliefs(self, name: str) -> set[Path]:
-        """Every prefix that a worker is estimated to cache, whatever nodes the tree has."""
+    def beliefs(self, name: str) -> set[tuple[Path, bool, bool]]:
+        """Every prefix that a worker is estimated to cache, and where its last token is, whatever nodes the tree has:
+        in the GPU's memory or not, and not even in the host's."""
         tree, found = self.model.tree, set()
         for space, tokens in tree.recency[name]:
             start = tree.start((space, tokens))
-            cached = tree.nodes[space, tokens].marks[name].tokens
-            found |= {(space, tokens[:end]) for end in range(start + 1, start + cached + 1)}
+            mark = tree.nodes[space, tokens].marks[name]
+            for end in range(start + 1, start + mark.tokens + 1):
+                is_here = end <= start + mark.here
+                found.add(((space, tokens[:end]), is_here, mark.far and not is_here))
         return found
 
     # --- time ---

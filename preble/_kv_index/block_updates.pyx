@@ -97,23 +97,27 @@ cdef void expect_moves(Tree* t, uint32_t index) noexcept nogil:
         set_limit(t, index, marks.evictions_reported)
 
 
-cdef void place_copies(Blocks* x, Tree* t, Batch* b, Run* run, uint32_t leaf) noexcept nogil:
-    """A run's blocks have one copy more; those of which none is in the GPU's memory must be loaded."""
-    cdef uint32_t i, node
+cdef bint place_copies(Blocks* x, Tree* t, Run* run, const uint32_t* found, uint32_t count,
+                       uint32_t start) noexcept nogil:
+    """Blocks of a run, from position `start` on, have one copy more; those of which none is in the GPU's memory must be
+    loaded. Whether that moved anything."""
+    cdef uint32_t i, node, end = start + count * run.size
+    cdef uint64_t version = t.version
     cdef Block* block
     if run.copy & x.gpu_copies:
         if t.workers[x.index].away:
-            load_path(t, leaf, x.worker, run.start, run.end)
-        return
+            load_path(t, run.leaf, x.worker, start, end)
+        return t.version != version
     expect_moves(t, x.index)
     if run.copy & x.host_copies:
-        bring_near(t, leaf, x.worker, run.start, run.end)
-    for i in range(run.count):
-        block = block_at(&x.table, b.found[run.keys_at + i])
-        if not block.copies & x.gpu_copies and block.end <= run_end(node_at(t, leaf).run):
-            node = place_of(x, t, b.found[run.keys_at + i])
+        bring_near(t, run.leaf, x.worker, start, end)
+    for i in range(count):
+        block = block_at(&x.table, found[i])
+        if not block.copies & x.gpu_copies and block.end <= run_end(node_at(t, run.leaf).run):
+            node = place_of(x, t, found[i])
             if node != NONE:
                 send_away(t, node, x.worker, block.start, not block.copies & x.host_copies)
+    return t.version != version
 
 
 cdef void lose_copy(Blocks* x, Tree* t, uint32_t index, uint16_t copy) noexcept nogil:
@@ -381,8 +385,8 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
         return outcome
     if run.fresh == 0 and run.count and is_estimated(x, t, b, run):
         run.marked = run.end
+        run.leaf = place_of(x, t, b.found[run.keys_at + run.count - 1])
         note_copies(x, b, run)
-        place_copies(x, t, b, run, place_of(x, t, b.found[run.keys_at + run.count - 1]))
         return DONE
     if x.table.count + <uint64_t> run.fresh > x.blocks_max:
         return OVERFLOW
@@ -402,7 +406,6 @@ cdef Outcome store_run(Blocks* x, Tree* t, Batch* b, Run* run, double now) noexc
         unlink_run(x, b, run, run.count)
         return outcome
     end_run(x, t, b, run)
-    place_copies(x, t, b, run, run.leaf)
     if run.fresh:
         compare_run(x, t, run)
     return DONE
@@ -430,11 +433,25 @@ cdef bint continues(Event* event, Event* other, Batch* b) noexcept nogil:
             and memcmp(other.medium.data, event.medium.data, event.medium.length) == 0)
 
 
+cdef void count_stored(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t events, Run* run,
+                       uint32_t* changed) noexcept nogil:
+    """Place the copies of a run that was stored; which of its events changed what is cached, or where that is."""
+    cdef uint32_t i, count, at = run.keys_at, start = run.start
+    cdef bint is_new
+    for i in range(first, first + events):
+        count = min(b.events[i].key_count, run.keys_at + run.count - at)
+        is_new = ((start < run.leaf_end or b.events[i].key_count == 0)             # no block: word of the one before
+                  and start + b.events[i].token_count > run.marked)
+        changed[0] += place_copies(x, t, run, &b.found[at], count, start) or is_new
+        start += b.events[i].token_count
+        at += count
+
+
 cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t events, double now,
                           uint32_t* changed) noexcept nogil:
     """Store some events that continue each other, as one run if that goes. DONE or NO_MEMORY."""
     cdef Run run
-    cdef uint32_t i, end
+    cdef uint32_t i
     cdef uint64_t version = t.version
     cdef int64_t lost = x.lost
     cdef Outcome outcome = begin_run(x, t, b, first, events, &run)
@@ -446,11 +463,7 @@ cdef Outcome store_events(Blocks* x, Tree* t, Batch* b, uint32_t first, uint32_t
     x.keyed += run.keyed
     x.stores += outcome == DONE
     if outcome == DONE:
-        end = run.start
-        for i in range(first, first + events):
-            changed[0] += ((end < run.leaf_end or b.events[i].key_count == 0)      # no block: word of the one before
-                           and end + b.events[i].token_count > run.marked)
-            end += b.events[i].token_count
+        count_stored(x, t, b, first, events, &run, changed)
     elif events > 1 and (outcome == CONFLICT or outcome == OVERFLOW):
         for i in range(first, first + events):
             if store_events(x, t, b, i, 1, now, changed) != DONE:

@@ -166,6 +166,20 @@ def test_where_only_the_gpu_is_reported_and_host_memory_is_known_of() -> None:
     assert sched.match([*PROMPT, 7]).matched_tokens == {"a": 4096, "b": 1600}
 
 
+def test_where_a_prefix_lies_is_an_estimate_that_events_change() -> None:
+    """What an event moves counts as a change, whether the tokens stay cached or not, and in a batch as alone."""
+    moved = [stored(0, 64, "GPU"), stored(64, 128, "GPU")]
+    for batches in ([[event] for event in moved], [moved]):
+        sched = fleet(WorkerSpec("a", block_size=SIZE, below_capacity_tokens=400_000))
+        assert sum(sched.apply("a", batch) for batch in batches) == 2
+        assert sum(sched.apply("a", batch) for batch in batches) == 0
+        assert sched.apply("a", [BlockRemoved(HASHES[100:128], "GPU")]) == 1, "to host memory, which nobody reports"
+        assert sched.apply("a", [stored(100, 128, "CPU"), stored(0, 100, "CPU")]) == 0, "and there it was"
+        assert sched.apply("a", [BlockRemoved(HASHES[:100], "GPU")]) == 1
+        assert [sum(sched.apply("a", batch) for batch in batches) for _ in range(2)] == [2, 0], "loaded, and used"
+        sched.check()
+
+
 def test_a_wrong_medium_changes_nothing() -> None:
     sched = fleet()
     serve(sched, PROMPT, exclude=["b"])
