@@ -23,7 +23,7 @@ from preble._core.epochs cimport epochs_close, epochs_init, reader_enter, reader
 from preble._core.writer_lock cimport await_python, lock_close, lock_enter, lock_init, lock_leave, lock_try
 from preble._core.tree.layout cimport (LIVE, NAMESPACE_BYTES, Entry, Mark, Node, TokenRun, Tree, Walk, WorkerMarks,
                                        generation, load_workers, mark_at, node_at, run_end, store_workers)
-from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run
+from preble._core.tree.parts cimport find_entry, free_run, fresh_rows, hits_estimate, new_run, put_below
 from preble._core.memory cimport NONE, budget_alloc, slab_close, slab_init, slab_reserve
 from preble._core.tree.nodes cimport at_root, free_node, held_on_path, on_gpu, send_away, take_node, tree_walk
 from preble._core.tree.reclaim cimport reclaim, reclaim_soon, retire_memory
@@ -250,7 +250,6 @@ cdef class RadixTree:
             self.reserve_worker(i)
             store32(&self.t.workers[i].recency.oldest, NONE)
             self.t.workers[i].recency.newest = self.t.workers[i].recency.warm = NONE
-            store_signed(&self.t.workers[i].below, 0)
             self.t.workers[i].moves_reported = False
             store_signed(&self.t.workers[i].capacity, capacity_tokens)
             set_limit(&self.t, i, False)
@@ -281,13 +280,14 @@ cdef class RadixTree:
         holds included: what leaves the GPU goes there. 0: it is gone."""
         with self:
             self.need_worker(worker)
-            store_signed(&self.t.workers[worker].below, tokens)
+            put_below(&self.t, &self.t.workers[worker], tokens)
             set_limit(&self.t, worker, self.t.workers[worker].evictions_reported)
 
     def drop_worker(self, uint32_t worker) -> None:
         """Forget a worker and all its marks; the index may be given to another. O(1), see `clear_worker`."""
         with self:
             self.clear_worker(worker)
+            put_below(&self.t, &self.t.workers[worker], 0)
             store_signed(&self.t.workers[worker].capacity, 0)
             while self.t.worker_end and self.t.workers[self.t.worker_end - 1].capacity == 0:
                 store32(&self.t.worker_end, self.t.worker_end - 1)

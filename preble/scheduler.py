@@ -789,12 +789,15 @@ class GlobalScheduler(RequestApi):
 
     def _worker_stats(self, worker: _Worker) -> WorkerStats:
         host_seconds, disk_seconds = self.core.load_rates(worker.index)
+        host_loaded, disk_loaded = self.core.loaded_tokens(worker.index)
         found = {
             **self.core.loads.account(worker.index),
             "cached_tokens": self.core.tree.worker_tokens(worker.index),
             "away_tokens": self.core.tree.away_tokens(worker.index),
             "host_token_seconds": host_seconds,
             "disk_token_seconds": disk_seconds,
+            "host_loaded_tokens": host_loaded,
+            "disk_loaded_tokens": disk_loaded,
             "kv_capacity_tokens": worker.spec.kv_capacity_tokens,
             "draining": worker.draining,
             **worker.blocks.stats(),

@@ -21,7 +21,7 @@ Sections: copies, what is away, storing, removing.
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from preble._core.atomic cimport store32, store_signed
+from preble._core.atomic cimport store32
 from preble._kv_index.block_layout cimport (COPIES_MAX, CREDIT_MAX, MEDIUM_BYTES, PLACES_KEPT, POSITIONS_MAX,
                                             Copy, Place, Space)
 from preble._kv_index.block_positions cimport (FOUND_NODES, is_chain_known, marked_above, marked_end, place_of,
@@ -31,7 +31,7 @@ from preble._kv_index.block_table cimport (NO_ROOM, Block, block_at, clear_table
 from preble._kv_index.decode cimport CLEARED, STORED, Batch, Event, Key
 from preble._core.tree.layout cimport (AWAITED, CONFIRMED, TOUCHED, Entry, Mark, Node, Tree, Walk, WorkerMarks,
                                        generation, mark_at, node_at, run_end)
-from preble._core.tree.parts cimport find_entry, marks_a_child, touch_mark
+from preble._core.tree.parts cimport find_entry, marks_a_child, put_below, touch_mark
 from preble._core.memory cimport NONE
 from preble._core.tree.nodes cimport at_root, bring_near, send_away, tree_walk
 from preble._core.tree.operations cimport (clear_marks, confirm_path, drop_below, load_path, set_limit, sweep_ghosts,
@@ -93,7 +93,7 @@ cdef void expect_moves(Tree* t, uint32_t index) noexcept nogil:
     if not marks.moves_reported:
         marks.moves_reported = True
         if marks.below == 0:
-            store_signed(&marks.below, min(BELOW_UNSTATED * marks.capacity, <int64_t> BELOW_MAX))
+            put_below(t, marks, min(BELOW_UNSTATED * marks.capacity, <int64_t> BELOW_MAX))
         set_limit(t, index, marks.evictions_reported)
 
 

@@ -53,8 +53,7 @@ cdef object exact(object name):
 
 
 cdef class DecisionCore(E2):
-    """One scheduler's compiled state: tree, load tracker, leases. Whoever changes it holds the tree's lock
-    (`with core.tree:`)."""
+    """One scheduler's compiled state: tree, load tracker, leases. Who changes it holds the lock (`with core.tree:`)."""
 
     def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, uint32_t live_max, bint calibrate=True,
                  **rule):
@@ -456,16 +455,14 @@ cdef class DecisionCore(E2):
         prompt for whose namespace the tree has no room is booked all the same, and not remembered."""
         cdef Lease lease
         cdef Lease* booked
-        cdef uint32_t leaf
+        cdef uint32_t leaf, key = self.tree.t.workers[choice.worker].key
         cdef Row* row = &self.loads.rows[choice.worker]
-        cdef uint32_t key = self.tree.t.workers[choice.worker].key
         cdef double seconds = prefill_seconds(row.cost, request.count - choice.usable, request.count)
         if slab_reserve(&self.loads.leases, &self.loads.budget, 1):
             return NO_MEMORY
         memset(&lease, 0, sizeof(Lease))
         lease.prompt_tokens = request.count
         lease.matched_tokens = choice.usable
-        lease.loaded[0], lease.loaded[1] = choice.loaded[0], choice.loaded[1]
         lease.alone = row.waiting_requests == 0
         lease.leaf_generation = NO_GENERATION
         if request.root != NONE:
@@ -484,6 +481,8 @@ cdef class DecisionCore(E2):
         if choice.credited != NONE:
             save(self.credits, &self.tree.t, choice.credited, 0.0 if choice.reason == ESCAPE else choice.credit,
                  request.now)
+        if choice.loaded[0] or choice.loaded[1]:
+            self.book_load(booked, choice, request.from_peer)
         booked.leaf = leaf
         booked.leaf_generation = generation(node_at(&self.tree.t, leaf))
         if request.count > choice.usable + row.block_size:
@@ -677,8 +676,9 @@ cdef class DecisionCore(E2):
         if self.timings is not None and not lease.prefilled and self.loads.is_current(lease):
             note_first(self.timings.at[lease.worker], lease, lease.prompt_tokens - <uint32_t> (
                 lease.matched_tokens if cached_tokens < 0 else cached_tokens), self.decodes_on(lease.worker),
-                self.loading_of(lease), now)
-        self.learn_load(lease, cached_tokens, now)
+                self.loading_of(lease) if self.tree.t.below else 0.0, now)
+        if self.tree.t.below:
+            self.learn_load(lease, cached_tokens, now)
         self.first_seen(lease, cached_tokens, now)
         return DONE
 
@@ -717,7 +717,7 @@ cdef class DecisionCore(E2):
         if alive and not lease.prefilled:
             self.remark(lease, now)
             confirm_path(&self.tree.t, lease.leaf, key)
-            if self.tree.t.workers[lease.worker].away:
+            if self.tree.t.away and self.tree.t.workers[lease.worker].away:
                 load_path(&self.tree.t, lease.leaf, key, 0, lease.prompt_tokens)
 
     cdef void learn(self, Lease* lease, int64_t cached_tokens, bint alive, uint32_t key) noexcept nogil:

@@ -75,6 +75,7 @@ cdef struct Prices:              # what is the same for all workers in one decis
     double pressure              # kappa
     double output_tokens         # o
     double evicted_uses          # 2 h
+    bint some_below              # host memory or a disk is behind some worker's GPU memory
     double mean_queue            # W
     double passed                # of what is ahead, by share of the prompt that is cached
     uint32_t home                # of a known prefix that nobody holds: whose cache it was in last; NONE: it has none
@@ -117,6 +118,7 @@ cdef class E2:
     cdef readonly CacheAccuracy accuracy
     cdef Credit* credits
     cdef LoadRates* rates        # by worker
+    cdef int64_t* loaded         # tokens that were to be loaded, by worker and medium
     cdef double[MEDIA] stated_rates
     cdef double exploit_ratio
     cdef double unseen_seconds   # of other routers' work that a decision reckons with
@@ -125,6 +127,7 @@ cdef class E2:
     cdef int grow(self, uint32_t room) except -1
     cdef void state_rates(self, uint32_t worker) noexcept nogil
     cdef double pressure_now(self) noexcept nogil
+    cdef void book_load(self, Lease* lease, const Choice* choice, bint from_peer) noexcept nogil
     cdef double loading_of(self, const Lease* lease) noexcept nogil
     cdef void learn_load(self, Lease* lease, int64_t cached_tokens, double now) noexcept nogil
     cdef void discount(self, Scratch* s) noexcept nogil
@@ -135,11 +138,11 @@ cdef class E2:
     cdef void size_up(self, Terms* terms, uint32_t worker, uint32_t held, uint32_t count) noexcept nogil
     cdef Prices prices(self, const Placement* request) noexcept nogil
     cdef void price_of(self, Prices* prices, uint32_t worker, uint32_t usable, uint32_t count) noexcept nogil
-    cdef double evicted_share(self, uint32_t worker, int64_t missed, const Prices* prices) noexcept nogil
     cdef double sent_away_seconds(self, uint32_t worker, double tokens, const Prices* prices) noexcept nogil
     cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil
     cdef void add_outstanding(self, Outstanding* of, uint32_t worker, double now) noexcept nogil
-    cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil
+    cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, double ahead,
+                         Prices* prices) noexcept nogil
     cdef void weigh_behind(self, Terms* terms, uint32_t worker, const Placement* request,
                            const Prices* prices) noexcept nogil
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil

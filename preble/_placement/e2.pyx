@@ -53,7 +53,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from preble._core.atomic cimport load32, load_double, load_signed, store_double
+from preble._core.atomic cimport load32, load_double, load_signed, store_double, store_signed
 from preble._cost cimport Cost, Lease, LoadTracker, Row, prefill_seconds
 from preble._core.tree.layout cimport (Tree, WorkerMarks, index_of, load_run, load_workers, node_at,
                                        worker_of)
@@ -195,6 +195,16 @@ cdef inline double still_ahead(const Terms* terms, const Prices* prices) noexcep
     return 1.0 - prices.passed * terms.passes
 
 
+cdef inline double evicted_share(const WorkerMarks* marks, const Row* row, int64_t missed,
+                                 const Prices* prices) noexcept nogil:
+    """e: what a worker must evict for the missed tokens and the expected output, as a share of the missed, 1 at
+    most."""
+    cdef int64_t room = (load_signed(&marks.capacity) - load_signed(&marks.tokens) + load_signed(&marks.away)
+                         - load32(&row.live_output_tokens))
+    cdef double need = missed + prices.output_tokens - max(room, 0)
+    return min(need / missed, 1.0) if need > 0.0 else 0.0
+
+
 cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held, const Prices* prices) noexcept nogil:
     """Add the room that a copy takes, where others are holders of the prompt (`least_held` is not NONE) and this worker
     is none; where nobody is, and another worker is its home, what it costs to move it."""
@@ -213,7 +223,8 @@ cdef class E2:
     def __cinit__(self):
         self.credits = <Credit*> calloc(CREDITS, sizeof(Credit))
         self.rates = <LoadRates*> calloc(WORKERS_MAX, sizeof(LoadRates))     # untouched rows take no memory
-        if self.credits == NULL or self.rates == NULL:
+        self.loaded = <int64_t*> calloc(WORKERS_MAX * MEDIA, sizeof(int64_t))
+        if self.credits == NULL or self.rates == NULL or self.loaded == NULL:
             raise MemoryError("E2")
 
     def __init__(self, RadixTree tree not None, LoadTracker loads not None, *, double exploit_ratio,
@@ -229,6 +240,7 @@ cdef class E2:
     def __dealloc__(self):
         free(self.credits)
         free(self.rates)
+        free(self.loaded)
         free_scratch(&self.scratch)
 
     cdef int grow(self, uint32_t room) except -1:
@@ -252,12 +264,30 @@ cdef class E2:
     # --- what loads take ---
 
     cdef void state_rates(self, uint32_t worker) noexcept nogil:
-        """A worker's loads take what was stated, until its times say something else."""
+        """A worker's loads take what was stated, until its times say something else; it has loaded nothing."""
+        cdef int64_t* loaded = &self.loaded[worker * <uint32_t> MEDIA]
         open_rates(&self.rates[worker], self.stated_rates[HOST], self.stated_rates[DISK])
+        store_signed(&loaded[HOST], 0)
+        store_signed(&loaded[DISK], 0)
 
     cdef double pressure_now(self) noexcept nogil:
         """kappa, as of the slice of time that the load tracker is in."""
         return self.loads.pressure(self.loads.longest_observed(self.loads.now_bucket * self.loads.bucket_seconds))
+
+    cdef void book_load(self, Lease* lease, const Choice* choice, bint from_peer) noexcept nogil:
+        """Note in a booking what its worker must load for it, and count it, unless another router does."""
+        cdef int64_t* loaded = &self.loaded[choice.worker * <uint32_t> MEDIA]
+        cdef uint32_t medium
+        for medium in range(<uint32_t> MEDIA):
+            lease.loaded[medium] = choice.loaded[medium]
+            if not from_peer:
+                store_signed(&loaded[medium], loaded[medium] + choice.loaded[medium])
+
+    def loaded_tokens(self, uint32_t worker) -> tuple[int, int]:
+        """Tokens that the requests placed here, and not by other routers, were to load on a worker since it was added:
+        from host memory, from disk."""
+        cdef int64_t* loaded = &self.loaded[worker * <uint32_t> MEDIA]
+        return load_signed(&loaded[HOST]), load_signed(&loaded[DISK])
 
     cdef double loading_of(self, const Lease* lease) noexcept nogil:
         """Seconds that a request is thought to have waited for what was loaded."""
@@ -386,6 +416,7 @@ cdef class E2:
         prices.passed = PASSED_SHARE / request.count if self.goes_on(request) else 0.0
         prices.alike = prices.usable = prices.home = NONE
         prices.prefill = prices.context_seconds = 0.0
+        prices.some_below = load_signed(&self.tree.t.below) != 0
         prices.mean_queue = load_signed(&self.loads.fleet_waiting_ns) * 1e-9 / max(load32(&self.loads.used), 1)
         return prices
 
@@ -399,15 +430,6 @@ cdef class E2:
         prices.prefill = prefill_seconds(cost, count - usable, count) if cost != NULL else 0.0
         prices.context_seconds = (TOGETHER_SHARE * prices.output_tokens * cost.context_slope
                                   if cost != NULL else 0.0)
-
-    cdef double evicted_share(self, uint32_t worker, int64_t missed, const Prices* prices) noexcept nogil:
-        """e: what must be evicted for the missed tokens and the expected output, as a share of the missed, 1 at
-        most."""
-        cdef WorkerMarks* marks = &load_workers(&self.tree.t.workers)[worker]
-        cdef int64_t room = (load_signed(&marks.capacity) - load_signed(&marks.tokens) + load_signed(&marks.away)
-                             - load32(&self.loads.rows[worker].live_output_tokens))
-        cdef double need = missed + prices.output_tokens - max(room, 0)
-        return min(need / missed, 1.0) if need > 0.0 else 0.0
 
     cdef double sent_away_seconds(self, uint32_t worker, double tokens, const Prices* prices) noexcept nogil:
         """What it takes to bring back what goes to host memory for so many tokens and the expected output, if it is
@@ -432,11 +454,14 @@ cdef class E2:
 
     cdef void weigh(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
         """Fill in every term of a worker that was sized up."""
-        self.weigh_most(terms, worker, request, prices)
+        cdef double ahead = self.ahead_seconds(worker, prices.now) * still_ahead(terms, prices)
+        self.weigh_most(terms, worker, request, ahead, prices)
         self.weigh_behind(terms, worker, request, prices)
 
-    cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, Prices* prices) noexcept nogil:
-        """Fill in every term, of the queue all but what counts twice: at most the total that `weigh` comes to."""
+    cdef void weigh_most(self, Terms* terms, uint32_t worker, const Placement* request, double ahead,
+                         Prices* prices) noexcept nogil:
+        """Fill in every term, of the queue, of which `ahead` seconds stay ahead, all but what counts twice: at most the
+        total that `weigh` comes to."""
         cdef Row* row = &self.loads.rows[worker]
         cdef double live = load32(&row.live_requests)
         if load32(&row.alike) != prices.alike or terms.usable != prices.usable:
@@ -445,13 +470,14 @@ cdef class E2:
         if prices.now - load_double(&row.joined_at) < prices.longest:
             terms.load *= self.loads.scale(worker, prices.now, prices.longest)
         terms.prefill = prices.prefill
-        terms.queue = self.ahead_seconds(worker, prices.now) * still_ahead(terms, prices) + REQUEST_SECONDS * live
+        terms.queue = ahead + REQUEST_SECONDS * live
         terms.others = (prices.prefill * (prices.pressure + INTERRUPTED_SHARE * live)
                         + prices.context_seconds * request.count * live)
         terms.decode = prices.context_seconds * load32(&row.live_prompt_tokens)
-        terms.eviction = (self.evicted_share(worker, request.count - terms.usable, prices)
+        terms.eviction = (evicted_share(&load_workers(&self.tree.t.workers)[worker], row,
+                                        request.count - terms.usable, prices)
                           * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure))
-        if terms.eviction > 0.0:
+        if prices.some_below and terms.eviction > 0.0:
             terms.eviction = min(terms.eviction, self.sent_away_seconds(
                 worker, request.count - terms.usable + terms.loaded[HOST] + terms.loaded[DISK], prices))
         terms.balance = LOAD_SHARE * terms.load * min(terms.load / (HALF_BUSY * prices.longest), 1.0)
@@ -565,6 +591,8 @@ cdef class E2:
         memset(&holders, 0, sizeof(Outstanding))
         choice.worker = choice.credited = NONE
         least.total = there.total = INFINITY
+        terms.loading = 0.0
+        terms.loaded[HOST] = terms.loaded[DISK] = 0
         for at in range(first + s.workers):
             if at == first and home != NONE:
                 self.save_up(request, least_held, home, &holders, there, prices, &choice)
@@ -574,7 +602,8 @@ cdef class E2:
             if service == NO_REQUEST:
                 continue
             fit(&terms, row, s.held[i], request.count)
-            load(&terms, s, i)
+            if s.some_away:
+                load(&terms, s, i)
             if (terms.whole >= least_held) != (at < first):
                 continue
             if service == CACHED_ONLY and terms.whole < least_held:
@@ -587,7 +616,7 @@ cdef class E2:
             ahead = self.ahead_seconds(i, prices.now) * still_ahead(&terms, prices)
             if ahead + prices.prefill + prices.prefill * prices.pressure > bound:
                 continue
-            self.weigh_most(&terms, i, request, prices)
+            self.weigh_most(&terms, i, request, ahead, prices)
             if terms.total > bound:
                 continue
             self.weigh_behind(&terms, i, request, prices)

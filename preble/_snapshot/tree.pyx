@@ -19,7 +19,7 @@ from preble._core.tree.layout cimport (AWAY_SHIFT, EPOCH_MAX, FAR, INDEX_BITS, L
                                        generation, index_of, mark_at, node_at, run_end, worker_of)
 from preble._core.epochs cimport QUEUE_MAX
 from preble._core.tree.parts cimport (add_away, block_bytes, block_marks, entry_count, find_entry, fresh_rows, gpu_end,
-                                      marks_of, new_run, word_count, words_of)
+                                      marks_of, new_run, put_below, word_count, words_of)
 from preble._core.memory cimport CHUNK, NONE, Slab, budget_alloc, budget_free, slab_at
 from preble._core.token_ids cimport any_negative
 from preble._radix cimport RadixTree
@@ -270,7 +270,7 @@ cdef int read_workers(Reader r, Tree* t, TreeHead* head) except -1:
         t.workers[i].recency.oldest = row.recency.oldest
         t.workers[i].recency.newest = row.recency.newest
         t.workers[i].recency.warm = NONE
-        t.workers[i].below = row.below & TOKENS_MAX
+        put_below(t, &t.workers[i], row.below & TOKENS_MAX if row.capacity else 0)
         t.workers[i].moves_reported = row.below >> 31
         t.workers[i].key = row.epoch << INDEX_BITS | i
         t.worker_end = i + 1

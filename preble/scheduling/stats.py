@@ -149,9 +149,10 @@ class CacheMismatchStats(TypedDict):
 class WorkerStats(TypedDict):
     """One worker. `live_*` is booked now, `waiting_*` of that without a first token, `window_*` booked within the last
     `SchedulerConfig.history_seconds`; `load_seconds` is L of the paper. Of `cached_tokens`, `away_tokens` are in host
-    memory or on disk; a token takes `host_token_seconds` and `disk_token_seconds` to load from there. `drift_requests`:
-    how many more requests its engine reports than are booked, for `drift_seconds`. `cache_accuracy`: from 0 to 1, how
-    much of what was known to be cached was found there."""
+    memory or on disk; a token takes `host_token_seconds` and `disk_token_seconds` to load from there.
+    `host_loaded_tokens` and `disk_loaded_tokens`: of the hits of requests placed here, those to be loaded.
+    `drift_requests`: how many more requests its engine reports than are booked, for `drift_seconds`. `cache_accuracy`:
+    from 0 to 1, how much of what was known to be cached was found there."""
 
     live_requests: int
     waiting_requests: int
@@ -167,6 +168,8 @@ class WorkerStats(TypedDict):
     away_tokens: int
     host_token_seconds: float
     disk_token_seconds: float
+    host_loaded_tokens: int
+    disk_loaded_tokens: int
     kv_capacity_tokens: int
     draining: bool
     known_blocks: int

@@ -11,6 +11,7 @@ import pytest
 import preble
 from preble import BlockRemoved, BlockStored, ManualClock, PrefixEvicted, SchedulerConfig, WorkerSpec
 from preble.errors import InvalidConfig, InvalidInput
+from preble.types import RequestPlaced
 from tests.kv_index.test_apply_raw import RECORDINGS, note_prefixes, recorded_payloads
 
 SIZE = 16
@@ -269,6 +270,27 @@ def test_a_load_is_not_taken_for_slow_prefill() -> None:
     assert factor < 2.0, "a first token took seventeen times what computing it takes"
 
 
+def test_what_decisions_count_on_loading_is_counted() -> None:
+    """By worker and medium; what another router has placed is counted there."""
+    sched, key = fleet(), ("host_loaded_tokens", "disk_loaded_tokens")
+
+    def counted(worker: str) -> tuple[int, ...]:
+        stats: Any = sched.stats()["workers"][worker]
+        return tuple(stats[name] for name in key)
+
+    sched.apply("a", [stored(0, 64, "CPU"), stored(64, 128, "DISK")])
+    decision = sched.schedule([*PROMPT[:2048], 7])
+    assert (decision.worker, counted("a"), counted("b")) == ("a", (1024, 1024), (0, 0))
+    sched.apply("a", [RequestPlaced("A", "r", [*PROMPT[:2048], 8])])
+    assert counted("a") == (1024, 1024)
+    sched.first_token(decision.request_id)
+    serve(sched, [*PROMPT[:2048], 9])
+    assert counted("a") == (1024, 1024), "it is on the GPU now"
+    sched.remove_worker("a")
+    sched.add_worker(WorkerSpec("a", block_size=SIZE))
+    assert counted("a") == (0, 0), "the index was another worker's"
+
+
 # --- where nobody reports ---------------------------------------------------------------------------------------------
 
 
@@ -318,6 +340,29 @@ def test_a_snapshot_keeps_where_prefixes_lie_and_what_loads_take() -> None:
     assert again.workers == sched.workers
     key = "disk_token_seconds"
     assert again.stats()["workers"]["a"][key] == sched.stats()["workers"]["a"][key] > DISK_SECONDS
+
+
+def test_who_leaves_takes_its_host_memory_along() -> None:
+    """Decisions ask once whether any worker has some; the next worker of that index has none."""
+    new = list(range(10**6, 10**6 + 3000))
+
+    def full(name: str, **spec: Any) -> None:
+        sched.add_worker(WorkerSpec(name, 4096, SIZE, **spec))
+        serve(sched, PROMPT, exclude=["a"])
+        serve(sched, [*PROMPT, 7], exclude=["a"])
+
+    sched = fleet(WorkerSpec("a", 4096, SIZE))
+    full("b", below_capacity_tokens=65536)
+    cheap = of(sched, "b", new).eviction_seconds
+    sched.check()
+    again = preble.GlobalScheduler.restore(sched.snapshot(), clock=ManualClock(sched.now()))
+    again.check()
+    assert of(again, "b", new).eviction_seconds == cheap > 0.0
+    sched.remove_worker("b")
+    sched.check()
+    full("c")
+    sched.check()
+    assert of(sched, "c", new).eviction_seconds > 5 * cheap
 
 
 def test_a_cleared_cache_has_nothing_away() -> None:

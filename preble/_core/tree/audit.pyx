@@ -144,6 +144,7 @@ cdef check_workers(Tree* t, list nodes):
     assert t.ghost.marks == sum(marks.values()), "E1: marks of ghosts"
     assert t.ghost.away == sum(away.values()), "A2: tokens of ghosts that are away"
     assert t.away == sum(t.workers[worker].away for worker in range(t.worker_end)), "A2: tokens away"
+    assert t.below == sum(t.workers[worker].below for worker in range(t.worker_end)), "A2: tokens that fit below"
     assert not pinned, "E1: a ghost is pinned"
     check_recency(t, &t.ghost, "ghosts", set().union(*unpinned.values()))
 

@@ -32,7 +32,7 @@
 #   L2  the aging list "marked" holds the non-root nodes with a mark, "unmarked" those without
 #   P1  a mark's pin count is the number of holds at or below its node; pinned marks are in no recency list
 #   A1  what a mark has away begins within it; only such a mark is far
-#   A2  a worker's tokens that are away are the sum over its marks, the tree's that over its workers
+#   A2  a worker's tokens that are away are the sum over its marks, the tree's that over its workers; so is `below`
 #   A3  every mark of a worker older than `warm` is wholly away
 #   E1  ghosts (see EntryBlock) are in one list of their own, which keeps leaves before their parents
 #   B1  budget.used is the sum of all live allocations, retired ones included, and of what the keys of namespaces take;
@@ -127,11 +127,11 @@ cdef struct Recency:             # a worker's marks in the order of use
 
 cdef struct WorkerMarks:         # one worker's side of the tree
     int64_t capacity             # (r) tokens; 0 = index not in use
-    int64_t limit                # tokens its marks may cover, see set_limit
     int64_t tokens               # (r) sum over its marks
-    int64_t pinned               # of these, pinned
     int64_t away                 # (r) of these, not in the GPU's memory
-    int64_t below                # tokens that host memory and disk hold; 0: nothing, what leaves the GPU is gone
+    int64_t below                # (r) tokens that host memory and disk hold; 0: nothing, what leaves the GPU is gone
+    int64_t limit                # tokens its marks may cover, see set_limit
+    int64_t pinned               # tokens of marks that are
     uint32_t marks               # number of marks
     uint32_t key                 # (r) epoch << 16 | index
     bint evictions_reported      # its engine reports what it drops
@@ -151,6 +151,7 @@ cdef struct Tree:                # what readers look at lies apart from what wri
     WorkerMarks* workers         # (r)
     uint64_t worker_changes      # (r) +1 whenever an index is given out or back
     int64_t away                 # (r) tokens of all workers that are not in a GPU's memory
+    int64_t below                # (r) tokens that host memory and disk of all workers hold
     uint32_t worker_end          # (r) one past the highest index in use
     bint with_slots
     double window_seconds

@@ -148,6 +148,11 @@ cdef inline void add_away(Tree* t, WorkerMarks* state, int64_t tokens) noexcept 
     if state != &t.ghost:
         store_signed(&t.away, t.away + tokens)
 
+cdef inline void put_below(Tree* t, WorkerMarks* state, int64_t tokens) noexcept nogil:
+    # Let a worker's host memory and disk hold so many tokens.
+    store_signed(&t.below, t.below + tokens - state.below)
+    store_signed(&state.below, tokens)
+
 cdef inline void put_gpu_end(Tree* t, WorkerMarks* state, Mark* mark, uint32_t end, uint32_t at,
                              uint32_t far) noexcept nogil:
     # Let a mark that ends at `end` have its tokens in the GPU's memory up to position `at` and no further; none is away
