@@ -44,6 +44,7 @@ def share(part: str, whole: str) -> str:
 
 
 HIT_RATE = share("preble_actual_cached_tokens_total", "preble_prompt_tokens_total")
+LOADED = f"{rate('preble_worker_loaded_tokens_total')} / {rate('preble_predicted_cached_tokens_total')}"
 FAILED = '@,status=~"5..|429"'
 ANSWERS = "preble_http_requests_total"
 ERRORS = f"({rate(ANSWERS, filtered=FAILED)} or vector(0)) / {rate(ANSWERS)}"
@@ -181,7 +182,8 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
                 [
                     (
                         "{{worker}}",
-                        "max by (worker) (preble_worker_cached_tokens{#})"
+                        "(max by (worker) (preble_worker_cached_tokens{#})"
+                        " - max by (worker) (preble_worker_away_tokens{#}))"
                         " / max by (worker) (preble_worker_kv_capacity_tokens{#})",
                     )
                 ],
@@ -193,6 +195,15 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
                     for name in ("restarts", "losses")
                 ],
             ),
+            (
+                "timeseries", "Cached in host memory or on disk", "short", 8,
+                [("{{worker}}", "max by (worker) (preble_worker_away_tokens{#})")],
+            ),
+            (
+                "timeseries", "Tokens loaded from there", "short", 8,
+                [("{{medium}}", rate("preble_worker_loaded_tokens_total", "medium", "#"))],
+            ),
+            ("timeseries", "Of what is cached, loaded", "percentunit", 8, [("", LOADED)]),
         ],
     ),
     (

@@ -31,6 +31,8 @@ ROWS_MIN = 3  # of each table, however small the terminal is
 ROWS_AROUND = 9  # titles, headings and lines between tables
 ONCE_ROWS = 40
 TERMS_COLUMNS = 120  # in a narrower terminal a price is shown without its terms
+LOADING = "loading_seconds"  # a term that few prices have,
+LOADING_COLUMNS = 9  # which takes so much more
 
 
 class TopScreen:
@@ -65,10 +67,19 @@ def frame(state: State, width: int, height: int, trouble: str = "") -> Renderabl
     return Group(
         header(state, trouble),
         worker_table(state["workers"], workers),
-        decision_table(state["decisions"][:rest], PRICE_TERMS if width >= TERMS_COLUMNS else ()),
+        decision_table(state["decisions"][:rest], shown_terms(state["decisions"][:rest], width)),
         prefix_table(state["prefixes"][:rest]),
         event_table(state["events"][:rest]),
     )
+
+
+def shown_terms(decisions: Sequence[State], width: int) -> tuple[str, ...]:
+    """The terms of a price that fit; loading is one of them where something is loaded."""
+    if not any(one["chosen"].get(LOADING) for one in decisions):
+        return PRICE_TERMS if width >= TERMS_COLUMNS else ()
+    after = PRICE_TERMS.index("prefill_seconds") + 1
+    terms = (*PRICE_TERMS[:after], LOADING, *PRICE_TERMS[after:])
+    return terms if width >= TERMS_COLUMNS + LOADING_COLUMNS else ()
 
 
 def header(state: State, trouble: str) -> Text:
@@ -83,7 +94,7 @@ def header(state: State, trouble: str) -> Text:
         f"{number(fleet['requests_per_second'], '.1f')} requests/s  {totals['live_requests']} live",
         f"  {number(fleet['output_tokens_per_second'], ',.0f')} tokens/s  errors {number(fleet['errors'], '.1%')}",
         f"  {number(fleet['waiting'], '.0f')} waiting\n",
-        f"cached {share(fleet['hit'])}  first token {seconds(fleet['first_token_p50'])}",
+        f"cached {share(fleet['hit'])}{loaded_word(fleet)}  first token {seconds(fleet['first_token_p50'])}",
         f" (p99 {seconds(fleet['first_token_p99'])})  per token {seconds(fleet['seconds_per_token_p50'])}",
         f" (p99 {seconds(fleet['seconds_per_token_p99'])})",
     )  # fmt: skip
@@ -92,9 +103,17 @@ def header(state: State, trouble: str) -> Text:
     return text
 
 
+def loaded_word(numbers: State) -> str:
+    """How much of what was cached came from host memory or disk, if any did."""
+    return f" ({share(numbers['loaded'])} of it loaded)" if numbers.get("loaded") else ""
+
+
 def worker_table(workers: Sequence[State], most: int) -> Table:
-    """The workers, those in trouble first."""
-    table = _table("worker", "state", "load", "", ">queue", ">running", ">kv", ">hit", "")
+    """The workers, those in trouble first; with the tokens they cache below the GPU's memory, where one does."""
+    below = any(worker.get("away_tokens") for worker in workers)
+    table = _table(
+        "worker", "state", "load", "", ">queue", ">running", ">kv", *([">below"] if below else []), ">hit", ""
+    )
     ordered = sorted(workers, key=lambda worker: (ORDER.index(worker["state"]), worker["id"]))
     for worker in ordered[:most]:
         _add(
@@ -106,6 +125,7 @@ def worker_table(workers: Sequence[State], most: int) -> Table:
             str(worker["waiting"]),
             str(worker["running"]),
             share(worker["kv"]),
+            *([f"{worker['away_tokens']:,}"] if below else []),
             share(worker["hit"]),
             spark(worker["history"]["hit"]),
         )

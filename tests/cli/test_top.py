@@ -103,6 +103,24 @@ def test_a_decision_has_the_terms_of_its_price_where_there_is_room() -> None:
     assert row.split()[-2:] == ["s", "running"] and "\u2026" not in heading + row, "nothing is cut off"
 
 
+def test_what_lies_below_the_gpus_memory_is_shown_where_there_is_any() -> None:
+    told = state({**worker("a"), "away_tokens": 123_456}, {**worker("b"), "away_tokens": 0})
+    told["fleet"]["loaded"] = 0.125
+    told["decisions"][0]["chosen"]["loading_seconds"] = 0.03
+    lines = framed(told, 129)
+    text = "\n".join(lines)
+    assert "cached 50% (12% of it loaded)  first token" in text
+    assert re.search(r"^worker +state +load +queue +running +kv +below +hit", text, re.MULTILINE)
+    assert re.search(r"^a +ready +50% +\S+ +3 +2 +25% +123,456 +- ", text, re.MULTILINE)
+    heading, row = decision_lines(lines)
+    names = "queue prefill loading others decode eviction balance credit total first"
+    assert heading.split()[4:] == names.split()
+    assert re.search(r"250 ms +20 ms +30 ms +1\.5 s ", row) and "\u2026" not in heading + row
+    assert decision_lines(framed(told, 128))[0].split()[4:] == ["total", "first"], "there is no room for one more"
+    plain = "\n".join(framed(state(worker("a")), 129))
+    assert not re.search("below|load(ed|ing)", plain)
+
+
 def decision_lines(lines: list[str]) -> list[str]:
     """The heading of the decisions, and the first of them."""
     at = next(i for i, line in enumerate(lines) if line.startswith("decided"))

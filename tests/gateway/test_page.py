@@ -199,6 +199,30 @@ def test_the_terms_of_a_price_fill_its_bar(page: Any, browser: Any, gateway: Gat
         assert len(set(page.locator(where).evaluate_all(colours))) == kinds, "no two look the same"
 
 
+def test_what_is_loaded_is_a_term_and_a_part_of_what_is_cached(page: Any, gateway: GatewayProcess) -> None:
+    told = decision_of(page, gateway)
+    for terms in told["terms"]:
+        terms |= {f"{name}_seconds": 1.0 for name in PRICE}
+        terms |= {"credit_seconds": 0.0, "total_seconds": 6.0, "score": 6.0}
+    one = told["terms"][0]
+    one |= {"loading_seconds": 2.0, "total_seconds": 8.0, "score": 8.0, "matched_tokens": 450}
+    one |= {"host_tokens": 200, "disk_tokens": 100}
+    answer_with(page, {**told, "prompt_tokens": 900, "worker": one["worker"], "chosen": one})
+    rows = page.locator("#decision tbody tr")
+    expect(rows).to_have_count(2)
+    names = ["Queue", "Prefill", "Loading", "Others", "Decode", "Eviction", "Balance", "Credit", "Total"]
+    assert page.locator("#decision th").all_text_contents()[2:11] == names
+    assert [rows.nth(0).locator("td").nth(at).text_content() for at in (3, 4, 10)] == ["1,000", "2,000", "8,000"]
+    assert rows.nth(1).locator("td").nth(4).text_content() == "0"
+    assert rows.evaluate_all(BARS)[0]["loading"] == pytest.approx(2 / 8, abs=0.01)
+    expect(page.locator("#decision .legend i.loading")).to_have_count(1)
+    line = page.locator("#decision .fact-line")
+    expect(line).to_contain_text("450 of 900 prompt tokens estimated cached (50 %), 200 of them in host memory, 100 of")
+    assert line.locator(".parts i").evaluate_all("all => all.map(one => one.style.width)") == ["16.6667%", "33.3333%"]
+    colours = "parts => parts.map(part => getComputedStyle(part).backgroundColor)"
+    assert len(set(page.locator("#decision .legend i").evaluate_all(colours))) == 8, "no two look the same"
+
+
 @pytest.mark.parametrize("size", [1e-7, 3e-5, 0.004, 0.7, 12.0, 400.0])
 def test_the_terms_that_are_shown_add_up_to_the_total_that_is_shown(
     page: Any, gateway: GatewayProcess, size: float
@@ -387,6 +411,30 @@ def test_the_strip_has_every_load_and_a_worker_opens_with_its_charts(browser: An
         expect(page.locator("#worker")).to_be_hidden()
         page.locator('[data-worker="w7"]').press("Enter")
         expect(page.locator("#worker-title")).to_have_text("w7")
+
+
+def test_a_worker_says_what_lies_below_its_gpus_memory(browser: Any, gateway: GatewayProcess) -> None:
+    state = state_of(gateway)
+    numbers = {"cached_tokens": 312_000, "away_tokens": 212_345, "kv_capacity_tokens": 100_000, "loaded": 0.25}
+    numbers |= {"host_token_seconds": 1e-5, "disk_token_seconds": 5e-5}
+    told = many(state, 1, fleet={**state["fleet"], "hit": 0.5, "loaded": 0.25})
+    told["workers"][0] |= {**numbers, "hit": 0.5, "kv": 0.99}
+    with shown(browser, gateway, told) as page:
+        tile = page.locator("#tile-hit > div").first
+        expect(tile).to_have_text("From cache50 %25 % of it loaded")
+        values = page.locator(".worker .meter .value")
+        expect(values.nth(2)).to_have_text("99 %212k below")
+        expect(values.nth(3)).to_have_text("50 %25 % below")
+        heights = values.evaluate_all("all => all.map(one => one.offsetHeight)")
+        assert max(heights) == heights[1], "one line more, as that of the queue"
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.get_by_role("button", name="Compact").click()
+        page.locator(".worker.compact").click()
+        details = page.locator("#worker-details")
+        expect(details).to_contain_text("99,655 of 100,000 tokens estimated cached, 212,345 more in host memory or")
+        expect(details).to_contain_text("10 ms for 1,000 tokens from host memory, 50 ms from disk")
 
 
 def test_a_chart_says_its_scale_and_what_is_under_the_pointer(browser: Any, gateway: GatewayProcess) -> None:

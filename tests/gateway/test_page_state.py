@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from preble import GlobalScheduler, ManualClock
+from preble import GlobalScheduler, ManualClock, PrefixEvicted
 from preble.errors import TransportError
 from preble.gateway.core.request_context import RequestContext
 from preble.gateway.dashboard import events as events_module
@@ -179,6 +179,38 @@ def test_without_the_engines_word_a_hit_is_what_was_estimated() -> None:
     stage.place([*range(100), 8], cached=None)
     stage.tick()
     assert stage.told()["workers"][0]["hit"] == pytest.approx(200 / 302, abs=1e-3)
+
+
+def test_a_worker_is_reported_with_what_lies_below_its_gpus_memory() -> None:
+    stage = Stage("a")
+    stage.workers["tcp://a"].pong = None
+    prompt = list(range(600))
+    stage.place(prompt, cached=0)
+    stage.tick()
+    (card,) = stage.told()["workers"]
+    assert (card["kv"], card["away_tokens"], card["loaded"], stage.told()["fleet"]["loaded"]) == (0.6, 0, None, None)
+    stage.scheduler.apply("a", [PrefixEvicted(prompt, 300, moved_to="CPU")])
+    stage.tick()
+    (card,) = stage.told()["workers"]
+    assert (card["kv"], card["cached_tokens"], card["away_tokens"]) == (0.3, 600, 300), "a share of what fits the GPU"
+    stage.place([*prompt, 7], cached=600)
+    stage.tick()
+    (card,) = stage.told(after=0)["workers"]
+    assert (card["away_tokens"], card["loaded"], stage.told()["fleet"]["loaded"]) == (0, 0.5, 0.5)
+    assert card["host_token_seconds"] == stage.scheduler.stats()["workers"]["a"]["host_token_seconds"] > 0.0
+    (decision,) = [one for one in stage.told()["decisions"] if one["prompt_tokens"] == 601]
+    assert decision["chosen"]["loading_seconds"] > 0.0 and decision["chosen"]["host_tokens"] == 300
+
+
+def test_what_is_loaded_is_at_most_what_was_cached() -> None:
+    """An engine that had dropped what was counted on."""
+    stage = Stage("a")
+    prompt = list(range(600))
+    stage.place(prompt, cached=0)
+    stage.scheduler.apply("a", [PrefixEvicted(prompt, 0, moved_to="DISK")])
+    stage.place([*prompt, 7], cached=100)
+    stage.tick()
+    assert stage.told()["workers"][0]["loaded"] == stage.told()["fleet"]["loaded"] == 1.0
 
 
 def test_history_comes_after_the_tick_that_was_asked_for_and_is_bounded() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preble import GlobalScheduler, ManualClock, SamplingParams, SchedulerConfig
+from preble import GlobalScheduler, ManualClock, PrefixEvicted, SamplingParams, SchedulerConfig
 from preble.errors import EngineError, HandshakeRefused, NoWorkers, Overloaded, QueueFull, TransportError, WorkerLost
 from preble.gateway import keys, program
 from preble.gateway.core import metric_families, metrics
@@ -305,6 +305,24 @@ def test_worker_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         'preble_worker_losses_total{worker="w1"} 1.0',
         'preble_worker_losses_total{worker="other"} 9.0',
     ]
+
+
+def test_what_workers_keep_below_the_gpus_memory_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_families, "WORKER_LABELS_MAX", 1)
+    scheduler, prompt = GlobalScheduler(["w0", "w1", "w2"]), list(range(4000))
+    for name in ("w0", "w1", "w2"):
+        others = [other for other in scheduler.workers if other != name]
+        scheduler.finish(scheduler.schedule(prompt, exclude=others).request_id, cached_tokens=0)
+        scheduler.apply(name, [PrefixEvicted(prompt, 1000, moved_to="DISK" if name == "w1" else "CPU")])
+        scheduler.schedule([*prompt, 7], exclude=others)
+    workers = {f"tcp://{i}": {"worker_id": f"w{i}", "state": "ready", "epoch": 1} for i in range(3)}
+    stats = scheduler.stats()["workers"]
+    families = {family.name: family for family in metric_families._worker_families(stats, workers)}
+    away = {tuple(one.labels.values()): one.value for one in families["preble_worker_away_tokens"].samples}
+    assert away == {("w0",): 3000.0, ("other",): 6000.0}
+    loaded = {tuple(one.labels.values()): one.value for one in families["preble_worker_loaded_tokens"].samples}
+    ours, others = {("w0", "host"): 3000.0, ("w0", "disk"): 0.0}, {("other", "host"): 3000.0, ("other", "disk"): 3000.0}
+    assert loaded == ours | others
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,10 @@ _BOOKING_METRICS = (
     ("worker_inflight_tokens", "Output tokens that its live requests are expected to have", "live_output_tokens"),
     ("worker_load_seconds", "Its load in the window", "load_seconds"),
     ("worker_cached_tokens", "Tokens estimated cached", "cached_tokens"),
-    ("worker_kv_capacity_tokens", "Tokens that fit", "kv_capacity_tokens"),
+    ("worker_away_tokens", "Of these, tokens in host memory or on disk", "away_tokens"),
+    ("worker_kv_capacity_tokens", "Tokens that fit into its GPU's memory", "kv_capacity_tokens"),
 )
+_LOADED_TEXT = "Cached prompt tokens that were to be loaded, by medium: host, disk"
 # Of one worker, by the router: name, text, field; and the field of its feed's counters where a server is attached,
 # whose events come on sockets beside its link.
 _LINK_METRICS = (
@@ -204,11 +206,16 @@ def _worker_families(loads: Mapping[str, Any], routers: Mapping[str, Any]) -> li
     for label, _, row in labelled:
         for kind, count in row.get("events", {}).items():
             events[_EVENT_TYPES.get(kind, OTHER), label] += count
+    loaded: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for label, worker, _ in labelled:
+        for medium in ("host", "disk"):
+            loaded[label, medium] += booked(f"{medium}_loaded_tokens")(worker, {})
     epochs = [((worker,), row["epoch"] / 1e9) for worker, row in rows[:WORKER_LABELS_MAX]]
     started = "When it was started, seconds since 1970"
     return [
         family(GaugeMetricFamily, "worker_up", "1 while it may take requests", lambda _, r: r.get("state") == "ready"),
         *(family(GaugeMetricFamily, name, text, booked(field)) for name, text, field in _BOOKING_METRICS),
+        _labelled(CounterMetricFamily, "worker_loaded_tokens", _LOADED_TEXT, ("worker", "medium"), loaded.items()),
         *(family(CounterMetricFamily, name, text, reported(own, feed)) for name, text, own, feed in _LINK_METRICS),
         _labelled(CounterMetricFamily, "kv_events", _EVENTS_TEXT, ("type", "worker"), events.items()),
         _labelled(GaugeMetricFamily, "worker_epoch", started, ("worker",), epochs),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import threading
 from collections import deque
@@ -51,6 +52,7 @@ FLEET_SERIES = (
     "errors",
     "output_tokens_per_second",
     "hit",
+    "loaded",
     "first_token_p50",
     "first_token_p99",
     "seconds_per_token_p50",
@@ -99,6 +101,7 @@ class _Tracked:
         self.numbers: dict[str, Any] = {}
         self.series = {name: Series(HISTORY_TICKS) for name in WORKER_SERIES}
         self.hits = Ratio(RECENT_TICKS)
+        self.loaded = Ratio(RECENT_TICKS)
 
 
 class Live:
@@ -118,6 +121,7 @@ class Live:
         self._left_out = 0
         self._fleet = {name: Series(HISTORY_TICKS) for name in FLEET_SERIES}
         self._fleet_hits = Ratio(RECENT_TICKS)
+        self._fleet_loaded = Ratio(RECENT_TICKS)
         self._errors = Ratio(RECENT_TICKS)
         self._requests = Ratio(RECENT_TICKS, from_zero=False)
         self._output_tokens = Ratio(RECENT_TICKS, from_zero=False)
@@ -231,7 +235,8 @@ class Live:
         observed = max(OBSERVED_SECONDS_MIN, min(history, now - tracked.known_since))
         load = account["load_seconds"] / observed if account is not None and up else 0.0
         cached = account["cached_tokens"] if account is not None else 0
-        used = max(pong.kv_used_tokens, pong.kv_cached_tokens) if pong is not None else cached
+        away = account["away_tokens"] if account is not None else 0
+        used = max(pong.kv_used_tokens, pong.kv_cached_tokens) if pong is not None else cached - away
         waiting = pong.waiting if pong is not None else 0
         hit = tracked.hits.push(look.cached_tokens, look.prompt_tokens)
         kv = min(used / capacity, 1.0) if capacity and up else 0.0
@@ -244,7 +249,12 @@ class Live:
             "kv": kv,
             "kv_capacity_tokens": capacity,
             "cached_tokens": cached,
+            "away_tokens": away,
             "hit": hit,
+            "loaded": _part(tracked.loaded.push(_loaded_tokens(account), look.cached_tokens)),
+            "loaded_tokens": _loaded_tokens(account),
+            "host_token_seconds": account["host_token_seconds"] if account is not None else None,
+            "disk_token_seconds": account["disk_token_seconds"] if account is not None else None,
             "cache_accuracy": account["cache_accuracy"] if account is not None else None,
         }
         for name in WORKER_SERIES:
@@ -260,6 +270,7 @@ class Live:
             "errors": self._errors.push(recent.errors, recent.answers),
             "output_tokens_per_second": self._output_tokens.push(recent.output_tokens, now),
             "hit": self._fleet_hits.push(cached, prompts),
+            "loaded": _part(self._fleet_loaded.push(sum(one["loaded_tokens"] for one in numbers), cached)),
             "first_token_p50": percentile(first_tokens, 0.5),
             "first_token_p99": percentile(first_tokens, 0.99),
             "seconds_per_token_p50": percentile(token_seconds, 0.5),
@@ -344,6 +355,16 @@ class Live:
 _DECIDED = ("policy", "reason", "worker", "runner_up", "margin", "prompt_tokens")
 _BECAME = ("chosen", "session", "outcome", "late_seconds", "regret_seconds", "lost_tokens")
 _COUNTERS = ("requests", "finished", "failed", "cancelled", "resumed", "queue_full", "refused", "shed", "output_tokens")
+
+
+def _loaded_tokens(account: Mapping[str, Any] | None) -> int:
+    """Of a worker's hits so far, those that lay in host memory or on disk."""
+    return account["host_loaded_tokens"] + account["disk_loaded_tokens"] if account is not None else 0
+
+
+def _part(ratio: float) -> float:
+    """A ratio of what decisions counted on to what engines report as a part of it: they may differ."""
+    return ratio if math.isnan(ratio) else min(max(ratio, 0.0), 1.0)
 
 
 def _summary(record: DecisionRecord) -> dict[str, Any]:

@@ -26,6 +26,9 @@ const TERMS = [
   { name: "credit_seconds", kind: "credit", title: "Credit", text: "taken off: saved up by earlier requests for a copy" },
 ];
 
+// One more, behind the prefill, where some worker has part of the prompt below its GPU's memory.
+const LOADING = { name: "loading_seconds", kind: "loading", title: "Loading", text: "bringing to its GPU what it has in host memory or on disk" };
+
 // What is shown beside the price.
 const BESIDE = [
   { name: "load_seconds", title: "Load", text: "work given to it within the window" },
@@ -36,10 +39,23 @@ const BESIDE = [
 const FIRST_TOKEN = [
   { name: "backlog_seconds", kind: "queue", title: "Backlog" },
   { name: "prefill_seconds", kind: "prefill", title: "Prefill" },
+  { name: "loading_seconds", kind: "loading", title: "Loading" },
 ];
 
 function predicted(terms) {
-  return terms.backlog_seconds + terms.prefill_seconds;
+  return terms.backlog_seconds + terms.prefill_seconds + terms.loading_seconds;
+}
+
+// The terms that a decision's prices have.
+function termsOf({ terms }) {
+  const loads = terms.some(({ loading_seconds: loading }) => loading > 0);
+  return loads ? TERMS.flatMap((term) => (term.kind === "prefill" ? [term, LOADING] : [term])) : TERMS;
+}
+
+// How much of a prompt is cached, by where it lies.
+function cachedParts({ matched_tokens: matched, host_tokens: host, disk_tokens: disk }, prompt) {
+  const part = (tokens, kind, where) => ({ share: tokens / prompt, kind, title: `${plural(tokens, "token")} ${where}` });
+  return [part(matched - host - disk, "cached", "in its GPU's memory"), part(host + disk, "loading", "in host memory or on disk, to be loaded")];
 }
 
 function partsOf(parts, terms, whole) {
@@ -83,7 +99,7 @@ function decisionRow(made, ask) {
   const update = ({ decision, most }) => {
     const { chosen } = decision;
     setText(age, ago(decision.seconds_ago));
-    prompt.update([{ share: chosen.matched_tokens / decision.prompt_tokens, kind: "cached" }]);
+    prompt.update(cachedParts(chosen, decision.prompt_tokens));
     setText(matched, `${count(chosen.matched_tokens)} of ${count(decision.prompt_tokens)}`);
     first.update(partsOf(FIRST_TOKEN, chosen, most));
     setText(firstWord, seconds(predicted(chosen)));
@@ -123,17 +139,22 @@ function closing(title) {
 function explanation(decision) {
   const { chosen } = decision;
   const prompt = partsBar();
-  prompt.update([{ share: chosen.matched_tokens / decision.prompt_tokens, kind: "cached" }]);
+  prompt.update(cachedParts(chosen, decision.prompt_tokens));
   return [
     closing(`${decision.worker}: ${decision.reason}`),
     make("p", { class: "reason-text" }, REASONS[decision.reason] ?? `The rule of policy ${decision.policy} chose it.`, " ", against(decision)),
     make("div", { class: "fact-line" }, prompt.node,
-      make("span", {}, `${count(chosen.matched_tokens)} of ${plural(decision.prompt_tokens, "prompt token")} estimated cached (${percent(chosen.matched_tokens / decision.prompt_tokens)})`)),
+      make("span", {}, `${count(chosen.matched_tokens)} of ${plural(decision.prompt_tokens, "prompt token")} estimated cached (${percent(chosen.matched_tokens / decision.prompt_tokens)})${whereOf(chosen)}`)),
     table(decision),
-    legend(),
+    legend(termsOf(decision)),
     outcome(decision),
     make("p", { class: "note id" }, `${sessionOf(decision)}request ${decision.request_id}, decision ${decision.sequence}, policy ${decision.policy}, ${ago(decision.seconds_ago)}`),
   ];
+}
+
+function whereOf({ host_tokens: host, disk_tokens: disk }) {
+  const parts = [[host, "in host memory"], [disk, "on disk"]].filter(([tokens]) => tokens > 0);
+  return parts.length ? `, ${parts.map(([tokens, where]) => `${count(tokens)} of them ${where}`).join(", ")}` : "";
 }
 
 function sessionOf({ session }) {
@@ -158,8 +179,8 @@ function unitFor(most) {
 
 // The terms of a price as they are shown: rounded so that they add up to the rounded total. Rounding each by itself may miss
 // it by some steps; those go to the terms that were cut most. A policy's total that is no sum is left alone.
-function addingUp(terms, unit) {
-  const values = TERMS.map(({ name }) => terms[name] / unit.step);
+function addingUp(terms, unit, names) {
+  const values = names.map(({ name }) => terms[name] / unit.step);
   const total = Math.round(terms.total_seconds / unit.step);
   const sum = values.reduce((a, b) => a + b, 0);
   const isSum = Math.abs(sum - terms.total_seconds / unit.step) < 0.5;
@@ -178,10 +199,11 @@ function table(decision) {
   const rows = [...decision.terms].sort((a, b) => rank(a) - rank(b) || a.score - b.score);
   const most = Math.max(...rows.map((terms) => terms.total_seconds - terms.credit_seconds), 0);
   const scored = rows.some((terms) => terms.score !== terms.total_seconds);
-  const names = ["Worker", "Cached", ...TERMS.map(titleOf), "Total", ...(scored ? ["Score"] : []), "", ...BESIDE.map(titleOf)];
+  const priced = termsOf(decision);
+  const names = ["Worker", "Cached", ...priced.map(titleOf), "Total", ...(scored ? ["Score"] : []), "", ...BESIDE.map(titleOf)];
   const unit = unitFor(Math.max(...rows.map((terms) => Math.abs(terms.total_seconds)), most));
   const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
-  const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, { most, scored, unit, names }));
+  const shown = rows.slice(0, WORKERS_EXPLAINED).map((terms) => tableRow(terms, decision, { most, scored, unit, names, priced }));
   const caption = make("p", { class: "note" }, `Prices in ${unit.name}; the terms add up to the total.`);
   if (scored) setText(caption, `Prices in ${unit.name}; the policy compared the score.`);
   const box = make("div", { class: "scroll" }, caption, make("table", {}, make("thead", {}, head), make("tbody", {}, ...shown)));
@@ -195,10 +217,10 @@ function titleOf({ title }) {
 }
 
 // Where the page is narrow each cell says what it is, and its row has several lines.
-function tableRow(terms, decision, { most, scored, unit, names }) {
-  const shown = addingUp(terms, unit);
+function tableRow(terms, decision, { most, scored, unit, names, priced }) {
+  const shown = addingUp(terms, unit, priced);
   const bar = partsBar();
-  bar.update(partsOf(TERMS.filter(({ kind }) => kind !== "credit"), terms, most));
+  bar.update(partsOf(priced.filter(({ kind }) => kind !== "credit"), terms, most));
   const isChosen = terms.worker === decision.worker;
   const note = isChosen ? "chosen" : terms.candidate ? "" : "no candidate";
   const cells = [
@@ -214,8 +236,8 @@ function tableRow(terms, decision, { most, scored, unit, names }) {
   return make("tr", { class: isChosen ? "is-chosen" : terms.candidate ? "" : "is-out" }, ...cells);
 }
 
-function legend() {
-  const parts = TERMS.map(({ kind, title, text }) => make("span", {}, make("i", { class: kind }), make("b", {}, title), ` ${text}`));
+function legend(priced) {
+  const parts = priced.map(({ kind, title, text }) => make("span", {}, make("i", { class: kind }), make("b", {}, title), ` ${text}`));
   const beside = BESIDE.map(({ title, text }) => make("span", {}, make("b", {}, title), ` ${text}`));
   return make("div", {}, make("p", { class: "legend" }, ...parts), make("p", { class: "legend" }, "Beside the total:", ...beside));
 }

@@ -34,8 +34,8 @@ const TILES = [
   },
   {
     name: "hit", title: "From cache", kind: "green", top: 1, word: percent,
-    small: () => "of prompt tokens",
-    hint: "Prompt tokens of the last 30 s that were found in caches",
+    small: ({ fleet }) => (fleet.loaded > 0 ? `${percent(fleet.loaded)} of it loaded` : "of prompt tokens"),
+    hint: "Prompt tokens of the last 30 s that were found in caches; of it, what was loaded from host memory or disk",
   },
   {
     name: "waiting", title: "Waiting at engines", kind: "orange", top: 4, word: count,

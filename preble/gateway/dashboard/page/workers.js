@@ -2,7 +2,7 @@
 // what the reader chose: the order, the filter, the kind of rows. Many workers are compact, unless the reader wants charts.
 
 import { highest, lineChart, niceTop } from "./charts.js";
-import { $, count, duration, keepList, make, percent, setAttribute, setText, showNone } from "./dom.js";
+import { $, count, duration, keepList, make, percent, seconds, setAttribute, setText, showNone } from "./dom.js";
 import { describeUnder } from "./hover.js";
 
 const WITH_CHARTS = 24; // rows that are shown at first
@@ -28,9 +28,10 @@ const METERS = [
   { name: "waiting", title: "Queue", kind: "orange", word: count, top: 4,
     more: (worker) => `${count(worker.running)} running`, hint: () => "Requests that wait at the engine" },
   { name: "kv", title: "KV cache", kind: "violet", word: percent, top: 1,
-    hint: (worker) => `${count(worker.cached_tokens)} of ${count(worker.kv_capacity_tokens)} tokens estimated cached` },
+    more: (worker) => (worker.away_tokens ? `${thousands(worker.away_tokens)} below` : ""), hint: cachedOf },
   { name: "hit", title: "Hit rate", kind: "green", word: percent, top: 1,
-    hint: () => "Prompt tokens found in its cache, of the last 30 s" },
+    more: (worker) => (worker.loaded >= 0.005 ? `${Math.round(100 * worker.loaded)} % below` : ""),
+    hint: () => "Prompt tokens found in its cache, of the last 30 s; below: of them, those loaded from host memory or disk" },
 ];
 
 const chosen = { order: "trouble", text: "", state: null, compact: null, all: false, worker: null };
@@ -241,7 +242,7 @@ $("worker").addEventListener("close", () => {
 $("worker-close").addEventListener("click", () => $("worker").close());
 
 // The dialog with the charts and the details of the worker that was opened, with every tick anew.
-function showDetail({ workers, tick_seconds: seconds }) {
+function showDetail({ workers, tick_seconds: tick }) {
   const worker = workers.find(({ address }) => address === chosen.worker);
   if (worker === undefined) {
     if ($("worker").open) $("worker").close();
@@ -258,8 +259,8 @@ function showDetail({ workers, tick_seconds: seconds }) {
     const update = () => {
       const now = last.state.workers.find(({ address }) => address === chosen.worker);
       setText(big, word(now[name]));
-      setText(note, more ? more(now) : hint(now));
-      chart.update(last.histories.get(now.address)[name], { shown: last.shown, top, word, seconds });
+      setText(note, more?.(now) || hint(now));
+      chart.update(last.histories.get(now.address)[name], { shown: last.shown, top, word, seconds: tick });
     };
     return { node, update };
   });
@@ -268,7 +269,8 @@ function showDetail({ workers, tick_seconds: seconds }) {
     ["Address", worker.address],
     ["Engine", engineOf(worker)],
     ["Live requests", `${count(worker.live_requests)} booked, ${count(worker.running)} running, ${count(worker.waiting)} waiting`],
-    ["KV cache", `${count(worker.cached_tokens)} of ${count(worker.kv_capacity_tokens)} tokens estimated cached${accuracyOf(worker)}`],
+    ["KV cache", `${cachedOf(worker)}${accuracyOf(worker)}`],
+    ...(worker.away_tokens ? [["Loading", `${seconds(1000 * worker.host_token_seconds)} for 1,000 tokens from host memory, ${seconds(1000 * worker.disk_token_seconds)} from disk, as learned`]] : []),
     ["Since the start", `${count(worker.restarts)} restarts, ${count(worker.losses)} losses of its connection`],
   ];
   keepList($("worker-details"), details, ([name]) => name, ([name]) => {
@@ -276,6 +278,16 @@ function showDetail({ workers, tick_seconds: seconds }) {
     const node = make("div", {}, make("dt", {}, name), value);
     return { node, update: ([, text]) => setText(value, text) };
   });
+}
+
+// What is estimated cached in the GPU's memory, and what below it.
+function cachedOf({ cached_tokens: cached, away_tokens: away, kv_capacity_tokens: capacity }) {
+  const below = away ? `, ${count(away)} more in host memory or on disk` : "";
+  return `${count(cached - (away ?? 0))} of ${count(capacity)} tokens estimated cached${below}`;
+}
+
+function thousands(value) {
+  return value < 10_000 ? count(value) : `${count(value / 1000)}k`;
 }
 
 function accuracyOf({ cache_accuracy: accuracy }) {
