@@ -3,10 +3,11 @@
 program, processes   the process: start, signals, reload, end; several of them on one port
 connections          bounds on clients' connections
 app, middleware      routes; errors, log                     keys, origins        who may ask, how often; foreign pages
-shared_limits        limits of several processes together
+shared_limits        limits of several processes together     yaml_text            YAML that others wrote
 api/                 the endpoints and their bodies          text/        text to ids and back, choices, stop strings
 relay/               bodies to servers that run already      migration/   other routers' command lines
 picker/              servers named to other data planes (Envoy's ext_proc)
+discovery/           servers found while it runs
 core/                what the handlers share                 dashboard/   the live page
 """
 

@@ -47,6 +47,29 @@ def test_lists_in_variables_are_separated_by_commas() -> None:
     assert config.workers == ["tcp://a:1", "tcp://b:2"] and config.insecure is True
 
 
+DEEP = 100_000  # levels: the YAML loader would end the process with its stack
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("c.yaml", "port: 1\nworkers: " + "[" * DEEP, r"c\.yaml: line 2, column 41: .* nested more than 32 deep"),
+        ("c.yaml", "".join(f"{' ' * n}a:\n" for n in range(99)), r"c\.yaml: line 33, column 33: .* nested more than"),
+        ("c.yml", "{a: " * DEEP, r"c\.yml: line 1, column 129: .* nested more than 32 deep"),
+        ("c.toml", "a = " + "[" * DEEP, r"c\.toml: lists and tables are nested too deeply"),
+    ],
+)
+def test_a_file_that_is_nested_very_deeply_is_refused(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+    with pytest.raises(InvalidConfig, match=complaint):
+        load(written(tmp_path / name, text), {}, {})
+
+
+@pytest.mark.parametrize("name", ["SERVERS", "DISCOVERY", "KEYS"])
+def test_a_variable_that_is_nested_very_deeply_is_refused(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"PREBLE_{name} must be a list of tables in JSON: .* nested too deeply"):
+        load(None, {f"PREBLE_{name}": "[" * DEEP}, {})
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

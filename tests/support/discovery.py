@@ -1,11 +1,15 @@
-"""What the tests of discovery share: a source that is asked again at once when it fails."""
+"""What the tests of discovery's sources share: one that is asked again at once when it fails."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from preble.errors import TransportError
 from preble.gateway.discovery.source import DiscoverySource
+from preble.transport.tasks import running
+from tests.support.transport import until
 
 
 class Followed:
@@ -35,3 +39,18 @@ class Followed:
             return {}
         servers = self.source.found().servers.values()
         return {one.pod.name if one.pod else one.address: one.readiness.value for one in servers}
+
+    async def until(self, **states: str) -> None:
+        """Until servers are as ready as that."""
+        await until(lambda: self.states() == states, "what the source says was not followed")
+
+
+@asynccontextmanager
+async def asked(source: DiscoverySource) -> AsyncIterator[Followed]:
+    """A source that is asked while the block runs."""
+    followed = Followed(source)
+    try:
+        async with running(followed.run()):
+            yield followed
+    finally:
+        await source.close()

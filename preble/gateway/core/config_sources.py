@@ -29,12 +29,14 @@ from ...transport.security import is_loopback
 from ...transport.worker_address import check_worker_address
 from ..migration.counterparts import ALL
 from ..migration.translation import translate
+from ..yaml_text import decode_yaml
 from .addresses import is_network, is_origin, is_url
 from .config import FIELDS, LISTS, PREFIX, TABLES, FieldPath, GatewayConfig, flag_of, is_keyless, variable_of
 from .config_tables import check_servers, discovery_with_secrets, keys_with_secrets, with_secrets
 
 SOCKET_PATH_BYTES_MAX = 107
 FILE_BYTES_MAX = 1 << 20
+TOO_DEEP = "lists and tables are nested too deeply"
 NEAR = 0.75  # how alike two names are that were meant to be the same
 
 
@@ -112,12 +114,14 @@ def _parse(file: Path) -> dict[Any, Any]:
         if file.suffix == ".toml":
             content = msgspec.toml.decode(data)
         elif file.suffix in (".yaml", ".yml"):
-            content = msgspec.yaml.decode(data)
+            content = decode_yaml(data)
         else:
             raise InvalidConfig("the name must end in .yaml, .yml or .toml")
     except ImportError as error:
         raise MissingExtra(f"{file.suffix} files need the extra: pip install 'preble[gateway]'") from error
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # a number of 5,000 digits, a month 13
+    except RecursionError as error:
+        raise InvalidConfig(f"{file}: {TOO_DEEP}") from error
+    except (msgspec.DecodeError, ValueError) as error:  # a number of 5,000 digits, a month 13
         raise InvalidConfig(f"{file}: {error}") from error
     if content is None:
         return {}
@@ -147,6 +151,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[FieldPath, Any]:
 def _tables(name: str, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
+    except RecursionError as error:
+        raise InvalidConfig(f"{name} must be a list of tables in JSON: {TOO_DEEP}") from error
     except msgspec.DecodeError as error:  # its message quotes nothing
         raise InvalidConfig(f"{name} must be a list of tables in JSON: {error}") from error
 

@@ -13,11 +13,11 @@ import msgspec
 from ...clock import Clock
 from ...errors import InvalidInput, TransportError
 from ..core.config_tables import DiscoveryTable, ServerTable, with_secrets
+from ..yaml_text import decode_yaml
 from .known_servers import FoundServer
 from .source import DiscoverySource, FoundServers, found_at, found_server
 
 FILE_BYTES_MAX = 8 << 20
-NESTED_MAX = 32  # lists and tables within each other
 _Signature = tuple[int, int, int]
 
 
@@ -73,11 +73,7 @@ def servers_of(data: bytes, path: Path, table: DiscoveryTable, environment: Mapp
     if len(data) > FILE_BYTES_MAX:
         raise TransportError(f"{path} has more than {FILE_BYTES_MAX} bytes")
     try:
-        if path.suffix == ".json":
-            content = msgspec.json.decode(data)
-        else:
-            _check_depth(data)
-            content = msgspec.yaml.decode(data)
+        content = msgspec.json.decode(data) if path.suffix == ".json" else decode_yaml(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise TransportError(f"{path}: {error}") from error
     if not isinstance(content, list):
@@ -92,21 +88,6 @@ def servers_of(data: bytes, path: Path, table: DiscoveryTable, environment: Mapp
             raise TransportError(f"{path}, entry {number}: {server.address} is named twice")
         found.servers[server.address] = server
     return found
-
-
-def _check_depth(data: bytes) -> None:
-    """Raise `ValueError` for YAML that is nested too deeply: the library's loader would end the process."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    depth = 0
-    try:
-        for event in yaml.parse(data, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > NESTED_MAX:
-                raise ValueError(f"lists and tables are nested more than {NESTED_MAX} deep")
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def _server(item: Any, table: DiscoveryTable, environment: Mapping[str, str]) -> FoundServer:

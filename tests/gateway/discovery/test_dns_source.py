@@ -15,8 +15,7 @@ from preble.errors import InvalidConfig
 from preble.gateway.core.config_tables import DiscoveryTable, ServerFields
 from preble.gateway.discovery import dns_source
 from preble.gateway.discovery.dns_source import DnsSource, servers_of
-from preble.transport.tasks import end_all
-from tests.support.discovery import Followed
+from tests.support.discovery import Followed, asked
 from tests.support.transport import asynchronous, until
 
 message = pytest.importorskip("dns.message", reason="needs dnspython: pip install 'preble[dns]'")
@@ -65,12 +64,10 @@ class FakeDnsServer(asyncio.DatagramProtocol):
 async def following(dns_server: FakeDnsServer, **fields: Any) -> AsyncIterator[Followed]:
     """A source that follows a server."""
     table = DiscoveryTable(source="dns", name=NAME, resolver=dns_server.address, look_seconds=0.05, **fields)
-    followed = Followed(DnsSource(table, time.monotonic, lambda: None))
-    task = asyncio.ensure_future(followed.run())
     try:
-        yield followed
+        async with asked(DnsSource(table, time.monotonic, lambda: None)) as followed:
+            yield followed
     finally:
-        await end_all(task)
         dns_server.transport.close()
 
 

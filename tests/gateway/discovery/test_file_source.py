@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
@@ -15,7 +14,7 @@ from preble.errors import TransportError
 from preble.gateway.core.config_tables import DiscoveryTable, ServerFields
 from preble.gateway.discovery.file_source import FILE_BYTES_MAX, FileSource, servers_of
 from preble.transport.engine_servers.server_info import ServerOptions
-from preble.transport.tasks import end_all
+from tests.support.discovery import asked
 from tests.support.transport import asynchronous, until
 
 
@@ -53,7 +52,7 @@ def test_a_list_of_tables_and_addresses_as_the_configuration_has_them() -> None:
         ("[http://a:1, http://a:1]", "entry 1: http://a:1 is named twice"),
         ("[http://a:1, 7]", "entry 1"),
         ("[http://a:1", "servers.yaml: "),
-        ("[" * 100_000, "servers.yaml: "),
+        ("[" * 100_000, "servers.yaml: line 1, column 33: lists and tables are nested more than 32 deep"),
     ],
 )
 def test_a_file_that_is_wrong_anywhere_is_not_taken(text: str, complaint: str) -> None:
@@ -70,32 +69,20 @@ def test_a_file_has_a_bound() -> None:
 async def test_a_file_that_changes_is_followed_and_one_that_is_gone_or_half_written_is_not(tmp_path: Path) -> None:
     file = tmp_path / "servers.yaml"
     file.write_text("[http://a:1]")
-    source, failures = FileSource(table(file), time.monotonic, lambda: None), []
-
-    async def run() -> None:
-        while True:
-            try:
-                await source.run()
-            except TransportError as error:
-                failures.append(str(error))
-            await asyncio.sleep(0.01)
-
-    task = asyncio.ensure_future(run())
-    try:
-        await until(lambda: list(source.found().servers) == ["http://a:1"], "not read")
+    async with asked(FileSource(table(file), time.monotonic, lambda: None)) as followed:
+        source, failures = followed.source, followed.failures
+        await until(lambda: followed.addresses == ["http://a:1"], "not read")
         new = tmp_path / "new"
         new.write_text("[http://a:1, http://b:2]")
         os.replace(new, file)
-        await until(lambda: len(source.found().servers) == 2, "not read again")
+        await until(lambda: len(followed.addresses) == 2, "not read again")
         file.write_text("[http://a:1, http://")
         await until(lambda: failures, "no failure")
         file.unlink()
         await until(lambda: "cannot be read" in failures[-1], "it is gone")
-        assert len(source.found().servers) == 2, "nobody is lost"
+        assert len(followed.addresses) == 2, "nobody is lost"
         file.write_text("[http://c:3]")
-        await until(lambda: list(source.found().servers) == ["http://c:3"], "it is back")
+        await until(lambda: followed.addresses == ["http://c:3"], "it is back")
         version, confirmed_at = source.version, source.confirmed_at
         await until(lambda: source.confirmed_at != confirmed_at, "it does not look again")
         assert source.version == version
-    finally:
-        await end_all(task)

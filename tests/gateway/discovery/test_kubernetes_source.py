@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,8 +16,7 @@ from preble.gateway.core.config_tables import DiscoveryTable
 from preble.gateway.discovery import kubernetes_api, kubernetes_source
 from preble.gateway.discovery.known_servers import PodName, Readiness
 from preble.gateway.discovery.kubernetes_source import KubernetesSource
-from preble.transport.tasks import end_all
-from tests.support.discovery import Followed
+from tests.support.discovery import Followed, asked
 from tests.support.kubernetes import FakeApiServer, endpoint, endpoint_slice, pod
 from tests.support.transport import asynchronous, until
 
@@ -30,29 +28,18 @@ async def eventually(condition: Callable[[], Any]) -> None:
     await until(condition, "what the API server says was not followed")
 
 
-class Running(Followed):
-    """A source that follows a server of Kubernetes' API."""
-
-    async def until(self, **states: str) -> None:
-        """Until pods are so."""
-        await eventually(lambda: self.states() == states)
-
-
 @asynccontextmanager
 async def following(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeApiServer, **fields: Any
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[Followed]:
     """A source that follows a server."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     table = DiscoveryTable(source="kubernetes", **fields)
-    running = Running(KubernetesSource(table, time.monotonic, lambda: None, rng=Random(1)))
-    task = asyncio.ensure_future(running.run())
     try:
-        yield running
+        async with asked(KubernetesSource(table, time.monotonic, lambda: None, rng=Random(1))) as followed:
+            yield followed
     finally:
-        await end_all(task)
-        await running.source.close()
         await server.stop()
 
 
@@ -65,28 +52,28 @@ async def test_pods_are_listed_by_page_and_then_watched(tmp_path: Path, monkeypa
     other = pod("other", "10.0.0.9")
     other["metadata"]["labels"]["app"] = "db"
     await server.put("pods", other)
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await running.until(**dict.fromkeys("abcde", "ready"))
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await followed.until(**dict.fromkeys("abcde", "ready"))
         assert server.asked["list pods"] == 3 and server.tokens == {"Bearer the-token"}
         await server.put("pods", pod("a", "10.0.0.97", ready=False))
         await server.put("pods", pod("b", "10.0.0.98", terminating=True))
         await server.delete("pods", "c")
         await server.put("pods", pod("f", "10.0.0.102"))
-        await running.until(a="not_ready", b="terminating", d="ready", e="ready", f="ready")
-        assert server.asked["list pods"] == 3 and not running.failures
+        await followed.until(a="not_ready", b="terminating", d="ready", e="ready", f="ready")
+        assert server.asked["list pods"] == 3 and not followed.failures
 
 
 @asynchronous
 async def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await FakeApiServer().start()
     await server.put("pods", pod("a"))
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await running.until(a="ready")
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await followed.until(a="ready")
         for number in range(3):
             await eventually(lambda number=number: server.asked["watch pods"] > number)
             await server.cut()
             await server.put("pods", pod(f"b{number}", f"10.0.0.{number}"))
-            await eventually(lambda number=number: len(running.states()) == number + 2)
+            await eventually(lambda number=number: len(followed.states()) == number + 2)
         assert server.asked["list pods"] == 1, "nothing was missed"
 
 
@@ -96,18 +83,18 @@ async def test_what_is_forgotten_is_listed_anew(tmp_path: Path, monkeypatch: pyt
     server = await FakeApiServer().start()
     await server.put("pods", pod("a"))
     await server.put("pods", pod("b", "10.0.0.2"))
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await running.until(a="ready", b="ready")
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await followed.until(a="ready", b="ready")
         await eventually(lambda: server.asked["watch pods"] == 1)
         server.mode = "failing"
         await server.cut()
-        await eventually(lambda: any("500: etcd is away" in why for why in running.failures))
+        await eventually(lambda: any("500: etcd is away" in why for why in followed.failures))
         await server.delete("pods", "a")
         await server.put("pods", pod("c", "10.0.0.3"))
         await server.forget()
-        assert running.states() == {"a": "ready", "b": "ready"}, "nobody is lost while it fails"
+        assert followed.states() == {"a": "ready", "b": "ready"}, "nobody is lost while it fails"
         server.mode = "well"
-        await running.until(b="ready", c="ready")
+        await followed.until(b="ready", c="ready")
         assert server.asked["list pods"] == 2
 
 
@@ -119,10 +106,10 @@ async def test_a_server_that_forgets_all_the_time_is_asked_with_pauses(
     server = await FakeApiServer().start()
     await server.put("pods", pod("a"))
     server._oldest = 1 << 40
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await eventually(lambda: len(running.failures) >= 3)
-        assert server.asked["list pods"] <= len(running.failures) + 1
-        assert running.states() == {"a": "ready"}
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await eventually(lambda: len(followed.failures) >= 3)
+        assert server.asked["list pods"] <= len(followed.failures) + 1
+        assert followed.states() == {"a": "ready"}
 
 
 @asynchronous
@@ -134,31 +121,31 @@ async def test_an_api_server_that_cannot_be_asked_loses_nobody(
     monkeypatch.setattr(kubernetes_source, "WATCH_SECONDS", 1.0)
     server = await FakeApiServer().start()
     await server.put("pods", pod("a"))
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await running.until(a="ready")
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await followed.until(a="ready")
         server.mode = mode
         await server.cut()
-        await eventually(lambda: len(running.failures) >= 2)
-        confirmed_at = running.source.confirmed_at
-        assert running.states() == {"a": "ready"} and confirmed_at is not None
+        await eventually(lambda: len(followed.failures) >= 2)
+        confirmed_at = followed.source.confirmed_at
+        assert followed.states() == {"a": "ready"} and confirmed_at is not None
         server.mode = "well"
         await server.put("pods", pod("b", "10.0.0.2"))
-        await running.until(a="ready", b="ready")
-        assert (running.source.confirmed_at or 0.0) > confirmed_at
+        await followed.until(a="ready", b="ready")
+        assert (followed.source.confirmed_at or 0.0) > confirmed_at
 
 
 @asynchronous
 async def test_an_api_server_that_is_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await FakeApiServer().start()
     await server.put("pods", pod("a"))
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await running.until(a="ready")
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await followed.until(a="ready")
         await server.stop()
-        await eventually(lambda: len(running.failures) >= 2)
-        assert running.states() == {"a": "ready"}
+        await eventually(lambda: len(followed.failures) >= 2)
+        assert followed.states() == {"a": "ready"}
         await server.start()
         await server.put("pods", pod("b", "10.0.0.2"))
-        await running.until(a="ready", b="ready")
+        await followed.until(a="ready", b="ready")
 
 
 @asynchronous
@@ -166,12 +153,12 @@ async def test_a_quiet_watch_ends_and_confirms_what_is_known(tmp_path: Path, mon
     monkeypatch.setattr(kubernetes_source, "WATCH_SECONDS", 1.0)
     server = await FakeApiServer().start()
     await server.put("pods", pod("a"))
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await running.until(a="ready")
-        version, confirmed_at = running.source.version, running.source.confirmed_at or 0.0
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await followed.until(a="ready")
+        version, confirmed_at = followed.source.version, followed.source.confirmed_at or 0.0
         await eventually(lambda: server.asked["watch pods"] >= 3)
-        assert running.source.version == version, "no news"
-        assert (running.source.confirmed_at or 0.0) > confirmed_at and not running.failures
+        assert followed.source.version == version, "no news"
+        assert (followed.source.confirmed_at or 0.0) > confirmed_at and not followed.failures
 
 
 @asynchronous
@@ -184,16 +171,16 @@ async def test_slices_of_a_service_with_the_annotations_of_its_pods(
     await server.put("pods", pod("a", "10.0.0.1", annotations={"preble/model": "m"}))
     async with following(
         tmp_path, monkeypatch, server, service="vllm", selector="app=vllm", namespace="llm"
-    ) as running:
-        await running.until(a="ready")
+    ) as followed:
+        await followed.until(a="ready")
         await server.put("pods", pod("b", "10.0.0.2"))
-        await running.until(a="ready", b="ready")
-        (options,) = {one.options for one in running.source.found().servers.values() if one.pod == PodName("llm", "a")}
+        await followed.until(a="ready", b="ready")
+        (options,) = {one.options for one in followed.source.found().servers.values() if one.pod == PodName("llm", "a")}
         assert options is not None and options.model == "m"
         ending = [endpoint("10.0.0.1", "a", ready=False, terminating=True), endpoint("10.0.0.2", "b")]
         await server.put("endpointslices", endpoint_slice("s1", ending))
-        await running.until(a="terminating", b="ready")
-        assert running.source.found().servers["http://10.0.0.1:8000"].readiness is Readiness.TERMINATING
+        await followed.until(a="terminating", b="ready")
+        assert followed.source.found().servers["http://10.0.0.1:8000"].readiness is Readiness.TERMINATING
 
 
 @asynchronous
@@ -204,26 +191,26 @@ async def test_more_objects_than_are_kept_are_said_to_be_left_out(
     server = await FakeApiServer().start()
     for number in range(4):
         await server.put("pods", pod(f"p{number}", f"10.0.0.{number}"))
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm", servers_max=3) as running:
-        await running.until(p0="ready", p1="ready", p2="ready")
-        assert running.source.found().unusable == {"further pods": "there are more than are kept"}
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm", servers_max=3) as followed:
+        await followed.until(p0="ready", p1="ready", p2="ready")
+        assert followed.source.found().unusable == {"further pods": "there are more than are kept"}
 
 
 @asynchronous
 async def test_a_cost_is_written_on_a_pod_and_seen_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await FakeApiServer().start()
     await server.put("pods", pod("a"))
-    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as running:
-        await running.until(a="ready")
-        await running.source.write_cost(PodName("llm", "a"), 512)
+    async with following(tmp_path, monkeypatch, server, selector="app=vllm") as followed:
+        await followed.until(a="ready")
+        await followed.source.write_cost(PodName("llm", "a"), 512)
         assert server.patches == [("a", {"controller.kubernetes.io/pod-deletion-cost": "512"})]
 
         def costs() -> list[int | None]:
-            return [one.deletion_cost for one in running.source.found().servers.values()]
+            return [one.deletion_cost for one in followed.source.found().servers.values()]
 
         await eventually(lambda: costs() == [512])
         with pytest.raises(TransportError, match="404.*not found"):
-            await running.source.write_cost(PodName("llm", "nobody"), 1)
+            await followed.source.write_cost(PodName("llm", "nobody"), 1)
 
 
 @asynchronous
