@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ..errors import InvalidInput, MissingExtra
 from ..types import check_int
@@ -59,16 +60,16 @@ def mistral() -> Tokenizer:
     return Tokenizer("mistral-v1", processor.vocab_size(), processor.bos_id(), processor.encode)
 
 
-def from_file(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model: its `tokenizer.json`, or the folder with it, of the transformers format.
+def read_file(path: str | Path, extra: str) -> Any:
+    """The `tokenizers.Tokenizer` of a `tokenizer.json`, or of the folder with it, that cuts and pads nothing.
 
-    Raises `InvalidInput` naming the file, `MissingExtra` without the package tokenizers.
+    Raises `InvalidInput` naming the file, `MissingExtra` naming `extra` without the package tokenizers.
     """
     place = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     try:
         from tokenizers import Tokenizer as FileTokenizer
     except ImportError as error:
-        raise MissingExtra(f'{place} needs the package tokenizers: pip install "preble[torch]"') from error
+        raise MissingExtra(f'{place} needs the package tokenizers: pip install "preble[{extra}]"') from error
     if not place.is_file():
         raise InvalidInput(f"tokenizer: there is no file {place}")
     try:
@@ -77,6 +78,15 @@ def from_file(path: str | Path) -> Tokenizer:
         raise InvalidInput(f"tokenizer: {place} cannot be read: {error}") from error
     found.no_truncation()
     found.no_padding()
+    return found
+
+
+def from_file(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model: its `tokenizer.json`, or the folder with it, of the transformers format.
+
+    Raises `InvalidInput` naming the file, `MissingExtra` without the package tokenizers.
+    """
+    found = read_file(path, "torch")
     leading = found.encode("").ids
     size = max(found.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
@@ -84,7 +94,9 @@ def from_file(path: str | Path) -> Tokenizer:
         ids: Sequence[int] = found.encode(text, add_special_tokens=False).ids
         return ids
 
-    return Tokenizer(place.parent.name or place.name, size, leading[0] if leading else 0, encode_ids)
+    place = Path(path)
+    name = place.name if place.is_dir() else place.parent.name or place.name
+    return Tokenizer(name, size, leading[0] if leading else 0, encode_ids)
 
 
 def words(seed: int = 0) -> Tokenizer:

@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from ...errors import InvalidInput, MissingExtra
+from ...errors import InvalidInput
 from ...transport.engine_servers.server_info import ServerOptions
+from ...workloads.tokenizers import read_file
 from ..attach import add_server_options, server_options
 from ..console import Screen, can_draw, commit, duration, positive_float, versions, without_nan
 from .findings import AuditFindings, find
@@ -117,13 +118,5 @@ def progress(received: Received, seconds: float) -> str:
 
 def decoder(directory: Path) -> Decode:
     """Token ids to text. Raises `MissingExtra`, `InvalidInput` naming the file."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingExtra("--tokenizer needs tokenizers: pip install 'preble[gateway]'") from error
-    path = directory / "tokenizer.json" if directory.is_dir() else directory
-    try:
-        made = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 the library raises plain ones
-        raise InvalidInput(f"--tokenizer {path}: {error}") from None
+    made = read_file(directory, "gateway")
     return lambda ids: str(made.decode(list(ids), skip_special_tokens=False))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import EngineError
+from ...workloads.tokenizers import read_file
 
 Tokenize = Callable[[str], list[int]]
 
@@ -148,7 +149,5 @@ def word_tokens(text: str) -> list[int]:
 
 def model_tokenizer(model: Path) -> Tokenize:
     """The tokenizer of a model directory in transformers format."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = read_file(model, "torch")
     return lambda text: list(tokenizer.encode(text).ids)

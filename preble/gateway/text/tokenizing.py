@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...engines.model_files import tokenizer_fingerprint
-from ...errors import InvalidConfig, InvalidInput, MissingExtra
+from ...errors import InvalidConfig, InvalidInput
+from ...workloads.tokenizers import read_file
 from .chat_template import ChatTemplate, load_chat_template
 from .text_queue import TextQueue
 
@@ -328,19 +329,9 @@ class TextCodec:
 def load_tokenizer(directory: Path) -> Any:
     """The `tokenizers.Tokenizer` of a model directory. Raises `InvalidConfig` or `MissingExtra`."""
     try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingExtra("text prompts need tokenizers: pip install 'preble[gateway]'") from error
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise InvalidConfig(f"tokenizer: {directory} has no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise InvalidConfig(f"tokenizer: {file} cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        return read_file(directory / "tokenizer.json", "gateway")
+    except InvalidInput as error:
+        raise InvalidConfig(str(error)) from error
 
 
 def first_difference(mine: Path, theirs: Path) -> str:
