@@ -139,8 +139,7 @@ async def _serve(config: GatewayConfig, load: Callable[[], Loaded], slot: Proces
         _drain_like(router, running or [])
         siblings = shared = looking = discovery = None
         try:
-            if config.discovery:
-                discovery = await _discover(router, config, slot)
+            discovery = await _discover(router, config, slot)
             if slot is not None:
                 listeners.append(GatewayListener(slot.listen(), PROCESS))
             if slot is not None or config.peer_bind is not None:
@@ -419,11 +418,13 @@ async def _start(router: Router, config: GatewayConfig, codec: TextCodec | None)
 
 async def _discover(router: Router, config: GatewayConfig, slot: ProcessSlot | None) -> Discovery:
     """Look for servers, and wait until there are as many as are asked for. Raises `NoWorkers`; then it is closed."""
-    discovery = Discovery(config.discovery, router, _endpoints(config), clock=time.monotonic, rng=random.Random())
-    discovery.start(writes_costs=slot is None or slot.index == 0)
+    clocks: dict[str, Any] = {"clock": time.monotonic, "unix_clock": time.time}
+    discovery = Discovery(config.discovery, router, _endpoints(config), rng=random.Random(), **clocks)
+    discovery.start(is_first=slot is None or slot.index == 0)
     deadline = time.monotonic() + config.connect_seconds
     workers = router.fleet.workers
-    while (ready := sum(worker.state == "ready" for worker in workers.values())) < config.min_workers:
+    wanted = config.min_workers if config.discovery else 0  # else they were waited for already
+    while (ready := sum(worker.state == "ready" for worker in workers.values())) < wanted:
         if time.monotonic() >= deadline:
             found = "; ".join(f"{one['source']}: {one['failing'] or one['found']}" for one in discovery.stats())
             whys = "; ".join(f"{worker.address}: {worker.why or worker.state}" for worker in workers.values())
@@ -515,7 +516,8 @@ class Reloading:
                 logger.exception("the configuration was not reloaded")
 
     async def _reload(self, new: GatewayConfig) -> None:
-        gateway = self._gateway
+        gateway, discovery = self._gateway, self._gateway.discovery
+        sources = None if discovery is None else discovery.prepare(new.discovery)
         for listener in self._listeners:
             listener.read_certificate(new)
         say_expiry(new, time.time())
@@ -531,9 +533,14 @@ class Reloading:
         router = gateway.router
         router.config = dataclasses.replace(router.config, refuse_wait_seconds=gateway.config.refuse_wait_seconds)
         router.change_flow(_flow_config(gateway.config))
-        if gateway.discovery is not None:
-            gateway.discovery.static = _endpoints(new)
-        await self._change_workers(_endpoints(old), _endpoints(new))
+        named, named_now = _endpoints(old), _endpoints(new)
+        if discovery is not None and sources is not None:
+            await discovery.change(
+                sources, {**named, **named_now}
+            )  # who is about to leave is not to be found just then
+        await self._change_workers(named, named_now)
+        if discovery is not None:
+            discovery.static = named_now
         if left:
             logger.warning("these need a restart: %s", ", ".join(sorted(left)))
         logger.info("reloaded: %s", ", ".join(sorted(taken)) or "nothing has changed")

@@ -452,6 +452,50 @@ def test_a_chart_says_its_scale_and_what_is_under_the_pointer(browser: Any, gate
         expect(page.locator("#bubble")).to_be_hidden()
 
 
+def source(name: str, **more: Any) -> dict[str, Any]:
+    """A source of discovery as the gateway reports it."""
+    whole: dict[str, Any] = {"source": name, "age_seconds": 2.0, "has_answered": True, "is_doubted": False}
+    whole |= {"servers": {"serving": 3, "withheld": 1, "draining": 0}, "named": 6, "left_out": 1}
+    whole |= {"found": {"ready": 4, "not_ready": 1, "terminating": 0}, "unusable": {"pod llm/c": "preble/rank: many"}}
+    whole |= {"workers": {"ready": 3, "refused": 1}, "refused": {"http://10.0.0.4:8000": "refused: another model"}}
+    return {**whole, "failures": 0, "failing": "", "keep_failing": "", **more}
+
+
+def test_sources_of_discovery_are_shown_with_what_became_of_their_servers(
+    browser: Any, page: Any, gateway: GatewayProcess
+) -> None:
+    expect(page.locator("#discovery")).to_be_hidden()  # nothing is looked for
+    nobody: dict[str, Any] = {"named": 0, "found": {}, "unusable": {}, "left_out": 0, "has_answered": False}
+    gone = dict.fromkeys(("serving", "withheld", "draining"), 0)
+    away = {**nobody, "failures": 3, "failing": "the API server does not answer", "refused": {}, "workers": {"lost": 2}}
+    sources = [
+        source(f"kubernetes:app=vllm {MARKUP}"),
+        source("dns:_http._tcp.engines", is_doubted=True),
+        source("kubernetes:app=sglang", **away, age_seconds=7200.0, keep_failing="disk full"),
+        source("file:/etc/preble/servers.yaml", **away, age_seconds=None, servers=gone),
+    ]
+    state = state_of(gateway)
+    with shown(browser, gateway, {**state, "gateway": {**state["gateway"], "discovery": sources}}) as page:
+        rows = page.locator("#sources .source")
+        expect(rows).to_have_count(4)
+        expect(page.locator("#discovery-note")).to_have_text("4 sources")
+        assert rows.locator(".state").all_text_contents() == ["in step", "doubted", "kept list", "no answer"]
+        first, _, kept, none = (rows.nth(number) for number in range(4))
+        assert first.locator(".number-of b").all_text_contents() == ["6", "4", "2"]
+        for text in ("answered 2 s ago", "4 ready, 1 not ready", "3 ready, 1 refused, 1 withheld", "1 left out"):
+            expect(first).to_contain_text(text)
+        expect(first.locator(".whys")).to_contain_text("pod llm/c preble/rank: many")
+        expect(first.locator(".whys")).to_contain_text("http://10.0.0.4:8000 refused: another model")
+        expect(kept).to_contain_text("answered 2 h 0 min ago")
+        expect(kept.locator(".whys")).to_contain_text("failed 3 times the API server does not answer")
+        expect(kept.locator(".whys")).to_contain_text("not kept disk full")
+        expect(none).to_contain_text("has not answered yet")
+        assert page.locator("img[src=x]").count() == 0
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_errors_throughput_and_time_per_token_are_tiles(browser: Any, gateway: GatewayProcess) -> None:
     state = state_of(gateway)
     fleet = {**state["fleet"], "errors": 0.0125, "output_tokens_per_second": 1234.5, "seconds_per_token_p50": 0.0164}

@@ -53,9 +53,10 @@ class Admin:
             "draining": gateway.leaving or gateway.draining,
             "workers": states.count("ready"),
         }
-        if gateway.discovery is not None:  # no names: whoever asks may be anybody
+        sources = [] if gateway.discovery is None else gateway.discovery.stats()
+        if sources:  # no names: whoever asks may be anybody
             shown = ("age_seconds", "servers", "is_doubted")
-            body["discovery"] = [{name: one[name] for name in shown} for one in gateway.discovery.stats()]
+            body["discovery"] = [{name: one[name] for name in shown} for one in sources]
         return json_response(body, 200 if gateway.ready else 503)
 
     async def workers(self, request: Request) -> Response:

@@ -31,6 +31,7 @@ RELOADABLE = frozenset(
     {
         "workers",
         "servers",
+        "discovery",
         "policy",
         "api_keys",
         "admin_keys",

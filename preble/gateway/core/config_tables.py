@@ -129,6 +129,13 @@ class DiscoveryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Annotated[int, Meta(ge=1, le=65_535)],
         Meta(description="Servers at most (1024); what is found beyond is left out, and counted."),
     ] = 1024
+    keep: Annotated[
+        Name | None,
+        Meta(
+            description="File for the servers that were known last, without keys: a gateway that starts while the "
+            "source cannot be asked begins with them, where they are at most a day old."
+        ),
+    ] = None
     deletion_costs: Annotated[
         bool,
         Meta(
@@ -213,10 +220,12 @@ def _with_secret(server: AnyServer, place: str, environment: Mapping[str, str]) 
 
 def discovery_with_secrets(tables: Sequence[DiscoveryTable], environment: Mapping[str, str]) -> list[DiscoveryTable]:
     """The same with the API keys that variables hold, each table checked. Raises `InvalidConfig` naming the place."""
-    found = []
+    found: list[DiscoveryTable] = []
     for number, table in enumerate(tables):
         place = f"discovery[{number}]"
         _check_fields_of_source(table, place)
+        if table.keep is not None and any(table.keep == other.keep for other in found):
+            raise InvalidConfig(f"{place}.keep: {table.keep} is another source's, too")
         server = _with_secret(table.server, f"{place}.server", environment)
         check_servers([server_at("http://host:1", server)], [], f"{place}.server")
         found.append(msgspec.structs.replace(table, server=server))

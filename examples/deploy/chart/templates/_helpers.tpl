@@ -39,7 +39,7 @@ app.kubernetes.io/component: server
 
 {{/* The gateway's file: what the operator says, and what the chart knows. */}}
 {{- define "preble.config" -}}
-{{- $table := dict "source" "kubernetes" "namespace" (.Values.discovery.namespace | default .Release.Namespace) "drain_seconds" .Values.discovery.drainSeconds "deletion_costs" .Values.discovery.deletionCosts -}}
+{{- $table := dict "source" "kubernetes" "namespace" (.Values.discovery.namespace | default .Release.Namespace) "drain_seconds" .Values.discovery.drainSeconds "deletion_costs" .Values.discovery.deletionCosts "keep" "/tmp/servers.json" -}}
 {{- if .Values.discovery.service -}}{{- $_ := set $table "service" .Values.discovery.service -}}{{- end -}}
 {{- if .Values.discovery.selector -}}{{- $_ := set $table "selector" .Values.discovery.selector -}}{{- end -}}
 {{- if not (or .Values.discovery.service .Values.discovery.selector) -}}

@@ -3,6 +3,7 @@
 
 import { $, duration, make, setAttribute, setText } from "./dom.js";
 import { showDecisions } from "./decisions.js";
+import { showDiscovery } from "./discovery.js";
 import { describeAgain } from "./hover.js";
 import { showEvents, showFleet, showPrefixes } from "./views.js";
 import { showWorkers } from "./workers.js";
@@ -104,6 +105,7 @@ function show(state) {
   showHeader(state);
   showFleet($("fleet"), state, history.fleet, shown);
   showWorkers(state, history.workers, shown);
+  showDiscovery(state);
   showDecisions(state, ask);
   showPrefixes(state);
   showEvents(state);
