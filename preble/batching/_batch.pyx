@@ -9,6 +9,7 @@ that an engine computes only when it is asked for them; the simulated engine nee
 import operator
 
 from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy
 
 import numpy as np
 
@@ -19,6 +20,21 @@ TOKEN_ID_MAX = 2**31 - 1
 NO_TOKENS = np.empty(0, np.int32)
 
 cdef int64_t TOKEN_MAX = TOKEN_ID_MAX
+cdef object INT32 = np.dtype(np.int32)
+cdef object ARRAY = np.ndarray
+
+
+def are_token_ids(array) -> bool:
+    """Whether it is an array as a request keeps its tokens: int32, 1-D, contiguous, not empty, nothing below 0."""
+    cdef const int32_t[::1] ids
+    cdef int32_t together = 0
+    cdef Py_ssize_t i
+    if type(array) is not ARRAY or array.dtype != INT32 or array.ndim != 1 or not array.flags.c_contiguous:
+        return False
+    ids = array
+    for i in range(ids.shape[0]):
+        together |= ids[i]
+    return ids.shape[0] > 0 and together >= 0
 
 
 cdef class LiveRequest:
@@ -32,35 +48,20 @@ cdef class LiveRequest:
     decoding from then on. While it waits it holds nothing.
     """
 
-    cdef readonly object request
-    cdef readonly object tokens           # int32; replaced by a buffer with room for the output at the first admission
-    cdef public object hold               # Hold | None
-    cdef public object cached_tokens      # prompt tokens reused at the first admission; None before it
-    cdef public object place              # the queue's: (group, rank in it), as of place_version
-    cdef public double arrival_seconds
-    cdef public int64_t number            # order of arrival, the tie-breaker everywhere
-    cdef public int64_t known_tokens, computed, scheduled, prefill_end
-    cdef public int64_t cached_now        # the queue's: cached tokens of the known ones, as of cached_version
-    cdef public int64_t cached_version, place_version
-    cdef public int64_t follows           # number of the prefix end that it goes on from; -1: none is known
-    cdef readonly int64_t max_tokens      # of the prompt and the longest output
-    cdef int64_t prompt_tokens
-    cdef bint planned
-    cdef object slots_array
-    cdef object stops
-    cdef int32_t[::1] token_view, slot_view
-
     def __init__(self, request, number, arrival_seconds):
+        cdef const int32_t[::1] known = request.token_ids
         self.request = request
         self.number = number
         self.arrival_seconds = arrival_seconds
         self.tokens = request.token_ids
-        self.prompt_tokens = self.known_tokens = len(request.token_ids)
+        self.token_data = <int32_t*> &known[0]           # the array is kept, and nobody moves its memory
+        self.prompt_tokens = self.known_tokens = known.shape[0]
         self.max_tokens = self.prompt_tokens + <int64_t> request.max_new_tokens
         self.planned = request.planned_ids is not None
         self.stops = request.stop_token_ids or None
+        self.claim = request.claim
+        self.namespace = request.namespace
         self.slots_array = NO_TOKENS
-        self.place = (0, 0)
         self.cached_version = self.place_version = self.follows = -1
 
     @property
@@ -76,7 +77,12 @@ cdef class LiveRequest:
     @property
     def resumes(self) -> bool:
         """True of a waiting request that ran before and was preempted."""
-        return self.prefill_end > 0
+        return resumes(self)
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """The queue's: (group, rank in it), as of `place_version`."""
+        return self.group, self.rank
 
     @property
     def decoding(self) -> bool:
@@ -86,7 +92,7 @@ cdef class LiveRequest:
     @property
     def uncached_now(self) -> int:
         """Tokens that would have to be computed if the request were admitted now, as far as the queue knows."""
-        return self.known_tokens - min(self.cached_now, self.known_tokens - 1)
+        return uncached_of(self)
 
     @property
     def known(self):
@@ -95,25 +101,35 @@ cdef class LiveRequest:
 
     def make_buffers(self) -> None:
         """Allocate room for the longest output and its slots, so that decode steps write single numbers."""
-        if len(self.tokens) < self.max_tokens:
+        self.make_room()
+
+    cdef int make_room(self) except -1:
+        cdef int32_t[::1] room
+        cdef const int32_t[::1] planned
+        if self.tokens is self.request.token_ids:        # it was never admitted
             tokens = np.empty(self.max_tokens, np.int32)
-            tokens[: self.known_tokens] = self.tokens
+            room = tokens
+            memcpy(&room[0], self.token_data, self.prompt_tokens * sizeof(int32_t))
             if self.planned:
-                tokens[self.prompt_tokens :] = self.request.planned_ids
-            self.token_view = tokens
+                planned = self.request.planned_ids
+                memcpy(&room[self.prompt_tokens], &planned[0], planned.shape[0] * sizeof(int32_t))
+            self.token_data = &room[0]
             self.tokens = tokens
         self.slots_array = np.empty(self.max_tokens, np.int32)
-        self.slot_view = self.slots_array
+        room = self.slots_array
+        self.slot_data = &room[0]
+        return 0
 
     def drop_slots(self) -> None:
         """Own no slots any more, and count as not computed."""
         self.slots_array = NO_TOKENS
+        self.slot_data = NULL
         self.computed = 0
 
     def append(self, int64_t token) -> object:
         """Add one output token; returns why it is the last ("stop", "length") or None."""
         if not self.planned:
-            self.token_view[self.known_tokens] = <int32_t> token
+            self.token_data[self.known_tokens] = <int32_t> token
         self.known_tokens += 1
         if self.stops is not None and token in self.stops:
             return "stop"
@@ -159,9 +175,6 @@ cdef class StepOutput:
     last token "stop" (a stop token) or "length".
     """
 
-    cdef readonly object request_id, cached_tokens, finish_reason
-    cdef readonly int64_t token, index
-
     def __init__(self, request_id, token, index, cached_tokens, finish_reason):
         self.request_id, self.token, self.index = request_id, token, index
         self.cached_tokens, self.finish_reason = cached_tokens, finish_reason
@@ -185,10 +198,6 @@ cdef class Batch:
 
     `items` are made when first asked for; ask before the next call on the scheduler that made the batch.
     """
-
-    cdef readonly int64_t step, decode_count, prefill_tokens
-    cdef readonly list lives
-    cdef list made
 
     def __init__(self, int64_t step=0):
         self.step = step
@@ -227,24 +236,26 @@ cdef class Batch:
 
     # --- making -------------------------------------------------------------------------------------------------------
 
-    def add_decodes(self, list running, const int32_t[::1] slots) -> None:
+    cdef int decode(self, list running, const int32_t* slots) except -1:
         """A token for every decoding request, into one of `slots` each; they are as many."""
         cdef LiveRequest live
         cdef Py_ssize_t taken = 0
         for live in running:
             if live.computed >= live.prefill_end:
-                live.slot_view[live.computed] = slots[taken]
+                live.slot_data[live.computed] = slots[taken]
                 live.scheduled = 1
                 taken += 1
                 self.lives.append(live)
         self.decode_count = taken
+        return 0
 
-    def add_chunk(self, LiveRequest live, slots) -> None:
-        """A running request's next tokens, one for each of `slots`."""
-        live.scheduled = len(slots)
-        live.slots_array[live.computed : live.computed + live.scheduled] = slots
-        self.prefill_tokens += live.scheduled
+    cdef int compute(self, LiveRequest live, const int32_t* slots, int64_t count) except -1:
+        """A running request's next `count` tokens, one for each of `slots`."""
+        live.scheduled = count
+        memcpy(live.slot_data + live.computed, slots, count * sizeof(int32_t))
+        self.prefill_tokens += count
         self.lives.append(live)
+        return 0
 
     # --- booking ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +268,7 @@ cdef class Batch:
             if live.scheduled == 0 or live.computed + live.scheduled < live.known_tokens:
                 picked.append(None)
             elif live.planned:
-                picked.append(live.token_view[live.known_tokens])
+                picked.append(live.token_data[live.known_tokens])
             else:
                 picked.append(sampled_token(tokens, live.request.request_id))
         return picked
@@ -280,11 +291,47 @@ cdef class Batch:
                     ended.append(live)
         return ended
 
-    def book_chunk(self, LiveRequest live, token) -> StepOutput | None:
-        """Book a computed prefill chunk, with its token where it was the last; returns the output."""
+    cdef StepOutput booked_chunk(self, LiveRequest live, object token):
+        """Book a computed prefill chunk, with its token where it was the last; returns the output, else None."""
         live.computed += live.scheduled
         live.scheduled = 0
-        return None if token is None else live.output(token)
+        return None if token is None else live.output(<int64_t> token)
+
+    cdef int64_t book_planned_decodes(self, list outputs, list ended) except -1:
+        """As `book_decodes`, where all tokens are planned, but only with the outputs that end a request; returns how
+        many were booked."""
+        cdef LiveRequest live
+        cdef StepOutput output
+        cdef int64_t booked = 0
+        cdef Py_ssize_t i
+        for i in range(self.decode_count):
+            live = self.lives[i]
+            if live.scheduled:
+                live.computed += 1
+                live.scheduled = 0
+                booked += 1
+                if live.stops is None and live.known_tokens + 1 < live.max_tokens:
+                    live.known_tokens += 1
+                else:
+                    output = live.output(live.token_data[live.known_tokens])
+                    if output.finish_reason is not None:
+                        outputs.append(output)
+                        ended.append(live)
+        return booked
+
+    cdef object planned_token(self, LiveRequest live):
+        """The planned token that a chunk ends with; None where it is not the last, or does not count any more."""
+        if live.scheduled == 0 or live.computed + live.scheduled < live.known_tokens:
+            return None
+        return live.token_data[live.known_tokens]
+
+    cdef LiveRequest unplanned(self):
+        """The first request whose next token must be sampled; None where there is none."""
+        cdef LiveRequest live
+        for live in self.lives:
+            if live.scheduled and not live.planned and live.computed + live.scheduled == live.known_tokens:
+                return live
+        return None
 
 
 cdef BatchItem make_item(LiveRequest live, bint is_decode):
@@ -314,16 +361,16 @@ cdef int64_t sampled_token(tokens, request_id) except -1:
     return check_int(f"tokens[{request_id!r}]", token, 0, TOKEN_ID_MAX, InvalidInput)
 
 
-def decoding_count(list running) -> int:
+cdef int64_t decodes_in(list running) noexcept:
     """How many of them decode."""
     cdef LiveRequest live
-    cdef Py_ssize_t count = 0
+    cdef int64_t count = 0
     for live in running:
         count += live.computed >= live.prefill_end
     return count
 
 
-def steps_left(list running) -> int:
+cdef int64_t steps_in(list running) noexcept:
     """How many iterations they all decode and none of them ends; 0 where one prefills, or may end at any token."""
     cdef LiveRequest live
     cdef int64_t least = -1, left
@@ -336,26 +383,21 @@ def steps_left(list running) -> int:
     return max(least, 0)
 
 
-def next_contexts(list running) -> list[int]:
-    """Context tokens of each in its next decode, the new one included."""
-    cdef LiveRequest live
-    return [live.computed + 1 for live in running]
-
-
-def book_steps(list running, int64_t steps, const int32_t[::1] slots) -> None:
-    """Book so many decodes of each, at most `steps_left`: as `Batch.add_decodes` and `book_decodes` would have, each
-    time with that many slots off the end of `slots`."""
+cdef int run_steps(list running, int64_t steps, const int32_t* slots) except -1:
+    """Book so many decodes of each, at most `steps_in`: as `Batch.decode` and `book_decodes` would have, each time with
+    that many slots off the end of `slots`."""
     cdef LiveRequest live
     cdef int64_t step, count = len(running), place = 0
     for live in running:
         for step in range(steps):
-            live.slot_view[live.computed + step] = slots[(steps - 1 - step) * count + place]
+            live.slot_data[live.computed + step] = slots[(steps - 1 - step) * count + place]
         live.computed += steps
         live.known_tokens += steps
         place += 1
+    return 0
 
 
-def prefilling(list running) -> list[LiveRequest]:
+cdef list prefills_in(list running):
     """Those that are in the middle of their prefill, in order."""
     cdef LiveRequest live
     return [live for live in running if live.computed < live.prefill_end]

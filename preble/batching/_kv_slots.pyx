@@ -137,13 +137,9 @@ cdef class SlotTree(RadixTree):
     def slots(self, Hold hold) -> array[int]:
         """KV slots of the pinned prefix, in token order. Changes nothing; O(prefix)."""
         cdef c_array answer
-        cdef Node* node
         self.need_hold(hold)
         answer = int_array(hold.matched_tokens)
-        node = node_at(&self.t, hold.node)
-        while node.parent != NONE:
-            memcpy(answer.data.as_ints + node.run.start, run_slots(node.run), node.run.length * 4)
-            node = node_at(&self.t, node.parent)
+        self.copy_slots(hold, <int32_t*> answer.data.as_ints)
         return answer
 
     def extend(self, Hold hold, token_ids, slots, now) -> array[int]:
@@ -242,12 +238,16 @@ cdef class SlotTree(RadixTree):
         """Unpin; what no other hold pins becomes evictable and most recently used. A second release raises
         InvalidInput."""
         finite(now)
+        self.let_go(hold)
+
+    cdef int let_go(self, Hold hold) except -1:
         with self:
             self.need_hold(hold)
             node_at(&self.t, self.root_above(hold.node)).hits -= 1
             self.unpin(hold.node)
             hold.released = True
             self.forget_empty_roots()
+        return 0
 
     cdef void unpin(self, uint32_t i) noexcept nogil:
         """Take a pin off node `i` and its ancestors; leaf first, so that each node ends up older than its parent."""
@@ -335,6 +335,53 @@ cdef class SlotTree(RadixTree):
         forget_leaf(&self.t, i)                      # before anything that may run other Python code
         reports.append((path, kept, key_value(self._names[root])))
         return slots
+
+    # --- for compiled callers: ids and slots that were checked before ---
+
+    cdef bint walk_ids(self, const int32_t* ids, uint32_t count, object namespace, Walk* walk) except -1:
+        """As `walk_python`, as the writer."""
+        cdef uint32_t root = self.root_of(namespace, False)
+        if root == NONE:
+            return False
+        walk[0] = tree_walk(&self.t, at_root(&self.t, root), ids, count)
+        return True
+
+    cdef uint32_t matched_ids(self, const int32_t* ids, uint32_t count, object namespace) except? 0xFFFFFFFF:
+        """Tokens of the longest cached prefix."""
+        cdef Walk walk
+        with self:
+            return walk.matched if self.walk_ids(ids, count, namespace, &walk) else 0
+
+    cdef int64_t end_of_ids(self, const int32_t* ids, uint32_t count, object namespace) except? -2:
+        """The number that `reach` says."""
+        cdef Walk walk
+        with self:
+            if not self.walk_ids(ids, count, namespace, &walk) or walk.matched == 0:
+                return -1
+            return number_of(&self.t, walk.node)
+
+    cdef Hold hold_ids(self, const int32_t* ids, uint32_t count, object namespace):
+        """As `hold`."""
+        cdef Hold hold = Hold.__new__(Hold)
+        with self:
+            self.hold_walk(hold, tree_walk(&self.t, at_root(&self.t, self.root_of(namespace, True)), ids, count))
+        return hold
+
+    cdef int copy_slots(self, Hold hold, int32_t* into) except -1:
+        """As `slots`."""
+        cdef Node* node
+        self.need_hold(hold)
+        node = node_at(&self.t, hold.node)
+        while node.parent != NONE:
+            memcpy(into + node.run.start, run_slots(node.run), node.run.length * 4)
+            node = node_at(&self.t, node.parent)
+        return 0
+
+    cdef c_array extend_ids(self, Hold hold, const int32_t* ids, const int32_t* slots, uint32_t count):
+        """As `extend`; `slots` are those of the new tokens."""
+        with self:
+            self.need_hold(hold)
+            return self.grow(hold, ids, slots, count)
 
     @property
     def pinned_tokens(self) -> int:

@@ -11,13 +11,14 @@ the same tokens, and one that was handed a wrong, missing or doubled token says 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from .._cost import CostModel, steady_ends
+from ..batching._batch import are_token_ids
 from ..batching.kv_cache import HostMemory
 from ..clock import Clock, monotonic
 from ..errors import InvalidConfig, InvalidInput
@@ -25,7 +26,7 @@ from ..local import Batch, LocalConfig, LocalRequest, StepOutput
 from ..types import Claim, check_int, check_seconds
 from .base import EngineInfo, GenerationRequest, LiveOutput, OutputChunk, ScheduledEngine, check_sampling
 
-NO_TOKENS: Mapping[str, int] = {}
+NO_BATCH = Batch()
 HASH_FACTOR = 0x9E3779B97F4A7C15
 MASK64 = (1 << 64) - 1
 
@@ -136,7 +137,7 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         self._check_new(request_id)
         self._check_length(request_id, token_ids)
         left = min(len(planned_ids), self.info.max_model_tokens - len(token_ids))
-        self.scheduler.add(LocalRequest(request_id, token_ids, left, planned_ids=planned_ids[:left], claim=claim))
+        self.scheduler.add(_shared_request(request_id, token_ids, planned_ids[:left], claim))
         self._live[request_id] = _SimulatedRequest(0, 0, False)
 
     # --- iterations ---------------------------------------------------------------------------------------------------
@@ -173,17 +174,16 @@ class SimulatedEngine(ScheduledEngine[_SimulatedRequest]):
         return chunks
 
     def end_batch(self) -> list[StepOutput]:
-        """`end_step` for a simulator that wants no chunks: the batch's output tokens. Only where every live request has
-        `planned_ids`; raises `InvalidInput` otherwise, and nothing has changed."""
-        unplanned = self._batch.sampling()
-        if unplanned:
-            raise InvalidInput(f"end_batch is for requests with planned_ids; {unplanned[0]!r} has none")
-        batch, self._batch = self._batch, Batch()
-        outputs = self.scheduler.complete(batch, NO_TOKENS)
+        """`end_step` for a simulator that wants no chunks: the batch's output tokens, of decodes only those that are a
+        request's last. Only where every live request has `planned_ids`; raises `InvalidInput` otherwise, and nothing
+        has changed."""
+        outputs = self.scheduler.complete_planned(self._batch)
+        self._batch = NO_BATCH
         for output in outputs:
             if output.finish_reason is not None:
                 del self._live[output.request_id]
-        self._ended.clear()  # nobody asks for the chunks of aborted requests
+        if self._ended:
+            self._ended.clear()  # nobody asks for the chunks of aborted requests
         return outputs
 
     # --- iterations that are alike ------------------------------------------------------------------------------------
@@ -240,3 +240,22 @@ def _mix(state: int) -> int:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
     return state ^ (state >> 31)
+
+
+_NO_STOPS: frozenset[int] = frozenset()
+_PUT = [getattr(LocalRequest, one.name).__set__ for one in fields(LocalRequest)]
+
+
+def _shared_request(
+    request_id: str, token_ids: npt.NDArray[np.int32], planned_ids: npt.NDArray[np.int32], claim: Claim | None
+) -> LocalRequest:
+    """A request with an answer of `planned_ids` whose arrays are kept as they are, where they are of the right kind:
+    nobody may write to them. Raises as `LocalRequest`."""
+    is_plain = type(request_id) is str and request_id and (claim is None or isinstance(claim, Claim))
+    if not is_plain or not are_token_ids(token_ids) or not are_token_ids(planned_ids):
+        return LocalRequest(request_id, token_ids, len(planned_ids), planned_ids=planned_ids, claim=claim)
+    made = object.__new__(LocalRequest)
+    values = (request_id, token_ids, len(planned_ids), _NO_STOPS, None, planned_ids, claim)
+    for put, value in zip(_PUT, values, strict=True):
+        put(made, value)
+    return made

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..errors import InvalidInput
 from ..types import SessionHint
 from ..workloads import PromptRequest, Workload
+from .block_numbers import numbered
 from .recorded import RecordedRequest, RecordedTraffic
 
 IDS_MAX = 2**31 - 1
@@ -35,28 +36,23 @@ class SessionTurn:
     pause_seconds: float
 
 
-class BlockIds:
-    """Token ids for names, the same for the same name. Raises `InvalidInput` where there are too many."""
+class BlockNumbers:
+    """The names of requests' blocks as numbers, in the order in which names come first: block `starts[i] + k` is block
+    k of the i-th request. `first`: by number, the place among the requests of the first that has it. Raises
+    `InvalidInput` where there are too many names. O(blocks)."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._numbers: dict[int, int] = {}
-        self._within = np.arange(block_size, dtype=np.int32)
+    def __init__(self, requests: Sequence[RecordedRequest], block_size: int) -> None:
+        counts = np.array([len(one.blocks) for one in requests], np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(counts)])
+        names = np.concatenate([one.blocks for one in requests]) if len(requests) else np.empty(0, np.uint64)
+        self.numbers, firsts = numbered(names)
+        if len(firsts) * block_size > IDS_MAX:
+            raise InvalidInput(f"a recording of more than {IDS_MAX // block_size} different blocks cannot replay")
+        self.first = np.searchsorted(self.starts, firsts, "right") - 1
 
-    def numbers(self, names: Sequence[int]) -> list[int]:
-        """The numbers of names."""
-        known = self._numbers
-        found = [known.setdefault(name, len(known)) for name in names]
-        if len(known) * self._block_size > IDS_MAX:
-            raise InvalidInput(f"a recording of more than {IDS_MAX // self._block_size} different blocks cannot replay")
-        return found
-
-    def ids(self, numbers: Sequence[int], tokens: int) -> Int32Array:
-        """The token ids of blocks by their numbers, shape [tokens], int32."""
-        starts = np.array(numbers, np.int32) * np.int32(self._block_size)
-        found: Int32Array = (starts[:, None] + self._within).ravel()[:tokens]
-        found.setflags(write=False)
-        return found
+    def of(self, place: int) -> Int32Array:
+        """The numbers of a request's blocks. A view; not to be written to."""
+        return self.numbers[self.starts[place] : self.starts[place + 1]]
 
 
 def request_id(row: int) -> str:
@@ -64,8 +60,15 @@ def request_id(row: int) -> str:
     return f"r{row}"
 
 
-def workload_of(recording: RecordedTraffic, rows: Sequence[int] | None = None, *, closed: bool = True) -> Workload:
-    """The requests that ran, or those `rows`, as a workload; ids are `request_id` of their rows.
+def workload_of(
+    recording: RecordedTraffic,
+    rows: Sequence[int] | None = None,
+    *,
+    closed: bool = True,
+    blocks: BlockNumbers | None = None,
+) -> Workload:
+    """The requests that ran, or those `rows`, as a workload; ids are `request_id` of their rows. `blocks`: of these,
+    where they are known.
 
     `closed`: turns wait for the turn before them, else all come when they came. A request without output, since its
     client went away, has one token. Raises `InvalidInput` where there are none.
@@ -74,7 +77,9 @@ def workload_of(recording: RecordedTraffic, rows: Sequence[int] | None = None, *
     if not len(chosen):
         raise InvalidInput("the recording has no requests to replay")
     turns = turns_of(recording.requests, chosen)
-    prompts = _prompts(recording, chosen, turns)
+    if blocks is None:
+        blocks = BlockNumbers([recording.requests[row] for row in chosen], recording.block_size)
+    prompts = _prompts(recording, chosen, turns, blocks)
     answers = _answers(recording, prompts, turns)
     requests = []
     for row in chosen:
@@ -118,21 +123,39 @@ def turns_of(requests: Sequence[RecordedRequest], rows: Sequence[int]) -> dict[i
 
 
 def _prompts(
-    recording: RecordedTraffic, rows: Sequence[int], turns: Mapping[int, SessionTurn]
+    recording: RecordedTraffic, rows: Sequence[int], turns: Mapping[int, SessionTurn], blocks: BlockNumbers
 ) -> dict[int, Int32Array]:
-    """Token ids by row."""
-    ids, size = BlockIds(recording.block_size), recording.block_size
+    """Token ids by row. They are views of one array."""
+    size, requests = recording.block_size, [recording.requests[row] for row in rows]
+    numbers = _with_next_blocks(rows, requests, blocks, turns, size)
+    ids = (numbers[:, None] * np.int32(size) + np.arange(size, dtype=np.int32)).ravel()
+    ids.setflags(write=False)
+    starts = (blocks.starts * size).tolist()
+    ends = [min(start + one.prompt_tokens, end) for one, start, end in zip(requests, starts, starts[1:], strict=False)]
+    return {row: ids[start:end] for row, start, end in zip(rows, starts, ends, strict=False)}
+
+
+def _with_next_blocks(
+    rows: Sequence[int],
+    requests: Sequence[RecordedRequest],
+    blocks: BlockNumbers,
+    turns: Mapping[int, SessionTurn],
+    size: int,
+) -> Int32Array:
+    """The numbers of all blocks, where each partial last one is the beginning of the block that the next turn has in
+    its place."""
+    found: Int32Array = blocks.numbers.copy()
+    own = [found[begin:end] for begin, end in zip(blocks.starts, blocks.starts[1:], strict=False)] if turns else []
+    places = {row: place for place, row in enumerate(rows)}
     following: dict[int, list[int]] = {}
     for row, turn in turns.items():
-        following.setdefault(turn.before, []).append(row)
-    numbers = {row: ids.numbers(recording.requests[row].blocks.tolist()) for row in rows}
-    found = {}
-    for row in reversed(rows):  # the next turn first
-        one, own = recording.requests[row], numbers[row]
-        full, tail = divmod(one.prompt_tokens, size)
-        nexts = (numbers[after] for after in following.get(row, ()) if tail)
-        own[full:] = next((after[full : full + 1] for after in nexts if after[:full] == own[:full]), []) or own[full:]
-        found[row] = ids.ids(own, one.prompt_tokens)
+        following.setdefault(places[turn.before], []).append(places[row])
+    for place in sorted(following, reverse=True):  # the next turn first
+        full, tail = divmod(requests[place].prompt_tokens, size)
+        nexts = (own[after] for after in following[place] if tail)
+        begun = next((after for after in nexts if np.array_equal(after[:full], own[place][:full])), None)
+        if begun is not None and len(begun) > full:
+            own[place][full:] = begun[full]
     return found
 
 

@@ -57,6 +57,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +65,6 @@ import numpy.typing as npt
 from .._cost import CostModel
 from .._radix import RadixTree
 from ..errors import DuplicateRequest, InvalidInput
-from ..scheduling.calibration_fit import CostTerms
 from ..types import check_int
 from ..workloads.types import PromptRequest
 
@@ -397,3 +397,32 @@ def on_time_most(releases: Floats, sizes: Floats, x_seconds: float) -> int:
         if clock > release + x_seconds:
             clock += heapq.heappop(taken)
     return len(taken)
+
+
+class CostTerms:
+    """The terms of a cost model, for arrays."""
+
+    def __init__(self, model: CostModel) -> None:
+        found: dict[str, Any] = model.coefficients()
+        self.at = np.array([tokens for tokens, _ in found["knots"]])
+        self.seconds = np.array([seconds for _, seconds in found["knots"]])
+        self.context: tuple[float, ...] = found["context"]
+        self.pair: tuple[float, ...] = found["pair"]
+
+    def linear(self, tokens: Any) -> Floats:
+        """Seconds of the layers that see tokens only; beyond the last knot as between the last two."""
+        inside = np.interp(tokens, self.at, self.seconds)
+        if len(self.at) == 1:
+            return np.asarray(inside)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.at[-1] - self.at[-2])
+        return np.asarray(inside + slope * np.maximum(np.asarray(tokens) - self.at[-1], 0.0))
+
+    def context_seconds(self, context: Floats) -> Floats:
+        """Seconds of attention over contexts that sum up to so many tokens."""
+        start, flat, base, slope = self.context
+        return np.where(context <= start, flat, base + slope * context)
+
+    def pair_seconds(self, chunk: float | Floats, last: Floats) -> Floats:
+        """Seconds of attention of chunks that end at so many tokens; of an empty one none."""
+        start, base, q, s, qs = self.pair
+        return np.where(chunk * last > max(start, 0.0), base + q * chunk + s * last + qs * chunk * last, 0.0)

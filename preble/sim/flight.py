@@ -12,11 +12,13 @@ from .worker import SimWorker
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request on its way: its row, what it asked for, and how much of its answer has come: `emitted` is right after
-    the first token, at the end, and where its worker dies; `emitted_before` came from workers before this one."""
+    """A request on its way: its row, its prompt, what it asked for, and how much of its answer has come: `emitted` is
+    right after the first token, at the end, and where its worker dies; `emitted_before` came from workers before this
+    one."""
 
     request: PromptRequest
     row: int
+    prompt_ids: Int32Array
     planned_ids: Int32Array
     router: int
     emitted: int = 0
@@ -26,5 +28,5 @@ class Flight:
     def tokens_so_far(self) -> Int32Array:
         """The prompt and what is emitted."""
         if not self.emitted:
-            return self.request.token_ids
-        return np.concatenate([self.request.token_ids, self.planned_ids[: self.emitted]])
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, self.planned_ids[: self.emitted]])

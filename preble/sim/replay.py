@@ -34,7 +34,7 @@ from ..config import SchedulerConfig
 from ..errors import InvalidInput
 from ..policies.base import Policy
 from ..recording import RecordedWorker, Recording
-from ..recording.replaying import workload_of
+from ..recording.replaying import BlockNumbers, workload_of
 from ..types import check_int
 from ..workloads import Workload
 from .engine_fit import EngineModel, fit_engines, ran
@@ -190,8 +190,9 @@ def replay(
     knobs = SchedulerConfig() if scheduler is None else scheduler
     if knobs.calibrate == "auto":
         knobs = replace(knobs, calibrate=True)
-    table = _Table(recording, rows)
-    workload = workload_of(recording, rows, closed=closed)
+    blocks = BlockNumbers([recording.requests[row] for row in rows], recording.block_size)
+    table = _Table(recording, rows, seen_before(recording, rows, blocks))
+    workload = workload_of(recording, rows, closed=closed, blocks=blocks)
     measured = table.measured()
     recorded = None if measured is None else table.recorded(engines)
     on_the_way = engines.costs.hop + _routed_seconds(recording, rows)
@@ -236,20 +237,20 @@ def fleet_of(recording: Recording, workers: int | None) -> tuple[RecordedWorker,
     return tuple(found[:workers])
 
 
-def seen_before(recording: Recording, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+def seen_before(recording: Recording, rows: Sequence[int], blocks: BlockNumbers | None = None) -> npt.NDArray[np.int64]:
     """Prompt tokens of each request that an earlier one had in the same prefix, but for the last token, which is always
-    computed; shape [rows]."""
-    known: set[int] = set()
-    found = np.zeros(len(rows), np.int64)
-    for place, row in enumerate(rows):
-        one = recording.requests[row]
-        names = one.blocks.tolist()
-        low, high = 0, len(names)
-        while low < high:  # a known name has known ones before it
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if names[middle] in known else (low, middle)
-        found[place] = max(0, min(low * recording.block_size, one.prompt_tokens - 1))
-        known.update(names[low:])
+    computed; shape [rows]. `blocks`: of these rows, where they are known."""
+    requests = [recording.requests[row] for row in rows]
+    if blocks is None:
+        blocks = BlockNumbers(requests, recording.block_size)
+    begin, end = blocks.starts[:-1], blocks.starts[1:]
+    of = np.repeat(np.arange(len(requests)), end - begin)
+    new = np.append(
+        np.flatnonzero(blocks.first[blocks.numbers] == of), blocks.starts[-1]
+    )  # at its end nothing is known
+    known = np.minimum(new[np.searchsorted(new, begin)], end) - begin
+    prompts = np.array([one.prompt_tokens for one in requests], np.int64)
+    found: npt.NDArray[np.int64] = np.maximum(np.minimum(known * recording.block_size, prompts - 1), 0)
     return found
 
 
@@ -267,7 +268,7 @@ class _Columns:
 class _Table:
     """What figures are made of: the recording's requests that ran, as columns."""
 
-    def __init__(self, recording: Recording, rows: Sequence[int]) -> None:
+    def __init__(self, recording: Recording, rows: Sequence[int], seen: npt.NDArray[np.int64]) -> None:
         self._recording, self._rows = recording, rows
         self._requests = [recording.requests[row] for row in rows]
         self._arrival = np.array([one.arrival_seconds for one in self._requests])
@@ -277,7 +278,7 @@ class _Table:
             self._counted = finished if finished.any() else np.ones(len(rows), np.bool_)
         counted = self._counted
         self._prompt = np.array([one.prompt_tokens for one in self._requests], np.float64)[counted]
-        self._seen = seen_before(recording, rows)[counted]
+        self._seen = seen[counted]
         self._draws = _Draws(self._arrival[counted])
         self._placed: _Columns | None = None
 

@@ -52,6 +52,9 @@ class SimRouters:
 
     def report(self, worker: str, news: Iterable[News]) -> None:
         """Tokens have come from a worker: each router learns of all, of its own requests by their answers."""
+        if len(self.schedulers) == 1:
+            self.report_own(news)
+            return
         for item in news:
             self.report_own((item,))
             self.report_others((worker, (item,)))

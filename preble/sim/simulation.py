@@ -118,7 +118,7 @@ class Simulation:
     def _arrive(self, request: PromptRequest) -> None:
         row = self._rows[request.request_id]
         self._arrival[row] = self._timeline.now
-        flight = Flight(request, row, _answer(request, row), self.routers.pick())
+        flight = Flight(request, row, request.token_ids, _answer(request, row), self.routers.pick())
         self._flights[request.request_id] = flight
         if self._queues and _claim_of(request) is not None:
             if request.deadline_seconds is not None:
@@ -138,7 +138,8 @@ class Simulation:
             self._refuse(flight)
 
     def _take_turn(self, request_id: Hashable, decision: Decision) -> None:
-        self._send(self._flights[str(request_id)], decision)
+        flight = self._flights[str(request_id)]
+        self._send(flight, decision, flight.tokens_so_far())
 
     def _turn_away(self, request_id: Hashable, _: PrebleError) -> None:
         self._refuse(self._flights[str(request_id)])
@@ -155,17 +156,17 @@ class Simulation:
 
     def _place(self, flight: Flight) -> None:
         """Let the scheduler choose a worker and send the request there, with what is emitted of its answer."""
-        scheduler = self.routers.schedulers[flight.router]
+        scheduler, token_ids = self.routers.schedulers[flight.router], flight.tokens_so_far()
         try:
-            decision = scheduler.schedule(flight.tokens_so_far(), **self._asked(flight))
+            decision = scheduler.schedule(token_ids, **self._asked(flight))
         except CapacityExceeded:
             self._refuse(flight)
             return
-        self._send(flight, decision)
+        self._send(flight, decision, token_ids)
 
-    def _send(self, flight: Flight, decision: Decision) -> None:
+    def _send(self, flight: Flight, decision: Decision, token_ids: Int32Array) -> None:
         """Send a request to its worker."""
-        row, token_ids, left = flight.row, flight.tokens_so_far(), flight.planned_ids[flight.emitted :]
+        row, left = flight.row, flight.planned_ids[flight.emitted :] if flight.emitted else flight.planned_ids
         flight.worker = worker = self._workers[decision.worker]
         flight.emitted_before = flight.emitted
         if self._placed[row] < 0:
@@ -232,7 +233,8 @@ class Simulation:
 
     def _deliver(self, worker: SimWorker, outputs: Sequence[StepOutput], events: Sequence[CacheEvent]) -> None:
         """An iteration has ended: note first and last tokens, and report them to the scheduler."""
-        flights, news = self._flights, list[News]()
+        flights = self._flights
+        news: list[News] = []
         for output in outputs:
             if output.index and output.finish_reason is None:
                 continue  # it is not reported
@@ -274,7 +276,7 @@ class Simulation:
     def _report(self, reported: tuple[SimWorker, list[News], Sequence[CacheEvent]]) -> None:
         """The scheduler learns of tokens and evictions; of a worker that is gone meanwhile, of the tokens only."""
         worker, news, events = reported
-        true = [item for item in news if self._is_true(item, worker)]
+        true = news if not self._counts["resumed"] else [item for item in news if self._is_true(item, worker)]
         if self._config.peer_delay_seconds is None:
             self.routers.report(worker.name, true)
         else:
@@ -300,7 +302,7 @@ class Simulation:
             queue.pump()
 
     def _is_true(self, news: News, worker: SimWorker) -> bool:
-        """Not so of a first token whose request was placed anew since."""
+        """Not so of a first token whose request was placed anew since; as long as none was, that is true of all."""
         flight = self._flights.get(news[1])
         return news[3] is not None or flight is None or flight.worker is worker
 

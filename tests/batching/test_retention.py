@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preble.batching.retention import OTHER, Retention
 from preble.batching.return_times import KINDS_MAX
+from tests.models.retention import PlainRetention
 
 TOOL, PERSON = (1,), (2,)
 
@@ -25,12 +28,12 @@ def taught() -> Retention:
     return retention
 
 
-def order(retention: Retention, now: float) -> list[int]:
+def order(retention: Retention | PlainRetention, now: float) -> list[int]:
     """All ends as they would go."""
     numbers = []
     while (end := retention.victim(now)) is not None:
         numbers.append(end.number)
-        retention.evicted(end, -1, now)
+        retention.evicted(end, -1, now)  # type: ignore[arg-type]
     return numbers
 
 
@@ -103,30 +106,59 @@ def test_there_are_no_more_ends_and_kinds_than_may_be() -> None:
     assert set(retention._silent) == {OTHER}, "an ending that is rare is no kind of its own"
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["ended", "asked", "want", "unwanted", "die", "forget", "evict", "evict in part"]),
-            st.integers(0, 12),
-            st.integers(0, 3),
-        ),
-        max_size=80,
-    )
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ended", "asked", "want", "unwanted", "die", "forget", "evict", "evict in part"]),
+        st.integers(0, 12),
+        st.integers(0, 3),
+    ),
+    max_size=80,
 )
-def test_every_end_stands_in_one_line_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
-    retention = Retention(ends_max=8)
-    for now, (step, number, ending) in enumerate(steps):
-        if step == "ended":
-            retention.ended(number, (ending,), float(now))
-        elif step.startswith("evict"):
-            end = retention.victim(float(now))
-            assert (end is None) == (len(retention) == 0)
-            if end is not None:
-                retention.evicted(end, 20 + number if step == "evict in part" else -1, float(now))
-        elif step == "forget":
-            retention.forget(number)
-        else:
-            getattr(retention, step)(number, float(now))
+
+
+def do(retention: Retention | PlainRetention, step: str, number: int, ending: int, now: float) -> int | bool | None:
+    """One step; returns what it says."""
+    if step == "ended":
+        retention.ended(number, (ending,), now)
+    elif step.startswith("evict"):
+        end = retention.victim(now)
+        assert (end is None) == (len(retention) == 0)
+        if end is None:
+            return None
+        retention.evicted(end, 20 + number if step == "evict in part" else -1, now)  # type: ignore[arg-type]
+        return end.number
+    elif step == "forget":
+        retention.forget(number)
+    else:
+        said: bool | None = getattr(retention, step)(number, now)
+        return said
+    return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.sampled_from([1.0, 40.0]))
+def test_every_end_stands_in_one_line_whatever_happens(steps: list[tuple[str, int, int]], pace: float) -> None:
+    """And all is as in plain Python: who goes first, what is learned of pauses."""
+    retention, plain = Retention(ends_max=8), PlainRetention(ends_max=8)
+    for turn, (step, number, ending) in enumerate(steps):
+        now = pace * turn
+        assert do(retention, step, number, ending, now) == do(plain, step, number, ending, now)
         retention.check()
+    for kind in ((0,), (1,), (2,), (3,), OTHER, "never seen"):
+        for silent in (0.1, 3.0, 700.0):
+            assert retention.times.value(kind, silent) == plain.times.value(kind, silent)
+            assert retention.times.chance(kind, 9.0, silent) == plain.times.chance(kind, 9.0, silent)
     assert len(retention.times) <= KINDS_MAX
+
+
+def test_thousands_of_answers_are_told_apart_as_in_plain_python() -> None:
+    """Endings are counted, halved and forgotten; the rarest goes where there is no room."""
+    rng = random.Random(5)
+    retention, plain = Retention(ends_max=50), PlainRetention(ends_max=50)
+    for turn in range(9000):
+        ending = (int(rng.paretovariate(0.4)) % 500,)
+        for each in (retention, plain):
+            each.ended(turn % 90, ending, float(turn))
+        assert set(retention._silent) == set(plain._silent)
+    retention.check()
+    assert order(retention, 9e3) == order(plain, 9e3)

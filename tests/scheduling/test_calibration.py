@@ -17,15 +17,10 @@ from preble._placement.timing_samples import TimingSamples, swap_cost
 from preble._snapshot.accounts import cost_at
 from preble.errors import InvalidConfig
 from preble.scheduling.calibration import NEUTRAL, Calibrator
-from preble.scheduling.calibration_fit import (
-    CostTerms,
-    Estimate,
-    decode_expected,
-    estimated,
-    prefill_expected,
-    rows_of,
-)
+from preble.scheduling.calibration_fit import Estimate, estimated, rows_of
 from preble.scheduling.cost_factors import FACTOR_MAX, PRIOR, Logs, linear_seconds, logs_between, scaled
+from preble.scheduling.fits.sample_terms import decode_terms, prefill_terms
+from preble.sim.bounds import CostTerms
 
 MODELS = [*CostModel.presets(), "neutral", "flat", "full"]
 LENGTHS = [1, 7, 63, 64, 65, 100, 192, 300, 511, 1000, 1025, 2000, 8192, 30_000]
@@ -65,8 +60,7 @@ def sampled(model: CostModel, logs: Logs, count: int, seed: int, noise: float = 
                                np.ones(count)], axis=1)  # fmt: skip
     rows[1, :, 2] = rng.integers(50, 300, count)
     rows[1, :, 3:5] = np.stack([rng.integers(500, 4000, count), rng.integers(1, 30, count)], axis=1)
-    parts = CostTerms(model)
-    for kind, terms in ((0, prefill_expected(parts, rows[0])), (1, decode_expected(parts, rows[1])[0])):
+    for kind, terms in ((0, prefill_terms(model, rows[0])), (1, decode_terms(model, rows[1], 0.0)[0])):
         rows[kind, :, 1] = terms @ np.exp(logs) * np.exp(rng.normal(0.0, noise, count))
     return rows[0], rows[1]
 
