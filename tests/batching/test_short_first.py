@@ -80,6 +80,26 @@ def test_short_ones_leave_a_long_one_the_memory_that_it_needs() -> None:
     assert firsts[0] != "long" and scheduler.stats()["preempted"] == 0
 
 
+def test_no_more_run_than_an_iteration_has_tokens_for_where_prefills_are_discarded() -> None:
+    scheduler = LocalScheduler(LocalConfig(4000, token_budget=4), clock=ManualClock())
+    names = ["before", "long", *(f"short {number}" for number in range(10))]
+    add(scheduler, "before", [1] * 10)
+    firsts: list[str] = []
+    while "before" not in firsts or scheduler.load().running:
+        firsts += step(scheduler)[1]
+    add(scheduler, "long", [2] * 100)
+    step(scheduler)
+    for number, name in enumerate(names[2:]):
+        add(scheduler, name, [*[1] * 10, 10 + number])
+    for _ in range(6):  # two more fit into half of the budget each time, and none of them is computed
+        scheduler.discard(scheduler.next_batch())
+        scheduler.check()
+    assert scheduler.load().running == 4
+    while scheduler.load().running:
+        firsts += step(scheduler)[1]
+    assert sorted(firsts) == sorted(names)
+
+
 def test_what_is_no_switch_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"LocalConfig\.short_first"):
         scheduler_of(short_first=1)
