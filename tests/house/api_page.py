@@ -7,6 +7,7 @@ types.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -65,9 +66,11 @@ OWNERS = ("router.placement.PlacementOwner", "router.fleet.RequestsOwner", "rout
 
 @lru_cache(maxsize=1)
 def package() -> Any:
-    """All of preble as griffe reads it."""
+    """All of preble as griffe reads it; what is compiled is imported by its own name first, which griffe does not."""
     import griffe
 
+    for source in sorted((ROOT / "preble").rglob("*.pyx")):
+        importlib.import_module(".".join(source.relative_to(ROOT).with_suffix("").parts))
     return griffe.load("preble", search_paths=[str(ROOT)], allow_inspection=True)
 
 
@@ -166,7 +169,8 @@ def inner() -> frozenset[str]:
 def members(kind: Any) -> Iterator[Any]:
     """Public members of a class in the order in which they are written, what it inherits of a compiled class first."""
     seen = set(inner()) if kind.name in ("GlobalScheduler", "Router") else set()
-    own = (kind.inherited_members, kind.members) if kind.name == "GlobalScheduler" else (kind.members,)
+    extends = kind.name in ("GlobalScheduler", "LocalScheduler")
+    own = (kind.inherited_members, kind.members) if extends else (kind.members,)
     for source in own:
         for name, member in source.items():
             if not name.startswith("_") and name not in seen:
