@@ -308,6 +308,13 @@ class Fleet:
             raise TransportError(f"worker {worker_id} was never connected")
         worker.link.send(message)
 
+    def expect(self, worker_id: str, wire_id: str, request_id: Hashable) -> None:
+        """A request was given to a worker, by that name: a server is judged by when it begins. Raises
+        `UnknownWorker`."""
+        link = self.worker(worker_id).link
+        if isinstance(link, ServerLink):
+            link.expects(wire_id, lambda: self._scheduler.booked_seconds(request_id))
+
     def add(self, address: str, options: ServerOptions | None = None) -> FleetWorker:
         """Start to connect to an address. Raises `InvalidInput` if it is there already, or is no address."""
         check_worker_address(address)

@@ -143,6 +143,8 @@ class Placement(PlacedRequest):
         """Output has begun. `cached_tokens` of the prompt were cached, where the server says so already."""
         self._stop_timer()
         self._note_cached(cached_tokens)
+        if self.attempt is not None:
+            self._link.expects_no_more(self.attempt.wire_id)
         self._router.first_token_of(self)
         self._streamed = self.is_streamed
         self._note_stream()
@@ -243,10 +245,12 @@ class Placement(PlacedRequest):
             raise QueueFull(f"{server.relayed} requests are at {server.address}, the bound of this router")
         server.relayed += 1
         self._server, self._link = server, link
+        fleet.expect(attempt.worker_id, attempt.wire_id, self.request_id)
 
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """Leave the place; who sent the request closes its connection."""
         self._server.relayed -= 1
+        self._link.expects_no_more(attempt.wire_id)
         if self._streams:
             self._streams = False
             self._link.stream_left()

@@ -12,7 +12,7 @@ import json
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -23,6 +23,7 @@ from aiohttp import web
 from tests.support.transport import expected_tokens
 
 BLOCK = 4
+CHUNKS = 8  # of a prefill that takes time
 END = b"\xff" * 8
 
 
@@ -154,6 +155,9 @@ class FakeServer:
         self.works = asyncio.Event()
         self.works.set()
         self.tokens_made = 0
+        self.before_prefill: Callable[[Sequence[int]], Awaitable[object] | None] = lambda prompt: None
+        self.prefill_seconds = 0.0
+        self.blocks_taken = 0  # by prompts so far, as vLLM's metrics show it
         self._frozen_text = ""
         self._held_port: socket.socket | None = None
         self.on_token: Callable[[int], bytes | None] | None = None
@@ -270,6 +274,8 @@ class FakeServer:
             for name in ("running", "waiting"):
                 lines.append(f'vllm:num_requests_{name}{{engine="{rank}",model_name="tiny"}} {float(self.running)}')
             lines.append(f'vllm:generation_tokens_total{{engine="{rank}",model_name="tiny"}} {float(self.tokens_made)}')
+            share = self.blocks_taken % 1000 / 1000
+            lines.append(f'vllm:kv_cache_usage_perc{{engine="{rank}",model_name="tiny"}} {share}')
         lines.append(f"process_start_time_seconds {1.7e9 + self.life}")
         return "\n".join(lines) + "\n"
 
@@ -325,6 +331,7 @@ class FakeServer:
         self.running += 1
         try:
             await self._store(prompt, rank)
+            await self._prefill(prompt)
             tokens: list[int] = []
             for token in expected_tokens(prompt, count):
                 instead = self.on_token(len(tokens)) if self.on_token is not None else None
@@ -344,6 +351,14 @@ class FakeServer:
         finally:
             self.running -= 1
         return response
+
+    async def _prefill(self, prompt: Sequence[int]) -> None:
+        """Chunk by chunk, which takes blocks."""
+        if (prepared := self.before_prefill(prompt)) is not None:
+            await prepared
+        for _ in range(CHUNKS if self.prefill_seconds else 0):
+            await asyncio.sleep(self.prefill_seconds / CHUNKS)
+            self.blocks_taken += 1
 
     def hit(self, prompt: Sequence[int], rank: int = 0) -> int:
         """Tokens of a prompt that are cached, its last never."""

@@ -1,6 +1,8 @@
 """`FakeServer` as a process of its own, which can be stopped and killed.
 
 python -m tests.support.server_process KIND PORT LIFE        # prints its port, ends with its stdin
+
+SIGUSR1 hangs its engine, or lets it go on; with SIGUSR2 prefills take PREFILL_SECONDS, or no time again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.transport import HANG_SECONDS
 
 PAUSE_SECONDS = 0.02
+PREFILL_SECONDS = 2.0
 
 
 class ServerProcess:
@@ -47,11 +50,19 @@ class ServerProcess:
                 pipe.close()
 
 
+def slow_down(server: FakeServer) -> None:
+    """Or not any more."""
+    server.prefill_seconds = 0.0 if server.prefill_seconds else PREFILL_SECONDS
+
+
 async def serve(kind: str, port: int, life: int) -> None:
     """Until stdin ends."""
     server = FakeServer(kind, events=False, port=port, life=life)
     server.pause_seconds = PAUSE_SECONDS
     await server.start()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, lambda: server.freeze() if server.works.is_set() else server.thaw())
+    loop.add_signal_handler(signal.SIGUSR2, slow_down, server)
     sys.stdout.write(f"{server.port}\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)

@@ -67,6 +67,7 @@ _METRICS_PATH = "/metrics"
 _JSON_BYTES_MAX = 1 << 20  # of an answer that is no text of metrics
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _DONE = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+_USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # a share, in spite of its name; the older one last
 _LOADS: tuple[str, ...] = (  # in the order of LoadReport's fields
     *("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "dp_rank"),
     "num_waiting_uncached_tokens",
@@ -520,17 +521,18 @@ def _sglang_loads(answer: Any) -> tuple[LoadReport, ...]:
 def _vllm_loads(body: bytes, kv_capacity_tokens: int) -> tuple[LoadReport, ...]:
     """The loads in the text of /metrics, by rank; a number that is none is left out."""
     seen: dict[tuple[str, int], int] = {}
-    names = (_RUNNING, _WAITING, *_DONE)
+    names = (_RUNNING, _WAITING, *_DONE, *_USED)
     for name, labels, value in samples(body.decode("utf-8", "replace"), names, len(names) * RANKS_MAX):
         rank = digits(labels.get("engine", ""))
         if rank is not None:
             with contextlib.suppress(ValueError, OverflowError):
-                seen[name, rank] = min(max(int(float(value)), 0), _INT63)
+                size = kv_capacity_tokens if name in _USED else 1
+                seen[name, rank] = min(max(int(size * float(value)), 0), _INT63)
     return tuple(
         LoadReport(
             running=min(seen.get((_RUNNING, rank), 0), _INT31),
             waiting=min(seen.get((_WAITING, rank), 0), _INT31),
-            used_tokens=0,
+            used_tokens=min(max(seen.get((name, rank), 0) for name in _USED), kv_capacity_tokens),
             capacity_tokens=kv_capacity_tokens,
             rank=rank,
             done_tokens=sum(seen.get((name, rank), 0) for name in _DONE),

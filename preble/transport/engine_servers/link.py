@@ -21,7 +21,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import urldefrag, urlsplit
@@ -222,6 +222,15 @@ class ServerLink:
         """It is over here, in whatever way."""
         self._watch.left()
 
+    def expects(self, name: str, seconds: Callable[[], float]) -> None:
+        """A request is there, or on its way, whose prefill is expected to take so long; until its first token here, or
+        `expects_no_more`."""
+        self._watch.waits(name, seconds)
+
+    def expects_no_more(self, name: str) -> None:
+        """It has its first token, or is over here. Again it does nothing."""
+        self._watch.waits_no_more(name)
+
     def doubt(self) -> None:
         """A request that did not go through this link broke off: if the server is gone, that should be known at
         once."""
@@ -241,7 +250,11 @@ class ServerLink:
                 raise QueueFull(f"{len(self._requests)} requests are at {self.address}, the bound of this link")
             task = self._requests[message.request_id] = asyncio.ensure_future(self._request(message))
             # Not the task itself: one that is cancelled before its first step runs none of its lines.
-            task.add_done_callback(lambda _: self._requests.pop(message.request_id, None))
+            task.add_done_callback(lambda _: self._over(message.request_id))
+
+    def _over(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._watch.waits_no_more(request_id)
 
     def _abort(self, request_id: str) -> None:
         task = self._requests.get(request_id)
@@ -285,6 +298,7 @@ class ServerLink:
                 self.saw_output()
                 if not has_begun:
                     has_begun = True
+                    self._watch.waits_no_more(submit.request_id)
                     self._watch.began()
                 self._listener.on_message(
                     wire.OutputChunk(
@@ -370,8 +384,11 @@ class ServerLink:
     def _judge(self) -> None:
         """Report the server suspect, or recovered, when that has changed."""
         why = self._watch.verdict()
-        if why and why != SILENT and self._probing is None and not self._closed:
+        asks = self._watch.is_doubted or bool(why and why != SILENT)
+        if asks and self._probing is None and not self._closed:
             self._probing = asyncio.ensure_future(self._probe())
+        elif not asks and not self.suspect:
+            self._stop_probing()
         if why and not self.suspect:
             self.suspect = True
             self._listener.on_suspect(why)
@@ -381,23 +398,27 @@ class ServerLink:
             self._listener.on_recovered()
 
     async def _probe(self) -> None:
-        """Ask for one token until it comes: whoever makes it works again. Its requests are gone, so nothing else would
-        show that."""
+        """Ask for one token until it comes: whoever makes it works, again or still. Where its requests are gone nothing
+        else would show that."""
         sampling = SamplingParams(max_new_tokens=1)
         rank = self.rank if self.info.ranks > 1 else None
         for number in itertools.count():
             name = self._name(f"probe-{number}")
+            self._watch.asked(True)
             try:
                 async for _ in self._server.generate(_PROBE, sampling, request_id=name, rank=rank):
+                    self._watch.made_token()
                     self.saw_output()
             except Exception as error:  # noqa: BLE001 - whatever it is, it is asked again
                 logger.debug("%s makes no token: %s", self.address, error)
+            self._watch.asked(False)
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     def _stop_probing(self) -> None:
         if self._probing is not None:
             self._probing.cancel()
             self._probing = None
+            self._watch.asked(False)
 
     def _report(self, load: LoadReport | None) -> None:
         self._nonce += 1
@@ -419,6 +440,7 @@ class ServerLink:
     def on_payload(self, payload: bytes) -> None:
         """From the feed: the next batch."""
         self.counters.event_batches += 1
+        self._watch.moved()
         self._listener.on_payload(payload)
 
     def on_resync(self) -> None:

@@ -4,27 +4,41 @@ verdict; asks nothing, sends nothing, reads no clock.
     silent     no answer to any question, and no output, for `hung_seconds`: process, machine or network
     stalled    answers come, but streams that had begun got no token, and what the engine reports of its work stands
                still, for `hung_seconds`: the engine behind a living front
-    idle       requests are there and nothing came of any for `stalled_seconds`, whatever is reported: a prompt may take
-               long, and nobody knows how long
+    unstarted  answers come, but nothing shows work while requests wait for their first token: no output of any, no
+               cache event, the same reports, for `QUIET_TIMES` `hung_seconds`. Then it is asked for a token, and makes
+               none within `OVERDUE_TIMES` what the prefills of all that wait are expected to take, or `hung_seconds`
+    idle       requests are there and nothing came of any for `stalled_seconds`, whatever is reported: for servers that
+               report nothing of their work
 
 A step of the engine may take longer than `hung_seconds` and delays answers, too. So what was usual of late counts: the
 longest pause within a minute or so, times `USUAL_TIMES`; and none is called stalled before it has shown
 `SIGNS_MIN` signs of work, for an engine that has just started compiles as it goes. An engine that reports that it runs
 nothing is not stalled: its output waits at a client that does not read.
 
-A server that stalled, or was idle, is trusted again when it shows work: output, or another report. Not thread-safe.
+Why a token is asked for: a long prefill shows in the reports (blocks are taken chunk by chunk), but what is done before
+it does not, such as a grammar that is compiled or a video that is fetched; and other requests are not held up by that.
+
+A server that stalled, began nothing or was idle is trusted again when it shows work: output, events, another report.
+Not thread-safe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from itertools import islice
+
 from .kv_event_codec import LoadReport
 
 USUAL_TIMES = 2.0
+QUIET_TIMES = 4.0
+OVERDUE_TIMES = 4.0
+BATCH_MAX = 64  # requests whose prefills are added up: when more have been computed, the first have begun
 SIGNS_MIN = 64
 RECENT_SECONDS = 30.0  # pauses count for one to two such spans
 REPORTS_MIN = 2  # of the same content within a stall
 
 SILENT, STALLED, IDLE = "silent for too long", "its engine stands still", "no output for too long"
+UNSTARTED = "it begins no request"
 
 
 class RecentPauses:
@@ -61,7 +75,11 @@ class EngineWatch:
         self._stalled_seconds = stalled_seconds
         self._still_seconds = 0.0  # with streams there, and no sign of work
         self._idle_seconds = 0.0  # with requests there, and no output
-        self._silences, self._pauses = RecentPauses(), RecentPauses()
+        self._quiet_seconds = 0.0  # with requests there that wait for their first token, and no sign of work
+        self._probe_seconds: float | None = None  # since a token was asked for; None: none is
+        self._probe_limit = 0.0
+        self._waiting: dict[Hashable, Callable[[], float]] = {}  # the oldest first: what its prefill may take
+        self._silences, self._pauses, self._quiets = RecentPauses(), RecentPauses(), RecentPauses()
         self._signs = 0
         self._report: LoadReport | None = None
         self._same_reports = 0
@@ -91,6 +109,31 @@ class EngineWatch:
         if not is_first:
             self._works()
 
+    def moved(self) -> None:
+        """Its cache has changed."""
+        self._works()
+
+    def waits(self, name: Hashable, expected_seconds: Callable[[], float]) -> None:
+        """A request waits there for its first token, whose prefill is expected to take so long; asked only where it
+        takes long."""
+        self._waiting[name] = expected_seconds
+
+    def waits_no_more(self, name: Hashable) -> None:
+        """It has its first token, or is over. Again it does nothing."""
+        self._waiting.pop(name, None)
+
+    def asked(self, is_asked: bool) -> None:
+        """A token is asked for from now on; or that was refused, which says nothing of the engine."""
+        self._probe_seconds = 0.0 if is_asked else None
+        if is_asked:
+            expected = sum(seconds() for seconds in islice(self._waiting.values(), BATCH_MAX))
+            self._probe_limit = max(self._hung_seconds, OVERDUE_TIMES * expected)
+
+    def made_token(self) -> None:
+        """That token has come: the engine works, and whatever waits there waits for something else."""
+        self._probe_seconds, self._quiet_seconds = None, 0.0
+        self.output()
+
     def began(self) -> None:
         """A stream's first token has come."""
         self.streams += 1
@@ -106,6 +149,9 @@ class EngineWatch:
         if self._still_seconds:
             self._pauses.note(self._still_seconds)
             self._still_seconds = 0.0
+        if self._quiet_seconds:
+            self._quiets.note(self._quiet_seconds)
+            self._quiet_seconds = 0.0
 
     # --- what is made of it -------------------------------------------------------------------------------------------
 
@@ -113,7 +159,11 @@ class EngineWatch:
         """Time passes with so many requests there."""
         self._silences.pass_by(seconds)
         self._pauses.pass_by(seconds)
+        self._quiets.pass_by(seconds)
         self.silent_seconds += seconds
+        self._quiet_seconds = self._quiet_seconds + seconds if self._waiting else 0.0
+        if self._probe_seconds is not None:
+            self._probe_seconds += seconds
         self._still_seconds = self._still_seconds + seconds if self.streams else 0.0
         self._idle_seconds = self._idle_seconds + seconds if requests else 0.0
 
@@ -124,8 +174,17 @@ class EngineWatch:
             return SILENT
         if not self._held_against:
             idle = IDLE if self._idle_seconds >= self._stalled_seconds else ""
-            self._held_against = STALLED if self._stands_still() else idle
+            self._held_against = STALLED if self._stands_still() else UNSTARTED if self._begins_nothing() else idle
         return self._held_against
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether nothing shows that it works on the requests that wait: a token is to be asked for."""
+        least = max(QUIET_TIMES * self._hung_seconds, USUAL_TIMES * self._quiets.longest)
+        return self._quiet_seconds >= least and self._signs >= SIGNS_MIN and self._same_reports >= REPORTS_MIN
+
+    def _begins_nothing(self) -> bool:
+        return self._probe_seconds is not None and self._probe_seconds >= self._probe_limit and self.is_doubted
 
     def _stands_still(self) -> bool:
         report = self._report

@@ -13,12 +13,13 @@ from preble.gateway.relay.body import read_body
 from preble.gateway.relay.endpoints import ENDPOINTS
 from preble.gateway.relay.resume import can_resume, emitted_by
 from preble.gateway.text.tokenizing import TextCodec
-from preble.transport.engine_servers.watch import SIGNS_MIN, STALLED
+from preble.transport.engine_servers.watch import SIGNS_MIN, STALLED, UNSTARTED
 from tests.support.gateway import make_tokenizer
 from tests.support.relay import (
     Call,
     InOrder,
     ScriptedServer,
+    chat_answer,
     chat_events,
     chunk,
     event,
@@ -123,6 +124,32 @@ async def test_a_chat_goes_on_elsewhere_as_soon_as_its_engine_is_known_to_hang()
         await asyncio.wait_for(bad.calls[0].gone.wait(), 30.0)
         await front.settled()
         assert front.router.counters.resumed == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@asynchronous
+async def test_a_request_that_an_engine_never_begins_is_asked_for_elsewhere(stream: bool) -> None:
+    """Long before four times `stalled_after_seconds`, and also where not even a head came."""
+
+    async def never(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    async def answers(call: Call) -> None:
+        await (call.stream(*chat_events("one")) if stream else call.answer(chat_answer("one")))
+
+    bad, good = HungServer(never, kind="vllm"), ScriptedServer(answers, kind="vllm")
+    await bad.start()
+    await good.start()
+    config = fast(hung_after_seconds=0.1)
+    async with serving(bad, good, policy=InOrder(bad, good), router_config=config) as front:
+        stuck = front.router.fleet.workers[bad.url]
+        for _ in range(SIGNS_MIN):
+            stuck.link.saw_output()  # it has worked before
+        status, _, body = await front.post(CHAT, {**ASKED, "stream": stream})
+        assert status == 200 and b"one" in body
+        assert (stuck.state, stuck.why) == ("suspect", UNSTARTED)
+        await asyncio.wait_for(bad.calls[0].gone.wait(), 30.0)
+        await front.settled()
 
 
 @asynchronous

@@ -290,6 +290,25 @@ async def test_streams_that_stand_still_beside_a_living_front_go_on_elsewhere_un
         assert stuck.counters.suspect_spells == 1
 
 
+@asynchronous
+async def test_a_request_that_waits_for_long_at_a_server_that_works_is_waited_for() -> None:
+    """A grammar is compiled for it, say: nothing shows, and others are not held up. A token is asked for, and comes."""
+    servers = FakeServer("vllm", events=False), FakeServer("vllm", events=False)
+    async with attached(*servers, hung_after_seconds=0.2) as router:
+        first, second = by_name(*servers)
+        for n in range(2):
+            await collect(router.generate([n, *PROMPT], LONG))
+        held = asyncio.Event()
+        first.before_prefill = lambda prompt: held.wait() if len(prompt) > 1 else None
+        stream = asyncio.ensure_future(collect(router.generate(PROMPT, SHORT)))
+        probes = lambda: [body for body in first.bodies if body["prompt"] == [1]]  # noqa: E731
+        await until(lambda: len(probes()) >= 2, "it was asked for a token")
+        assert worker_at(router, first).state == "ready" and not second.bodies
+        held.set()
+        tokens, _ = await stream
+        assert tokens == expected_tokens(PROMPT, 12) and worker_at(router, first).counters.suspect_spells == 0
+
+
 @both_servers
 @asynchronous
 async def test_a_server_that_was_restarted_between_two_questions_has_no_marks(kind: str) -> None:

@@ -3,10 +3,22 @@ is passed by hand."""
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from preble.transport.engine_servers.kv_event_codec import LoadReport
-from preble.transport.engine_servers.watch import IDLE, RECENT_SECONDS, SIGNS_MIN, SILENT, STALLED, EngineWatch
+from preble.transport.engine_servers.watch import (
+    IDLE,
+    OVERDUE_TIMES,
+    QUIET_TIMES,
+    RECENT_SECONDS,
+    SIGNS_MIN,
+    SILENT,
+    STALLED,
+    UNSTARTED,
+    EngineWatch,
+)
 
 HUNG, SILENT_MAX, IDLE_MAX = 1.25, 3.0, 120.0
 TURN = 0.125
@@ -39,6 +51,11 @@ class Story:
         self.watch.pass_by(TURN, requests)
         self.seconds += TURN
         return self.watch.verdict()
+
+    def answered_turn(self) -> str:
+        """The same with an answer in it that says nothing new."""
+        self.watch.answered()
+        return self.turn()
 
     def seconds_until(self, verdict: str, *, answers: bool, most: float = 200.0) -> float:
         """How long it takes until it counts as that, when nothing but answers comes, or nothing."""
@@ -143,3 +160,211 @@ def test_streams_are_counted_and_time_without_them_is_no_stall() -> None:
         assert story.turn(0) == ""
     story.watch.began()
     assert story.seconds_until(STALLED, answers=True) <= 2.0
+
+
+# --- requests that wait for their first token -------------------------------------------------------------------------
+
+
+def worked(report: bool = True) -> Story:
+    """A server that has worked before, and has nothing to do now."""
+    story = busy()
+    story.watch.left()
+    story.works(3 * RECENT_SECONDS)
+    if not report:
+        story.watch._report, story.watch._same_reports = None, 0
+    return story
+
+
+def until_doubted(story: Story, most: float = 200.0) -> float:
+    """How long it takes until a token is asked for, while nothing but answers comes."""
+    began = story.seconds
+    while not story.watch.is_doubted:
+        assert story.seconds - began < most, "no token is ever asked for"
+        assert story.turn() == ""
+        if story.seconds % 0.5 == 0.0:
+            story.report()
+    return story.seconds - began
+
+
+def test_a_server_that_begins_nothing_is_seen_when_a_token_that_was_asked_for_does_not_come_either() -> None:
+    story = worked()
+    story.watch.waits("a", lambda: 0.3)
+    assert until_doubted(story) == pytest.approx(QUIET_TIMES * HUNG, abs=TURN)
+    story.watch.asked(True)
+    assert story.seconds_until(UNSTARTED, answers=True) <= HUNG + TURN
+    story.watch.waits_no_more("a")
+    for _ in range(40):
+        story.report()
+        assert story.turn(0) == UNSTARTED, "that its requests went elsewhere is no sign of life"
+    story.watch.output()
+    assert story.turn(0) == "" and not story.watch.is_doubted
+
+
+def test_prefills_that_take_long_are_given_several_times_what_they_are_expected_to() -> None:
+    story = worked()
+    story.watch.waits("a", lambda: 6.0)
+    story.watch.waits("b", lambda: 4.0)
+    until_doubted(story)
+    story.watch.asked(True)
+    assert story.seconds_until(UNSTARTED, answers=True) == pytest.approx(OVERDUE_TIMES * 10.0, abs=TURN)
+
+
+@pytest.mark.parametrize("sign", ["another report", "an event", "output of another", "a first token", "a token"])
+def test_any_sign_of_work_is_waited_from(sign: str) -> None:
+    story = worked()
+    story.watch.waits("a", lambda: 0.1)
+    until_doubted(story)
+    story.watch.asked(True)
+    story.turn()
+    if sign == "another report":
+        story.report(used_tokens=7)
+    elif sign == "an event":
+        story.watch.moved()
+    elif sign == "a first token":
+        story.watch.waits_no_more("a")
+        story.watch.output()
+    else:
+        story.watch.output()
+    for _ in range(round(QUIET_TIMES * HUNG / TURN) - 1):
+        assert story.answered_turn() == "" and not story.watch.is_doubted
+
+
+def test_a_question_for_a_token_that_is_refused_says_nothing() -> None:
+    story = worked()
+    story.watch.waits("a", lambda: 0.1)
+    until_doubted(story)
+    for turn in range(200):
+        story.watch.asked(turn % 4 != 3)
+        story.report()
+        assert story.turn() == ""
+
+
+def test_a_quiet_time_that_was_usual_of_late_is_waited_for() -> None:
+    story = worked()
+    story.watch.waits("a", lambda: 0.1)
+    for _ in range(round(4.0 / TURN)):
+        story.answered_turn()
+    story.watch.output()
+    assert until_doubted(story) == pytest.approx(2 * 4.0, abs=TURN)
+
+
+def test_a_server_that_reports_nothing_is_idle_only_after_long() -> None:
+    story = worked(report=False)
+    story.watch.waits("a", lambda: 0.1)
+    for _ in range(round(60.0 / TURN)):
+        assert story.answered_turn() == "" and not story.watch.is_doubted
+    while not (verdict := story.answered_turn()):
+        pass
+    assert verdict == IDLE
+
+
+class Engine:
+    """First come, first served; prompts are computed one after the other, a token a turn comes of what has begun.
+    `slowness`: how many times as long as was expected a prefill takes. `shows`: its chunks are in the reports.
+    `prepares`: the share of requests that wait for something else first, which holds up nobody behind them."""
+
+    PACE, LOAD = 4000.0, 0.5  # prompt tokens a second, as expected; the share of time in which it computes prompts
+    LENGTHS = (8, 500, 4000, 100_000)
+
+    def __init__(self, seed: int, slowness: float, shows: bool, prepares: float) -> None:
+        self.rng = Random(seed)
+        self.story = worked()
+        self.slowness, self.shows, self.prepares = slowness, shows, prepares
+        self.arrivals = self.LOAD * TURN * self.PACE * len(self.LENGTHS) / sum(self.LENGTHS) / slowness
+        self.queue: list[dict[str, float]] = []
+        self.running: list[dict[str, float]] = []
+        self.names = 0
+        self.hangs = False
+        self.probe: dict[str, float] | None = None
+        self.asked_at = self.expected = 0.0  # of the last probe, what waited before it
+
+    def arrive(self, tokens: float) -> dict[str, float]:
+        """A prompt; the one of one token is that of a question whether it works."""
+        self.names += 1
+        seconds, waits = tokens / self.PACE, tokens > 1 and self.rng.random() < self.prepares
+        one = {"name": self.names, "expected": seconds, "prefill": seconds * self.slowness}
+        one |= {"prepares": self.rng.uniform(0.0, 30.0) * waits, "output": self.rng.randrange(1, 60)}
+        self.queue.append(one)
+        if tokens > 1:
+            self.story.watch.waits(self.names, lambda: seconds)
+        return one
+
+    def turn(self) -> str:
+        """An eighth of a second of everybody's."""
+        story = self.story
+        if self.rng.random() < self.arrivals:
+            self.arrive(self.rng.choice(self.LENGTHS))
+        if not self.hangs:
+            self._compute(TURN)
+        verdict = story.turn(len(self.queue) + len(self.running))
+        if story.seconds % 0.5 == 0.0:
+            story.report()
+        if story.watch.is_doubted and self.probe is None:
+            story.watch.asked(True)
+            self.asked_at, self.expected = story.seconds, sum(one["expected"] for one in self.queue)
+            self.probe = self.arrive(1)
+        return verdict
+
+    def _compute(self, seconds: float) -> None:
+        for one in self.queue:
+            one["prepares"] -= seconds
+        while seconds > 0.0 and (one := next((one for one in self.queue if one["prepares"] <= 0.0), None)):
+            used = min(seconds, one["prefill"])
+            one["prefill"] -= used
+            seconds -= used
+            self.story.done += self.shows
+            if one["prefill"] <= 0.0:
+                self.queue.remove(one)
+                self._begin(one)
+        for one in list(self.running):
+            self.story.watch.output()
+            self.story.done += 1
+            one["output"] -= 1
+            if one["output"] <= 0:
+                self.running.remove(one)
+                self.story.watch.left()
+
+    def _begin(self, one: dict[str, float]) -> None:
+        watch = self.story.watch
+        if one is self.probe:
+            watch.made_token()
+            self.probe = None
+            return
+        watch.output()
+        watch.waits_no_more(int(one["name"]))
+        watch.began()
+        self.running.append(one)
+
+
+@pytest.mark.parametrize(
+    ("slowness", "shows", "prepares"),
+    [(1.0, True, 0.0), (0.3, False, 0.0), (3.5, False, 0.0), (4.7, True, 0.0), (1.0, True, 0.3), (2.0, False, 0.3)],
+)
+def test_a_schedule_of_long_and_short_prompts_is_no_hang_and_a_hang_in_it_is_seen(
+    slowness: float, shows: bool, prepares: float
+) -> None:
+    """Twenty minutes of each: prefills that take up to 3.5 times what was expected where nothing of them shows, or more
+    than 4 times where their chunks do; requests that wait for up to half a minute for something else. Then it hangs."""
+    engine = Engine(round(10 * slowness) + shows, slowness, shows, prepares)
+    for _ in range(round(1200 / TURN)):
+        assert engine.turn() == "", f"after {engine.story.seconds} s, {len(engine.queue)} wait"
+    engine.arrive(500)
+    engine.hangs, began = True, engine.story.seconds
+    quiet = max(QUIET_TIMES * HUNG, 2 * engine.story.watch._quiets.longest) + TURN
+    while not (verdict := engine.turn()):
+        asked = engine.asked_at if engine.probe else engine.story.seconds
+        assert asked - began <= quiet and engine.story.seconds - asked <= OVERDUE_TIMES * max(engine.expected, HUNG)
+    assert verdict in (UNSTARTED, STALLED, IDLE)
+
+
+def test_requests_that_come_to_a_server_that_hangs_do_not_hide_that() -> None:
+    """As much work comes as there is time: what came before a token was asked for counts, and no more."""
+    story = worked()
+    for number in range(round(28.0 / TURN)):
+        story.watch.waits(number, lambda: TURN)
+        if story.watch.is_doubted and story.watch._probe_seconds is None:
+            story.watch.asked(True)
+        story.turn()
+        if story.seconds % 0.5 == 0.0:
+            story.report()
+    assert story.watch.verdict() == UNSTARTED
