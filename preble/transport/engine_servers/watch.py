@@ -5,7 +5,7 @@ verdict; asks nothing, sends nothing, reads no clock.
     stalled    answers come, but streams that had begun got no token, and what the engine reports of its work stands
                still, for `hung_seconds`: the engine behind a living front
     unstarted  answers come, but nothing shows work while requests wait for their first token: no output of any, no
-               cache event, the same reports, for `QUIET_TIMES` `hung_seconds`. Then it is asked for a token, and makes
+               cache event, the same reports, for `DOUBT_TIMES` `hung_seconds`. Then it is asked for a token, and makes
                none within `OVERDUE_TIMES` what the prefills of all that wait are expected to take, or `hung_seconds`
     idle       requests are there and nothing came of any for `stalled_seconds`, whatever is reported: for servers that
                report nothing of their work
@@ -30,7 +30,7 @@ from itertools import islice
 from .kv_event_codec import LoadReport
 
 USUAL_TIMES = 2.0
-QUIET_TIMES = 4.0
+DOUBT_TIMES = 4.0
 OVERDUE_TIMES = 4.0
 BATCH_MAX = 64  # requests whose prefills are added up: when more have been computed, the first have begun
 SIGNS_MIN = 64
@@ -180,7 +180,7 @@ class EngineWatch:
     @property
     def is_doubted(self) -> bool:
         """Whether nothing shows that it works on the requests that wait: a token is to be asked for."""
-        least = max(QUIET_TIMES * self._hung_seconds, USUAL_TIMES * self._quiets.longest)
+        least = max(DOUBT_TIMES * self._hung_seconds, USUAL_TIMES * self._quiets.longest)
         return self._quiet_seconds >= least and self._signs >= SIGNS_MIN and self._same_reports >= REPORTS_MIN
 
     def _begins_nothing(self) -> bool:

@@ -9,9 +9,9 @@ import pytest
 
 from preble.transport.engine_servers.kv_event_codec import LoadReport
 from preble.transport.engine_servers.watch import (
+    DOUBT_TIMES,
     IDLE,
     OVERDUE_TIMES,
-    QUIET_TIMES,
     RECENT_SECONDS,
     SIGNS_MIN,
     SILENT,
@@ -189,7 +189,7 @@ def until_doubted(story: Story, most: float = 200.0) -> float:
 def test_a_server_that_begins_nothing_is_seen_when_a_token_that_was_asked_for_does_not_come_either() -> None:
     story = worked()
     story.watch.waits("a", lambda: 0.3)
-    assert until_doubted(story) == pytest.approx(QUIET_TIMES * HUNG, abs=TURN)
+    assert until_doubted(story) == pytest.approx(DOUBT_TIMES * HUNG, abs=TURN)
     story.watch.asked(True)
     assert story.seconds_until(UNSTARTED, answers=True) <= HUNG + TURN
     story.watch.waits_no_more("a")
@@ -225,7 +225,7 @@ def test_any_sign_of_work_is_waited_from(sign: str) -> None:
         story.watch.output()
     else:
         story.watch.output()
-    for _ in range(round(QUIET_TIMES * HUNG / TURN) - 1):
+    for _ in range(round(DOUBT_TIMES * HUNG / TURN) - 1):
         assert story.answered_turn() == "" and not story.watch.is_doubted
 
 
@@ -350,7 +350,7 @@ def test_a_schedule_of_long_and_short_prompts_is_no_hang_and_a_hang_in_it_is_see
         assert engine.turn() == "", f"after {engine.story.seconds} s, {len(engine.queue)} wait"
     engine.arrive(500)
     engine.hangs, began = True, engine.story.seconds
-    quiet = max(QUIET_TIMES * HUNG, 2 * engine.story.watch._quiets.longest) + TURN
+    quiet = max(DOUBT_TIMES * HUNG, 2 * engine.story.watch._quiets.longest) + TURN
     while not (verdict := engine.turn()):
         asked = engine.asked_at if engine.probe else engine.story.seconds
         assert asked - began <= quiet and engine.story.seconds - asked <= OVERDUE_TIMES * max(engine.expected, HUNG)
