@@ -45,7 +45,7 @@ class WorkersView:
     is work that was booked and has not produced a first token yet. `mean_output_tokens` is what to expect of a request
     without a limit, `context_token_seconds` how much longer an iteration takes for each token of its contexts.
     Of the fleet: `hit_share` is the part of the window's prompt tokens that was cached where they went, `pressure` the
-    seconds that others wait for each second of work, at most 4.
+    seconds that others wait for each second of work, at most 2.
     """
 
     ids: Sequence[str]

@@ -47,7 +47,9 @@ class DiscoverySource:
         """What it is called in metrics and logs."""
         table = self.table
         if table.source == "kubernetes":
-            return f"kubernetes:{table.service or table.selector}"
+            what = "&".join(filter(None, [table.service, table.selector]))
+            where = f"{table.namespace}/" if table.namespace else ""
+            return f"kubernetes:{where}{what}" + (f":{table.port}" if table.port else "")
         return f"{table.source}:{table.name or table.path}"
 
     async def run(self) -> None:

@@ -64,6 +64,20 @@ class ScriptedSource(DiscoverySource):
         self.costs.append((pod, cost))
 
 
+def test_sources_that_look_at_different_places_have_different_names() -> None:
+    """Their metrics stand side by side, and Prometheus refuses two of one name."""
+    fields: list[dict[str, Any]] = [
+        {"selector": "app=vllm"},
+        {"selector": "app=vllm", "namespace": "blue"},
+        {"selector": "app=vllm", "port": 8001},
+        {"service": "vllm"},
+        {"service": "vllm", "selector": "app=vllm"},
+    ]
+    tables = [DiscoveryTable(source="kubernetes", **one) for one in fields]
+    labels = {DiscoverySource(table, ManualClock(), int).label for table in tables}
+    assert len(labels) == len(tables) and "kubernetes:app=vllm" in labels
+
+
 class DiscoveredFleet:
     """A discovery with its sources, clock and router."""
 
