@@ -12,6 +12,9 @@ So a prefill takes from the later of its booking and its worker's last first tok
 pieces in a row are one sample, a stretch; first tokens of one moment were computed in one iteration. A decode takes
 from a request's first token to its end, and with it is noted what was prefilled in between.
 
+Engines run so many requests at once and no more. There the next one may have waited for another to end, not for its
+prefill; so a piece is left out in which one ended while about as many ran as ever did.
+
 Rings of fixed size, written as the tree's writer; a few dozen instructions each.
 """
 
@@ -31,6 +34,7 @@ cdef extern from * nogil:
     void store_cost "preble_store"(const Cost** p, const Cost* value)
 
 cdef double MOMENT_SECONDS = 0.002
+cdef double FULL_SHARE = 0.9     # of the most that ran at once: from here on others may have waited for one to end
 
 
 cdef void push(Sample* ring, uint64_t* count, const Sample* sample) noexcept nogil:
@@ -46,6 +50,7 @@ cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t 
     cdef double began = lease.booked_at if fresh else g.first_at
     cdef double seconds = now - began
     cdef bint moment = fresh or seconds >= MOMENT_SECONDS
+    cdef bint held = g.room_at > began and now - g.room_at >= MOMENT_SECONDS
     cdef Sample* s = &g.stretch
     if loading > 0.0 and seconds > 0.0:
         seconds = max(seconds - loading, 0.0)
@@ -58,7 +63,7 @@ cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t 
         s.at = g.first_at
         push(g.prefill, &g.prefills, s)
         memset(s, 0, sizeof(Sample))
-    if s.moments or fresh or seconds > 0.0:
+    if s.moments or (moment and not held):
         if s.moments == 0:
             s.other = fresh
         s.seconds += seconds
@@ -68,6 +73,7 @@ cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t 
         s.batch += decodes if moment else 0
         s.waiting += 1
     g.first_at = now
+    g.most = max(g.most, <uint32_t> (decodes + 1))
     g.prefilled_tokens += computed
     g.moments += moment
     lease.first_at = now
@@ -81,6 +87,8 @@ cdef void note_end(WorkerSamples* g, const Lease* lease, int64_t output_tokens, 
     """A request ended that had its first token; `decodes` requests ran to the end, with it, and `waiting_ns` of
     prefill were booked and not done."""
     cdef Sample s
+    if decodes >= FULL_SHARE * g.most:
+        g.room_at = now
     if output_tokens < 2:
         return
     s.at = now
@@ -123,7 +131,7 @@ cdef class TimingSamples:
         row = <WorkerSamples*> calloc(1, sizeof(WorkerSamples))
         if row == NULL:
             raise MemoryError("TimingSamples.open")
-        row.first_at = -INFINITY
+        row.first_at = row.room_at = -INFINITY
         free(self.at[worker])
         self.at[worker] = row
 

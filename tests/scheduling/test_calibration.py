@@ -136,6 +136,56 @@ def test_a_decode_is_noted_with_what_was_prefilled_beside_it() -> None:
     assert decodes[0].tolist() == pytest.approx([105.0, 4.0, 40.0, 120.5, 1.5, 1.0, 60.0, waiting])
 
 
+def test_who_may_have_waited_for_another_to_end_is_no_sample_of_a_prefill() -> None:
+    """Where an engine runs two at once, the third begins when one of them ends."""
+    scheduler, clock = one_worker()
+    for name in "xyzu":
+        scheduler.schedule([ord(name)] * 50, request_id=name)
+    for name in "xy":
+        clock.advance(1.0)
+        scheduler.first_token(name)
+    clock.advance(7.0)
+    scheduler.finish("x", output_tokens=30)
+    clock.advance(1.0)
+    scheduler.first_token("z")
+    clock.advance(7.0)
+    scheduler.finish("y", output_tokens=60)
+    clock.advance(0.001)
+    scheduler.first_token("u")  # of the iteration in which the other ended: not for want of room
+    clock.advance(1.0)
+    scheduler.finish("z", output_tokens=2)
+    scheduler.schedule([5] * 50, request_id="next")
+    clock.advance(1.0)
+    scheduler.first_token("next")
+    prefills, decodes = measured(scheduler)
+    assert prefills[:, 1].tolist() == pytest.approx([1.0, 1.0, 7.001])
+    assert len(decodes) == 3
+
+
+def test_who_waited_while_fewer_ran_than_before_waited_for_its_prefill() -> None:
+    scheduler, clock = one_worker()
+    for name in "abcx":
+        scheduler.schedule([ord(name)] * 50, request_id=name)
+    for name in "abc":
+        clock.advance(1.0)
+        scheduler.first_token(name)
+    for name in "abc":
+        clock.advance(0.5)
+        scheduler.finish(name, output_tokens=9)
+    clock.advance(0.5)
+    scheduler.first_token("x")  # the first end since then was one of three
+    scheduler.schedule([9] * 50, request_id="y")
+    clock.advance(0.5)
+    scheduler.finish("x", output_tokens=9)
+    clock.advance(0.5)
+    scheduler.first_token("y")
+    scheduler.schedule([8] * 50, request_id="next")
+    clock.advance(1.0)
+    scheduler.first_token("next")
+    prefills, _ = measured(scheduler)
+    assert prefills[:, 1].tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0])
+
+
 def test_what_cannot_be_is_ignored_and_counted_and_what_was_not_reported_is_no_sample() -> None:
     scheduler, clock = one_worker()
     for name in "abcdef":
@@ -552,6 +602,15 @@ def test_a_fleet_that_is_what_it_was_said_to_be_decides_as_without(rps: float, g
     requests = questions(400, rps, groups)
     hashes = {sim.simulate(requests, fleet(3, calibrate)).trace_hash for calibrate in (True, False)}
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(("places", "rps"), [(2, 3.5), (2, 6.0), (4, 6.0)])
+def test_waits_for_one_of_few_places_to_run_are_no_slowness(places: int, rps: float) -> None:
+    """Near saturation of engines that run few at once, workers were taken for up to seventeen times as slow."""
+    requests, local = questions(300, rps, 6), LocalConfig(22_000, max_running=places)
+    learned, told = (sim.simulate(requests, fleet(2, calibrate, local=local)) for calibrate in (True, False))
+    assert learned.summary().mean_ttft_seconds > 0.3, "they wait"
+    assert learned.trace_hash == told.trace_hash
 
 
 def test_a_worker_three_times_slower_gets_about_a_third() -> None:
