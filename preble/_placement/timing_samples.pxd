@@ -23,7 +23,8 @@ cdef struct Sample:              # doubles all, so that numpy reads them as rows
 
 cdef struct WorkerSamples:       # of one worker
     double first_at              # when its last first token came
-    double room_at               # when last a request ended while about as many ran as ever did
+    double took                  # seconds of its last iteration that ended a prefill
+    double room_at               # when first since then a request ended while about as many ran as ever did
     uint32_t most                # requests that ran at once
     Sample stretch               # of prefills, still open
     uint32_t prefilled_tokens    # ever, modulo 2 ** 32

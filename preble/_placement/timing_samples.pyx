@@ -15,6 +15,9 @@ from a request's first token to its end, and with it is noted what was prefilled
 Engines run so many requests at once and no more. There the next one may have waited for another to end, not for its
 prefill; so a piece is left out in which one ended while about as many ran as ever did.
 
+First tokens of one iteration arrive one after the other, by network and by what makes text of them. So the same moment
+is what comes within a tenth of the time that the iteration took.
+
 Rings of fixed size, written as the tree's writer; a few dozen instructions each.
 """
 
@@ -34,6 +37,7 @@ cdef extern from * nogil:
     void store_cost "preble_store"(const Cost** p, const Cost* value)
 
 cdef double MOMENT_SECONDS = 0.002
+cdef double MOMENT_SHARE = 0.1   # of what an iteration took
 cdef double FULL_SHARE = 0.9     # of the most that ran at once: from here on others may have waited for one to end
 
 
@@ -49,9 +53,11 @@ cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t 
     cdef bint fresh = lease.booked_at > g.first_at
     cdef double began = lease.booked_at if fresh else g.first_at
     cdef double seconds = now - began
-    cdef bint moment = fresh or seconds >= MOMENT_SECONDS
-    cdef bint held = g.room_at > began and now - g.room_at >= MOMENT_SECONDS
+    cdef bint moment = fresh or seconds >= max(MOMENT_SECONDS, MOMENT_SHARE * g.took)
+    cdef bint held = began < g.room_at < now
     cdef Sample* s = &g.stretch
+    if moment:
+        g.took = seconds
     if loading > 0.0 and seconds > 0.0:
         seconds = max(seconds - loading, 0.0)
     if seconds < 0.0 or (fresh and seconds <= 0.0):      # the clock went back, or nobody computed anything
@@ -87,7 +93,7 @@ cdef void note_end(WorkerSamples* g, const Lease* lease, int64_t output_tokens, 
     """A request ended that had its first token; `decodes` requests ran to the end, with it, and `waiting_ns` of
     prefill were booked and not done."""
     cdef Sample s
-    if decodes >= FULL_SHARE * g.most:
+    if decodes >= FULL_SHARE * g.most and g.room_at <= g.first_at:
         g.room_at = now
     if output_tokens < 2:
         return

@@ -120,6 +120,21 @@ def test_first_tokens_of_one_iteration_are_one_moment() -> None:
     assert prefills[0, 7] == 3.0
 
 
+def test_first_tokens_that_arrive_one_after_the_other_are_one_moment() -> None:
+    """Live: eight first tokens of an iteration of 3.5 s arrived within 40 ms, and each counted as a prefill."""
+    scheduler, clock = one_worker()
+    for name in "abcde":
+        scheduler.schedule([ord(name)] * 50, request_id=name)
+    for name, seconds in zip("abcde", (2.0, 0.03, 0.15, 0.4, 0.03), strict=True):
+        clock.advance(seconds)
+        scheduler.first_token(name)
+    scheduler.schedule([9] * 50, request_id="next")
+    clock.advance(1.0)
+    scheduler.first_token("next")
+    prefills, _ = measured(scheduler)
+    assert prefills[:, 1].tolist() == pytest.approx([2.18, 0.43])
+
+
 def test_a_decode_is_noted_with_what_was_prefilled_beside_it() -> None:
     scheduler, clock = one_worker()
     scheduler.schedule([1] * 100, request_id="x")
@@ -139,7 +154,7 @@ def test_a_decode_is_noted_with_what_was_prefilled_beside_it() -> None:
 def test_who_may_have_waited_for_another_to_end_is_no_sample_of_a_prefill() -> None:
     """Where an engine runs two at once, the third begins when one of them ends."""
     scheduler, clock = one_worker()
-    for name in "xyzu":
+    for name in "xyz":
         scheduler.schedule([ord(name)] * 50, request_id=name)
     for name in "xy":
         clock.advance(1.0)
@@ -150,15 +165,12 @@ def test_who_may_have_waited_for_another_to_end_is_no_sample_of_a_prefill() -> N
     scheduler.first_token("z")
     clock.advance(7.0)
     scheduler.finish("y", output_tokens=60)
-    clock.advance(0.001)
-    scheduler.first_token("u")  # of the iteration in which the other ended: not for want of room
-    clock.advance(1.0)
-    scheduler.finish("z", output_tokens=2)
+    scheduler.finish("z", output_tokens=9)
     scheduler.schedule([5] * 50, request_id="next")
     clock.advance(1.0)
     scheduler.first_token("next")
     prefills, decodes = measured(scheduler)
-    assert prefills[:, 1].tolist() == pytest.approx([1.0, 1.0, 7.001])
+    assert prefills[:, 1].tolist() == [1.0, 1.0]
     assert len(decodes) == 3
 
 
