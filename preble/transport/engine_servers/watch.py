@@ -11,8 +11,9 @@ verdict; asks nothing, sends nothing, reads no clock.
                report nothing of their work
 
 A step of the engine may take longer than `hung_seconds` and delays answers, too. So what was usual of late counts: the
-longest pause within a minute or so, times `USUAL_TIMES`; and none is called stalled before it has shown
-`SIGNS_MIN` signs of work, for an engine that has just started compiles as it goes. An engine that reports that it runs
+longest pause within a minute or so, times `USUAL_TIMES`, and on top of it what the prefills of those that wait are
+expected to take, since the next step may compute them all. None is called stalled before it has shown `SIGNS_MIN` signs
+of work, for an engine that has just started compiles as it goes. An engine that reports that it runs
 nothing is not stalled: its output waits at a client that does not read.
 
 Why a token is asked for: a long prefill shows in the reports (blocks are taken chunk by chunk), but what is done before
@@ -33,6 +34,7 @@ USUAL_TIMES = 2.0
 DOUBT_TIMES = 4.0
 OVERDUE_TIMES = 4.0
 BATCH_MAX = 64  # requests whose prefills are added up: when more have been computed, the first have begun
+STEP_SECONDS_MAX = 30.0  # a step is given at the most for them
 SIGNS_MIN = 64
 RECENT_SECONDS = 30.0  # pauses count for one to two such spans
 REPORTS_MIN = 2  # of the same content within a stall
@@ -126,8 +128,7 @@ class EngineWatch:
         """A token is asked for from now on; or that was refused, which says nothing of the engine."""
         self._probe_seconds = 0.0 if is_asked else None
         if is_asked:
-            expected = sum(seconds() for seconds in islice(self._waiting.values(), BATCH_MAX))
-            self._probe_limit = max(self._hung_seconds, OVERDUE_TIMES * expected)
+            self._probe_limit = max(self._hung_seconds, OVERDUE_TIMES * self._expected_seconds())
 
     def made_token(self) -> None:
         """That token has come: the engine works, and whatever waits there waits for something else."""
@@ -170,7 +171,7 @@ class EngineWatch:
     def verdict(self) -> str:
         """Why the server is to be left alone; "" where it is not."""
         limit = max(self._hung_seconds, USUAL_TIMES * self._silences.longest)
-        if self.silent_seconds >= min(limit, self._silent_seconds_max):
+        if self._is_longer(self.silent_seconds, min(limit, self._silent_seconds_max)):
             return SILENT
         if not self._held_against:
             idle = IDLE if self._idle_seconds >= self._stalled_seconds else ""
@@ -183,6 +184,14 @@ class EngineWatch:
         least = max(DOUBT_TIMES * self._hung_seconds, USUAL_TIMES * self._quiets.longest)
         return self._quiet_seconds >= least and self._signs >= SIGNS_MIN and self._same_reports >= REPORTS_MIN
 
+    def _is_longer(self, seconds: float, limit: float) -> bool:
+        """Whether a pause is longer than a limit and than one step more with the prefills of all that wait."""
+        return seconds >= limit and seconds >= limit + min(self._expected_seconds(), STEP_SECONDS_MAX)
+
+    def _expected_seconds(self) -> float:
+        """What the prefills of the oldest that wait are expected to take together."""
+        return sum(seconds() for seconds in islice(self._waiting.values(), BATCH_MAX))
+
     def _begins_nothing(self) -> bool:
         return self._probe_seconds is not None and self._probe_seconds >= self._probe_limit and self.is_doubted
 
@@ -190,7 +199,7 @@ class EngineWatch:
         report = self._report
         limit = max(self._hung_seconds, USUAL_TIMES * self._pauses.longest)
         return (
-            self._still_seconds >= limit
+            self._is_longer(self._still_seconds, limit)
             and self._signs >= SIGNS_MIN
             and self._same_reports >= REPORTS_MIN
             and report is not None

@@ -117,6 +117,23 @@ def test_a_long_pause_is_usual_for_a_minute_and_no_longer() -> None:
     assert story.seconds_until(STALLED, answers=True) <= 2.0
 
 
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize(("prefills", "seconds"), [([0.2] * 12, 2.4), ([8.0], 8.0), ([9.0] * 100, 30.0)])
+def test_a_step_that_may_compute_all_that_wait_is_given_that_time(
+    answers: bool, prefills: list[float], seconds: float
+) -> None:
+    """Live: ten prompts of 0.2 s were one step of 3.5 s, in which the server answered nothing, and all were moved."""
+    story = busy()
+    for name, expected in enumerate(prefills):
+        story.watch.waits(name, lambda expected=expected: expected)  # type: ignore[misc]
+    found = story.seconds_until(STALLED if answers else SILENT, answers=answers)
+    assert found == pytest.approx(HUNG + seconds, abs=2 * TURN)
+    for name in range(len(prefills)):
+        story.watch.waits_no_more(name)
+    story.watch.output()
+    assert story.turn() == ""
+
+
 def test_silence_that_was_usual_counts_up_to_a_bound() -> None:
     story = busy()
     for _ in range(8):
