@@ -56,8 +56,7 @@ cdef void note_first(WorkerSamples* g, Lease* lease, uint32_t computed, int64_t 
     cdef bint moment = fresh or seconds >= max(MOMENT_SECONDS, MOMENT_SHARE * g.took)
     cdef bint held = began < g.room_at < now
     cdef Sample* s = &g.stretch
-    if moment:
-        g.took = seconds
+    g.took = seconds if moment else g.took - max(seconds, 0.0) / MOMENT_SHARE      # the tenth is counted from its start
     if loading > 0.0 and seconds > 0.0:
         seconds = max(seconds - loading, 0.0)
     if seconds < 0.0 or (fresh and seconds <= 0.0):      # the clock went back, or nobody computed anything

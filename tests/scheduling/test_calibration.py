@@ -135,6 +135,20 @@ def test_first_tokens_that_arrive_one_after_the_other_are_one_moment() -> None:
     assert prefills[:, 1].tolist() == pytest.approx([2.18, 0.43])
 
 
+def test_after_a_long_iteration_short_ones_are_told_apart_again() -> None:
+    """Each is within a tenth of the long one since the one before, but not since the long one ended."""
+    scheduler, clock = one_worker()
+    for number in range(12):
+        scheduler.schedule([number] * 50, request_id=number)
+    clock.advance(30.0)
+    scheduler.first_token(0)
+    for number in range(1, 12):
+        clock.advance(1.0)
+        scheduler.first_token(number)
+    prefills, _ = measured(scheduler)
+    assert prefills[:, 1].tolist() == pytest.approx([32.0, *[1.0] * 8])
+
+
 def test_a_decode_is_noted_with_what_was_prefilled_beside_it() -> None:
     scheduler, clock = one_worker()
     scheduler.schedule([1] * 100, request_id="x")
