@@ -10,6 +10,10 @@ the fit sees queues, batches and chunks as the engines formed them. The means an
 weigh most: they are what a replay is asked for, and under load a small error of a cost is a large one of a queue. `hop`
 moves what an engine does as a whole, so that of each run the best one is calculated.
 
+Engines run so many requests at once and no more. Where one does not say how many, waits for another to end would
+be taken for slow engines or a long `hop`; so where others waited while as many decoded as ever did, the fit is tried
+with that many places, too, and the better of the two goes on (`_Fit.places`).
+
 Groups are first of every other stretch of time. The stretches in between say how far off such a model is: nothing was
 fitted to them (`EngineModel.error`). Then the fit goes on with all of them.
 """
@@ -51,11 +55,14 @@ ROBUST = 0.5  # a group that is further off, in logarithms, weighs less
 GAIN_MIN = 0.01  # of what is left, for another round
 SPEED_APART = 0.05  # of workers, in logarithms, before they are taken for different
 RUNNING_MAX = 256
+FULL_SHARE = 0.1  # of the time that others wait, before as many as ever decode are tried for all places
 
 NAMES = ("floor", "token", "context", "pair", "request", "free")
 FREE_TRIED = (4.0, 256.0)  # where the search for `free` begins
 TOKEN_TRIED = (1.0, 0.3)  # and for `token`, times the guess: all the time may be the way
 LOOKS = 3  # rounds of each, before the best of them goes on
+BEGIN_RUNS = 2 * len(NAMES) + 2 * LOOKS + 8  # of a beginning, about
+RUNS_MAX = 5 * len(NAMES) + ROUNDS + 4 * LOOKS + 12  # of a fit with one
 HOPS, ZOOMS = 33, 4  # that are compared at once, and how often closer ones are
 AT = 8192.0  # the line's last point; it goes on as it was
 
@@ -166,11 +173,18 @@ def fit_engines(
             " its engines cost"
         )
     fit = _Fit(recording, together, progress)
-    guess = fit.guess()
     half = ~fit.judged
-    begins = [[replace(guess, free=free, token=share * guess.token) for share in TOKEN_TRIED] for free in FREE_TRIED]
-    tried = [fit.solve(min(own, key=lambda one: fit.loss(one, half)), {}, half, LOOKS) for own in begins]
-    costs = fit.solve(min(tried, key=lambda one: fit.loss(one, half)), {}, half, ROUNDS)
+    loss, costs = fit.begin(half)
+    places = fit.places()
+    if places is not None:
+        plain, fit.local = fit.local, replace(fit.local, max_running=places)
+        fit.runs_max += BEGIN_RUNS
+        fuller = fit.begin(half)
+        if fuller[0] < loss:
+            costs = fuller[1]
+        else:
+            fit.local = plain
+    costs = fit.solve(costs, {}, half, ROUNDS)
     slowness = fit.slowness(costs)
     if slowness:
         costs = fit.solve(costs, slowness, half, LOOKS)
@@ -227,7 +241,7 @@ class _Fit:
         self.prompts = workload_of(recording, rows, closed=False).requests
         self.workers = recording.workers
         self.local = local_config(recording.workers)
-        self._progress, self._runs = progress, 0
+        self._progress, self._runs, self.runs_max = progress, 0, RUNS_MAX
         column = {name: _column(self.requests, name) for name in ("sent_seconds", "first_token_seconds", "end_seconds")}
         self.sent, self.first, self.end = column.values()
         self.output = np.array([one.output_tokens for one in self.requests], np.float64)
@@ -242,6 +256,20 @@ class _Fit:
             for number, own in enumerate(self.together):
                 self.block[own] = number
         self.judged: Flags = self.block % 2 == 1
+
+    # --- places to run ------------------------------------------------------------------------------------------------
+
+    def places(self) -> int | None:
+        """The most requests of a worker that decoded at once, if others waited there meanwhile for FULL_SHARE of the
+        time that any waited. None where engines say how many run, where it does not look like it, or where times are
+        guesses."""
+        found = 0
+        for worker in () if self.together else self.workers:
+            own = np.array([one.worker == worker.id for one in self.requests])
+            if worker.max_running is None and own.any():
+                most, share = _most_decoding(self.sent[own], self.first[own], self.end[own])
+                found = max(found, most if share >= FULL_SHARE else 0)
+        return found if 0 < found < self.local.max_running else None
 
     # --- a first guess ------------------------------------------------------------------------------------------------
 
@@ -305,13 +333,22 @@ class _Fit:
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
+    def begin(self, use: Flags) -> tuple[float, EngineCosts]:
+        """The best of some beginnings, a few rounds on, and how far off it is."""
+        guess = self.guess()
+        begins = [[replace(guess, free=free, token=one * guess.token) for one in TOKEN_TRIED] for free in FREE_TRIED]
+        tried = [self.solve(min(own, key=lambda one: self.loss(one, use)), {}, use, LOOKS) for own in begins]
+        losses = [self.loss(one, use) for one in tried]
+        best = int(np.argmin(losses))
+        return losses[best], tried[best]
+
     def run(self, costs: EngineCosts, slowness: Mapping[str, float]) -> PlacedTimes:
         """The requests where they ran, on engines of these costs."""
         config = EngineModel(costs, self.local, slowness).config(self.workers)
         found = PlacedRun(self.requests, self.prompts, config).run()
         self._runs += 1
         if self._progress is not None:
-            self._progress(self._runs, 5 * len(NAMES) + ROUNDS + 4 * LOOKS + 12)
+            self._progress(self._runs, self.runs_max)
         return found
 
     def _spans(self, first: Floats, end: Floats) -> dict[str, Floats]:
@@ -407,6 +444,20 @@ class Compared:
     def loss(self, logs: Floats) -> float:
         """What is made small: Cauchy's loss of the groups, and the pull towards the first guess."""
         return float(_cauchy(self.residuals, self.weights)) + PULL**2 * float(logs @ logs)
+
+
+def _most_decoding(sent: Floats, first: Floats, end: Floats) -> tuple[int, float]:
+    """The most requests at once that had their first token and not their last, and for which share of the time that
+    others waited they were as many. Without a first token one waits to its end. O(n log n)."""
+    first = np.where(np.isnan(first), end, first)
+    times = np.concatenate([first, end, sent])
+    decodes = np.repeat([1, -1, 0], len(sent))
+    waits = np.repeat([-1, 0, 1], len(sent))
+    order = np.argsort(times, kind="stable")  # at one moment those that begin to decode come before those that end
+    decoding, waiting = np.cumsum(decodes[order]), np.cumsum(waits[order])
+    spans = np.diff(times[order], append=times[order[-1]]) * (waiting > 0)
+    most = int(decoding.max())
+    return most, float(spans[decoding == most].sum() / max(float(spans.sum()), 1e-9))
 
 
 def _step(slopes: Floats, now: Compared, logs: Floats, damping: float) -> Floats:
