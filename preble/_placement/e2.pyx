@@ -195,14 +195,18 @@ cdef inline double still_ahead(const Terms* terms, const Prices* prices) noexcep
     return 1.0 - prices.passed * terms.passes
 
 
-cdef inline double evicted_share(const WorkerMarks* marks, const Row* row, int64_t missed,
-                                 const Prices* prices) noexcept nogil:
-    """e: what a worker must evict for the missed tokens and the expected output, as a share of the missed, 1 at
-    most."""
-    cdef int64_t room = (load_signed(&marks.capacity) - load_signed(&marks.tokens) + load_signed(&marks.away)
-                         - load32(&row.live_output_tokens))
+cdef inline double lacking_share(int64_t room, int64_t missed, const Prices* prices) noexcept nogil:
+    """What `room` tokens lack for the missed tokens and the expected output, as a share of the missed, 1 at most."""
     cdef double need = missed + prices.output_tokens - max(room, 0)
     return min(need / missed, 1.0) if need > 0.0 else 0.0
+
+
+cdef inline double evicted_share(const WorkerMarks* marks, const Row* row, int64_t missed,
+                                 const Prices* prices) noexcept nogil:
+    """e: what must leave a worker's GPU memory, as a share of the missed."""
+    cdef int64_t room = (load_signed(&marks.capacity) - load_signed(&marks.tokens) + load_signed(&marks.away)
+                         - load32(&row.live_output_tokens))
+    return lacking_share(room, missed, prices)
 
 
 cdef inline void charge_copy(Terms* terms, uint32_t worker, uint32_t least_held, const Prices* prices) noexcept nogil:
@@ -431,13 +435,23 @@ cdef class E2:
         prices.context_seconds = (TOGETHER_SHARE * prices.output_tokens * cost.context_slope
                                   if cost != NULL else 0.0)
 
-    cdef double sent_away_seconds(self, uint32_t worker, double tokens, const Prices* prices) noexcept nogil:
-        """What it takes to bring back what goes to host memory for so many tokens and the expected output, if it is
-        used as often as the rest; infinity where what goes is gone."""
+    cdef double sent_away_seconds(self, uint32_t worker, int64_t missed, const Terms* terms,
+                                  const Prices* prices) noexcept nogil:
+        """The eviction of a worker, `terms.eviction` where all that leaves its GPU's memory is gone, if below that lies
+        more: bringing back what goes there, if it is used as often as the rest; what has no room there is gone."""
         cdef WorkerMarks* marks = &load_workers(&self.tree.t.workers)[worker]
-        if load_signed(&marks.below) == 0:
-            return INFINITY
-        return prices.evicted_uses * load_seconds_of(&self.rates[worker], <uint32_t> (tokens + prices.output_tokens), 0)
+        cdef int64_t below = load_signed(&marks.below), room
+        cdef double gone, back
+        if below == 0:
+            return terms.eviction
+        room = (max(below, load_signed(&marks.capacity)) - load_signed(&marks.tokens)
+                - load32(&self.loads.rows[worker].live_output_tokens))
+        gone = lacking_share(room, missed, prices) * terms.prefill * prices.evicted_uses * (1.0 + prices.pressure)
+        gone = min(gone, terms.eviction)
+        back = prices.evicted_uses * load_seconds_of(
+            &self.rates[worker],
+            <uint32_t> (missed + terms.loaded[HOST] + terms.loaded[DISK] + prices.output_tokens), 0)
+        return gone + min(terms.eviction - gone, back)
 
     cdef double ahead_seconds(self, uint32_t worker, double now) noexcept nogil:
         """Q - D."""
@@ -478,8 +492,7 @@ cdef class E2:
                                         request.count - terms.usable, prices)
                           * prices.evicted_uses * prices.prefill * (1.0 + prices.pressure))
         if prices.some_below and terms.eviction > 0.0:
-            terms.eviction = min(terms.eviction, self.sent_away_seconds(
-                worker, request.count - terms.usable + terms.loaded[HOST] + terms.loaded[DISK], prices))
+            terms.eviction = self.sent_away_seconds(worker, request.count - terms.usable, terms, prices)
         terms.balance = LOAD_SHARE * terms.load * min(terms.load / (HALF_BUSY * prices.longest), 1.0)
         terms.credit = 0.0
         terms.total = (terms.queue + terms.prefill + terms.others + terms.decode + terms.eviction + terms.balance

@@ -224,6 +224,19 @@ def test_room_for_what_goes_to_host_memory_costs_its_way_back() -> None:
     assert 0.0 < of(sched, "b", new).eviction_seconds < 0.2 * of(sched, "a", new).eviction_seconds
 
 
+def test_what_has_no_room_in_host_memory_is_gone() -> None:
+    """Regression: a full host memory cost as little as an empty one, so documents gathered before it and were lost."""
+    below = {"a": 0, "b": 65536, "full": 4096, "nearly": 5600}
+    sched = fleet(*(WorkerSpec(name, 4096, SIZE, below_capacity_tokens=room) for name, room in below.items()))
+    for name in below:
+        for prompt in (PROMPT, [*PROMPT, 7]):
+            serve(sched, prompt, exclude=[other for other in below if other != name])
+    costs = {name: of(sched, name, list(range(10**6, 10**6 + 3000))).eviction_seconds for name in below}
+    assert costs["full"] == pytest.approx(costs["a"], rel=0.01), "each token that comes drives one out for good"
+    assert costs["b"] < 0.2 * costs["a"]
+    assert 0.4 * costs["a"] < costs["nearly"] < 0.7 * costs["a"], "half of them have room"
+
+
 # --- what loads take --------------------------------------------------------------------------------------------------
 
 

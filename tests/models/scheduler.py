@@ -758,12 +758,18 @@ class NaiveScheduler:
         context = TOGETHER_SHARE * prices.output * account.cost.context[3]
         promised = sum(booking.expected_output for booking in account.live)
         here = self.tree.cached(name) - self.tree.away(name)
-        room = max(0, account.spec.kv_capacity_tokens - here - promised)
-        evicted = min(1.0, max(0.0, (length - usable + prices.output - room) / (length - usable)))
-        eviction = evicted * prices.evicted_uses * prefill * (1.0 + prices.pressure)
+        again = prices.evicted_uses * prefill * (1.0 + prices.pressure)
+
+        def lacking(capacity: int, cached: int) -> float:
+            need = length - usable + prices.output - max(0, capacity - cached - promised)
+            return min(1.0, max(0.0, need / (length - usable)))
+
+        eviction = lacking(account.spec.kv_capacity_tokens, here) * again
         if self.tree.below[name]:
+            there = max(self.tree.below[name], account.spec.kv_capacity_tokens)
+            gone = min(eviction, lacking(there, self.tree.cached(name)) * again)
             tokens = length - usable + sum(loaded) + prices.output
-            eviction = min(eviction, prices.evicted_uses * account.load_seconds(tokens, 0))
+            eviction = gone + min(eviction - gone, prices.evicted_uses * account.load_seconds(tokens, 0))
         return Row(
             *(name, whole, usable, load, prefill),
             queue=(self.ahead(account, now) + min(behind, BEHIND_SECONDS)) * self.still_ahead(name, usable, prices)
