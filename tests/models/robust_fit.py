@@ -67,15 +67,17 @@ def terms(parts: CostTerms, tokens: Any, context: Any, chunk: Any, chunk_context
 
 
 def prefill_terms(model: CostModel, rows: Floats) -> Floats:
-    """The prior's terms of stretches of prefills: an iteration a moment, with the decodes beside it, and half an
-    iteration of these before it where nothing waited."""
+    """The prior's terms of stretches of prefills: each as if it had an iteration of its own, with its share of the
+    decodes beside it, and half an iteration of these before it where nothing waited."""
     moments = np.maximum(rows[:, MOMENTS], 1.0)
-    tokens, context, batch = (rows[:, column] / moments for column in (TOKENS, CONTEXT, BATCH))
-    beside = batch * (context.mean() if len(context) else 0.0)
-    asked = (tokens + batch, batch), (context + beside, beside), (tokens, 0.0 * batch), (context, beside)
+    requests = np.maximum(rows[:, WAITING], moments)
+    tokens, context, share = (rows[:, column] / requests for column in (TOKENS, CONTEXT, BATCH))
+    batch, mean = rows[:, BATCH] / moments, (rows[:, CONTEXT] / moments).mean() if len(rows) else 0.0
+    beside = batch * mean
+    asked = (tokens + share, batch), (context + share * mean, beside), (tokens, 0.0 * batch), (context, beside)
     each = terms(CostTerms(model), *(np.concatenate(pair) for pair in asked))
     residue = np.where(batch > 0.0, 0.5 * rows[:, OTHER], 0.0)
-    return moments[:, None] * each[: len(rows)] + residue[:, None] * each[len(rows) :]
+    return requests[:, None] * each[: len(rows)] + residue[:, None] * each[len(rows) :]
 
 
 def decode_terms(model: CostModel, rows: Floats, own_share_min: float) -> tuple[Floats, npt.NDArray[np.bool_]]:

@@ -803,3 +803,13 @@ def test_the_first_requests_before_servers_that_nobody_described_wait_no_longer(
     right = ttft(SLOW_CPU, False, 0.0)
     for delay in (0.0, 0.5):
         assert ttft(CostModel.preset("mistral-7b/a6000"), True, delay) <= 1.1 * right
+
+
+def test_prefills_that_share_an_iteration_have_their_part_of_it_each() -> None:
+    rows = np.zeros((16, 8))
+    together = np.array([1, 8] * 8)  # first tokens of an iteration
+    rows[:, 0], rows[:, 1], rows[:, 5], rows[:, 7] = np.arange(16), 0.3 * together, 1, together
+    rows[:, 2], rows[:, 3] = 24 * together, 1500 * together
+    found = estimated(NEUTRAL, rows, rows[:0], 0.0)
+    assert found is not None
+    assert scaled(NEUTRAL, found.logs).prefill_time(24, 1500) == pytest.approx(0.3, rel=0.1)

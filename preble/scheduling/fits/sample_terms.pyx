@@ -18,7 +18,8 @@ cdef enum:
     BATCH = 4
     MOMENTS = 5
     OTHER = 6
-    WAITING = 7
+    WAITING = 7      # of a decode
+    REQUESTS = 7     # of prefills
 
 cdef double SHORT = DECODE_TOKENS
 
@@ -51,10 +52,12 @@ cdef void add_terms(const Cost* cost, double times, double tokens, double contex
 
 
 def prefill_terms(CostModel prior not None, const double[:, ::1] rows):
-    """Of stretches of prefills, shape [n, 4]: an iteration a moment, with the decodes beside it, and half an iteration
-    of these before it where nothing waited. `rows`: samples, shape [n, 8]."""
+    """Of stretches of prefills, shape [n, 4]: each request as if it had an iteration of its own, with its share of the
+    decodes beside, and half an iteration of these before it where nothing waited. So where several prefills share an
+    iteration, a factor says what each of them takes there: decisions add up what waits, request by request. `rows`:
+    samples, shape [n, 8]."""
     cdef Py_ssize_t n, count = rows.shape[0]
-    cdef double mean = 0.0, moments, tokens, context, batch, beside
+    cdef double mean = 0.0, moments, requests, tokens, context, batch, beside
     cdef double[:, ::1] into
     found = np.zeros((count, TERMS))
     into = found
@@ -62,9 +65,12 @@ def prefill_terms(CostModel prior not None, const double[:, ::1] rows):
         mean += rows[n, CONTEXT] / fmax(rows[n, MOMENTS], 1.0) / count
     for n in range(count):
         moments = fmax(rows[n, MOMENTS], 1.0)
-        tokens, context, batch = rows[n, TOKENS] / moments, rows[n, CONTEXT] / moments, rows[n, BATCH] / moments
+        requests = fmax(rows[n, REQUESTS], moments)
+        tokens, context, batch = rows[n, TOKENS] / requests, rows[n, CONTEXT] / requests, rows[n, BATCH] / requests
         beside = batch * mean
-        add_terms(&prior.cost, moments, tokens + batch, context + beside, tokens, fmax(tokens, context), &into[n, 0])
+        add_terms(&prior.cost, requests, tokens + batch, context + beside, tokens, fmax(tokens, context), &into[n, 0])
+        batch = rows[n, BATCH] / moments
+        beside = batch * mean
         if batch > 0.0:
             add_terms(&prior.cost, 0.5 * rows[n, OTHER], batch, beside, 0.0, beside, &into[n, 0])
     return found

@@ -66,7 +66,7 @@ def test_the_compiled_terms_are_the_plain_ones(name: str) -> None:
     rows = np.zeros((200, 8))
     rows[:, 2:5] = rng.integers(0, [60, 9000, 30], (200, 3))
     rows[:, 5:7] = rng.integers(0, [4, 2000], (200, 2))
-    rows[:, 7] = rng.choice([0.0, 3.0], 200)
+    rows[:, 7] = rng.choice([0.0, 3.0, 7.0], 200)
     assert prefill_terms(model, rows) == pytest.approx(robust_fit.prefill_terms(model, rows), rel=1e-12)
     found, use = decode_terms(model, rows, 0.5)
     plain, plain_use = robust_fit.decode_terms(model, rows, 0.5)
