@@ -807,7 +807,7 @@ def test_the_first_requests_before_servers_that_nobody_described_wait_no_longer(
 
 def test_prefills_that_share_an_iteration_have_their_part_of_it_each() -> None:
     rows = np.zeros((16, 8))
-    together = np.array([1, 8] * 8)  # first tokens of an iteration
+    together = np.array([4, 8] * 8)  # first tokens of an iteration
     rows[:, 0], rows[:, 1], rows[:, 5], rows[:, 7] = np.arange(16), 0.3 * together, 1, together
     rows[:, 2], rows[:, 3] = 24 * together, 1500 * together
     found = estimated(NEUTRAL, rows, rows[:0], 0.0)
