@@ -1,17 +1,32 @@
-"""What is learned of requests that servers answer, and serves those that come after: which prompts engines count
-otherwise, who keeps which answer. Owns that these belong together; the gateway's relay has one, an endpoint picker
-another."""
+"""What two ways of sending requests to servers share, the gateway's relay and the endpoint picker: what is learned of
+answers (which prompts engines count otherwise, who keeps which answer), and how a request is placed. Owns that both do
+it alike; who sends the request, and reads its answer, is theirs."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from ...router.placement import Placement
+from ..api.http import off_loop
+from ..core.header_fields import HeaderFields
+from ..core.models import ServedModel
+from ..core.request_context import RequestContext
+from ..core.sessions import with_body
+from .body import RelayedBody, read_body
+from .endpoints import Endpoint
+from .form import read_form
 from .pinned import PinnedAnswers
-from .routing_key import Mismatches
+from .routing_key import Mismatches, RoutingKey, routing_key
 
 if TYPE_CHECKING:
     from ..core.gateway import Gateway
+
+READ_BYTES = 256 << 10  # of a body that is looked over on the loop, in a tenth of a millisecond
 
 
 class Learned:
@@ -21,4 +36,71 @@ class Learned:
         self.gateway = gateway
         self.mismatches = Mismatches()
         self.pinned = PinnedAnswers()
-        self.numbers = itertools.count(1)  # of requests, whose ids clients may repeat
+        self._numbers = itertools.count(1)  # of requests, whose ids clients may repeat
+
+    async def key_of(self, context: RequestContext, body: RelayedBody, served: ServedModel) -> RoutingKey:
+        """Note what a body says of its request; what that is placed by. Raises `ApiError` 403 where its key may not use
+        the model."""
+        gateway = self.gateway
+        context.use_model(served.name)
+        context.stream = body.stream
+        if "prompt_cache_key" in body.fields or "user" in body.fields:
+            named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
+            context.session = with_body(context.session, **named)
+        began = gateway.metrics.clock()
+        key = await routing_key(
+            body,
+            gateway.codec,
+            model=context.model,
+            engine=served.engine,
+            namespace=served.namespace,
+            mismatches=self.mismatches,
+            tokens_max=served.max_model_tokens,
+            events=served.events,
+        )
+        gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
+        gateway.metrics.relayed(body.endpoint.kind, exact=key.exact)
+        return key
+
+    async def place(
+        self, context: RequestContext, body: RelayedBody, key: RoutingKey, exclude: frozenset[str], *, client: str
+    ) -> Placement:
+        """A place at a server, by a name of its own. Raises as `Router.place`."""
+        gateway = self.gateway
+        return await gateway.router.place(
+            key.token_ids,
+            namespace=key.namespace,
+            request_id=f"{context.request_id}#{next(self._numbers)}",
+            client=client,
+            first_token_seconds=gateway.left_seconds(context),
+            **gateway.claim_of(context),
+            session=context.session or None,
+            group=context.group,
+            max_new_tokens=body.max_tokens or None,
+            exclude=exclude,
+            streamed=body.stream,
+        )
+
+    def all_but(self, keeper: str | None, exclude: frozenset[str]) -> frozenset[str]:
+        """The workers that a request must not go to: where one keeps what it asks for, and is there, all others."""
+        ids = self.gateway.router.fleet.worker_ids
+        return exclude if keeper is None or keeper not in ids else exclude.union(ids) - {keeper}
+
+
+async def looked_over(data: bytes, endpoint: Endpoint, headers: HeaderFields) -> RelayedBody:
+    """A body that was looked over, beside the loop where that takes long. Raises `ApiError` 400."""
+    read: Callable[[bytes, Endpoint], RelayedBody] = read_body
+    if endpoint.takes_form:
+        read = partial(read_form, content_type=headers.get("content-type"))
+    return read(data, endpoint) if len(data) <= READ_BYTES else await off_loop(len(data), read, data, endpoint)
+
+
+def changes_for(placement: Placement, body: RelayedBody, served: ServedModel) -> dict[str, bytes]:
+    """What is edited into a body on its way to its server: the rank, as SGLang wants it, and the server's own name of
+    the model."""
+    changes: dict[str, bytes] = {}
+    if placement.rank is not None and placement.info.engine == "sglang" and body.endpoint.generates:
+        changes["routed_dp_rank"] = b"%d" % placement.rank
+    if served.sent_name is not None and "model" in body.fields:
+        changes["model"] = msgspec.json.encode(served.sent_name)
+    return changes

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import ClientDisconnect
 
 from ...errors import PrebleError, TransportError, WorkerLost
 from ...router.placement import Placement
 from ...transport.engine_servers.http_client import TRACE_HEADERS, Unreachable
 from ...transport.engine_servers.http_pool import Answer
-from ..api.http import JSON, Receive, Send, error_events, off_loop, read_whole
+from ..api.http import JSON, Receive, Send, error_events, read_whole
 from ..connections import BoundedProtocol
 from ..core.byte_budget import SMALL_BYTES, ByteShare
 from ..core.config import is_keyless
@@ -33,12 +31,11 @@ from ..core.header_fields import headers_of
 from ..core.http_errors import unavailable
 from ..core.models import ServedModel
 from ..core.request_context import RequestContext
-from ..core.sessions import with_body
-from .body import RelayedBody, read_body
+from .body import RelayedBody
 from .endpoints import Endpoint
-from .form import MEDIA_TYPE, read_form
+from .form import MEDIA_TYPE
 from .headers import answer_headers, request_head, value_of
-from .learned import Learned
+from .learned import Learned, changes_for, looked_over
 from .progress import RelayProgress, tokens_seen
 from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
 from .routing_key import RoutingKey, routing_key
@@ -49,7 +46,6 @@ from .usage import UsageReader, usage_reader
 
 Scope = MutableMapping[str, Any]
 
-READ_BYTES = 256 << 10  # of a body that is looked over on the loop, in a tenth of a millisecond
 WHOLE_BYTES = 1 << 20
 FULL = frozenset({429, 503})  # the server takes no more
 BROKEN = frozenset({502, 504})  # something between us and the server, or behind it
@@ -102,10 +98,10 @@ class Relay(Learned):
                 media_type = MEDIA_TYPE if endpoint.takes_form else JSON
                 data = await read_whole(scope, receive, gateway.config.max_body_bytes, share, media_type)
                 # What asks for an answer by its id has no body, or one that says nothing of where it goes.
-                read: Callable[[bytes, Endpoint], RelayedBody] = RelayedBody if endpoint.by_id else read_body
-                if endpoint.takes_form:
-                    read = partial(read_form, content_type=headers_of(scope).get("content-type"))
-                body = await off_loop(len(data) if len(data) > READ_BYTES else 0, read, data, endpoint)
+                if endpoint.by_id:
+                    body = RelayedBody(data, endpoint)
+                else:
+                    body = await looked_over(data, endpoint, headers_of(scope))
                 del data
                 await Exchange(self, endpoint, body, share, scope, send).attended(receive)
         finally:
@@ -175,40 +171,11 @@ class Exchange:
         gateway, context, body = self._gateway, self._context, self._body
         if not self._endpoint.by_id:
             self._served = await gateway.models.get_now(body.model)
-        served = self._served
-        context.use_model(served.name)
-        context.stream = body.stream
-        if "prompt_cache_key" in body.fields or "user" in body.fields:
-            named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
-            context.session = with_body(context.session, **named)
-        began = gateway.metrics.clock()
-        key = await routing_key(
-            body,
-            gateway.codec,
-            model=context.model,
-            engine=served.engine,
-            namespace=served.namespace,
-            mismatches=self._relay.mismatches,
-            tokens_max=served.max_model_tokens,
-            events=served.events,
-        )
-        gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
-        gateway.metrics.relayed(self._endpoint.kind, exact=key.exact)
+        key = await self._relay.key_of(context, body, self._served)
         context.charge(max(body.n * body.prompts - 1, 0))
         self._progress = RelayProgress(gateway, context, key)
-        placement = self._placement = await gateway.router.place(
-            key.token_ids,
-            namespace=key.namespace,
-            request_id=f"{context.request_id}#{next(self._relay.numbers)}",
-            client=context.key_name,
-            first_token_seconds=gateway.left_seconds(context),
-            **gateway.claim_of(context),
-            session=context.session or None,
-            group=context.group,
-            max_new_tokens=body.max_tokens or None,
-            exclude=await self._excluded(),
-            streamed=body.stream,
-        )
+        exclude = await self._excluded()
+        placement = self._placement = await self._relay.place(context, body, key, exclude, client=context.key_name)
         try:
             await self._pass_on(key)
         except asyncio.CancelledError:  # the client has gone, or its time is over
@@ -224,9 +191,7 @@ class Exchange:
         named = self._scope["path_params"].get("id") if endpoint.by_id else self._body.previous_response_id
         if named is None:
             return exclude
-        keeper = await self._relay.keeper_of(named)
-        ids = self._gateway.router.fleet.worker_ids
-        return exclude if keeper is None or keeper not in ids else exclude.union(ids) - {keeper}
+        return self._relay.all_but(await self._relay.keeper_of(named), exclude)
 
     def _hang_up(self) -> None:
         if self._answer is not None:
@@ -292,13 +257,8 @@ class Exchange:
         return await pool.send(head, data, on_sent=self._sent)
 
     def _changes(self) -> dict[str, bytes]:
-        """What is edited into the body: the rank, as SGLang wants it, the usage of a stream, and where to go on."""
-        changes: dict[str, bytes] = {}
-        placement = self._placement
-        if placement.rank is not None and placement.info.engine == "sglang" and self._endpoint.generates:
-            changes["routed_dp_rank"] = b"%d" % placement.rank
-        if self._served.sent_name is not None and "model" in self._body.fields:
-            changes["model"] = msgspec.json.encode(self._served.sent_name)
+        """What is edited into the body, the usage of a stream and where to go on among it."""
+        changes = changes_for(self._placement, self._body, self._served)
         return {**changes, **self._body.usage_changes(), **self._continuation}
 
     def _sent(self, answer: Answer) -> None:
