@@ -5,5 +5,6 @@ messages      what goes over the wire: messages, modes of bodies, answers
 destinations  servers as the data plane names them, and which of them it allows
 pick          one request: placed, booked, observed, ended
 exchange      the order of messages: what is answered to each, when
+turns         which request is placed when
 server        the gRPC server and its health
 """

@@ -12,7 +12,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.string cimport memcpy
 
-from preble.gateway.picker.http2 cimport Http2Call, Http2Stream
+from preble.gateway.picker.http2 cimport Http2Call, Http2Connection, Http2Stream
 from preble.gateway.picker.parts cimport PlainParts
 
 from google.protobuf.message import DecodeError
@@ -130,31 +130,34 @@ cdef class GrpcCall(Http2Call):
 
 @cython.final
 cdef class ProcessCall(GrpcCall):
-    """The exchange of one request with a data plane. Messages are taken one after the other, in order."""
+    """The exchange of one request with a data plane. Messages are taken one after the other, in order; what cannot be
+    answered at once waits for its turn."""
 
-    cdef object exchange
+    cdef object exchange, turns
     cdef PlainParts plain
     cdef object waiting  # messages, a deque; None where there were none
-    cdef object task
+    cdef object work  # what finds the answer, a coroutine until its turn, and then, where it waits, a task
+    cdef bint has_begun_work
     cdef Py_ssize_t untaken  # bytes of what waits, which the other side may not send anew
     cdef bint has_ended
 
     def __init__(self, Http2Stream stream, Py_ssize_t message_bytes_max, picker):
         super().__init__(stream, message_bytes_max)
         self.exchange = PickExchange(picker)
+        self.turns = picker.turns
         self.plain = self.exchange.plain
 
     cpdef object on_data(self, bytes data):
         """Take messages; while an answer is being found, keep them."""
         GrpcCall.on_data(self, data)
-        if self.task is None:
+        if self.work is None:
             self.stream.take(PyBytes_GET_SIZE(data))
         else:
             self.untaken += PyBytes_GET_SIZE(data)
 
     cdef int on_message(self, bytes message) except -1:
         """The next of the data plane's."""
-        if self.task is None:
+        if self.work is None:
             return self.take(message)
         if self.waiting is None:
             self.waiting = deque()
@@ -170,16 +173,20 @@ cdef class ProcessCall(GrpcCall):
     cpdef object on_end(self):
         """The data plane says no more."""
         self.has_ended = True
-        if self.task is None:
+        if self.work is None:
             self.conclude()
 
     cpdef object on_reset(self):
         """The data plane has given the request up."""
         self.is_over = True
-        if self.task is None:
-            self.exchange.close()
-        else:
-            self.task.cancel()  # its end closes the exchange
+        if self.work is not None and self.has_begun_work:
+            self.work.cancel()  # its end closes the exchange
+            return
+        if self.work is not None:
+            self.turns.give_up(self)
+            work, self.work = self.work, None
+            work.close()
+        self.exchange.close()
 
     cdef int take(self, bytes message) except -1:
         if self.plain.on_output is not None:  # most of all that is ever said
@@ -193,29 +200,47 @@ cdef class ProcessCall(GrpcCall):
             answers = self.exchange.take(message)
         except DecodeError:
             return self.on_wrong(INTERNAL)
-        if not isinstance(answers, list):
-            answers = begun(answers, self.exchange.failed)
-            if not isinstance(answers, list):
-                self.task = answers
-                answers.add_done_callback(self.answer_found)
-                return 0
-        return self.answer(<list> answers)
+        if isinstance(answers, list):
+            return self.answer(<list> answers)
+        self.work, self.has_begun_work = answers, False
+        self.turns.add(self)
+        return 0
+
+    def on_turn(self):
+        """What could not be answered at once is begun, and mostly done."""
+        found = begun(self.work, self.exchange.failed)
+        if isinstance(found, list):
+            self.go_on(found)
+            return
+        self.work, self.has_begun_work = found, True
+        found.add_done_callback(self.answer_found)
 
     def answer_found(self, task):
-        """What was being found is known, or was given up."""
-        self.task = None
+        """What waited is known, or was given up."""
         if task.cancelled() or self.is_over:
+            self.work = None
             self.exchange.close()
             return
         error = task.exception()
-        self.answer(task.result() if error is None else self.exchange.failed(error))
-        while self.waiting and self.task is None and not self.is_over:
-            self.take(self.waiting.popleft())
-        if self.task is None:
-            untaken, self.untaken = self.untaken, 0
-            self.stream.take(untaken)
-            if self.has_ended:
-                self.conclude()
+        self.go_on(task.result() if error is None else self.exchange.failed(error))
+
+    cdef int go_on(self, list answers) except -1:
+        """Answer, then take what came meanwhile."""
+        cdef Http2Connection connection = self.stream.connection
+        self.work = None
+        connection.hold()
+        try:
+            self.answer(answers)
+            while self.waiting and self.work is None and not self.is_over:
+                self.take(self.waiting.popleft())
+            if self.work is None:
+                untaken, self.untaken = self.untaken, 0
+                self.stream.take(untaken)
+                if self.has_ended:
+                    self.conclude()
+        finally:
+            connection.let_go()
+        return 0
 
     cdef int answer(self, list answers) except -1:
         self.send(answers)

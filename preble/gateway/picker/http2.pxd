@@ -29,7 +29,7 @@ cdef class Http2Connection:
     cdef dict waiting  # those of them that have frames which wait for a window
     cdef object accept, gone, transport
     cdef HeaderDecoder decoder
-    cdef bint is_greeted, is_taking, is_ending, is_heading
+    cdef bint is_greeted, is_held, is_ending, is_heading
     cdef long long streams_max, last_id
     cdef list parts  # of what is not a whole frame yet
     cdef Py_ssize_t missing  # bytes of it, as far as is known
@@ -41,6 +41,8 @@ cdef class Http2Connection:
     cdef long long send_window, stream_send_window, frame_bytes, receive_window, used
 
     cpdef object data_received(self, bytes data)
+    cdef int hold(self) except -1
+    cdef int let_go(self) except -1
     cdef Py_ssize_t take_frames(self, bytes data) except -1
     cdef int take_frame(
         self, int kind, int flags, long long number, bytes data, Py_ssize_t at, Py_ssize_t stop

@@ -1,8 +1,8 @@
 """HTTP/2 connections of gRPC clients (RFC 9113), as much as a server of streams needs. Owns frames, flow control both
 ways, and the bounds on what one connection may make us hold; fields are `hpack`'s, messages and calls `calls`'.
 
-A data plane has a few connections, each with the streams of many requests. All that came at once is taken at once and
-answered with one write, so that under load a message costs a fraction of what it does alone.
+A data plane has a few connections, each with the streams of many requests. All that came at once is taken at once, and
+what of it is answered at once with one write, so that under load a message costs a fraction of what it does alone.
 
     bound                                                  beyond it
     streams of a connection, `streams_max`                 the stream is refused (REFUSED_STREAM)
@@ -187,7 +187,7 @@ cdef class Http2Connection:
                 return
             data = b"".join(self.parts)
             self.parts = []
-        self.is_taking = True
+        self.hold()
         try:
             taken = self.take_frames(data)
             if taken < PyBytes_GET_SIZE(data):
@@ -195,8 +195,16 @@ cdef class Http2Connection:
         except ProtocolError as error:
             self.end(OF_PROTOCOL, str(error))
         finally:
-            self.is_taking = False
-            self.flush()
+            self.let_go()
+
+    cdef int hold(self) except -1:
+        """Write nothing until `let_go`, for more will be said at once."""
+        self.is_held = True
+        return 0
+
+    cdef int let_go(self) except -1:
+        self.is_held = False
+        return self.flush()
 
     def stop(self):
         """Take no more streams; it is closed when those that run have ended."""
@@ -563,7 +571,7 @@ cdef class Http2Connection:
         write_number(at + 5, 4, number)
         memcpy(at + 9, payload, size)
         self.out_size += 9 + size
-        if not self.is_taking:
+        if not self.is_held:
             self.flush()
         return 0
 

@@ -10,15 +10,11 @@ to retry, at the further destinations that it was given.
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any
-
-import msgspec
 
 from ...errors import PrebleError, TransportError
 from ...router.placement import Placement
 from ...transport.engine_servers.http_client import TRACE_HEADERS
-from ..api.http import off_loop
 from ..core.byte_budget import ByteShare
 from ..core.gateway import Gateway
 from ..core.header_fields import HeaderFields
@@ -27,19 +23,18 @@ from ..core.models import ServedModel
 from ..core.request_context import RequestContext, now_in
 from ..core.request_headers import OWN_HEADERS, group_of, request_id_of, timeout_of, urgency_of
 from ..core.request_log import CLIENT_GONE, OTHER_ROUTE, note_request
-from ..core.sessions import HINT_HEADERS, NO_SESSION, hint_of_headers, with_body
-from ..relay.body import RelayedBody, read_body
+from ..core.sessions import HINT_HEADERS, hint_of_headers
+from ..relay.body import RelayedBody
 from ..relay.endpoints import ENDPOINTS, POSTS, Endpoint
-from ..relay.form import read_form
-from ..relay.learned import Learned
+from ..relay.learned import Learned, changes_for, looked_over
 from ..relay.progress import RelayProgress, tokens_seen
-from ..relay.routing_key import RoutingKey, routing_key
+from ..relay.routing_key import RoutingKey
 from ..relay.usage import UsageReader, usage_reader
 from .destinations import Destinations
 from .messages import Fields
 from .parts import PlainParts
+from .turns import PlacingTurns
 
-READ_BYTES = 256 << 10  # of a body that is looked over on the loop
 FAILED = frozenset({502, 503, 504})  # the server, or the way to it; it is asked at once whether it lives
 MODEL_HEADER = "x-gateway-model-name"  # set by who reads bodies before us, where none is sent here
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"  # whose request it is
@@ -54,6 +49,7 @@ class Picker(Learned):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
         self.destinations = Destinations(gateway.router)
+        self.turns = PlacingTurns()
 
 
 class Pick:
@@ -86,7 +82,6 @@ class Pick:
         self._placement: Placement | None = None
         self._progress: RelayProgress | None = None
         self._reader: UsageReader | None = None
-        self._asked: dict[str, Any] = {}
         self._key: RoutingKey
         self._read: RelayedBody
         self._removes_usage = False
@@ -115,24 +110,10 @@ class Pick:
             context.group = group_of(self._headers)
         body = self._read = await self._body_of(data)
         served = await self._model_of(body, data is not None)
-        context.use_model(served.name)
-        context.stream = body.stream
-        if "prompt_cache_key" in body.fields or "user" in body.fields:
-            named = {name: body.text(name) for name in ("prompt_cache_key", "user")}
-            context.session = with_body(context.session, **named)
-        key = self._key = await self._key_of(body, served)
-        exclude = self._exclude(body, served, allowed)
+        key = self._key = await self._picker.key_of(context, body, served)
+        keeper = self._picker.pinned.get(self._answer_id or body.previous_response_id)
+        exclude = self._picker.all_but(keeper, served.exclude | self._picker.destinations.outside(allowed))
         self._progress = RelayProgress(gateway, context, key)
-        self._asked = {
-            "namespace": key.namespace,
-            "client": self._client,
-            "first_token_seconds": gateway.left_seconds(context),
-            **gateway.claim_of(context),
-            "session": None if context.session is NO_SESSION else context.session,
-            "group": context.group,
-            "max_new_tokens": body.max_tokens or None,
-            "streamed": body.stream,
-        }
         placement = self._placement = await self._placed(exclude)
         self.destination = self._picker.destinations.of(placement.url)
         self.further = self._picker.destinations.others(self.destination, exclude, gateway.config.picker_fallbacks)
@@ -151,11 +132,8 @@ class Pick:
         endpoint = self._endpoint
         if not data or self._answer_id is not None:
             return RelayedBody(data or b"", endpoint)
-        read = read_body
-        if endpoint.takes_form:
-            read = partial(read_form, content_type=self._headers.get("content-type"))
         try:
-            return read(data, endpoint) if len(data) <= READ_BYTES else await off_loop(len(data), read, data, endpoint)
+            return await looked_over(data, endpoint, self._headers)
         except ApiError:
             if endpoint.path:
                 raise
@@ -168,36 +146,8 @@ class Pick:
         name = body.model or named or None
         return models.find(name) or ServedModel("")
 
-    async def _key_of(self, body: RelayedBody, served: ServedModel) -> RoutingKey:
-        gateway = self._gateway
-        began = gateway.metrics.clock()
-        key = await routing_key(
-            body,
-            gateway.codec,
-            model=self._context.model,
-            engine=served.engine,
-            namespace=served.namespace,
-            mismatches=self._picker.mismatches,
-            tokens_max=served.max_model_tokens,
-            events=served.events,
-        )
-        gateway.metrics.phase("tokenize", gateway.metrics.clock() - began)
-        gateway.metrics.relayed(self._endpoint.kind, exact=key.exact)
-        return key
-
-    def _exclude(self, body: RelayedBody, served: ServedModel, allowed: Any) -> frozenset[str]:
-        exclude = served.exclude | self._picker.destinations.outside(allowed)
-        keeper = self._picker.pinned.get(self._answer_id or body.previous_response_id)
-        ids = self._gateway.router.fleet.worker_ids
-        return exclude if keeper is None or keeper not in ids else exclude.union(ids) - {keeper}
-
     async def _placed(self, exclude: frozenset[str]) -> Placement:
-        placement = await self._gateway.router.place(
-            self._key.token_ids,
-            request_id=f"{self._context.request_id}#{next(self._picker.numbers)}",
-            exclude=exclude,
-            **self._asked,
-        )
+        placement = await self._picker.place(self._context, self._read, self._key, exclude, client=self._client)
         if placement.timer is not None:  # it is on its way, and nobody here can call it back
             placement.timer.cancel()
             placement.timer = None
@@ -207,13 +157,9 @@ class Pick:
         """What its server is to be sent beside what came: the rank, its own name of the model, the wish for usage."""
         placement, body = self._placement, self._read
         assert placement is not None, "it is placed"
-        changes: dict[str, bytes] = {}
         if placement.rank is not None:
             self.headers["x-data-parallel-rank"] = str(placement.rank)
-            if placement.info.engine == "sglang" and self._endpoint.generates:
-                changes["routed_dp_rank"] = b"%d" % placement.rank
-        if served.sent_name is not None and "model" in body.fields:
-            changes["model"] = msgspec.json.encode(served.sent_name)
+        changes = changes_for(placement, body, served)
         if may_remove:
             changes |= body.usage_changes()
         self.is_edited = bool(changes) and may_edit and bool(body.fields)
