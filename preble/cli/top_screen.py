@@ -29,6 +29,7 @@ SPARK_COLUMNS = 12
 UNKNOWN = "-"
 ROWS_MIN = 3  # of each table, however small the terminal is
 ROWS_AROUND = 9  # titles, headings and lines between tables
+SOURCES_MAX = 6  # of discovery
 ONCE_ROWS = 40
 TERMS_COLUMNS = 120  # in a narrower terminal a price is shown without its terms
 LOADING = "loading_seconds"  # a term that few prices have,
@@ -61,11 +62,14 @@ class TopScreen:
 
 def frame(state: State, width: int, height: int, trouble: str = "") -> RenderableType:
     """A state as something to print in `height` lines of `width` columns; the workers get half of them."""
-    rows = max(height - ROWS_AROUND, 4 * ROWS_MIN)
+    sources = state["gateway"].get("discovery") or []
+    places = min(len(sources), SOURCES_MAX) + (len(sources) > SOURCES_MAX)
+    rows = max(height - ROWS_AROUND - places - bool(sources), 4 * ROWS_MIN)
     workers = min(len(state["workers"]), max(rows // 2, ROWS_MIN))
     rest = max((rows - workers) // 3, ROWS_MIN)
     return Group(
         header(state, trouble),
+        *([source_table(sources)] if sources else []),
         worker_table(state["workers"], workers),
         decision_table(state["decisions"][:rest], shown_terms(state["decisions"][:rest], width)),
         prefix_table(state["prefixes"][:rest]),
@@ -106,6 +110,43 @@ def header(state: State, trouble: str) -> Text:
 def loaded_word(numbers: State) -> str:
     """How much of what was cached came from host memory or disk, if any did."""
     return f" ({share(numbers['loaded'])} of it loaded)" if numbers.get("loaded") else ""
+
+
+def source_table(sources: Sequence[State]) -> Table:
+    """Where servers are looked for: each source of discovery, what it named, and what keeps some of that from use."""
+    table = _table("discovery", "", ">answered", ">found", ">ready", ">taken", ">refused", "why")
+    for one in sources[:SOURCES_MAX]:
+        word = source_word(one)
+        age, answered = one["age_seconds"], one["has_answered"]
+        _add(
+            table,
+            printable(one["source"]),
+            Text(word, "green" if word == "in step" else STYLES["suspect"]),
+            UNKNOWN if age is None else f"{duration(age)} ago",
+            str(one["named"]) if answered else UNKNOWN,
+            str(one["found"]["ready"]) if answered else UNKNOWN,
+            str(sum(one["servers"].values())),
+            str(one["left_out"] + one["workers"].get("refused", 0)),
+            printable(next(iter(source_whys(one)), "")),
+        )
+    if len(sources) > SOURCES_MAX:
+        _add(table, f"and {len(sources) - SOURCES_MAX} more")
+    return table
+
+
+def source_word(source: State) -> str:
+    """How a source of discovery stands."""
+    if not source["has_answered"]:
+        return "kept list" if source["age_seconds"] is not None else "no answer" if source["failing"] else "asking"
+    return "no answer" if source["failing"] else "doubted" if source["is_doubted"] else "in step"
+
+
+def source_whys(source: State) -> list[str]:
+    """What keeps it from answering, then which of its servers are not used, and why."""
+    failing = f"failed {source['failures']} times: {source['failing']}" if source["failing"] else ""
+    unkept = f"not kept: {source['keep_failing']}" if source["keep_failing"] else ""
+    left_out = {**source["unusable"], **source["refused"]}
+    return [why for why in (failing, unkept, *(f"{name}: {why}" for name, why in left_out.items())) if why]
 
 
 def worker_table(workers: Sequence[State], most: int) -> Table:

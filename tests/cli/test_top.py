@@ -121,6 +121,58 @@ def test_what_lies_below_the_gpus_memory_is_shown_where_there_is_any() -> None:
     assert not re.search("below|load(ed|ing)", plain)
 
 
+def source(name: str, **more: Any) -> dict[str, Any]:
+    """A source of discovery as the gateway reports it."""
+    found = {"ready": 3, "not_ready": 1, "terminating": 0}
+    servers = {"serving": 2, "withheld": 1, "draining": 0}
+    return {
+        "source": name,
+        "age_seconds": 4.2,
+        "has_answered": True,
+        "servers": servers,
+        "named": 4,
+        "found": found,
+        "left_out": 0,
+        "unusable": {},
+        "workers": {"ready": 3},
+        "refused": {},
+        "is_doubted": False,
+        "failures": 0,
+        "failing": "",
+        "keep_failing": "",
+        **more,
+    }
+
+
+def test_discovery_is_shown_where_servers_are_looked_for() -> None:
+    told = state(worker("a"))
+    assert "discovery" not in printed(told)
+    failing = source("dns:_http._tcp.x", has_answered=False, age_seconds=None, failures=2, failing="no answer for x")
+    wrong = source("file:/a", left_out=1, unusable={NASTY: "no URL"}, workers={"refused": 1}, is_doubted=True)
+    told["gateway"]["discovery"] = [source("kubernetes:llm/app=vllm"), failing, wrong]
+    lines = framed(told, 160)
+    at = next(i for i, line in enumerate(lines) if line.startswith("discovery"))
+    assert lines[at].split() == ["discovery", "answered", "found", "ready", "taken", "refused", "why"]
+    first, second, third = lines[at + 1 : at + 4]
+    assert re.search(r"^kubernetes:llm/app=vllm +in step +4 s ago +4 +3 +3 +0 *$", first)
+    assert re.search(r"^dns:_http\._tcp\.x +no answer +- +- +- +3 +0 +failed 2 times: no answer for x *$", second)
+    assert re.search(r"^file:/a +doubted +4 s ago +4 +3 +3 +2 +'\[red\]x\[/red\]\\x1b", third)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"has_answered": False, "age_seconds": None}, "asking"),
+        ({"has_answered": False, "age_seconds": 9.0, "failing": "x"}, "kept list"),
+        ({"failing": "x"}, "no answer"),
+        ({"is_doubted": True}, "doubted"),
+        ({}, "in step"),
+    ],
+)
+def test_a_source_stands_as_on_the_live_page(more: dict[str, Any], word: str) -> None:
+    assert frames.source_word(source("a", **more)) == word
+
+
 def decision_lines(lines: list[str]) -> list[str]:
     """The heading of the decisions, and the first of them."""
     at = next(i for i, line in enumerate(lines) if line.startswith("decided"))
@@ -144,6 +196,9 @@ def test_names_are_neither_markup_nor_orders_to_the_terminal() -> None:
 def test_a_frame_fits_the_terminal_and_counts_what_it_leaves_out() -> None:
     told = state(*(worker(f"w{i:03}") for i in range(100)))
     told |= {name: told[name] * 40 for name in ("decisions", "prefixes", "events")}
+    told["gateway"]["discovery"] = [source(f"file:/{number}") for number in range(frames.SOURCES_MAX + 2)]
+    assert any(line.startswith("and 2 more") for line in framed(told, 200, 50)), "sources that are not shown"
+    del told["gateway"]["discovery"][2:]
     for height in (24, 50):
         lines = framed(told, 200, height)
         assert len(lines) <= height + 2

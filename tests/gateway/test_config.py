@@ -14,7 +14,7 @@ from preble.errors import InvalidConfig
 from preble.gateway.core.addresses import counted_as
 from preble.gateway.core.config import FIELDS, SECRET, GatewayConfig, changes, flag_of, variable_of
 from preble.gateway.core.config_sources import load
-from preble.gateway.core.config_tables import address_of, options_of
+from preble.gateway.core.config_tables import address_of, options_of, source_name
 from preble.gateway.core.config_text import descriptions, schema, shown
 
 
@@ -186,6 +186,40 @@ def test_what_is_wrong_in_a_table_of_a_server_is_named(tmp_path: Path, text: str
         load(written(tmp_path / "c.yaml", text), {}, {})
     with pytest.raises(InvalidConfig, match="PREBLE_SERVERS must be a list of tables in JSON"):
         load(None, {"PREBLE_SERVERS": "[{"}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[{source: kubernetes}]", r"discovery\[0\]: the source kubernetes needs service or selector"),
+        ("[{source: dns, path: /a}]", r"discovery\[0\]\.path: is no field of the source dns"),
+        ("[{source: file, path: /a, scheme: tcp}]", r"discovery\[0\]\.scheme: is no field of the source file"),
+        (
+            "[{source: dns, name: a, scheme: tcp, server: {ca_file: /b}}]",
+            r"discovery\[0\]\.server: is for servers over HTTP",
+        ),
+        (
+            "[{source: dns, name: a, keep: /k}, {source: dns, name: b, keep: /k}]",
+            r"discovery\[1\]\.keep: /k is another source's, too",
+        ),
+        ("[{source: dns, name: a}, {source: file, path: /a}, {source: dns, name: a}]", r"discovery\[2\]: dns:a is an"),
+        ("[{source: file, path: /a}, {source: file, path: /a, doubt_seconds: 1}]", r"discovery\[1\]: file:/a is an"),
+        (
+            "[{source: kubernetes, selector: a=b, port: 1}, {source: kubernetes, selector: a=b, port: '1'}]",
+            r"discovery\[1\]: kubernetes:a=b:1 is another table's, too: a place is looked at once",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_table_of_discovery_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    """Two of one place, too: they shared a name, which Prometheus refuses."""
+    with pytest.raises(InvalidConfig, match=complaint):
+        load(written(tmp_path / "c.yaml", f"discovery: {text}"), {}, {})
+
+
+def test_two_resolvers_of_one_name_are_two_places(tmp_path: Path) -> None:
+    text = "discovery: [{source: dns, name: a}, {source: dns, name: a, resolver: '10.0.0.1:53'}]"
+    tables = load(written(tmp_path / "c.yaml", text), {}, {}).config.discovery
+    assert [source_name(table) for table in tables] == ["dns:a", "dns:a@10.0.0.1:53"]
 
 
 def test_every_field_has_a_flag_and_a_variable_of_its_own() -> None:

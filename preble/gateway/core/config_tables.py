@@ -218,12 +218,25 @@ def _with_secret(server: AnyServer, place: str, environment: Mapping[str, str]) 
     return msgspec.structs.replace(server, api_key=environment[name], api_key_variable=None)
 
 
+def source_name(table: DiscoveryTable) -> str:
+    """What a source of discovery is called in metrics, logs and on the live page: where it looks."""
+    if table.source == "kubernetes":
+        what = "&".join(filter(None, [table.service, table.selector]))
+        where = f"{table.namespace}/" if table.namespace else ""
+        return f"kubernetes:{where}{what}" + (f":{table.port}" if table.port else "")
+    where = f"@{table.resolver}" if table.resolver else ""
+    return f"{table.source}:{table.name or table.path}{where}"
+
+
 def discovery_with_secrets(tables: Sequence[DiscoveryTable], environment: Mapping[str, str]) -> list[DiscoveryTable]:
-    """The same with the API keys that variables hold, each table checked. Raises `InvalidConfig` naming the place."""
+    """The same with the API keys that variables hold, each table checked; no two are of one name, for the first would
+    have all servers of the second. Raises `InvalidConfig` naming the place."""
     found: list[DiscoveryTable] = []
     for number, table in enumerate(tables):
-        place = f"discovery[{number}]"
+        place, name = f"discovery[{number}]", source_name(table)
         _check_fields_of_source(table, place)
+        if any(source_name(other) == name for other in found):
+            raise InvalidConfig(f"{place}: {name} is another table's, too: a place is looked at once")
         if table.keep is not None and any(table.keep == other.keep for other in found):
             raise InvalidConfig(f"{place}.keep: {table.keep} is another source's, too")
         server = _with_secret(table.server, f"{place}.server", environment)

@@ -17,6 +17,7 @@ from ..core.config_tables import (
     check_servers,
     options_of,
     server_at,
+    source_name,
 )
 from .known_servers import FoundServer, PodName
 
@@ -45,12 +46,7 @@ class DiscoverySource:
     @property
     def label(self) -> str:
         """What it is called in metrics and logs."""
-        table = self.table
-        if table.source == "kubernetes":
-            what = "&".join(filter(None, [table.service, table.selector]))
-            where = f"{table.namespace}/" if table.namespace else ""
-            return f"kubernetes:{where}{what}" + (f":{table.port}" if table.port else "")
-        return f"{table.source}:{table.name or table.path}"
+        return source_name(self.table)
 
     async def run(self) -> None:
         """Ask until cancelled. Raises `TransportError`."""

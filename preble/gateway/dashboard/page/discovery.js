@@ -12,9 +12,7 @@ export function showDiscovery(state) {
   const sources = state.gateway.discovery ?? [];
   $("discovery").hidden = sources.length === 0;
   setText($("discovery-note"), sources.length > 1 ? plural(sources.length, "source") : "");
-  // Two tables may look at one place: their number tells them apart.
-  const items = sources.map((source, number) => ({ source, number }));
-  keepList($("sources"), items, ({ source, number }) => `${number} ${source.source}`, sourceRow);
+  keepList($("sources"), sources, (source) => source.source, sourceRow);
 }
 
 function wordOf(source) {
@@ -44,7 +42,7 @@ function sourceRow() {
     make("div", { class: "which" }, chip, make("div", {}, name, age)),
     number("Found", found, foundParts), number("Taken", taken, takenParts), number("Refused", refused, refusedParts), whys,
   );
-  const update = ({ source }) => {
+  const update = (source) => {
     const word = wordOf(source);
     setText(chip, word);
     setAttribute(chip, "class", `state ${STATES[word]}`);
