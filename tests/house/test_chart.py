@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from preble.cli.epp import PORT
 from preble.gateway.core.config import GatewayConfig, variable_of
 from preble.gateway.core.config_sources import load
 from preble.gateway.core.metric_families import replica_family
 from preble.gateway.discovery.kubernetes_objects import OWN, PREFIX
+from preble.transport.security import create_keys, load_client_keys, load_server_keys
 from tests.support.paths import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -33,6 +35,8 @@ EVERYTHING: dict[str, Any] = {
         "affinity": {"nodeAffinity": {}},
         "service": {"annotations": {"c": "d"}},
         "config": {"policy": "round_robin"},
+        "peerKeys": "the-peers-keys",
+        "picker": {"enabled": True},
     },
     "servers": {
         "model": "m",
@@ -64,7 +68,7 @@ FOREIGN: dict[str, Any] = {
 }
 CASES = {"least": LEAST, "everything": EVERYTHING, "foreign": FOREIGN}
 Objects = dict[tuple[str, str], dict[str, Any]]
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}  # resources that others define
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferencePool"}  # resources that others define
 
 
 def rendered(values: dict[str, Any], release: str = "preble") -> Objects:
@@ -145,6 +149,44 @@ def test_the_gateway_reads_its_file_finds_the_servers_and_may_ask_for_them(
     pod = pods_of(objects)["preble-gateway"]["spec"]
     assert binding["subjects"][0]["name"] == pod["serviceAccountName"] == "preble-gateway"
     assert ("ServiceAccount", "preble-gateway") in objects
+
+
+def test_gateways_find_each_other_and_have_the_keys_of_a_secret(charts: dict[str, Objects], tmp_path: Path) -> None:
+    config = gateway_config(charts["everything"], tmp_path)
+    assert config.peers == ["tcp://preble-peers.llm:7070"] and config.peer_bind == "tcp://*:7070"
+    service, pod = charts["everything"]["Service", "preble-peers"], pods_of(charts["everything"])["preble-gateway"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert {"name": "peers", "containerPort": 7070} in container(pod)["ports"]
+    monitored = charts["everything"]["ServiceMonitor", "preble"]["spec"]["selector"]["matchLabels"]
+    assert not monitored.items() <= service["metadata"]["labels"].items(), "metrics are asked for once"
+    (mount,) = (one for one in container(pod)["volumeMounts"] if one["mountPath"] == config.peer_keys)
+    (volume,) = (one["secret"] for one in pod["spec"]["volumes"] if one["name"] == mount["name"])
+    assert volume["secretName"] == "the-peers-keys"
+    keys = tmp_path / "keys"
+    made = {path.name: path for path in create_keys(tmp_path / "made") if path.parent.name == "made"}
+    for item in volume["items"]:
+        (keys / item["path"]).parent.mkdir(parents=True, exist_ok=True)
+        (keys / item["path"]).write_bytes(made[item["key"]].read_bytes())
+    assert load_client_keys(keys).public in load_server_keys(keys).allowed
+    assert ("Service", "preble-peers") not in charts["least"]
+
+
+def test_a_pool_has_the_charts_servers_and_its_picker(charts: dict[str, Objects], tmp_path: Path) -> None:
+    objects = charts["everything"]
+    pool, pods = objects["InferencePool", "preble"]["spec"], pods_of(objects)
+    assert pool["selector"]["matchLabels"].items() <= pods["preble-servers"]["metadata"]["labels"].items()
+    assert pool["targetPorts"] == [{"number": container(pods["preble-servers"])["ports"][0]["containerPort"]}]
+    asked = pool["endpointPickerRef"]
+    (port,) = (one for one in objects["Service", asked["name"]]["spec"]["ports"] if one["name"] == "picker")
+    (door,) = (one for one in container(pods["preble-gateway"])["ports"] if one["name"] == port["targetPort"])
+    picker_port = gateway_config(objects, tmp_path).picker_port
+    assert port["port"] == asked["port"]["number"] and door["containerPort"] == picker_port == PORT
+    assert asked["failureMode"] == "FailClose"
+    gateways, planes = objects["NetworkPolicy", "preble-servers"]["spec"]["ingress"]
+    assert "ports" not in gateways and planes == {"ports": [{"port": pool["targetPorts"][0]["number"]}]}
+    assert len(charts["least"]["NetworkPolicy", "preble-servers"]["spec"]["ingress"]) == 1
+    assert not any(kind == "InferencePool" for kind, _ in charts["least"])
 
 
 def test_what_servers_publish_is_what_the_gateway_reads_off_their_pods(charts: dict[str, Objects]) -> None:

@@ -162,5 +162,5 @@ def test_the_image_has_what_the_commands_run() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     assert re.search(r"^FROM python:3\.1\d", text, re.M) and re.search(r"^USER 10001$", text, re.M)
     (extras,) = set(re.findall(r"\[([a-z,]+)\]\"", text))
-    assert {"gateway", "attach", "kubernetes", "dns"} <= set(extras.split(","))
+    assert {"gateway", "attach", "epp", "kubernetes", "dns"} <= set(extras.split(","))
     assert parsed(json.loads(re.findall(r"^CMD (.*)$", text, re.M)[-1])).command == "serve"

@@ -32,6 +32,7 @@ FOREIGN_OPTIONS = {
     *("--api-key", "--kv-events-config", "--load-publish-endpoint", "--incremental-streaming-output"),
     *("--enable-prompt-tokens-details", "--enable-cache-report", "--now", "--system", "--tag", "--file"),
     "--disable-gil",  # of CPython's configure
+    *("--from-file", "--reuse-values"),  # of kubectl and helm
 }
 # What Python or a compiler says, not Preble.
 FOREIGN_MESSAGES = {"No such file or directory", "No module named 'preble._core.manual_clock'"}

@@ -115,7 +115,7 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
         ),
         Counterpart("--prefill-selector* --decode-selector*", "", APART, refused=True),
         Counterpart("--encode-selector*", "", APART, (SMG,), refused=True),
-        Counterpart("--router-selector*", "", "gateways are not found by each other", (SMG,)),
+        Counterpart("--router-selector*", "", "`peers` may name a headless Service of the gateways", (SMG,)),
         Counterpart(
             "--model-id-from --kv-connector-annotation --kv-engine-id-annotation",
             "",

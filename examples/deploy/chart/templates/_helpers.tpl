@@ -54,6 +54,12 @@ app.kubernetes.io/component: server
 {{- $_ := set $own "insecure" true -}}
 {{- $_ := set $own "host_names" (list $host (printf "%s.svc" $host) (printf "%s.svc.cluster.local" $host)) -}}
 {{- end -}}
+{{- if .Values.gateway.peerKeys -}}
+{{- $_ := set $own "peers" (list (printf "tcp://%s-peers.%s:7070" (include "preble.name" .) .Release.Namespace)) -}}
+{{- $_ := set $own "peer_bind" "tcp://*:7070" -}}
+{{- $_ := set $own "peer_keys" "/etc/preble-peers" -}}
+{{- end -}}
+{{- if .Values.gateway.picker.enabled -}}{{- $_ := set $own "picker_port" 9002 -}}{{- end -}}
 {{- toYaml (mergeOverwrite $own .Values.gateway.config) -}}
 {{- end -}}
 
