@@ -84,9 +84,10 @@ def workload_of(name: str, seed: int) -> Workload:
     return poisson(generate(name, requests=source.requests, groups=source.groups, seed=seed), source.rps, seed + 1)
 
 
-def mooncake(rps: float, seed: int) -> Workload:
-    """All samples of both traces at once, in the time that `rps` asks for, each at a speed of its own within 10 %."""
-    kinds = itertools.product(("conversation", "synthetic"), range(SAMPLES))
+def mooncake(rps: float, seed: int, count: int = SAMPLES) -> Workload:
+    """So many samples of both traces at once, in the time that `rps` asks for, each at a speed of its own within
+    10 %."""
+    kinds = itertools.product(("conversation", "synthetic"), range(count))
     samples = [read(DATA / f"mooncake_{kind}_{number}.jsonl.gz") for kind, number in kinds]
     seconds = sum(len(sample.requests) for sample in samples) / rps
     speeds = np.random.default_rng(seed).uniform(0.9, 1.1, len(samples))
