@@ -31,11 +31,13 @@ from .scheduling.cost_factors import logs_of_served, scaled
 from .scheduling.leases import Drift, Lease, Reconciliation, give_back, named_request, reconcile, request_ids_in
 from .scheduling.membership import Handover, Membership
 from .types import (
+    BOTH,
     AllBlocksCleared,
     BlockKeys,
     CacheEvent,
     Claim,
     Explanation,
+    PairDecision,
     Priority,
     PullCost,
     ServedWork,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
     from ._core.token_types import TokenIds
     from ._placement.decision import Decision
+    from .scheduling.pairs.halves import PairHalves
     from .scheduling.policy_state import PolicyState
     from .scheduling.pulls.link_times import Transfer
     from .scheduling.pulls.price import KvMoves, WorkerSide
@@ -89,9 +92,10 @@ class GlobalScheduler(RequestApi):
     what it would do, without effect.
     """
 
-    _policy_state: PolicyState | None
+    _policy_state: PolicyState | PairHalves | None
     _tenants: Tenants | None
     _kv_moves: KvMoves | None = None
+    _pairs: PairHalves | None = None  # where some workers do not do both
 
     def __init__(
         self,
@@ -214,6 +218,38 @@ class GlobalScheduler(RequestApi):
         if names_session(session) and self._recorder is not None:
             with self._lock:
                 self._recorder.on_session(request_id, session)
+
+    # --- prompts and outputs apart ------------------------------------------------------------------------------------
+
+    def schedule_pair(
+        self,
+        token_ids: TokenIds,
+        *,
+        request_id: Hashable = None,
+        namespace: Hashable = None,
+        max_new_tokens: int | None = None,
+        exclude: Iterable[str] = (),
+        session: SessionHint | None = None,
+    ) -> PairDecision:
+        """As `schedule`, also on workers whose `WorkerSpec.role` is not "both", which `schedule` gives nothing: on one
+        worker that does both, or its prefill on one and its decode on another, whichever costs less, transfer included.
+        Returns what is booked; `finish` or `cancel` of the request's id ends both halves, `prefill_done` that of the
+        prefill, and `first_token` says that the KV has come. Raises as `schedule`. O(tokens + workers)."""
+        from .scheduling.pairs.placing import AskedPair, place_pair
+
+        left_out = list(iterable("exclude", exclude))
+        asked = AskedPair(token_ids, request_id, namespace, max_new_tokens, left_out, session)
+        with self._lock:
+            draining = [name for name, worker in self._workers.items() if worker.draining]
+            return place_pair(self, self._pairs, self._kv_moves, self._policy, draining, asked)
+
+    def prefill_done(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
+        """The prefill of a pair's request, `request_id`, is done, and its booking ends; `cached_tokens`: as for
+        `first_token`. Returns False if none is booked. Raises InvalidInput; then nothing has changed. O(1)."""
+        named = named_request(request_id)
+        with self._lock:
+            half = None if self._pairs is None else self._pairs.half_of(self.core.live_key(named))
+            return half is not None and super().first_token(half, cached_tokens=cached_tokens) and self._end(half, None)
 
     # --- KV from worker to worker -------------------------------------------------------------------------------------
 
@@ -473,7 +509,11 @@ class GlobalScheduler(RequestApi):
         worker = _Worker(spec, index, BlockIndex(self.core.tree, index, blocks_max), draining)
         worker.blocks.watch(self.core.accuracy, spec.block_size)
         self._workers[spec.id] = worker
-        self.core.set_eligible(index, not draining)
+        self.core.set_eligible(index, not draining and spec.role == BOTH)
+        if spec.role != BOTH:
+            from .scheduling.pairs.halves import with_role
+
+            self._pairs = self._policy_state = with_role(self.core, self._policy_state, spec, self.now())
         if self._calibrator is not None:
             prior = _cost_model(spec.cost_model, "cost_model") or self._cost_model
             self._calibrator.opened(spec.id, index, prior, cost, guessed)
@@ -493,7 +533,7 @@ class GlobalScheduler(RequestApi):
             worker = self._worker(worker_id)
             worker.draining = True
             self.core.set_eligible(worker.index, False)
-        return self._membership.leave(worker_id, worker.index, now, seconds)
+        return self._membership.leave(worker_id, worker.index, now, seconds if worker.spec.role == BOTH else 0.0)
 
     def remove_worker(self, worker_id: str) -> list[Hashable]:
         """Forget `worker_id` and what it cached; returns its live requests' ids, which stay live until finished or
@@ -512,7 +552,8 @@ class GlobalScheduler(RequestApi):
                 self._calibrator.closed(worker_id)
             if self._policy_state is not None:
                 self._policy_state.closed(worker_id)
-            return peer_bookings.forget(self._give_back, orphans, now)
+            left = peer_bookings.forget(self._give_back, orphans, now)
+            return left if self._pairs is None else self._pairs.owners_of(left)
 
     def clear_worker(self, worker_id: str) -> int:
         """The cache of `worker_id` is empty: its engine was restarted or its cache reset. Forgets what it cached; its

@@ -23,11 +23,16 @@ if TYPE_CHECKING:
     FinishReason = Literal["stop", "length", "abort"]
     GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
     Priority = Literal["interactive", "batch"]
+    Role = Literal["both", "prefill", "decode"]
 else:
-    Reason = FinishReason = GrammarKind = Priority = str
+    Reason = FinishReason = GrammarKind = Priority = Role = str
 
 BlockHash = int | bytes
 NAME_CHARS_MAX = 128  # of a session's name
+BOTH: Role = "both"
+PREFILL: Role = "prefill"
+DECODE: Role = "decode"
+ROLES = (BOTH, PREFILL, DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ class WorkerSpec:
     `labels` free text for filters and metrics. `cached_first`: of the requests that wait, the engine takes those first
     that have most of their prompt cached (Preble's workers, SGLang's `lpm`), not in order of arrival (vLLM, SGLang's
     `fcfs`). `below_capacity_tokens`: how many fit into the host memory and onto the disk that it moves to what leaves
-    the GPU; 0 where that is not known, or its engine reports it. Raises `InvalidConfig` naming the field.
+    the GPU; 0 where that is not known, or its engine reports it. `role`: "both", or what it does of a request,
+    "prefill" or "decode" (`GlobalScheduler.schedule_pair`). Raises `InvalidConfig` naming the field.
     """
 
     id: str
@@ -51,6 +57,7 @@ class WorkerSpec:
     labels: Mapping[str, str] | None = None
     cached_first: bool = False
     below_capacity_tokens: int = 0
+    role: Role = BOTH
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
@@ -62,6 +69,7 @@ class WorkerSpec:
             check_int("WorkerSpec.max_running", self.max_running, 1, 2**31 - 1)
         if not isinstance(self.cached_first, bool):
             raise InvalidConfig(f"WorkerSpec.cached_first must be True or False, got {self.cached_first!r}")
+        check_role("WorkerSpec.role", self.role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +464,30 @@ class PullCost:
 
 
 @dataclass(frozen=True, slots=True)
+class PairDecision:
+    """Where a request goes: made by `schedule_pair`, for the request with `request_id`.
+
+    `worker` decodes it, and prefills it as well where `prefill_worker` is None. Else that one prefills its prompt of
+    `prompt_tokens`, under `prefill_request_id`, and hands the KV over: `moved_tokens`, as many as are not estimated
+    cached on `worker`, in `transfer_seconds`. `matched_tokens`: those that are cached where it is prefilled. `reason`:
+    "pair", or that of the decision for one worker. `price_seconds`, and of the cheapest other way `other_seconds`;
+    infinity where there is none.
+    """
+
+    request_id: Hashable
+    worker: str
+    prompt_tokens: int
+    matched_tokens: int
+    reason: Reason
+    prefill_worker: str | None = None
+    prefill_request_id: Hashable = None
+    moved_tokens: int = 0
+    transfer_seconds: float = 0.0
+    price_seconds: float = inf
+    other_seconds: float = inf
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Why `worker` would be chosen now, for `reason`, by `policy`. `margin` is the score of `runner_up`, the next best
     (None with one candidate), minus the winner's (0 with one candidate); negative where the winner was drawn among
@@ -550,6 +582,13 @@ def check_int(name: str, value: Any, low: int, high: int, error: type[InvalidInp
     """Return `value` if it is an int in [low, high]; raise `error` naming `name` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise error(f"{name} must be an int in [{low}, {high}], got {value!r}")
+    return value
+
+
+def check_role(name: str, value: Any) -> Role:
+    """Return `value` if it is one of `ROLES`; raise `InvalidConfig` naming `name` otherwise."""
+    if not isinstance(value, str) or value not in ROLES:
+        raise InvalidConfig(f"{name} must be one of {', '.join(ROLES)}, got {value!r}")
     return value
 
 

@@ -28,7 +28,7 @@ from .._snapshot.codec import Reader, Writer
 from ..clock import Clock
 from ..errors import InvalidConfig, InvalidInput, SnapshotRefused
 from ..policies.base import POLICIES, Policy, resolve
-from ..types import WorkerSpec
+from ..types import BOTH, WorkerSpec
 from .cache_mismatch import CacheMismatches
 from .leases import Drift
 from .rebalancer import Rebalancer, counts_of
@@ -147,6 +147,7 @@ def _worker_fact(core: DecisionCore, worker: Any) -> tuple[Any, ...]:
         worker.drift.state(),
         spec.cached_first,
         int(spec.below_capacity_tokens),
+        *(() if spec.role == BOTH else (spec.role,)),
     )
 
 
@@ -297,12 +298,13 @@ def _restore_accuracy(core: DecisionCore, worker: Any, fact: Any) -> None:
 
 
 def _worker_of(fact: tuple[Any, ...]) -> tuple[int, WorkerSpec, bool, CostModel, Drift]:
-    index, name, capacity, block_size, own, max_running, labels, draining, cost, drift, cached_first, below = fact
+    index, name, capacity, block_size, own, max_running, labels, draining, *rest = fact
+    cost, drift, cached_first, below, *role = rest
     if type(index) is not int or index < 0 or type(draining) is not bool:
         raise SnapshotRefused("the snapshot contradicts itself: a worker's index or state")
     model = CostModel(**dict(own)) if isinstance(own, tuple) else own
     if not (model is None or isinstance(model, str | CostModel)):
         raise SnapshotRefused("the snapshot contradicts itself: a worker's cost model")
     notes = None if labels is None else dict(labels)
-    spec = WorkerSpec(name, capacity, block_size, model, max_running, notes, cached_first, below)
+    spec = WorkerSpec(name, capacity, block_size, model, max_running, notes, cached_first, below, *role)
     return index, spec, draining, CostModel(**dict(cost)), Drift.restored(drift)

@@ -15,7 +15,7 @@ from ..errors import DuplicateWorker, InvalidConfig, UnknownWorker
 from ..local import LocalConfig
 from ..policies.base import Policy
 from ..scheduling.flow_control import FlowConfig
-from ..types import CacheEvent, PrefixEvicted, WorkerSpec, check_int, check_seconds
+from ..types import BOTH, CacheEvent, PrefixEvicted, WorkerSpec, check_int, check_seconds
 
 HOST_REPORTS = ("media", "none", "gone", "kept")
 A6000_KV_TOKENS = 198_516  # Mistral-7B on an A6000, in the paper authors' configuration
@@ -161,7 +161,8 @@ class SimConfig:
     engine_cost_models: by worker, what its engine really costs, where that is not what the scheduler is given.
     faults: what happens to workers, in any order of time; of one moment, in the order given. They are checked against
     each other here: a name must be there when something happens to it, and somebody must be left.
-    kv_link: how workers hand KV to each other; None: they do not.
+    kv_link: how workers hand KV to each other; None: they do not. Workers with a role (`WorkerSpec.role`) need one, and
+    have one router and no flow.
     host_tokens, host_token_seconds: the host memory behind each engine's GPU memory, 0 for none, and what it takes to
     load a token from there.
     host_reports: what schedulers learn of that: "media", each move; "none", only its size; "gone", that what leaves the
@@ -232,10 +233,22 @@ class SimConfig:
         names = [spec.id for spec in specs]
         if len(set(names)) < len(names):
             raise DuplicateWorker(f"SimConfig.workers: a name occurs twice in {names}")
+        if self.has_roles and (self.kv_link is None or self.routers > 1 or self.flow is not None):
+            raise InvalidConfig("SimConfig.workers: a worker with a role needs a kv_link, one router and no flow")
         check_faults(names, self.faults)
-        for spec in [*specs, *(fault.spec for fault in self.faults if isinstance(fault, WorkerJoin))]:
+        for spec in self._all_specs(specs):
             self.model_of(spec)
             self.engine_model_of(spec)
+
+    def _all_specs(self, specs: Iterable[WorkerSpec]) -> list[WorkerSpec]:
+        """Workers at the start, and those that join."""
+        joins = (fault.spec for fault in self.faults if isinstance(fault, WorkerJoin))
+        return [*specs, *(spec for spec in joins if isinstance(spec, WorkerSpec))]
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether some worker does not do both."""
+        return any(spec.role != BOTH for spec in self._all_specs(self.specs()))
 
     def specs(self) -> list[WorkerSpec]:
         """The workers at the start."""

@@ -14,7 +14,7 @@ from .worker import SimWorker
 class Flight:
     """A request on its way: its row, its prompt, what it asked for, and how much of its answer has come: `emitted` is
     right after the first token, at the end, and where its worker dies; `emitted_before` came from workers before this
-    one."""
+    one. `handed_over`: another worker has prefilled it for the one that decodes it."""
 
     request: PromptRequest
     row: int
@@ -24,6 +24,7 @@ class Flight:
     emitted: int = 0
     emitted_before: int = 0
     worker: SimWorker | None = None
+    handed_over: bool = False
 
     def tokens_so_far(self) -> Int32Array:
         """The prompt and what is emitted."""

@@ -27,11 +27,12 @@ from ..errors import CapacityExceeded, InvalidInput, PrebleError
 from ..local import StepOutput
 from ..scheduler import GlobalScheduler
 from ..scheduling.admission import AdmissionQueue
-from ..types import INTERACTIVE, CacheEvent, Claim, Priority, WorkerSpec
+from ..types import INTERACTIVE, CacheEvent, Claim, PairDecision, Priority, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .flight import Flight
 from .kv_links import SimLinks
+from .pairs import SimPairs
 from .results import CUT_OFF, FINISHED, REFUSED, UNFINISHED, Result
 from .routers import News, SimRouters
 from .timeline import Timeline
@@ -73,6 +74,7 @@ class Simulation:
         self._workers: dict[str, SimWorker] = {}
         self.workers: list[SimWorker] = []  # all there ever were
         self._links = None if config.kv_link is None else SimLinks(config.kv_link, self._timeline, self._workers)
+        self._pairs: SimPairs | None = None  # where workers have roles
         self._flights: dict[str, Flight] = {}
         self._ended = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -93,6 +95,10 @@ class Simulation:
 
     def run(self) -> Result:
         """Everything, in order."""
+        if self._config.has_roles:
+            assert self._config.kv_link is not None, "SimConfig saw to that"
+            link = self._config.kv_link
+            self._pairs = SimPairs(link, self.scheduler, self._timeline, self._workers, self._go_on)
         for spec in self._config.specs():
             self._add_worker(spec)
         if self._config.flow is not None:
@@ -158,20 +164,48 @@ class Simulation:
         """Let the scheduler choose a worker and send the request there, with what is emitted of its answer."""
         scheduler, token_ids = self.routers.schedulers[flight.router], flight.tokens_so_far()
         try:
+            if self._pairs is not None:
+                self._place_pair(self._pairs, flight, token_ids)
+                return
             decision = scheduler.schedule(token_ids, **self._asked(flight))
         except CapacityExceeded:
             self._refuse(flight)
             return
         self._send(flight, decision, token_ids)
 
-    def _send(self, flight: Flight, decision: Decision, token_ids: Int32Array) -> None:
-        """Send a request to its worker."""
-        row, left = flight.row, flight.planned_ids[flight.emitted :] if flight.emitted else flight.planned_ids
-        flight.worker = worker = self._workers[decision.worker]
+    def _place_pair(self, pairs: SimPairs, flight: Flight, token_ids: Int32Array) -> None:
+        """As `_place`, where workers have roles."""
+        asked = self._asked(flight)
+        del asked["group"]
+        flight.handed_over = False
+        decision = self.scheduler.schedule_pair(token_ids, **asked)
+        if decision.prefill_worker is None:
+            self._send(flight, decision, token_ids)
+            return
+        worker = pairs.begin(flight, decision)
+        self._note_sent(flight, worker, decision.matched_tokens)
+        one = flight.planned_ids[flight.emitted :][:1]
+        self._later(self._config.network_seconds, self._submit, (flight, worker, token_ids, one))
+
+    def _go_on(self, flight: Flight, worker: SimWorker) -> None:
+        """Send a request whose first token came from another worker to the one that decodes it."""
+        self._note_sent(flight, worker, 0)
+        sent = (flight, worker, flight.tokens_so_far(), flight.planned_ids[flight.emitted :])
+        self._later(self._config.network_seconds, self._submit, sent)
+
+    def _note_sent(self, flight: Flight, worker: SimWorker, matched_tokens: int) -> None:
+        row = flight.row
+        flight.worker = worker
         flight.emitted_before = flight.emitted
         if self._placed[row] < 0:
-            self._placed[row] = decision.matched_tokens
-        self._worker[row] = flight.worker.number
+            self._placed[row] = matched_tokens
+        self._worker[row] = worker.number
+
+    def _send(self, flight: Flight, decision: Decision | PairDecision, token_ids: Int32Array) -> None:
+        """Send a request to its worker."""
+        left = flight.planned_ids[flight.emitted :] if flight.emitted else flight.planned_ids
+        worker = self._workers[decision.worker]
+        self._note_sent(flight, worker, decision.matched_tokens)
         sent, network_seconds = (flight, worker, token_ids, left), self._config.network_seconds
         if self._links is not None and self._links.holds(
             self.routers.schedulers[flight.router],
@@ -192,6 +226,8 @@ class Simulation:
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
                 self._queues[flight.router].ended(flight.request.request_id)
+            if self._pairs is not None:
+                self._pairs.drop(flight)
             self._refuse(flight)
         elif len(self.routers.schedulers) > 1:
             placed = (worker.name, flight.router, flight.request.request_id, token_ids, len(left))
@@ -241,8 +277,11 @@ class Simulation:
             request_id = output.request_id
             flight = flights[request_id]
             flight.emitted = flight.emitted_before + output.index + 1
+            if self._pairs is not None and self._pairs.prefills(request_id, worker):
+                self._end_prefill(self._pairs, flight, output)
+                continue
             if output.index == 0:
-                news.append((flight.router, request_id, output.cached_tokens, None))
+                news.append((flight.router, request_id, None if flight.handed_over else output.cached_tokens, None))
                 if flight.emitted == 1:
                     self._first[flight.row] = self._timeline.now
                     self._cached[flight.row] = output.cached_tokens
@@ -256,6 +295,26 @@ class Simulation:
                 events = ()
         if news or events:
             self._later(self._config.event_delay_seconds, self._report, (worker, news, events))
+
+    def _end_prefill(self, pairs: SimPairs, flight: Flight, output: StepOutput) -> None:
+        """The worker that prefills has done it, and brings the first token."""
+        if flight.emitted == 1:
+            self._first[flight.row] = self._timeline.now
+            self._cached[flight.row] = output.cached_tokens
+        pairs.prefilled(flight, output)
+        is_over = flight.emitted >= len(flight.planned_ids)
+        news = (flight, flight.worker, output.cached_tokens, flight.emitted if is_over else None)
+        self._later(self._config.event_delay_seconds, self._report_prefill, news)
+        if is_over:
+            self._finish_flight(flight)
+
+    def _report_prefill(self, news: tuple[Flight, SimWorker | None, int, int | None]) -> None:
+        """The scheduler learns of it, unless the request was placed anew meanwhile."""
+        flight, worker, cached_tokens, output_tokens = news
+        if flight.worker is worker:
+            self.scheduler.prefill_done(flight.request.request_id, cached_tokens=cached_tokens)
+            if output_tokens is not None:
+                self.scheduler.finish(flight.request.request_id, output_tokens=output_tokens)
 
     def _later(self, seconds: float, action: Callable[[Any], None], subject: object) -> None:
         """Do it once the report has arrived; at once where that takes no time."""
@@ -334,6 +393,8 @@ class Simulation:
         else:
             worker = self._workers[fault.worker]
             worker.die()
+            if self._pairs is not None:
+                self._pairs.died(worker)
             self._timeline.at(self._timeline.now + fault.noticed_after_seconds, self._notice_death, worker)
 
     def _notice_death(self, worker: SimWorker) -> None:
@@ -342,7 +403,10 @@ class Simulation:
         for scheduler in self.routers.schedulers:
             scheduler.remove_worker(worker.name)
         self._count_emitted(worker)
-        for flight in [flight for flight in self._flights.values() if flight.worker is worker]:
+        waiting = [] if self._pairs is None else self._pairs.on(worker)
+        for flight in [one for one in self._flights.values() if one.worker is worker or one in waiting]:
+            if self._pairs is not None:
+                self._pairs.drop(flight)
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
                 self._queues[flight.router].ended(flight.request.request_id)

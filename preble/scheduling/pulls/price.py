@@ -91,6 +91,14 @@ class KvMoves:
         self._able.pop(worker, None)
         self.links.forget(worker)
 
+    def are_alike(self, one: str, other: str) -> bool:
+        """Whether two workers can hand KV to each other as far as they say, or neither says anything."""
+        return self._able.get(one) == self._able.get(other)
+
+    def token_bytes(self, worker: str) -> int:
+        """Of KV, as the worker says; 0 for one that moves none."""
+        return self._able[worker].token_bytes if worker in self._able else 0
+
     def sources(self, worker: str, own_tokens: int, matched: Mapping[str, int], exclude: Collection[str]) -> list[str]:
         """Those that can hand a worker more of a prompt than it has."""
         mine = self._able.get(worker)

@@ -1,0 +1,163 @@
+"""Pairs of workers beside as many that do both, in simulation: the tables of docs/experiments/pairs.md. Owns fleets,
+loads and what is printed.
+
+    python -m benchmarks.scale.pairs [--workloads agents loogle mooncake] [--workers 2 4 8] [--loads 0.1 0.6 0.9 1.2]
+                                     [--seeds 10 11 12] [--gbits 100] [--share 0.5] [--json FILE]
+
+Workloads, engines and what is counted are the contest's (`benchmarks/paper/contest_cells.py`); load is a share of what
+its pooled reference ends of a backlog, for so many workers; agents are sessions in a closed loop, 8 at once for each
+worker at load 1. KV is a 7B model's in 16 bit, on one link a worker. Of so many workers a quarter or a half prefills
+only; the others do both, or decode only. E2 chooses by price, another policy always a pair. Means over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paper.agents_cells import PAUSE_MAX_SECONDS, TRACE, TURNS_MIN, sessions_of
+from benchmarks.paper.contest_cells import FLEET, SOURCES, Rates, arriving, drained, local_config, warm_requests
+from preble import WorkerSpec, sim
+from preble.types import BOTH, DECODE, PREFILL, Role
+from preble.workloads import Workload, sessions_at_once
+
+KV_TOKEN_BYTES = 131_072
+NO_PULLS = 2**31 - 1
+FIGURES = ("mean_ttft", "p99_ttft", "mean_latency", "p99_latency", "mean_tpot", "p99_tpot")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A policy, how many of the workers prefill only (a share), and what the others do."""
+
+    policy: str
+    prefill_share: float = 0.0
+    others: Role = BOTH
+
+    def name(self, workers: int) -> str:
+        """As the table has it."""
+        prefills = self.prefills(workers)
+        return f"{self.policy}, {prefills} prefill, {workers - prefills} {self.others}" if prefills else self.policy
+
+    def prefills(self, workers: int) -> int:
+        """How many prefill only."""
+        return max(1, round(self.prefill_share * workers)) if self.prefill_share else 0
+
+
+ARMS = (
+    *(Arm(policy) for policy in ("round_robin", "least_loaded", "e2")),
+    *(Arm(policy, 0.5, DECODE) for policy in ("round_robin", "least_loaded")),
+    *(Arm("e2", share, others) for share in (0.25, 0.5) for others in (BOTH, DECODE)),
+)
+
+
+def workload_of(name: str, workers: int, load: float, seed: int, share: float, rates: dict[str, Rates]) -> Workload:
+    """A workload's requests at a load of so many workers."""
+    if name != "agents":
+        if name not in rates:
+            rates[name] = drained(name, share)
+        return arriving(name, seed, share, rates[name], load * workers / FLEET.workers)
+    live = max(2, round(load * 8 * workers * share))
+    return sessions_at_once(
+        sessions_of(TRACE, seed, 2 * live),
+        live,
+        seed,
+        turns_min=TURNS_MIN,
+        pause_max_seconds=PAUSE_MAX_SECONDS,
+        spread_seconds=40.0,
+        begun=True,
+    )
+
+
+def figures_of(workload: Workload, arm: Arm, workers: int, seed: int, bytes_per_second: float) -> dict[str, float]:
+    """What one run finds."""
+    local, prefills = local_config(), arm.prefills(workers)
+    roles: list[Role] = [PREFILL] * prefills + [arm.others if prefills else BOTH] * (workers - prefills)
+    tokens = local.kv_capacity_tokens
+    specs = [WorkerSpec(f"w{i}", kv_capacity_tokens=tokens, role=role) for i, role in enumerate(roles)]
+    link = sim.KvLink(bytes_per_second=bytes_per_second, token_bytes=KV_TOKEN_BYTES, least_tokens=NO_PULLS)
+    config = sim.SimConfig(
+        workers=tuple(specs),
+        policy=arm.policy,
+        cost_model=FLEET.cost_model,
+        local=local,
+        seed=seed,
+        kv_link=link if prefills else None,
+    )
+    result = sim.simulate(workload, config)
+    counted = np.arange(len(workload)) >= warm_requests(len(workload))
+    done = counted & ~np.isnan(result.latency_seconds) & (result.output_tokens > 1)
+    ttft, latency = result.ttft_seconds[done], result.latency_seconds[done]
+    tpot = (latency - ttft) / (result.output_tokens[done] - 1)
+    found: dict[str, float] = {}
+    for what, values in (("ttft", ttft), ("latency", latency), ("tpot", tpot)):
+        found[f"mean_{what}"], found[f"p99_{what}"] = float(np.mean(values)), float(np.percentile(values, 99))
+    pairs: Any = result.scheduler_stats["policy_state"].get("pairs", {})
+    found["separated"] = pairs.get("separated", 0) / max(len(workload), 1)
+    found["unfinished"] = float((counted & np.isnan(result.latency_seconds)).sum())
+    return found
+
+
+def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each workload, fleet, load and arm: means over the seeds."""
+    rates: dict[str, Rates] = {}
+    for name in args.workloads:
+        for workers in args.workers:
+            for load in args.loads:
+                made = [(seed, workload_of(name, workers, load, seed, args.share, rates)) for seed in args.seeds]
+                for arm in dict.fromkeys((one.name(workers), one) for one in ARMS):
+                    runs = [
+                        figures_of(workload, arm[1], workers, seed, args.gbits / 8 * 1e9) for seed, workload in made
+                    ]
+                    means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
+                    yield {"workload": name, "workers": workers, "load": load, "arm": arm[0], **means}
+
+
+def print_row(row: dict[str, Any], aggregated: dict[str, Any] | None) -> None:
+    """One line; beside it, of E2's pairs, p99 TTFT and mean TPOT over those of E2 with as many that do both."""
+    times = " | ".join(f"{row[name]:.4f}" if "tpot" in name else f"{row[name]:.3f}" for name in FIGURES)
+    ratios = " | "
+    if aggregated is not None and row["separated"] > 0.0:
+        ratios = " | ".join(f"{row[name] / aggregated[name]:.3f}" for name in ("p99_ttft", "mean_tpot"))
+    print(
+        f"| {row['workload']}, {row['workers']}, {row['load']} | {row['arm']} | {times} | {row['separated']:.0%} "
+        f"| {ratios} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--workloads", nargs="+", choices=[*SOURCES, "agents"], default=["agents", "loogle", "mooncake"]
+    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.1, 0.6, 0.9, 1.2])
+    parser.add_argument("--gbits", type=float, default=100.0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
+    parser.add_argument("--share", type=float, default=0.5, help="of each workload's requests (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    print("| workload, workers, load | | TTFT: mean, s | p99 | latency: mean | p99 | TPOT: mean | p99 | in two | p99 "
+          "TTFT / E2's | TPOT / E2's |\n|---|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    rows, aggregated = [], None
+    for row in cells(args):
+        if row["arm"] == "e2":
+            aggregated = row
+        elif row["arm"] == "round_robin":
+            aggregated = None
+        print_row(row, aggregated)
+        rows.append(row)
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

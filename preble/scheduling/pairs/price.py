@@ -1,0 +1,124 @@
+"""What a request costs on one worker, and on a pair of workers of which one prefills its prompt and the other decodes
+its output. Owns these sums; their terms are E2's (`_placement/e2.pyx`), booking is `placing.py`'s.
+
+    one    queue + P (1 + kappa) + loading + 0.1 B P      as E2, but that kappa is that of workers of this role,
+           + slowed + decode + eviction + balance
+           + D u / (1 - u)                                and decoding goes on between the prefills of others
+    pair   on the one that prefills:
+           queue + P (1 + kappa) + loading + eviction + balance, + 0.1 B P where others decode there
+           between them:
+           transfer, and who has requests at either end waits while its engine copies
+           on the one that decodes:
+           4 ms B + slowed + decode + eviction + balance + D u / (1 - u)
+
+    D      seconds of the whole decode by the cost model, beside the requests that decode there now
+    u      share of that worker's time that prefills have had within the window, 0.9 at most
+    kappa  rho / (1 - rho), 2 at most; rho: the mean load of the workers of that role, of the time observed
+
+No threshold: a short prompt, or one that is cached, has little P; then a transfer and a second queue cost more than
+what the decode saves. Nor one for load: where little is prefilled u is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from ..pulls.link_times import LinkEstimate
+
+PRESSURE_MAX = 2.0
+PREFILL_SHARE_MAX = 0.9
+REQUEST_SECONDS, INTERRUPTED_SHARE = 0.004, 0.1  # as in E2
+COMPARED = 4  # of either half, the cheapest, whose links are looked at
+
+
+class HalfTerms(NamedTuple):
+    """One worker's terms (`_placement/pairs/halves.half_terms`): the seconds of either half, and what the whole needs.
+    `row`: its index in the core."""
+
+    row: int
+    live_requests: int
+    usable_tokens: int
+    load: float
+    prefill: float
+    loading: float
+    queue: float
+    eviction: float
+    balance: float
+    slowed: float
+    decode: float
+    whole_decode: float
+    prefill_share: float
+
+
+class PairChoice(NamedTuple):
+    """The cheapest pair: terms of both, tokens whose KV goes from one to the other, seconds of that, and the price."""
+
+    prefills: HalfTerms
+    decodes: HalfTerms
+    moved_tokens: int
+    transfer_seconds: float
+    seconds: float
+
+
+def pressure(loads: Sequence[float], observed_seconds: float) -> float:
+    """kappa of workers with these loads, seconds within the time observed."""
+    if not loads or observed_seconds <= 0.0:
+        return 0.0
+    rho = max(sum(loads) / (observed_seconds * len(loads)), 0.0)
+    return min(PRESSURE_MAX, rho / (1.0 - min(rho, 0.9)))
+
+
+def between_prefills(terms: HalfTerms) -> float:
+    """By how much the prefills of others lengthen a decode on this worker."""
+    share = min(terms.prefill_share, PREFILL_SHARE_MAX)
+    return terms.whole_decode * share / (1.0 - share)
+
+
+def prefill_price(terms: HalfTerms, kappa: float, *, decodes: bool) -> float:
+    """Seconds of the prefill half; `decodes`: whether others decode on that worker."""
+    interrupted = INTERRUPTED_SHARE * terms.live_requests if decodes else 0.0
+    waits = terms.queue + terms.loading + terms.prefill * (1.0 + kappa + interrupted)
+    return waits + terms.eviction + terms.balance
+
+
+def decode_price(terms: HalfTerms) -> float:
+    """Seconds of the decode half."""
+    requests = REQUEST_SECONDS * terms.live_requests
+    return requests + terms.slowed + terms.decode + terms.eviction + terms.balance + between_prefills(terms)
+
+
+def whole_price(terms: HalfTerms, kappa: float) -> float:
+    """Seconds where one worker does both."""
+    return prefill_price(terms, kappa, decodes=True) + terms.slowed + terms.decode + between_prefills(terms)
+
+
+def transfer_price(moved_bytes: float, link: LinkEstimate, one: HalfTerms, other: HalfTerms) -> float:
+    """Seconds that a transfer takes, and that others wait for it at either end."""
+    copied = link.source_byte_seconds * one.live_requests + link.target_byte_seconds * other.live_requests
+    return link.seconds(moved_bytes) + copied * moved_bytes
+
+
+def cheapest_pair(
+    prefills: Iterable[tuple[float, HalfTerms]],
+    decodes: Iterable[tuple[float, HalfTerms]],
+    prompt_tokens: int,
+    transfer: Callable[[HalfTerms, HalfTerms, int], float],
+) -> PairChoice | None:
+    """Of workers with the price of their half, the pair that costs least; None where there are no two. `transfer(one,
+    other, tokens)`: seconds. O(workers log workers), and `COMPARED` times as many links."""
+    best: PairChoice | None = None
+    nearest = sorted(decodes, key=_by_price)[:COMPARED]
+    for first, one in sorted(prefills, key=_by_price)[:COMPARED]:
+        for second, other in nearest:
+            if one.row == other.row:
+                continue
+            moved = max(prompt_tokens - other.usable_tokens, 0)
+            seconds = transfer(one, other, moved)
+            if best is None or first + second + seconds < best.seconds:
+                best = PairChoice(one, other, moved, seconds, first + second + seconds)
+    return best
+
+
+def _by_price(priced: tuple[float, HalfTerms]) -> tuple[float, int]:
+    return priced[0], priced[1].row

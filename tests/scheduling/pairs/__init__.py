@@ -1,0 +1,1 @@
+"""Pairs of workers: their price, their bookings."""

@@ -1,0 +1,251 @@
+"""Pairs: which requests two workers serve, and what is booked of them until which end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import preble
+from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
+from preble.errors import DuplicateRequest, InvalidConfig, InvalidInput, InvalidTokens, NoWorkers, UnknownWorker
+
+COST = preble.CostModel([(1, 0.001), (1001, 1.001)])  # a millisecond a token, whatever else is computed
+
+
+def prompt(number: int, tokens: int = 500) -> list[int]:
+    return [10_000 * (number + 1) + token for token in range(tokens)]
+
+
+def fleet(roles: dict[str, str], **options: Any) -> tuple[GlobalScheduler, ManualClock]:
+    clock = ManualClock()
+    specs = [WorkerSpec(name, kv_capacity_tokens=1_000_000, role=role) for name, role in roles.items()]  # type: ignore[arg-type]
+    return GlobalScheduler(specs, cost_model=COST, clock=clock, **options), clock
+
+
+def live(scheduler: GlobalScheduler) -> dict[str, int]:
+    return {name: worker["live_requests"] for name, worker in scheduler.stats()["workers"].items()}
+
+
+def waiting_seconds(scheduler: GlobalScheduler, worker: str) -> float:
+    return scheduler.stats()["workers"][worker]["waiting_prefill_seconds"]
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["", "prefil", None, 1, ["prefill"]])
+def test_a_role_that_is_none_is_named(role: Any) -> None:
+    with pytest.raises(InvalidConfig, match="WorkerSpec.role must be one of both, prefill, decode"):
+        WorkerSpec("a", role=role)
+
+
+def test_who_does_not_do_both_gets_nothing_from_schedule() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both", "d": "decode"})
+    assert {scheduler.schedule(prompt(n)).worker for n in range(20)} == {"b"}
+    only, _ = fleet({"p": "prefill", "d": "decode"})
+    with pytest.raises(NoWorkers):
+        only.schedule(prompt(0))
+    assert only.schedule_pair(prompt(0)).prefill_worker == "p"
+    only.drain_worker("p")
+    with pytest.raises(NoWorkers):
+        only.schedule_pair(prompt(1))
+    only.check()
+
+
+def test_where_all_do_both_a_pair_is_never_chosen_and_the_decisions_are_those_of_schedule() -> None:
+    one, _ = fleet({"a": "both", "b": "both"})
+    other, _ = fleet({"a": "both", "b": "both"})
+    for n in range(30):
+        found, expected = one.schedule_pair(prompt(n % 7, 50 * n + 1)), other.schedule(prompt(n % 7, 50 * n + 1))
+        assert (found.worker, found.reason, found.matched_tokens) == (
+            expected.worker,
+            expected.reason,
+            expected.matched_tokens,
+        )
+        assert found.prefill_worker is None and found.prefill_request_id is None
+    assert one._pairs is None and one._policy_state is None and one.snapshot() == other.snapshot()
+
+
+# --- which it is ------------------------------------------------------------------------------------------------------
+
+
+def test_a_queue_separates_and_what_is_cached_or_waits_for_nobody_stays() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    idle = scheduler.schedule_pair(prompt(0))
+    assert idle.prefill_worker is None and idle.price_seconds < idle.other_seconds, "a transfer, and nothing gained"
+    scheduler.first_token(idle.request_id)
+    cached = scheduler.schedule_pair([*prompt(0), 7])
+    assert cached.prefill_worker is None and cached.matched_tokens == 500
+    scheduler.first_token(cached.request_id)
+    for n in range(1, 4):
+        scheduler.schedule(prompt(n))
+    long = scheduler.schedule_pair(prompt(4))
+    assert (long.prefill_worker, long.worker, long.reason, long.moved_tokens) == ("p", "b", "pair", 500)
+    assert long.price_seconds < long.other_seconds
+    scheduler.check()
+
+
+def test_load_separates_without_a_queue() -> None:
+    scheduler, clock = fleet({"p": "prefill", "b": "both"})
+    for n in range(60):  # half of the time of b goes into prefills
+        decision = scheduler.schedule(prompt(n))
+        clock.advance(0.6)
+        scheduler.finish(decision.request_id, output_tokens=400)
+        clock.advance(0.4)
+    assert waiting_seconds(scheduler, "b") == 0.0
+    assert scheduler.schedule_pair(prompt(100), max_new_tokens=400).prefill_worker == "p"
+    assert scheduler.schedule_pair([*prompt(59), 1], max_new_tokens=400).prefill_worker is None, "it is cached there"
+
+
+def test_the_link_is_part_of_the_price_and_learned() -> None:
+    scheduler, _ = fleet({"p": "prefill", "b": "both"})
+    for name in ("p", "b"):
+        scheduler.can_move_kv(name, "layout", 100_000_000)  # 50 GB of a prompt, 40 s
+    for n in range(4):
+        scheduler.schedule(prompt(n))
+    assert scheduler.schedule_pair(prompt(4)).prefill_worker is None
+    for name in ("p", "b"):
+        scheduler.can_move_kv(name, "layout", 1000)
+    assert scheduler.schedule_pair(prompt(5)).prefill_worker == "p"
+
+
+def test_the_cheapest_of_many_is_a_pair_of_two() -> None:
+    scheduler, _ = fleet({"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"})
+    found = [scheduler.schedule_pair(prompt(n), max_new_tokens=50) for n in range(8)]
+    assert sorted(one.prefill_worker or "" for one in found) == ["p0"] * 4 + ["p1"] * 4
+    assert sorted(one.worker for one in found) == ["d0"] * 4 + ["d1"] * 4
+    again = scheduler.schedule_pair([*prompt(3), 1], exclude=["p0"])
+    assert again.prefill_worker == "p1"
+    scheduler.check()
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "kv_cost"])
+def test_another_policy_chooses_either_half(policy: str) -> None:
+    scheduler, _ = fleet({"p0": "prefill", "p1": "prefill", "b": "both", "d": "decode"}, policy=policy)
+    found = [scheduler.schedule_pair(prompt(n), max_new_tokens=50) for n in range(4)]
+    assert sorted(one.prefill_worker or "" for one in found) == ["p0", "p0", "p1", "p1"]
+    assert sorted(one.worker for one in found) == ["b", "b", "d", "d"]
+    for one in found:
+        assert scheduler.prefill_done(one.request_id) and scheduler.finish(one.request_id, output_tokens=5)
+    assert sum(live(scheduler).values()) == 0
+    scheduler.check()
+
+
+# --- bookings ---------------------------------------------------------------------------------------------------------
+
+
+def separated(**config: Any) -> tuple[GlobalScheduler, ManualClock, preble.types.PairDecision]:  # type: ignore[name-defined]
+    scheduler, clock = fleet({"p": "prefill", "d": "decode"}, config=SchedulerConfig(**config))
+    return scheduler, clock, scheduler.schedule_pair(prompt(0), request_id="r", max_new_tokens=10)
+
+
+def test_both_halves_are_booked_where_they_are_and_end_in_turn() -> None:
+    scheduler, clock, found = separated()
+    assert live(scheduler) == {"p": 1, "d": 1} and waiting_seconds(scheduler, "p") == pytest.approx(0.5)
+    assert waiting_seconds(scheduler, "d") == 0.0
+    assert scheduler.stats()["workers"]["d"]["live_output_tokens"] == 10
+    clock.advance(0.5)
+    assert scheduler.prefill_done("r", cached_tokens=0) and not scheduler.prefill_done("r")
+    assert live(scheduler) == {"p": 0, "d": 1} and waiting_seconds(scheduler, "p") == 0.0
+    assert scheduler.first_token("r")
+    assert scheduler.match(prompt(0)).matched_tokens == {"p": 499, "d": 499}
+    assert scheduler.finish("r", output_tokens=10) and not scheduler.finish("r")
+    assert live(scheduler) == {"p": 0, "d": 0} and found.request_id == "r"
+    scheduler.check()
+
+
+def test_whatever_ends_a_request_ends_its_prefill() -> None:
+    for end in ("finish", "cancel", "expire", "reconcile"):
+        scheduler, clock, _ = separated(lease_seconds=60.0)
+        if end == "expire":
+            clock.advance(100.0)
+            scheduler.tick()
+        elif end == "reconcile":
+            clock.advance(10.0)
+            scheduler.reconcile("d", [])
+        else:
+            getattr(scheduler, end)("r")
+        assert live(scheduler) == {"p": 0, "d": 0}, end
+        assert scheduler.stats()["live_requests"] == 0
+        scheduler.check()
+
+
+def test_a_prefill_that_its_worker_does_not_have_is_given_back_alone() -> None:
+    scheduler, clock, found = separated()
+    clock.advance(10.0)
+    assert scheduler.reconcile("p", [found.prefill_request_id]).given_back == ()
+    clock.advance(1.0)
+    scheduler.reconcile("p", [], grace_seconds=0.0)
+    assert live(scheduler) == {"p": 0, "d": 1} and not scheduler.prefill_done("r")
+    scheduler.check()
+    scheduler.finish("r")
+
+
+@pytest.mark.parametrize("lost", ["p", "d"])
+def test_a_worker_that_leaves_names_the_request_whichever_half_it_had(lost: str) -> None:
+    scheduler, _, _ = separated()
+    assert scheduler.remove_worker(lost) == ["r"]
+    scheduler.check()
+    assert scheduler.cancel("r")
+    assert sum(live(scheduler).values()) == 0 and scheduler.stats()["live_requests"] == 0
+    scheduler.check()
+
+
+def test_an_error_books_neither_half() -> None:
+    scheduler, _, _ = separated(live_requests_max=3)
+    before = scheduler.snapshot()
+    for error, asked in (
+        (DuplicateRequest, {"request_id": "r"}),
+        (UnknownWorker, {"exclude": ["x"]}),
+        (InvalidInput, {"exclude": "p"}),
+        (InvalidInput, {"max_new_tokens": 0}),
+        (InvalidInput, {"request_id": []}),
+        (preble.errors.NoWorkers, {"exclude": ["d"]}),
+    ):
+        with pytest.raises(error):
+            scheduler.schedule_pair(prompt(1), **asked)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTokens):
+        scheduler.schedule_pair([])
+    scheduler.check()
+    assert scheduler.snapshot() == before
+    with pytest.raises(preble.errors.QueueFull):  # there is room for one half
+        scheduler.schedule_pair(prompt(1))
+    assert live(scheduler) == {"p": 1, "d": 1}
+    scheduler.check()
+
+
+def test_a_prefill_that_nobody_can_have_cached_changes_nothing() -> None:
+    scheduler, _, _ = separated()
+    with pytest.raises(InvalidInput, match="cached_tokens"):
+        scheduler.prefill_done("r", cached_tokens=501)
+    assert live(scheduler) == {"p": 1, "d": 1}
+    assert not scheduler.prefill_done("unknown")
+
+
+def test_a_restored_scheduler_knows_roles_and_gives_back_what_belongs_to_nobody() -> None:
+    scheduler, clock, _ = separated()
+    restored = GlobalScheduler.restore(scheduler.snapshot(), clock=clock)
+    assert {name: spec.role for name, spec in restored.workers.items()} == {"p": "prefill", "d": "decode"}
+    assert live(restored) == {"p": 0, "d": 1}
+    restored.check()
+    assert restored.finish("r") and restored.schedule_pair(prompt(1)).prefill_worker == "p"
+    restored.check()
+
+
+def test_what_a_decode_worker_does_teaches_it_no_prefill() -> None:
+    scheduler, clock = fleet({"p": "prefill", "d": "decode"}, config=SchedulerConfig(calibrate=True))
+    for n in range(30):
+        found = scheduler.schedule_pair(prompt(n), max_new_tokens=50)
+        clock.advance(0.5)
+        scheduler.prefill_done(found.request_id, cached_tokens=0)
+        clock.advance(0.3)
+        scheduler.first_token(found.request_id)
+        clock.advance(0.05)
+        scheduler.finish(found.request_id, output_tokens=50)
+    timings = scheduler.core.timings
+    assert timings is not None
+    worker = {name: timings.counts(scheduler.core.index_of(name)) for name in ("p", "d")}
+    assert worker["d"][0] == 0 and worker["d"][1] == 30, "decodes, from where they began"
+    assert worker["p"][0] > 10 and worker["p"][1] == 0
+    scheduler.check()

@@ -1,0 +1,119 @@
+"""Pairs of simulated workers: when tokens come, what deaths make of them, and that nothing changes without roles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preble import CostModel, WorkerSpec
+from preble.errors import InvalidConfig
+from preble.sim import KvLink, SimConfig, Simulation, WorkerDeath, WorkerJoin, simulate
+from preble.workloads import PromptRequest, Workload, generate, poisson
+
+# 1 ms a token, 10 ms an iteration at least.
+COST = CostModel([(0, 0.01), (10, 0.01), (1010, 1.01)], name="linear")
+LINK = KvLink(latency_seconds=0.02, bytes_per_second=1e6, token_bytes=100, copy_byte_seconds=1e-8)
+P, D = WorkerSpec("p", role="prefill"), WorkerSpec("d", role="decode")
+
+
+def request(name: str, at: float, tokens: int = 1000, output: int = 5) -> PromptRequest:
+    own = np.arange(tokens, dtype=np.int32) + 10_000 * sum(map(ord, name))
+    return PromptRequest(name, (own,), output, arrival_seconds=at)
+
+
+def run(*requests: PromptRequest, workers: tuple[WorkerSpec, ...] = (P, D), **config: Any) -> Any:
+    made = Workload("test", list(requests))
+    return simulate(made, SimConfig(**{"workers": workers, "cost_model": COST, "kv_link": LINK, **config}))
+
+
+def test_the_first_token_comes_from_the_one_and_the_rest_from_the_other_after_the_transfer() -> None:
+    found = run(request("a", 0.0))
+    assert found.ttft_seconds[0] == pytest.approx(1.0, abs=0.05)
+    # 20 ms, 100 kB at 1 MB/s, and four more tokens: the last of the prompt is computed with the first.
+    assert found.finish_seconds[0] - found.first_token_seconds[0] == pytest.approx(0.02 + 0.1 + 4 * 0.01, abs=0.005)
+    assert found.workers[found.worker[0]] == "d" and found.output_tokens.tolist() == [5]
+    assert found.scheduler_stats["policy_state"]["pairs"] == {"live": 0, "placed": 1, "separated": 1}
+    assert found.scheduler_stats["live_requests"] == 0
+    assert found.scheduler_stats["pulls"]["moved_tokens"] == 1000
+
+
+def test_an_answer_of_one_token_needs_nobody_to_decode() -> None:
+    found = run(request("a", 0.0, output=1))
+    assert found.outcome.tolist() == [1] and found.finish_seconds[0] == found.first_token_seconds[0]
+    assert found.scheduler_stats["live_requests"] == 0 and found.scheduler_stats["pulls"]["ended"] == 0
+
+
+def test_prefills_do_not_hold_up_a_decode() -> None:
+    requests = [request("a", 0.0, tokens=100, output=300), *(request(f"b{n}", 1.0 + 0.5 * n) for n in range(6))]
+    apart = run(*requests)
+    together = run(*requests, workers=(WorkerSpec("x"), WorkerSpec("y")), policy="round_robin")
+    decode = [one.finish_seconds[0] - one.first_token_seconds[0] for one in (apart, together)]
+    assert decode[0] < 0.75 * decode[1]
+
+
+@pytest.mark.parametrize(("worker", "at"), [("p", 0.5), ("p", 1.05), ("d", 0.5), ("d", 1.05), ("d", 1.15)])
+def test_a_death_on_either_side_costs_time_and_no_token(worker: str, at: float) -> None:
+    """In the prefill, in the transfer, in the decode."""
+    spare = (P, D, replace(P, id="p2"), replace(D, id="d2"))
+    death = WorkerDeath(at, worker, noticed_after_seconds=0.5)
+    one = Simulation(
+        Workload("test", [request("a", 0.0), request("b", 3.0)]),
+        SimConfig(workers=spare, cost_model=COST, kv_link=LINK, faults=(death,)),
+        None,
+    )
+    found = one.run()
+    assert found.outcome.tolist() == [1, 1] and found.output_tokens.tolist() == [5, 5]
+    assert found.finish_seconds[0] > 1.2
+    assert found.scheduler_stats["live_requests"] == 0
+    one.scheduler.check()
+
+
+def test_a_decode_worker_that_falls_silent_is_noticed_and_its_requests_go_to_another() -> None:
+    deaths = (WorkerDeath(4.0, "d", noticed_after_seconds=1.0), WorkerJoin(3.0, replace(D, id="d2")))
+    requests = [request(f"r{n}", 0.2 * n, tokens=100, output=400) for n in range(20)]
+    one = Simulation(
+        Workload("test", requests), SimConfig(workers=(P, D), cost_model=COST, kv_link=LINK, faults=deaths), None
+    )
+    found = one.run()
+    assert (found.outcome == 1).all() and (found.output_tokens == 400).all()
+    assert found.counts["resumed"] > 5
+    assert {found.workers[i] for i in found.worker[-5:]} == {"d2"}
+    one.scheduler.check()
+
+
+def test_a_run_under_memory_pressure_ends_every_request_and_is_the_same_again() -> None:
+    made = poisson(generate("toolbench", requests=150, groups=12, seed=1), rps=30.0, seed=1)
+    local = replace(SimConfig().local, kv_capacity_tokens=12_000)
+    specs = tuple(
+        WorkerSpec(name, kv_capacity_tokens=12_000, role=role)  # type: ignore[arg-type]
+        for name, role in (("p", "prefill"), ("q", "prefill"), ("b", "both"), ("d", "decode"))
+    )
+    config = SimConfig(workers=specs, local=local, kv_link=KvLink(bytes_per_second=1e10))
+    one, two = Simulation(made, config, None), Simulation(made, config, None)
+    first, second = one.run(), two.run()
+    assert (first.outcome == 1).all()
+    pairs = first.scheduler_stats["policy_state"]["pairs"]
+    assert 0 < pairs["separated"] < pairs["placed"] == 150
+    assert np.array_equal(first.finish_seconds, second.finish_seconds)
+    one.scheduler.check()
+    for worker in one.workers:
+        worker.engine.scheduler.check()
+    assert first.scheduler_stats["live_requests"] == 0
+
+
+def test_reports_that_are_late_end_what_they_are_about() -> None:
+    made = poisson(generate("toolbench", requests=60, groups=6, seed=3), rps=20.0, seed=3)
+    config = SimConfig(workers=(P, D), kv_link=KvLink(), event_delay_seconds=0.05, network_seconds=0.01)
+    one = Simulation(made, config, None)
+    assert (one.run().outcome == 1).all()
+    one.scheduler.check()
+    assert one.scheduler.stats()["live_requests"] == 0
+
+
+@pytest.mark.parametrize("wrong", [{"kv_link": None}, {"routers": 2}])
+def test_roles_need_a_link_and_one_router(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig, match="a worker with a role needs a kv_link"):
+        SimConfig(**{"workers": (P, D), "kv_link": LINK, **wrong})
