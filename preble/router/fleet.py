@@ -35,6 +35,7 @@ from ..errors import (
     TransportError,
     UnknownWorker,
 )
+from ..scheduling.pairs.halves import GUESSED_TOKEN_BYTES
 from ..transport import wire
 from ..transport.client import LinkConfig, LinkCounters, WorkerLink
 from ..transport.engine_servers.kv_event_subscriber import FeedConfig, FeedCounters
@@ -44,7 +45,7 @@ from ..transport.event_stream import Batch
 from ..transport.namespaces import joined, namespace_of
 from ..transport.security import ClientKeys
 from ..transport.worker_address import UnknownHost, check_worker_address, find_host, is_server, why_silent
-from ..types import AllBlocksCleared, BlockKeys, ServedWork, WorkerSpec, check_fields
+from ..types import BOTH, AllBlocksCleared, BlockKeys, ServedWork, WorkerSpec, check_fields
 from .peer_requests import PeerRequests
 from .pulls import Pulls
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ..scheduler import GlobalScheduler
     from .stats import RouterWorkerStats, WorkerState
 
+SGLANG = "sglang"  # the engine
 logger = logging.getLogger("preble.router")
 
 SOCKETS_MAX = 16_384  # four of each link; ZeroMQ's own bound of 1,023 would end a router's fleet at 255 workers
@@ -246,6 +248,8 @@ class Fleet:
         self.owner = owner
         self.workers: dict[str, FleetWorker] = {}  # by address
         self._by_id: dict[str, FleetWorker] = {}  # those the scheduler knows
+        self.roles: dict[str, str] = {}  # of workers that do not do both, by id
+        self.server_roles: dict[str, str] = {}  # and of servers
         self.pulls = Pulls(self)
         self._scheduler = scheduler
         self.router_id = expect.router_id
@@ -555,6 +559,7 @@ class Fleet:
             cost_model=_cost_of(worker.options),
             cached_first=welcome.cached_first,
             below_capacity_tokens=0 if worker.options is None else worker.options.below_capacity_tokens,
+            role=welcome.role,
         )
         worker.worker_id = welcome.worker_id
         worker.peers.begin()
@@ -562,6 +567,11 @@ class Fleet:
         self._remove_from_scheduler(welcome.worker_id)
         self.scheduler.add_worker(spec, served=work)
         self._by_id[welcome.worker_id] = worker
+        served = is_server(worker.address)
+        if welcome.role != BOTH:
+            (self.server_roles if served else self.roles)[welcome.worker_id] = welcome.role
+            if served and welcome.engine == SGLANG:  # with one that does both it makes no pair
+                self.scheduler.can_move_kv(welcome.worker_id, SGLANG, GUESSED_TOKEN_BYTES)
         self.pulls.introduce(worker, welcome)
 
     def update_unusable(self) -> None:
@@ -581,6 +591,8 @@ class Fleet:
         if self._by_id.get(worker.worker_id) is worker:
             worker.counters.forgotten += 1
             del self._by_id[worker.worker_id]
+            self.roles.pop(worker.worker_id, None)
+            self.server_roles.pop(worker.worker_id, None)
             self.update_unusable()
             self._remove_from_scheduler(worker.worker_id)
 

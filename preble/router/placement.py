@@ -20,16 +20,30 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import PrebleError, QueueFull, TransportError
 from ..transport.engine_servers.link import ServerLink
 from ..transport.engine_servers.server_info import ServerInfo, ServerOptions
-from ..types import Claim, SessionHint
+from ..types import Claim, PairDecision, SessionHint
 from .request import Attempt, PlacedRequest, Setback, TokenIds
 
 if TYPE_CHECKING:
     from .fleet import Fleet, FleetWorker
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlace:
+    """The server that prefills what a placement's own decodes; the fields are as `Placement`'s. `doubt` asks at once
+    whether it lives."""
+
+    worker: str
+    url: str
+    rank: int | None
+    info: ServerInfo
+    options: ServerOptions
+    doubt: Callable[[], None]
 
 
 class PlacementOwner(Protocol):
@@ -90,6 +104,8 @@ class Placement(PlacedRequest):
         self._output_tokens = 0
         self._server: FleetWorker
         self._link: ServerLink
+        self._prefills: FleetWorker | None = None
+        self._fleet: Fleet | None = None
         self._ended = False
         self._streamed = False  # a token of its stream has come, by whichever attempt
         self._streams = False  # its link counts it among those that stream
@@ -120,6 +136,22 @@ class Placement(PlacedRequest):
     def options(self) -> ServerOptions:
         """What the operator said of it, its API key among it."""
         return self._server.options or _NO_OPTIONS
+
+    @property
+    def prefill(self) -> PrefillPlace | None:
+        """Where its prompt is to be prefilled first; None where its own server does both."""
+        server = self._prefills
+        if server is None or not isinstance(server.link, ServerLink):
+            return None
+        link = server.link
+        rank = link.rank if link.info.ranks > 1 else None
+        url = server.address.partition("#")[0]
+        return PrefillPlace(server.worker_id, url, rank, link.info, server.options or _NO_OPTIONS, link.doubt)
+
+    def prefilled(self) -> None:
+        """The prompt is prefilled; the rest is its own server's."""
+        if self._fleet is not None and self.attempt is not None:
+            self._fleet.scheduler.prefill_done(self.request_id)
 
     @property
     def on_output(self) -> Callable[[], None]:
@@ -243,13 +275,29 @@ class Placement(PlacedRequest):
             raise TransportError(f"worker {attempt.worker_id} is no server that takes requests")
         if server.relayed >= (server.options or _NO_OPTIONS).max_requests:
             raise QueueFull(f"{server.relayed} requests are at {server.address}, the bound of this router")
+        self._prefills, self._fleet = self._prefills_for(attempt.pair, fleet), fleet
         server.relayed += 1
         self._server, self._link = server, link
         fleet.expect(attempt.worker_id, attempt.wire_id, self.request_id)
 
+    def _prefills_for(self, pair: PairDecision | None, fleet: Fleet) -> FleetWorker | None:
+        """Take a place at the other server of a pair. Raises as `hand_over`."""
+        if pair is None:
+            return None
+        server = fleet.worker(str(pair.prefill_worker))
+        if server.state != "ready" or not isinstance(server.link, ServerLink):
+            raise TransportError(f"worker {pair.prefill_worker} is no server that takes requests")
+        if server.relayed >= (server.options or _NO_OPTIONS).max_requests:
+            raise QueueFull(f"{server.relayed} requests are at {server.address}, the bound of this router")
+        server.relayed += 1
+        return server
+
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """Leave the place; who sent the request closes its connection."""
         self._server.relayed -= 1
+        if self._prefills is not None:
+            self._prefills.relayed -= 1
+            self._prefills = None
         self._link.expects_no_more(attempt.wire_id)
         if self._streams:
             self._streams = False

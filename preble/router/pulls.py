@@ -16,6 +16,7 @@ from ..scheduling.pulls.link_times import Transfer
 from ..transport import wire
 from ..transport.client import reached_at
 from ..transport.messages import PullFrom
+from ..types import PairDecision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,8 @@ class PullAttempt(Protocol):
 
     wire_id: str
     worker_id: str
+    pair: PairDecision | None
+    handed_over: bool
 
 
 class PullRequest(Protocol):
@@ -89,6 +92,8 @@ class Pulls:
 
     def asked_for(self, attempt: PullAttempt, live: PullRequest) -> PullFrom | None:
         """What the request's worker shall take over, before it is sent; None where it shall compute all it lacks."""
+        if attempt.pair is not None:
+            return self._of_pair(attempt, live, attempt.pair) if attempt.handed_over else None
         found = self._named(attempt, live)
         if found is None and self._pulling[attempt.worker_id]:
             self._asked[attempt.wire_id] = _AskedPull(live.request_id, attempt.worker_id)
@@ -111,6 +116,23 @@ class Pulls:
         # As long as computing would take, and while the request would wait for its worker in any case.
         worth_seconds = found.recompute_seconds + found.pull_seconds - found.wait_seconds
         return PullFrom(endpoint, source.epoch, found.tokens, max(1, int(worth_seconds * 1e6)))
+
+    def _of_pair(self, attempt: PullAttempt, live: PullRequest, pair: PairDecision) -> PullFrom | None:
+        """All of a prompt from the worker that has prefilled it. It is waited for as long as was reckoned with, and as
+        long as computing would take."""
+        try:
+            source = self._fleet.worker(str(pair.prefill_worker))
+        except UnknownWorker:
+            return None
+        if source.welcome is None or not source.welcome.kv_endpoint:
+            return None
+        endpoint = reached_at(source.address, source.welcome.kv_endpoint)
+        asked = _AskedPull(live.request_id, attempt.worker_id, source.worker_id, pair.moved_tokens)
+        self._asked[attempt.wire_id] = asked
+        self._pulling[attempt.worker_id] += 1
+        computed = self._fleet.scheduler.prefill_seconds(attempt.worker_id, pair.prompt_tokens, 0)
+        wait_us = max(1, int((computed + pair.transfer_seconds) * 1e6))
+        return PullFrom(endpoint, source.epoch, pair.prompt_tokens, wait_us)
 
     def ended(self, worker: PullWorker, message: wire.PullEnded) -> None:
         """A pull is over; of one that is not under way it is nothing new."""

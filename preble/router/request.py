@@ -14,7 +14,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
-from ..types import Claim, FinishReason, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
+from ..types import Claim, FinishReason, PairDecision, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -54,13 +54,25 @@ class StreamChunk(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Attempt:
-    """One try at one worker. `wire_id` is the request's name there, `offset` the output tokens sent as prompt."""
+    """One try at one worker. `wire_id` is the request's name there, `offset` the output tokens sent as prompt. `pair`:
+    the two that serve it, this one first for one token; once `handed_over` it is the one that decodes."""
 
     wire_id: str
     worker_id: str
     offset: int
     first_seen: bool = False
     cached_tokens: int | None = None
+    pair: PairDecision | None = None
+    handed_over: bool = False
+
+
+def sampling_of(sampling: SamplingParams, attempt: Attempt) -> SamplingParams:
+    """What an attempt's worker is asked for: one that only prefills, for one token."""
+    if attempt.pair is None or attempt.handed_over:
+        return sampling
+    most = attempt.offset + 1
+    fewest = None if sampling.min_new_tokens is None else min(sampling.min_new_tokens, most)
+    return replace(sampling, max_new_tokens=most, min_new_tokens=fewest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +131,7 @@ class PlacedRequest:
         self.exclude = exclude  # workers that it must not go to
         self.needs: tuple[str, ...] = ()  # fields that not every worker's engine has
         self.is_streamed = True  # its first token will be seen when it comes
+        self.is_separable = False  # one worker may prefill it and another decode it
         self.attempt: Attempt | None = None
         self.decision: Decision | None = None  # the one that placed it first
         self.failures = 0  # attempts that were lost under it
@@ -202,6 +215,7 @@ class RoutedRequest(PlacedRequest):
         )
         self.sampling = sampling
         self.needs = sampling.needs()
+        self.is_separable = not self.needs  # what not every engine has may not go on elsewhere
         self.cached_tokens: int | None = None
         self._output = array("i")
         self._logprobs: list[TokenLogprob] = []  # of all tokens or, where they are not asked for, of none
@@ -227,7 +241,7 @@ class RoutedRequest(PlacedRequest):
         request = GenerationRequest(
             attempt.wire_id,
             self.tokens_so_far(),
-            self.sampling,
+            sampling_of(self.sampling, attempt),
             self.namespace,
             output_offset=attempt.offset,
             claim=self.claim,

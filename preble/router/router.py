@@ -57,10 +57,12 @@ from ..transport.namespaces import check_namespace
 from ..transport.security import ClientKeys
 from ..transport.tasks import end_all
 from ..transport.worker_address import check_worker_address, why_silent
-from ..types import INTERACTIVE, Claim, FinishReason, Priority, SamplingParams, SessionHint, check_fields
+from ..types import INTERACTIVE, Claim, FinishReason, PairDecision, Priority, SamplingParams, SessionHint, check_fields
 from .arguments import NO_TOKENS, PromptTokenizer, Tokenizer, scheduler_of
 from .asked import check_session, first_token_limit
+from .counters import RouterCounters as RouterCounters
 from .fleet import Fleet, FleetConfig, FleetWorker
+from .pairs import first_attempt, hands_over, next_attempt, report_first_token, schedule_for, sent_first, waits_at
 from .placement import Placement
 from .request import Attempt, PlacedRequest, RoutedRequest, Setback, StreamChunk, TokenIds
 from .traffic_recorder import Record, recorder_for
@@ -109,30 +111,6 @@ class RouterConfig:
     def __post_init__(self) -> None:
         unset = {"fleet", "flow"} | ({"refuse_wait_seconds"} if self.refuse_wait_seconds is None else set())
         check_fields(self, "be positive", *(name for name in self.__slots__ if name not in unset))
-
-
-@dataclass(slots=True)
-class RouterCounters:
-    """What happened to requests in this router."""
-
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    resumed: int = 0
-    queue_full: int = 0
-    refused: int = 0
-    shed: int = 0
-    output_tokens: int = 0
-    duplicate_tokens: int = 0
-    excess_tokens: int = 0
-    late_chunks: int = 0
-    token_gaps: int = 0
-    wrong_reports: int = 0
-    completed_by_router: int = 0
-    aborts_unsent: int = 0
-    ticks: int = 0
-    ticks_failed: int = 0
 
 
 class Router:
@@ -418,6 +396,7 @@ class Router:
         group: Hashable = None,
         max_new_tokens: int | None = None,
         streamed: bool = True,
+        separable: bool = False,
         exclude: Collection[str] = (),
     ) -> Placement:
         """Find a server for a request that the caller sends itself, over HTTP; see `placement`. It is booked until the
@@ -425,8 +404,8 @@ class Router:
 
         `prompt`: as for `generate`. `max_new_tokens`: bound of the output. `exclude`: ids of workers that it must not
         go to. `streamed`: its first token will be seen when it comes, else it counts for nothing in what requests would
-        wait. The other arguments are `generate`'s. Returns the Placement. Raises as `generate` does at once and while
-        iterated; then nothing is booked. O(tokens + workers).
+        wait. `separable`: it may have places at two servers (`Placement.prefill`). Returns the Placement. Raises as
+        `generate` does at once and while iterated; then nothing is booked. O(tokens + workers).
         """
         check_session(session)
         hashable("group", group)
@@ -439,7 +418,7 @@ class Router:
             self, self._new_id(request_id), token_ids, namespace, client=client, first_token_seconds=limit,
             session=session, max_new_tokens=max_new_tokens, exclude=frozenset(exclude), claim=claim, group=group,
         )  # fmt: skip
-        placement.is_streamed = streamed
+        placement.is_streamed, placement.is_separable = streamed, separable
         self._admit(placement)
         if limit != math.inf:
             placement.timer = asyncio.get_running_loop().call_later(limit, self._shed, placement)
@@ -615,12 +594,13 @@ class Router:
                     return False
                 live.failed_workers.clear()  # better a worker that failed it once than none
                 continue
-            if decision.worker in verdict.over:
+            worker = sent_first(live, decision)
+            if worker in verdict.over:
                 self.scheduler.cancel(live.request_id)
-                raise self._overloaded(self._predicted_wait.wait_seconds(decision.worker, self._clock()))
+                raise self._overloaded(self._predicted_wait.wait_seconds(worker, self._clock()))
             if self._send_as(live, decision):
                 return True
-            unusable.add(decision.worker)
+            unusable.add(worker)
 
     # --- asked by turns -----------------------------------------------------------------------------------------------
 
@@ -644,9 +624,10 @@ class Router:
             return decision.worker, False
         return (decision.worker, True) if self._send_as(live, decision) else None
 
-    def _send_as(self, live: PlacedRequest, decision: Decision) -> bool:
-        """Send a request to the worker that was chosen; False, and nothing is booked, where that takes no more."""
-        if not self._send(live, decision.worker):
+    def _send_as(self, live: PlacedRequest, decision: Any) -> bool:
+        """Send a request to the worker that was chosen, of a pair the one that prefills; False, and nothing is booked,
+        where that takes no more."""
+        if not self._send(live, first_attempt(f"{self._wire_ids + 1}", live, decision)):
             self.scheduler.cancel(live.request_id)
             return False
         live.decision = live.decision or decision
@@ -689,26 +670,27 @@ class Router:
         max_new_tokens: int | None,
         exclude: Collection[str],
         live: PlacedRequest | None = None,
-    ) -> Decision:
+    ) -> Any:
         began = self._clock()
         asked: dict[str, Any] = {"request_id": request_id, "namespace": namespace, "max_new_tokens": max_new_tokens}
         if live is not None:
             asked |= {"session": live.session or None, "group": live.group}
+        schedule = schedule_for(self.scheduler, self.fleet, live, asked)
         try:
             # The scheduler's own "nobody" takes its shortest way.
-            return self.scheduler.schedule(token_ids, exclude=exclude or (), **asked)
+            return schedule(token_ids, exclude=exclude or (), **asked)
         except UnknownWorker:
             # The application has removed a worker from the scheduler behind our back, which is its right.
             known = [worker_id for worker_id in exclude if worker_id in self.scheduler.workers]
-            return self.scheduler.schedule(token_ids, exclude=known, **asked)
+            return schedule(token_ids, exclude=known, **asked)
         finally:
             if self.on_decision is not None:
                 self.on_decision(self._clock() - began)
 
-    def _send(self, live: PlacedRequest, worker_id: str) -> bool:
+    def _send(self, live: PlacedRequest, attempt: Attempt) -> bool:
         """Hand the request to a worker. False if it cannot be reached or takes no more."""
         self._wire_ids += 1
-        attempt = Attempt(f"{self._wire_ids}", worker_id, live.output_tokens)
+        worker_id = attempt.worker_id
         try:
             live.hand_over(attempt, self.fleet)
         except QueueFull:
@@ -722,9 +704,10 @@ class Router:
         live.attempt = attempt
         self._running[attempt.wire_id] = live
         self._recorder.sent(live, worker_id)
-        if live.is_streamed:  # of others nobody knows how long they wait
-            booked = self.scheduler.booked_seconds(live.request_id)
-            self._predicted_wait.placed(attempt.wire_id, worker_id, live.client, booked, self._clock())
+        waits = waits_at(live, attempt) if live.is_streamed else None  # of others nobody knows how long they wait
+        if waits is not None:
+            booked = self.scheduler.booked_seconds(waits[1])
+            self._predicted_wait.placed(attempt.wire_id, waits[0], live.client, booked, self._clock())
         if self.siblings is not None:
             asked = live.tokens_so_far(), live.namespace, live.tokens_left
             self.siblings.own.placed(attempt.wire_id, worker_id, *asked)
@@ -737,7 +720,7 @@ class Router:
         attempt.first_seen = True
         self._recorder.first_token(live)
         self._predicted_wait.started(attempt.wire_id, self._clock())
-        self.scheduler.first_token(live.request_id, cached_tokens=attempt.cached_tokens)
+        report_first_token(self.scheduler, live, attempt)
         self._turns.pump()
         if self.siblings is not None:
             self.siblings.own.first_token(attempt.wire_id, attempt.cached_tokens)
@@ -759,8 +742,11 @@ class Router:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._available.wait(), timeout_seconds)
 
-    def _end_attempt(self, live: PlacedRequest, *, abort: bool, finished: bool = False) -> None:
-        """Settle the booking of the running attempt, if any; with `abort`, send the worker one, if it is reachable."""
+    def _end_attempt(
+        self, live: PlacedRequest, *, abort: bool, finished: bool = False, handed_over: bool = False
+    ) -> None:
+        """Settle the booking of the running attempt, if any, unless it is `handed_over`; with `abort`, send the worker
+        one, if it is reachable."""
         attempt, live.attempt = live.attempt, None
         if attempt is None:
             return
@@ -768,11 +754,12 @@ class Router:
         self._recorder.left(live, attempt)
         self._predicted_wait.left(attempt.wire_id, self._clock())
         output_tokens = live.output_tokens - attempt.offset if finished else None
-        if output_tokens is None:
+        cached_tokens = attempt.cached_tokens if attempt.pair is None else None
+        if output_tokens is not None:
+            self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=cached_tokens)
+        elif not handed_over:
             self.scheduler.cancel(live.request_id)
-        else:
-            self.scheduler.finish(live.request_id, output_tokens=output_tokens, cached_tokens=attempt.cached_tokens)
-        if live.claim is not None:
+        if live.claim is not None and not handed_over:
             self._turns.ended(live, attempt.cached_tokens, output_tokens)
         self._turns.pump()
         if self.siblings is not None:
@@ -861,13 +848,26 @@ class Router:
             self._end_attempt(live, abort=False)
             kind = EngineError if chunk.finish_reason == "error" else InvalidInput
             live.fail(kind(chunk.error or "the engine gave no reason"))
+        elif attempt.pair is not None and hands_over(live, attempt, chunk):
+            self._hand_over(live, attempt.pair)
         elif chunk.finish_reason is not None or accepted.excess:
             self._end_attempt(live, abort=chunk.finish_reason is None, finished=chunk.finish_reason != "abort")
             self._finish(live, cast(FinishReason, chunk.finish_reason or "length"))
 
+    def _hand_over(self, live: RoutedRequest, pair: PairDecision) -> None:
+        """The prompt is prefilled: the other worker of the pair goes on or, if that takes no more, any."""
+        self._end_attempt(live, abort=False, handed_over=True)
+        attempt = next_attempt(f"{self._wire_ids + 1}", pair, live.output_tokens)
+        if pair.worker not in self.fleet.unusable and self._send(live, attempt):
+            self.counters.handed_over += 1
+            return
+        self.scheduler.cancel(live.request_id)
+        live.failures += 1
+        live.set_back(Setback(f"worker {pair.worker} does not take what {pair.prefill_worker} has prefilled for it"))
+
     def _take_cached(self, live: RoutedRequest, attempt: Attempt, chunk: wire.OutputChunk) -> None:
         """What of the prompt was really cached comes with the first chunk or, from vLLM's server, with the last."""
-        if chunk.cached_tokens is None or attempt.cached_tokens is not None:
+        if chunk.cached_tokens is None or attempt.cached_tokens is not None or attempt.handed_over:
             return
         if chunk.cached_tokens > len(live.prompt) + attempt.offset:
             self.counters.wrong_reports += 1

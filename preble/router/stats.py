@@ -86,6 +86,7 @@ class RouterStats(TypedDict):
     failed: int
     cancelled: int
     resumed: int
+    handed_over: int
     queue_full: int
     refused: int
     shed: int

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct, field
 
-from ..types import CacheEvent, Claim, SamplingParams, TokenLogprob
+from ..types import BOTH, ROLES, CacheEvent, Claim, SamplingParams, TokenLogprob
 
 PROMPT_TOKENS_MAX = 2 << 20  # 8 MiB of token ids
 TEXT_BYTES_MAX = 4096  # names, reasons, endpoints; longer ones are cut when encoded, refused when decoded
@@ -60,9 +60,10 @@ if TYPE_CHECKING:
     FinishReason = str
     PullEnd = str
     KvRefusalCode = str
+    WorkerRole = Literal["both", "prefill", "decode"]
 else:
     RefusalCode, ClosingCode, FinishReason = map(_one_of, (REFUSAL_CODES, CLOSING_CODES, FINISH_REASONS))
-    PullEnd, KvRefusalCode = map(_one_of, (PULL_ENDS, KV_REFUSAL_CODES))
+    PullEnd, KvRefusalCode, WorkerRole = map(_one_of, (PULL_ENDS, KV_REFUSAL_CODES, ROLES))
 FieldName = Annotated[str, _text(1, 64)]
 FieldNames = Annotated[tuple[FieldName, ...], Meta(max_length=64, description="at most 64 names of 1 to 64 bytes")]
 
@@ -143,7 +144,7 @@ class Welcome(Struct, frozen=True):
     `sampling_fields` and `resumable_fields` are `EngineInfo`'s: what a request may ask for here, and what of that also
     when it has begun elsewhere. `cached_first`: whether it takes requests with most of their prompt cached first. At
     `kv_endpoint` other workers of the same `kv_layout` may ask for KV of cached prefixes, `kv_token_bytes` a token; ""
-    where they may not.
+    where they may not. `role`: `WorkerSpec`'s.
     """
 
     worker_id: Id
@@ -165,6 +166,7 @@ class Welcome(Struct, frozen=True):
     kv_endpoint: Text = ""
     kv_layout: Text = ""
     kv_token_bytes: Number = 0
+    role: WorkerRole = BOTH
 
 
 class Refused(Struct, frozen=True):

@@ -40,7 +40,7 @@ from ..transport.kv_transfers import KvLimits
 from ..transport.security import ServerKeys, check_bind, load_server_keys
 from ..transport.server import Request, Server, ServerConfig, Session, SessionEnded, bind_beside
 from ..transport.socket_reader import is_inproc
-from ..types import RequestEnded, RequestPlaced, RequestPrefilled, check_fields
+from ..types import BOTH, ROLES, RequestEnded, RequestPlaced, RequestPrefilled, Role, check_fields, check_role
 from . import engine_options
 from .engine_thread import EngineThread, Output, Refusal
 from .kv_mover import KvMover, PullResult
@@ -56,7 +56,8 @@ _RESULTS = ("stop", "length")
 class WorkerConfig:
     """A worker's name and bounds. `worker_id` "" takes host:port of the endpoint. `drain_seconds` bounds a drain.
     `kv_bind`: where other workers may ask for KV, if the engine can move it; "" takes a free port beside the endpoint,
-    "none" lets nobody ask and asks nobody. `kv`: bounds of that.
+    "none" lets nobody ask and asks nobody. `kv`: bounds of that. `role`: `WorkerSpec`'s; who does not do both must be
+    able to move KV.
     """
 
     server: ServerConfig
@@ -65,8 +66,10 @@ class WorkerConfig:
     drain_seconds: float = 30.0
     kv_bind: str = ""
     kv: KvLimits = field(default_factory=KvLimits)
+    role: Role = BOTH
 
     def __post_init__(self) -> None:
+        check_role("WorkerConfig.role", self.role)
         check_fields(self, "be positive", "max_requests")
         check_fields(self, "not be negative", "drain_seconds")
 
@@ -130,6 +133,10 @@ class Worker:
             self.server.welcome = replace(self.server.welcome, worker_id=_default_id(self.server.endpoint))
         self.engine = EngineThread(engine, self._serve, self._pass_on, self.server.waker.wake, clock=clock)
         self.kv_mover = self._open_kv(engine, epoch, keys, clock)
+        self.server.welcome = replace(self.server.welcome, role=config.role)
+        if config.role != BOTH and self.kv_mover is None:
+            self.server.close()
+            raise InvalidConfig(f"role {config.role}: engine {engine.info.engine} moves no KV here, so it must do both")
         self._clock = clock
         self._live: dict[str, _Ticket] = {}  # engine's request id -> whose it is
         self._sessions_opened = 0
@@ -456,6 +463,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ENDPOINT",
         help='where other workers may ask for cached KV (torch); default: a free port; "none": no KV is moved',
     )
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        default=BOTH,
+        help="what it does of a request: prefill the prompt, decode the output, or both (%(default)s)",
+    )
     parser.add_argument("--id", default="", metavar="NAME", help="name of this worker; default host:port")
     parser.add_argument("--max-requests", type=int, default=4096, help="live requests, then 'queue full' (%(default)s)")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="time to finish after SIGTERM (%(default)s)")
@@ -498,7 +511,7 @@ def run(args: argparse.Namespace) -> int:
         insecure=args.insecure,
         session_timeout_seconds=args.session_timeout,
     )
-    config = WorkerConfig(server, args.id, args.max_requests, args.drain_seconds, args.kv_bind)
+    config = WorkerConfig(server, args.id, args.max_requests, args.drain_seconds, args.kv_bind, role=args.role)
     worker = Worker(engine_options.make_engine(args), config, epoch=time.time_ns(), keys=keys)
     return serve(worker)
 

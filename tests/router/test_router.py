@@ -1028,11 +1028,11 @@ async def test_a_worker_of_another_protocol_version_is_refused_naming_both() -> 
     class Future(ScriptedWorker):
         async def send(self, message: wire.Message, **_: Any) -> None:
             frame = bytearray(wire.encode(message, epoch=self.epoch, session=self.session))
-            frame[frame.index(wire.PROTOCOL_VERSION, 1)] = 9
+            frame[frame.index(wire.PROTOCOL_VERSION, 1)] = 99
             await self.send_raw(bytes(frame))
 
     text = await refusal_of(Future(good))
-    assert "version 9" in text and f"speaks {wire.PROTOCOL_VERSION}" in text
+    assert "version 99" in text and f"speaks {wire.PROTOCOL_VERSION}" in text
 
 
 @asynchronous

@@ -334,10 +334,10 @@ def test_a_router_of_another_version_is_refused_naming_both(serve: Serve, peer: 
     server = serve()
     one = peer(server)
     frame = bytearray(wire.encode(wire.Hello("r")))
-    frame[1] = 9  # the version, after the array's head
+    frame[1] = 99  # the version, after the array's head
     one.send_raw(bytes(frame))
     assert one.receive() == wire.Refused(
-        f"worker w0 speaks protocol version {wire.PROTOCOL_VERSION}, the router speaks version 9"
+        f"worker w0 speaks protocol version {wire.PROTOCOL_VERSION}, the router speaks version 99"
     )
 
 

@@ -444,11 +444,11 @@ RARE = [
 
 
 DIGESTS = (
-    *("161661fd089fecbf", "498a4a66b6f2f7cd", "ba5e4aab6abca260", "29b0b12c65501634", "f54791fb3a9d1465"),
-    *("203ab59c82ccfdc2", "8ae037c8dabb8a4d", "85cf455bd79d18b5", "84a9b43ca2da6593", "a41a7f2fc414d5c8"),
-    *("a283cc95e185a95d", "4a84cb8b960bbc5b", "78e6dc48ae82e0bc", "b1323fd9cf064dc0", "e56824715e0a60b7"),
-    *("5b8db49e423b90e9", "8acfa4bd0dace6e4", "ff2a696c99e556a5", "dc649a1751b1216f", "e437e0417d962eae"),
-    "0c0cce9a17487f7e",
+    *("74876a075e9c1108", "7573cafeea40d105", "8183a5e5778e473a", "375b54de46e30804", "be52754e49f9bc53"),
+    *("68fc0d955d0f48c8", "9cdb7ef8b7b8b348", "19b7dc30a1f7bf35", "db2e18649a61ec78", "0f04df152b81e691"),
+    *("618394dca881e458", "d4ab30e6358f408f", "378a774348591a81", "fe8204605de6b358", "00ca3bbe7bccac90"),
+    *("f43b35a0da428724", "0f7f3c553c442333", "05f30708ff9f7c76", "d632edea0139ea2f", "b920f5f0fd40429b"),
+    "3e6389319c8cc35c",
 )
 
 
@@ -463,24 +463,24 @@ STORED = BlockStored((1, b"h"), None, (1, 2), 2, ("a", 1), "GPU")
 STAYS = [
     (
         wire.Welcome("w", "simulated", "llama", "abc", 16, 1000, None, 4096, (2,), "", 0, 1 << 20),
-        "dc00180811cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
-        "c40402000000a000ce00100000c29090c2a0a000",
+        "dc00190911cf400000000000000002ce00011170a177a973696d756c61746564a56c6c616d61a361626310cd03e8c0cd1000"
+        "c40402000000a000ce00100000c29090c2a0a000a4626f7468",
     ),
-    (wire.Hello("r"), "9a0801cf400000000000000002ce00011170a172a0a0a000"),
-    (wire.Abort("r"), "960803cf400000000000000002ce00011170a172"),
-    (wire.Ping(7), "960804cf400000000000000002ce0001117007"),
-    (wire.Replay(300), "960805cf400000000000000002ce00011170cd012c"),
-    (wire.Bye(), "950806cf400000000000000002ce00011170"),
-    (wire.Refused("no"), "960812cf400000000000000002ce00011170a26e6f"),
-    (wire.Rejected("r", "invalid", "t"), "980814cf400000000000000002ce00011170a172a7696e76616c6964a174"),
-    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0815cf400000000000000002ce000111700102030405060708c3"),
-    (wire.ReplayEnd(1, 2, 3, 4), "990817cf400000000000000002ce0001117001020304"),
-    (wire.Draining(), "950818cf400000000000000002ce00011170"),
-    (wire.Closed("gap", "t"), "970819cf400000000000000002ce00011170a3676170a174"),
-    (wire.Fault("t"), "96081acf400000000000000002ce00011170a174"),
+    (wire.Hello("r"), "9a0901cf400000000000000002ce00011170a172a0a0a000"),
+    (wire.Abort("r"), "960903cf400000000000000002ce00011170a172"),
+    (wire.Ping(7), "960904cf400000000000000002ce0001117007"),
+    (wire.Replay(300), "960905cf400000000000000002ce00011170cd012c"),
+    (wire.Bye(), "950906cf400000000000000002ce00011170"),
+    (wire.Refused("no"), "960912cf400000000000000002ce00011170a26e6f"),
+    (wire.Rejected("r", "invalid", "t"), "980914cf400000000000000002ce00011170a172a7696e76616c6964a174"),
+    (wire.Pong(1, 2, 3, 4, 5, 6, 7, 8, True), "9e0915cf400000000000000002ce000111700102030405060708c3"),
+    (wire.ReplayEnd(1, 2, 3, 4), "990917cf400000000000000002ce0001117001020304"),
+    (wire.Draining(), "950918cf400000000000000002ce00011170"),
+    (wire.Closed("gap", "t"), "970919cf400000000000000002ce00011170a3676170a174"),
+    (wire.Fault("t"), "96091acf400000000000000002ce00011170a174"),
     (
         wire.Events(0, (STORED, BlockRemoved((2**64 - 1, -1)), RequestPlaced("a", "r", (1,), ("x", None), 5))),
-        "980816cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
+        "980916cf400000000000000002ce00011170009397a1539201c40168c0c40801000000020000000292a16101a347505593a1"
         "5292cfffffffffffffffffffc096a151a161a172c4040100000092a178c005a0",
     ),
 ]
@@ -745,12 +745,12 @@ def test_namespaces_that_cannot_travel(namespace: Any) -> None:
 
 def test_another_version_is_recognised_and_a_refusal_is_understood_in_any() -> None:
     hello = msgpack.unpackb(wire.encode(wire.Hello("r")))
-    hello[0] = 9
-    with pytest.raises(wire.VersionMismatch, match="version 9") as caught:
+    hello[0] = 99
+    with pytest.raises(wire.VersionMismatch, match="version 99") as caught:
         wire.decode(msgpack.packb(hello), ALL)
-    assert caught.value.version == 9
+    assert caught.value.version == 99
     refused = msgpack.unpackb(wire.encode(wire.Refused("we differ")))
-    refused[0] = 9
+    refused[0] = 99
     assert wire.decode(msgpack.packb(refused), ALL).message == wire.Refused("we differ")
 
 

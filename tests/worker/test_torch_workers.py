@@ -48,14 +48,18 @@ def prompt(number: int) -> list[int]:
     return [*range(20, 80), 5 + number, 11]
 
 
+def torch_options(model: Path) -> list[str]:
+    """Of a worker of a tiny model."""
+    options = ["--model", str(model), "--dtype", "float32", "--device", "cpu", "--threads", "1"]
+    options += ["--kv-capacity-tokens", "4000", "--token-budget", "64", "--max-model-tokens", "600"]
+    return [*options, "--engine", "torch"]
+
+
 @pytest.fixture(scope="module")
 def workers(tiny_model_dir: Path) -> Iterator[list[WorkerProcess]]:
     """Two worker processes of one model."""
-    options = ["--model", str(tiny_model_dir), "--dtype", "float32", "--device", "cpu", "--threads", "1"]
-    options += ["--kv-capacity-tokens", "4000", "--token-budget", "64", "--max-model-tokens", "600"]
-    options += ["--engine", "torch"]
     command = small_parts_command(TOKEN_BYTES)
-    started = [WorkerProcess(*options, "--id", name, command=command) for name in ("a", "b")]
+    started = [WorkerProcess(*torch_options(tiny_model_dir), "--id", name, command=command) for name in ("a", "b")]
     yield started
     for one in started:
         one.stop()
@@ -250,6 +254,37 @@ def test_a_request_that_is_given_up_in_its_pull_ends_and_leaves_nothing(askers: 
         tokens, _, ended, reason = puller.read()
     assert (tokens, reason) == ([], "abort") and ended is not None and ended.end == "cancelled"
     assert puller.ask(token_ids, holder.source(token_ids))[2].end == "done"
+
+
+@asynchronous
+async def test_a_pair_answers_as_the_model_and_a_kill_of_the_one_that_decodes_changes_no_token(
+    tiny_model_dir: Path, workers: list[WorkerProcess], undisturbed: TorchEngine
+) -> None:
+    """KV that was really handed over; after the kill a third one goes on that does both."""
+    prompts = [long_prompt(60 + number) for number in range(4)]
+    more = SamplingParams(max_new_tokens=70, ignore_eos=True)
+    expected, longer = answered(undisturbed, prompts, SHORT), answered(undisturbed, prompts, more)
+    pair = [WorkerProcess(*torch_options(tiny_model_dir), "--id", one, "--role", one) for one in ("prefill", "decode")]
+    try:
+        async with Router([one.endpoint for one in pair], config=FAST, cost_model=DEAR_PREFILL) as router:
+            done = await asyncio.gather(*(collect(router.generate(one, SHORT)) for one in prompts))
+            assert [tokens for tokens, _ in done] == expected
+            assert {chunks[0].worker for _, chunks in done} == {"prefill"}
+            assert {chunks[-1].worker for _, chunks in done} == {"decode"}
+            pulls = router.scheduler.stats()["pulls"]
+            assert (pulls["asked"], pulls["ended"]) == (4, 4)
+            assert pulls["moved_tokens"] == sum(map(len, prompts)), "no token of them was computed twice"
+            assert router.stats()["handed_over"] == 4
+            await router.add_worker(workers[1].endpoint)
+            running = [asyncio.ensure_future(collect(router.generate(one, more))) for one in prompts]
+            before = router.stats()["output_tokens"]
+            await until(lambda: router.stats()["output_tokens"] > before + 20, "they are under way")
+            pair[1].kill()
+            assert [tokens for tokens, _ in await asyncio.gather(*running)] == longer
+            assert_bookings_are_even(router)
+    finally:
+        for one in pair:
+            one.stop()
 
 
 # --- a kill -----------------------------------------------------------------------------------------------------------
