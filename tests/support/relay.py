@@ -24,6 +24,7 @@ from preble.gateway.core.metrics import Metrics
 from preble.policies.base import Policy
 from preble.router.router import Router, RouterConfig
 from preble.transport.engine_servers.server_info import ServerOptions
+from preble.types import Role
 from tests.support.transport import assert_bookings_are_even, fast, until
 
 JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -130,8 +131,9 @@ class ScriptedServer:
         ranks: int = 1,
         model: str = "tiny",
         adapters: Sequence[str] = (),
+        role: Role = "both",
     ) -> None:
-        self.kind, self.ranks = kind, ranks
+        self.kind, self.ranks, self.role = kind, ranks, role
         self.model, self.adapters = model, list(adapters)
         self.script = script
         self.calls: list[Call] = []
@@ -228,6 +230,8 @@ class ScriptedServer:
         models = {"/v1/models": {"object": "list", "data": cards}}
         if self.kind == "sglang":
             info = {"version": "0.5.23", "served_model_name": self.model, "page_size": 1, "context_length": 4096}
+            if self.role != "both":
+                info |= {"disaggregation_mode": self.role, "disaggregation_bootstrap_port": 8123}
             info |= {"max_total_num_tokens": 50_000, "max_running_requests": 8, "dp_size": self.ranks}
             load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
             loads = [{**load, "max_total_num_tokens": 50_000, "dp_rank": rank} for rank in range(self.ranks)]
@@ -317,7 +321,11 @@ async def serving(
     for server in servers:
         if server.port == 0:
             await server.start()
-    addresses = [server.url if options is None else (server.url, options) for server in servers]
+    said = [
+        ServerOptions(role=server.role) if server.kind == "vllm" and server.role != "both" else options
+        for server in servers
+    ]
+    addresses = [server.url if one is None else (server.url, one) for server, one in zip(servers, said, strict=True)]
     router = Router(addresses, policy=policy, config=router_config or fast())
     await router.start()
     gateway = Gateway(router, codec, GatewayConfig(**config), Metrics(time.monotonic))

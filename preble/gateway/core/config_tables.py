@@ -48,6 +48,13 @@ class ServerFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1, le=2**31 - 1)] | None,
         Meta(description="Tokens that its host memory and disk hold, where its events say nothing of them."),
     ] = None
+    role: Annotated[
+        Literal["both", "prefill", "decode"] | None,
+        Meta(
+            description="What it does of a request: prefill the prompt, decode the output, or both. SGLang says so "
+            "itself (--disaggregation-mode); vLLM needs a --kv-transfer-config."
+        ),
+    ] = None
     events_endpoint: Annotated[
         Name | None,
         Meta(description="ZeroMQ endpoint of its cache events, of rank 0; further ranks use the next ports."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...router.placement import Placement
+from ...router.placement import Placement, PrefillPlace
 from ..api.http import off_loop
 from ..core.header_fields import HeaderFields
 from ..core.models import ServedModel
@@ -63,9 +63,16 @@ class Learned:
         return key
 
     async def place(
-        self, context: RequestContext, body: RelayedBody, key: RoutingKey, exclude: frozenset[str], *, client: str
+        self,
+        context: RequestContext,
+        body: RelayedBody,
+        key: RoutingKey,
+        exclude: frozenset[str],
+        *,
+        client: str,
+        separable: bool = False,
     ) -> Placement:
-        """A place at a server, by a name of its own. Raises as `Router.place`."""
+        """A place at a server, by a name of its own; `separable`: at two. Raises as `Router.place`."""
         gateway = self.gateway
         return await gateway.router.place(
             key.token_ids,
@@ -79,6 +86,7 @@ class Learned:
             max_new_tokens=body.max_tokens or None,
             exclude=exclude,
             streamed=body.stream,
+            separable=separable,
         )
 
     def all_but(self, keeper: str | None, exclude: frozenset[str]) -> frozenset[str]:
@@ -95,7 +103,7 @@ async def looked_over(data: bytes, endpoint: Endpoint, headers: HeaderFields) ->
     return read(data, endpoint) if len(data) <= READ_BYTES else await off_loop(len(data), read, data, endpoint)
 
 
-def changes_for(placement: Placement, body: RelayedBody, served: ServedModel) -> dict[str, bytes]:
+def changes_for(placement: Placement | PrefillPlace, body: RelayedBody, served: ServedModel) -> dict[str, bytes]:
     """What is edited into a body on its way to its server: the rank, as SGLang wants it, and the server's own name of
     the model."""
     changes: dict[str, bytes] = {}

@@ -13,13 +13,14 @@ A client that goes away ends the request: the connection to the server is closed
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 
 from ...errors import PrebleError, TransportError, WorkerLost
-from ...router.placement import Placement
+from ...router.placement import Placement, PrefillPlace
 from ...transport.engine_servers.http_client import TRACE_HEADERS, Unreachable
 from ...transport.engine_servers.http_pool import Answer
 from ..api.http import JSON, Receive, Send, error_events, read_whole
@@ -36,6 +37,7 @@ from .endpoints import Endpoint
 from .form import MEDIA_TYPE
 from .headers import answer_headers, request_head, value_of
 from .learned import Learned, changes_for, looked_over
+from .pairs import ANSWER_BYTES_MAX, SGLANG, bootstrap_fields, handed_over, is_separable, prefill_fields
 from .progress import RelayProgress, tokens_seen
 from .resume import Emitted, can_resume, closing, continuation, count_tokens, names_enough
 from .routing_key import RoutingKey, routing_key
@@ -62,6 +64,7 @@ class Relay(Learned):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
         self.pools = ServerPools(gateway.router)
+        self.rng = random.Random()  # for what servers must not have the same of
 
     def at(self, endpoint: Endpoint) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """The handler of one endpoint."""
@@ -127,6 +130,7 @@ class Exchange:
         self._began = False  # the client has been sent something
         self._is_answered = False  # all of it was written, and is counted in any case
         self._answer: Answer | None = None
+        self._prefilling: asyncio.Task[None] | None = None  # at another server
         self._lost_text = ""
         self._continuation: dict[str, bytes] = {}
         self._resumable = False
@@ -174,8 +178,10 @@ class Exchange:
         key = await self._relay.key_of(context, body, self._served)
         context.charge(max(body.n * body.prompts - 1, 0))
         self._progress = RelayProgress(gateway, context, key)
-        exclude = await self._excluded()
-        placement = self._placement = await self._relay.place(context, body, key, exclude, client=context.key_name)
+        exclude, separable = await self._excluded(), is_separable(body, self._endpoint, self._served.engine)
+        placement = self._placement = await self._relay.place(
+            context, body, key, exclude, client=context.key_name, separable=separable
+        )
         try:
             await self._pass_on(key)
         except asyncio.CancelledError:  # the client has gone, or its time is over
@@ -196,6 +202,9 @@ class Exchange:
     def _hang_up(self) -> None:
         if self._answer is not None:
             self._answer.close()
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+            self._prefilling = None
 
     # --- the request --------------------------------------------------------------------------------------------------
 
@@ -229,13 +238,22 @@ class Exchange:
 
     async def _ask(self) -> Answer:
         """The answer of the placement's server, when its head is here. Raises `TransportError`."""
-        placement, scope = self._placement, self._scope
+        placement = self._placement
         placement.on_lost = self._lost
-        data = self._body.edited(self._changes())
-        (host, base), key = parts_of(placement.url), placement.options.api_key
+        changes = self._changes(placement)
+        if placement.prefill is not None:
+            changes |= await self._prefill(placement.prefill)
+        return await self._send_to(placement, self._body.edited(changes), self._sent)
+
+    async def _send_to(
+        self, place: Placement | PrefillPlace, data: bytes, on_sent: Callable[[Answer], object]
+    ) -> Answer:
+        """Send the request with this body to a server; its answer, when its head is here. Raises `TransportError`."""
+        scope = self._scope
+        (host, base), key = parts_of(place.url), place.options.api_key
         own = [(b"x-request-id", self._context.request_id.encode())]
         own += [(name.encode(), value.encode()) for name, value in TRACE_HEADERS.get().items()]
-        rank = placement.rank
+        rank = place.rank
         if key:
             own.append((b"authorization", f"Bearer {key}".encode()))
         if rank is not None:
@@ -253,12 +271,73 @@ class Exchange:
             own=own,
             ranked=rank is not None,
         )
-        pool = self._relay.pools.of(placement)
-        return await pool.send(head, data, on_sent=self._sent)
+        return await self._relay.pools.of(place).send(head, data, on_sent=on_sent)
 
-    def _changes(self) -> dict[str, bytes]:
-        """What is edited into the body, the usage of a stream and where to go on among it."""
-        changes = changes_for(self._placement, self._body, self._served)
+    # --- the prefill at another server --------------------------------------------------------------------------------
+
+    async def _prefill(self, place: PrefillPlace) -> dict[str, bytes]:
+        """Have a prompt prefilled elsewhere; returns what the placement's own server must be sent for that. Raises
+        `TransportError`; then the placement keeps away from that server."""
+        changes = self._changes(place)
+        if place.info.engine == SGLANG:
+            fields = bootstrap_fields(place, self._relay.rng)
+            data = self._body.edited({**changes, **fields})
+            self._prefilling = asyncio.ensure_future(self._prefill_beside(place, data))
+            return fields
+        try:
+            answer = await self._prefilled(place, self._body.edited({**changes, **prefill_fields(self._body)}))
+            fields = handed_over(answer)
+        except TransportError:
+            self._keep_away(place)
+            raise
+        self._placement.prefilled()
+        return fields
+
+    async def _prefill_beside(self, place: PrefillPlace, data: bytes) -> None:
+        """See to the prefill while the other server waits for it; where it fails, that one need not wait."""
+        try:
+            await self._prefilled(place, data)
+        except TransportError as error:
+            self._keep_away(place)
+            if self._answer is not None and (self._resumable or not self._began):
+                self._answer.break_off(TransportError(str(error)))
+            return
+        self._placement.prefilled()
+
+    async def _prefilled(self, place: PrefillPlace, data: bytes) -> bytes:
+        """The whole answer of the server that prefills. Raises `TransportError` for any but a good one."""
+        stall: Stall | None = None
+        limit = self._gateway.config.stalled_after_seconds * PATIENCE
+
+        def sent(answer: Answer) -> None:
+            nonlocal stall
+            if stall is not None:
+                stall.cancel()
+            stall = Stall(answer, limit)
+
+        try:
+            answer = await self._send_to(place, data, sent)
+            parts, size = [], 0
+            while part := await answer.read():
+                parts.append(part)
+                size += len(part)
+                if size > ANSWER_BYTES_MAX:
+                    answer.close()
+                    raise TransportError(f"the server that prefills answers more than {ANSWER_BYTES_MAX} bytes")
+            if answer.status != 200:
+                raise TransportError(f"the server that prefills answers {answer.status}")
+            return b"".join(parts)
+        finally:
+            if stall is not None:
+                stall.cancel()
+
+    def _keep_away(self, place: PrefillPlace) -> None:
+        self._placement.failed_workers.add(place.worker)
+        place.doubt()
+
+    def _changes(self, place: Placement | PrefillPlace) -> dict[str, bytes]:
+        """What is edited into the body for a server, the usage of a stream and where to go on among it."""
+        changes = changes_for(place, self._body, self._served)
         return {**changes, **self._body.usage_changes(), **self._continuation}
 
     def _sent(self, answer: Answer) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 from urllib.parse import urldefrag, urlsplit
 
-from ...router.placement import Placement
+from ...router.placement import Placement, PrefillPlace
 from ...router.router import Router
 from ...transport.engine_servers.http_pool import HttpPool, PoolLimits
 from ...transport.engine_servers.tls import client_context
@@ -21,8 +21,8 @@ class ServerPools:
         self._router = router
         self._pools: dict[tuple[str, str], HttpPool] = {}  # by URL and who may vouch for it
 
-    def of(self, placement: Placement) -> HttpPool:
-        """The pool of a placement's server."""
+    def of(self, placement: Placement | PrefillPlace) -> HttpPool:
+        """The pool of a placement's server, or of the one that prefills for it."""
         url, ca_file = key = placement.url, placement.options.ca_file
         pool = self._pools.get(key)
         if pool is None:

@@ -169,6 +169,7 @@ class ServerLink:
             sampling_fields=FIELDS[info.engine],
             resumable_fields=RESUMABLE_FIELDS[info.engine],
             cached_first=info.cached_first,
+            role=info.role,
         )
 
     async def run(self) -> str:

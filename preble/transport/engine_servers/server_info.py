@@ -19,11 +19,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ...errors import HandshakeRefused, InvalidConfig, ProtocolError
-from ...types import ServedWork, check_fields, check_int
+from ...types import BOTH, DECODE, PREFILL, Role, ServedWork, check_fields, check_int, check_role
 from .metrics_text import samples
 from .served_metrics import served_work
 
@@ -41,7 +41,8 @@ class ServerOptions:
 
     `events_endpoint` and `replay_endpoint` are ZeroMQ endpoints of rank 0, further ranks use the next ports.
     `require_events`: refuse a server that publishes no cache events, rather than estimate what it caches.
-    `below_capacity_tokens`: `WorkerSpec`'s, where it reports no moves. `cost_model`: a preset's name or a file that
+    `below_capacity_tokens`: `WorkerSpec`'s, where it reports no moves. `role`: `WorkerSpec`'s, "" as the server says.
+    `cost_model`: a preset's name or a file that
     `preble profile` wrote; without, its cost is learned. `ca_file`: certificates (PEM) of who may vouch for it, beside
     the system's. Times in seconds, bodies in bytes. Raises `InvalidConfig` naming the field.
     """
@@ -52,6 +53,7 @@ class ServerOptions:
     block_size: int | None = None
     kv_capacity_tokens: int | None = None
     below_capacity_tokens: int = 0
+    role: Role | Literal[""] = ""
     events_endpoint: str = ""
     replay_endpoint: str = ""
     events_topic: str = ""
@@ -69,6 +71,8 @@ class ServerOptions:
         for name in ("max_body_bytes", "max_line_bytes", "max_requests"):
             check_int(f"ServerOptions.{name}", getattr(self, name), 1, _INT31)
         check_int("ServerOptions.below_capacity_tokens", self.below_capacity_tokens, 0, _INT31)
+        if self.role != "":
+            check_role("ServerOptions.role", self.role)
         check_fields(self, "be positive", "answer_seconds")
         for name in ("events_endpoint", "replay_endpoint"):
             value = getattr(self, name)
@@ -103,7 +107,7 @@ class ServerInfo:
 
     `start` is a text that differs from one start of the server to the next, "" if it gives nothing of the kind.
     `cumulative`: each line of a stream repeats all output tokens so far. `advice`: what is missing, and the flag.
-    `cached_first`: `WorkerSpec`'s.
+    `cached_first`, `role`: `WorkerSpec`'s. `bootstrap_port`: where SGLang's decode servers ask a prefill server for KV.
     `served`: the names that /v1/models lists, at most `NAMES_MAX`. `work`: what its metrics say of requests that it
     served before, None where that is too little.
     """
@@ -123,6 +127,8 @@ class ServerInfo:
     served: tuple[ServedName, ...] = ()
     work: ServedWork | None = None
     cached_first: bool = False
+    role: Role = BOTH
+    bootstrap_port: int = 0
 
     def with_metrics(self, text: str) -> ServerInfo:
         """The same with what the text of /metrics says of its speed; what cannot be right is named in `advice`."""
@@ -137,6 +143,7 @@ _SGLANG_EVENTS = (
     "turns cache events on; without them what it caches is guessed"
 )
 _SGLANG_CACHED_FIRST = ("lpm", "dfs-weight")  # of its --schedule-policy
+_BOOTSTRAP_PORT = 8998  # where it says nothing
 _SGLANG_LOAD = "--load-publish-endpoint auto (0.5.23 on) reports the load at once"
 
 
@@ -163,7 +170,15 @@ def sglang_info(url: str, answer: Mapping[str, Any], options: ServerOptions) -> 
         not (answer.get("incremental_streaming_output") or answer.get("stream_output")),
         advice,
         cached_first=answer.get("schedule_policy") in _SGLANG_CACHED_FIRST,
+        role=options.role or _sglang_role(answer),
+        bootstrap_port=_int(answer, "disaggregation_bootstrap_port", name, 0, 65_535, _BOOTSTRAP_PORT),
     )
+
+
+def _sglang_role(answer: Mapping[str, Any]) -> Role:
+    """By its --disaggregation-mode."""
+    mode = answer.get("disaggregation_mode")
+    return PREFILL if mode == PREFILL else DECODE if mode == DECODE else BOTH
 
 
 def _sglang_sources(url: str, answer: Mapping[str, Any], ranks: int) -> tuple[EventSource, ...]:
@@ -245,6 +260,7 @@ def vllm_info(
         False,
         advice,
         served_names(models),
+        role=options.role or BOTH,
     ).with_metrics(metrics)
 
 
