@@ -1,13 +1,14 @@
 """Pulls by the price beside never, always and fixed thresholds, in simulation, on the contest's fleet and workloads.
 
-    python -m benchmarks.scale.kv_links [--workloads mooncake loogle agents] [--loads 0.6 0.9 1.2] [--seeds 0 1 2]
-                                        [--gbits 10 100] [--share 1.0] [--json FILE]
+    python -m benchmarks.scale.kv_links [--workloads mooncake loogle agents] [--loads 0.3 0.9 1.2] [--seeds 0 1 2]
+                                        [--workers 4] [--gbits 10 100] [--share 1.0] [--json FILE]
 
 The link is between every two workers, one transfer at a time at either end; KV is a 7B model's in 16 bit. Load is a
 share of what the pooled reference ends of a backlog (`benchmarks/paper/contest_cells.py`); agents are sessions in a
-closed loop, 8 at once for each worker at load 1. Round robin and least load stand beside E2, without pulls and with
-those by the price. Means over seeds; the first requests warm the caches and are not counted. The second table: mean
-time to first token over that of the best of never, always and the thresholds, and of never; over 1 is a loss.
+closed loop, 8 at once for each worker at load 1. Fleets of other sizes have as many requests a worker, of traces from
+several samples. Round robin and least load stand beside E2, without pulls and with those by the price. Means over
+seeds; the first requests warm the caches and are not counted. The second table: mean time to first token over that of
+the best of never, always and the thresholds, and of never; over 1 is a loss.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,19 @@ import numpy as np
 from benchmarks.paper.agents_cells import PAUSE_MAX_SECONDS, TRACE, TURNS_MIN, sessions_of
 from benchmarks.paper.contest_cells import (
     FLEET,
+    SAMPLES,
     SOURCES,
     Rates,
     arriving,
     drained,
     local_config,
     measured,
+    requests_of,
+    stretched,
     warm_requests,
 )
 from preble import sim
-from preble.workloads import Workload, sessions_at_once
+from preble.workloads import Workload, arrival_times, merged, sessions_at_once
 
 THRESHOLDS = (0, 512, 2048, 8192, 13_600)
 OBJECTIVE_SECONDS = 10.0
@@ -64,27 +68,44 @@ RULES = (
 )
 
 
-def workload_of(name: str, load: float, seed: int, share: float, rates: dict[str, Rates]) -> Workload:
-    """A workload's requests at a load."""
+def workload_of(name: str, load: float, seed: int, share: float, workers: int, rates: dict[str, Rates]) -> Workload:
+    """A workload's requests at a load, for so many workers."""
     if name != "agents":
         if name not in rates:
             rates[name] = drained(name, share)
-        return arriving(name, seed, share, rates[name], load)
-    live = max(2, round(load * 8 * FLEET.workers * share))
+        times = workers / FLEET.workers
+        scaled = Rates(*(times * rate for rate in rates[name]))
+        if times > 1.0 and SOURCES[name].trace:
+            return stretched(made := several(name, seed, share, round(times)), arrival_times(made), scaled, load)
+        return arriving(name, seed, share * times, scaled, load)
+    live = max(2, round(load * 8 * workers * share))
     made = sessions_of(TRACE, seed, 2 * live)
     return sessions_at_once(
         made, live, seed, turns_min=TURNS_MIN, pause_max_seconds=PAUSE_MAX_SECONDS, spread_seconds=40.0, begun=True
     )
 
 
-def figures_of(workload: Workload, rule: Rule, seed: int, bytes_per_second: float) -> dict[str, float]:
+def several(name: str, seed: int, share: float, count: int) -> Workload:
+    """So many of a trace's samples at once."""
+    if count > SAMPLES:
+        raise SystemExit(f"a trace has {SAMPLES} samples, for {SAMPLES * FLEET.workers} workers at most")
+    parts = []
+    for number in range(seed, seed + count):
+        made = requests_of(name, number, share)
+        parts.append(
+            replace(made, requests=[replace(one, request_id=f"{number}-{one.request_id}") for one in made.requests])
+        )
+    return merged(name, parts)
+
+
+def figures_of(workload: Workload, rule: Rule, seed: int, bytes_per_second: float, workers: int) -> dict[str, float]:
     """What one run finds."""
     link = None
     if rule.least_tokens is not None:
         least = None if rule.least_tokens < 0 else rule.least_tokens
         link = sim.KvLink(bytes_per_second=bytes_per_second, token_bytes=KV_TOKEN_BYTES, least_tokens=least)
     config = sim.SimConfig(
-        workers=FLEET.workers,
+        workers=workers,
         policy=rule.policy,
         cost_model=FLEET.cost_model,
         local=local_config(),
@@ -103,12 +124,12 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rates: dict[str, Rates] = {}
     for name in args.workloads:
         for load in args.loads:
-            made = [(seed, workload_of(name, load, seed, args.share, rates)) for seed in args.seeds]
+            made = [(seed, workload_of(name, load, seed, args.share, args.workers, rates)) for seed in args.seeds]
             for gbits in args.gbits:
                 for rule in RULES:
                     if rule.least_tokens is None and gbits != args.gbits[0]:
                         continue  # never: the link does not matter
-                    runs = [figures_of(workload, rule, seed, gbits / 8 * 1e9) for seed, workload in made]
+                    runs = [figures_of(one, rule, seed, gbits / 8 * 1e9, args.workers) for seed, one in made]
                     means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
                     row = {"workload": name, "load": load, "gbits": gbits, "policy": rule.policy}
                     yield {**row, "rule": rule.name, "least_tokens": rule.least_tokens, **means}
@@ -147,7 +168,8 @@ def main() -> None:
     parser.add_argument(
         "--workloads", nargs="+", choices=[*SOURCES, "agents"], default=["mooncake", "loogle", "agents"]
     )
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.6, 0.9, 1.2])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.9, 1.2])
+    parser.add_argument("--workers", type=int, default=FLEET.workers)
     parser.add_argument("--gbits", type=float, nargs="+", default=[10.0, 100.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--share", type=float, default=1.0, help="of each workload's requests (%(default)s)")
