@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.common.paths import ROOT
 from benchmarks.paper import cells
 from benchmarks.paper.agents_cells import (
+    CROWD,
     DEADLINE_SECONDS,
     END_SECONDS,
     GROUP_HASH,
@@ -34,6 +35,7 @@ from benchmarks.paper.agents_cells import (
     IDS_WHOLE,
     KNOWN_LENGTHS,
     LIVE,
+    LIVE_OF,
     OURS,
     OURS_WHOLE,
     PAUSE_MAX_SECONDS,
@@ -59,7 +61,8 @@ FLOOD_LOAD, IDLE_LOAD, SAMPLE_WORKERS = 0.8, 0.1, 8
 FIRST_SEED = 20  # settings were chosen with 10 to 13 and 100 to 103, and 0 to 2 were looked at meanwhile
 # (kind, workers) -> (seeds, shares: of what `agents_cells` says).
 GRID = {
-    ("sessions", 4): (3, CACHES), ("sessions", 8): (2, CACHES), ("flood", 2): (3, (FLOOD_LOAD,)),
+    ("sessions", 4): (3, CACHES), ("sessions", 8): (2, CACHES), ("crowds", 4): (2, CACHES[:2]),
+    ("flood", 2): (3, (FLOOD_LOAD,)),
     ("flood", 4): (3, (FLOOD_LOAD, IDLE_LOAD)), ("flood", 8): (2, (FLOOD_LOAD,)), ("deadlines", 4): (3, LOADS),
     ("samples", SAMPLE_WORKERS): (6, (1.0,)), ("samples", 2): (6, (1.0,)),
 }  # fmt: skip
@@ -113,7 +116,7 @@ def grid(quick: bool, trace: str) -> Iterator[AgentCell]:
         if not quick or (kind, workers) not in (("sessions", 8), ("flood", 2), ("flood", 8)):
             for seed in range(FIRST_SEED, FIRST_SEED + (1 if quick else seeds)):
                 for share in shares:
-                    yield AgentCell(kind, workers, share, seed, trace if kind == "sessions" else "")
+                    yield AgentCell(kind, workers, share, seed, trace if kind in LIVE_OF else "")
 
 
 def known(cells_wanted: Sequence[AgentCell], store: cells.Store) -> Found:
@@ -256,14 +259,20 @@ def section(found: Found, trace: str) -> str:
         f"{END_SECONDS:g} s of each run counted. Where caches hold all sessions, pauses alone limit the turns. That is "
         "also the most that a rule can make of smaller caches: over the best rival's turns an hour it is", "",
         headroom_table(found), "",
-        "![Turns an hour and p99 TTFT by cache](figures/agents-sessions.png)", "", session_table(found), "",
+        "Turns over those of the best rival, as the bars count them and from the start; also with "
+        f"{CROWD} live sessions a worker, where work limits the turns and pauses hardly do.", "",
+        ratio_table(found), "",
+        "![Turns an hour and p99 TTFT by cache](figures/agents-sessions.png)", "", session_table(found, "sessions"), "",
+        f"The same with {CROWD} live sessions a worker.", "", session_table(found, "crowds"), "",
         "## A flood, deadlines, samples", "",
         "![What a flood does to the others, goodput, makespans](figures/agents-tenants.png)", "",
         f"{TENANTS} tenants with equal rates, one of which sends ten times as much after a while; the load is what all "
-        "send before. Served: of all requests, those that ended within the run.", "",
+        "send before. Served: of all requests, those that ended within the run. Hits as asked: were each tenant served "
+        "as large a part of its prompts as the others, for a flood asks for what is cached most.", "",
         rule_table(found, "flood", {
             "others_p99_calm": "others' p99 TTFT without, s", "others_p99_flooded": "with the flood, s",
             "jain": "Jain's index", "hit_fraction": "hits", "others_hit_fraction": "others' hits",
+            "flood_hit_fraction": "the flood's hits", "same_mix_hit_fraction": "hits as asked",
             "served_fraction": "served",
         }), "",
         f"Tools; a first token is of use for {DEADLINE_SECONDS:g} s. Only the first row refuses anything.",
@@ -273,8 +282,10 @@ def section(found: Found, trace: str) -> str:
             "hit_fraction": "hits",
         }), "",
         f"{GROUPS // GROUPS_WORKERS} groups of {SAMPLES} samples for each worker, all at once. Consistent hashing and "
-        "E2 are told the groups. The bound is the clairvoyant one of `preble/sim/bounds.py`; lengths known: a placing "
-        "that is given every answer's length, longest first.", "",
+        "E2 are told the groups. The bound is the clairvoyant one of `preble/sim/bounds.py`: the longest answer alone "
+        "on a worker, or all work over the workers. Even: the longest answer's end beside an equal part of all others, "
+        "which is what a placing that knows no lengths can expect. Lengths known: a placing that is given every "
+        "answer's length, longest first.", "", sample_bounds(found), "",
         sample_table(found), "",
     ])  # fmt: skip
 
@@ -298,15 +309,31 @@ def bar_table(bars: Sequence[Bar]) -> str:
     return table(["what", "bar", "today (95 %)", "best rival there", ""], rows)
 
 
-def session_table(found: Found) -> str:
+def ratio_table(found: Found) -> str:
+    """Turns over the best rival's in both ways of counting, a row for each cell and whose workers they are."""
+    rows = []
+    for kind, live in LIVE_OF.items():
+        for place in places(found, kind):
+            for own, whose in ((OURS_WHOLE, "ours"), (OURS, "evict by use")):
+                said = []
+                for metric in ("turns_per_hour", "turns_from_start"):
+                    (value, low, high), rival = against(found, place, metric, RIVALS, True, own)
+                    between = "" if math.isnan(low) else f" ({number(low)} to {number(high)})"
+                    said.append(f"{number(value)}{between}, {TITLES[rival]}")
+                rows.append([str(place[1]), str(live), f"{place[2]:.0%}", whose, *said])
+    heads = ["workers", "live a worker", "caches", "workers' kind", "as the bars count", "from the start"]
+    return table(heads, rows)
+
+
+def session_table(found: Found, kind: str) -> str:
     """Rows of rules, by cell."""
     heads = ["workers", "caches", "rule", "turns an hour", "turns from the start", "p99 TTFT, s", "mean TTFT, s",
              "p99 latency, s", "hits"]  # fmt: skip
     metrics = ("turns_per_hour", "turns_from_start", "p99_ttft_seconds", "mean_ttft_seconds", "p99_latency_seconds",
                "hit_fraction")  # fmt: skip
     rows = []
-    for place in places(found, "sessions"):
-        for policy in POLICIES["sessions"]:
+    for place in places(found, kind):
+        for policy in POLICIES[kind]:
             means = [float(values(found, *place, policy, metric).mean()) for metric in metrics]
             said = [number(mean) for mean in means[:-1]] + [f"{means[-1]:.0%}"]
             rows.append([str(place[1]), f"{place[2]:.0%}", TITLES[policy], *said])
@@ -325,8 +352,8 @@ def rule_table(found: Found, kind: str, metrics: Mapping[str, str]) -> str:
 
 def sample_table(found: Found) -> str:
     """Rows of rules, by fleet; the ratio is to the better of smg's old rule and consistent hashing of each seed."""
-    metrics = ("makespan_seconds", "of_bound", "mean_group_seconds", "mean_ttft_seconds", "mean_latency_seconds",
-               "hit_fraction")  # fmt: skip
+    metrics = ("makespan_seconds", "of_bound", "of_even", "mean_group_seconds", "mean_ttft_seconds",
+               "mean_latency_seconds", "hit_fraction")  # fmt: skip
     rows = []
     for place in places(found, "samples"):
         rivals = [values(found, *place, rival, "makespan_seconds") for rival in ("cache_aware", GROUP_HASH)]
@@ -336,9 +363,20 @@ def sample_table(found: Found) -> str:
             said = f"{ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})"
             rows.append([str(place[1]), TITLES[policy], means[0], said, *means[1:]])
     heads = [
-        "workers", "rule", "makespan, s", "over the better rival of each seed", "over the bound", "mean of groups, s",
-        "mean TTFT, s", "mean latency, s", "hits",
+        "workers", "rule", "makespan, s", "over the better rival of each seed", "over the bound", "over even",
+        "mean of groups, s", "mean TTFT, s", "mean latency, s", "hits",
     ]  # fmt: skip
+    return table(heads, rows)
+
+
+def sample_bounds(found: Found) -> str:
+    """What the makespans are compared with, a row a fleet."""
+    names = ("longest_alone_seconds", "work_seconds", "bound_seconds", "even_seconds")
+    rows = []
+    for place in places(found, "samples"):
+        own = [figures for cell, figures in found.items() if (cell.kind, cell.workers) == place[:2]]
+        rows.append([str(place[1]), *(number(float(np.mean([one[name] for one in own]))) for name in names)])
+    heads = ["workers", "longest answer alone, s", "all work over the workers, s", "bound, s", "even, s"]
     return table(heads, rows)
 
 

@@ -1,11 +1,12 @@
 """Simulations of agents, tenants, deadlines and sets of samples: which cells there are, and what is measured of each.
 
 All rules run on the same requests. Workers are of the contest's fleet (`contest_cells.FLEET`); what saturation is, is
-said there, too. Four kinds of cells:
+said there, too. Five kinds of cells:
 
 sessions   `LIVE` coding-agent sessions a worker at all times, in closed loop, pauses cut at `PAUSE_MAX_SECONDS`. Caches
            of all workers together hold `share` of the live sessions' mean prompts. Counted is what happens after
            `WARM_SECONDS`; the run is broken off at `END_SECONDS`. Requests name their sessions, but for one rule.
+crowds     the same with `CROWD` live sessions a worker, so that work limits the turns, and not pauses.
 flood      `TENANTS` tenants with tools of their own and equal rates, together at `share` of saturation; from
            `FLOOD_SECONDS` on one of them sends ten times as much. Beside it the same without the flood.
 deadlines  tools at `share` times saturation; a first token is of use for `DEADLINE_SECONDS`.
@@ -72,6 +73,10 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
         *(OURS_WHOLE, UNNAMED, OURS, "cache_aware_spill", IDS, IDS_WHOLE, "session_hash", "kv_cost"),
         *("least_loaded", "round_robin"),
     ),
+    "crowds": (
+        *(OURS_WHOLE, OURS, "cache_aware_spill", IDS, IDS_WHOLE, "session_hash", "kv_cost"),
+        *("least_loaded", "round_robin"),
+    ),
     "flood": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "least_loaded", "round_robin"),
     "deadlines": (OURS, PLAIN, "cache_aware_spill", "kv_cost", "llmd_sticky", "least_loaded", "round_robin"),
     "samples": (
@@ -89,7 +94,8 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
 SCALE, PROMPT_TOKENS_MAX, TURNS_MIN = 16, 24_000, 5
 TRACE = "coding_agents.jsonl.gz"
 COPY_IDS = 1 << 26  # more than the trace has blocks
-LIVE, PAUSE_MAX_SECONDS = 64, 120.0
+LIVE, CROWD, PAUSE_MAX_SECONDS = 64, 128, 120.0
+LIVE_OF = {"sessions": LIVE, "crowds": CROWD}
 WARM_SECONDS, END_SECONDS = 80.0, 240.0
 TENANTS, FLOOD_FACTOR, FLOOD_SECONDS, TENANTS_SECONDS = 8, 10.0, 60.0, 150.0
 DEADLINE_SECONDS, DEADLINE_WORKLOAD = 2.0, "toolbench"
@@ -116,7 +122,7 @@ class AgentCell:
     @property
     def cost(self) -> float:
         """Sessions take longest."""
-        return self.workers * (10.0 if self.kind == "sessions" else 1.0)
+        return self.workers * LIVE_OF.get(self.kind, 6) / 6.0
 
 
 class SessionIds(Policy):
@@ -246,7 +252,7 @@ def copied(workload: Workload, number: int) -> list[PromptRequest]:
 
 def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
     """Figures by rule of sessions in closed loop."""
-    live = LIVE * cell.workers
+    live = LIVE_OF[cell.kind] * cell.workers
     made = sessions_of(cell.trace, cell.seed, 2 * live)
     workload = sessions_at_once(
         made, live, cell.seed, turns_min=TURNS_MIN, pause_max_seconds=PAUSE_MAX_SECONDS, spread_seconds=40.0, begun=True
@@ -256,7 +262,7 @@ def run_sessions(cell: AgentCell, _: Store) -> dict[str, Any]:
     sessions = {request.request_id: request.group for request in workload.requests}
     unnamed = replace(workload, requests=[replace(request, hint=None) for request in workload.requests])
     runs = {}
-    for name in POLICIES["sessions"]:
+    for name in POLICIES[cell.kind]:
         rule = name.partition(" ")[0]
         policy = SessionIds(sessions) if rule == IDS else rule
         config = config_of(cell, policy, kv_capacity_tokens=capacity, until_seconds=END_SECONDS)
@@ -306,6 +312,8 @@ def run_flood(cell: AgentCell, store: Store) -> dict[str, Any]:
             "others_p99_flooded": others_p99(during, flooded, flooder),
             "hit_fraction": hits(during),
             "others_hit_fraction": hits(during, np.array([one.tenant != flooder for one in flooded.requests])),
+            "flood_hit_fraction": hits(during, np.array([one.tenant == flooder for one in flooded.requests])),
+            "same_mix_hit_fraction": hits_as_asked(during, flooded),
             "served_fraction": float(np.mean(during.outcome == sim.results.FINISHED)),
             "jain": jain_of(during, flooded),
         })  # fmt: skip
@@ -325,6 +333,17 @@ def hits(result: sim.Result, own: npt.NDArray[np.bool_] | None = None) -> float:
     """Cached over all prompt tokens of the admitted; `own`: of these alone."""
     admitted = result.cached_tokens >= 0 if own is None else own & (result.cached_tokens >= 0)
     return float(result.cached_tokens[admitted].sum() / result.prompt_tokens[admitted].sum())
+
+
+def hits_as_asked(result: sim.Result, workload: Workload) -> float:
+    """The hit fraction if each tenant were served as large a part of its prompts as the others: who is served less of
+    what is cached most does not lower it."""
+    asked = float(result.prompt_tokens.sum())
+    found = 0.0
+    for rows in tenants_of(workload.requests).values():
+        own = np.isin(np.arange(len(result.prompt_tokens)), rows)
+        found += float(result.prompt_tokens[own].sum()) / asked * hits(result, own)
+    return found
 
 
 def jain_of(result: sim.Result, workload: Workload) -> float:
@@ -374,6 +393,7 @@ def run_samples(cell: AgentCell, _: Store) -> dict[str, Any]:
     plain = replace(workload, requests=[replace(request, sampled=False) for request in workload.requests])
     cost = CostModel.preset(FLEET.cost_model)
     bounds = lower_bounds(workload.requests, cost, cell.workers, local_config().token_budget)
+    even = even_seconds(workload.requests, cost, cell.workers)
     told: dict[str, str | Policy] = {
         UNHINTED: OURS,
         GROUP_HASH: GroupHash({request.request_id: request.group for request in workload.requests}),
@@ -385,13 +405,38 @@ def run_samples(cell: AgentCell, _: Store) -> dict[str, Any]:
         runs[name] = rounded({
             "makespan_seconds": makespan(result),
             "of_bound": makespan(result) / bounds.max_latency_seconds,
+            "of_even": makespan(result) / even,
             "mean_group_seconds": float(np.mean(list(group_makespans(result, workload.requests).values()))),
             "mean_ttft_seconds": float(result.ttft_seconds.mean()),
             "mean_latency_seconds": float(result.latency_seconds.mean()),
             "hit_fraction": hits(result),
             "load_spread": float(result.busy_seconds.max() / result.busy_seconds.mean()),
         })  # fmt: skip
-    return {"runs": runs, **rounded({"bound_seconds": bounds.max_latency_seconds})}
+    return {"runs": runs, **rounded({
+        "bound_seconds": bounds.max_latency_seconds,
+        "longest_alone_seconds": float(bounds.latency.floors.max()),
+        "work_seconds": float(bounds.latency.works.sum()) / cell.workers,
+        "even_seconds": even,
+    })}  # fmt: skip
 
 
-KINDS = {"sessions": run_sessions, "flood": run_flood, "deadlines": run_deadlines, "samples": run_samples}
+def even_seconds(requests: Sequence[PromptRequest], cost: CostModel, workers: int) -> float:
+    """When the longest answer ends on a worker with an equal part of all prompts, and of all answers of each length:
+    what a placing that knows no lengths can expect, for an iteration takes longer by what each answer in it adds."""
+    prompts = {request.group: request.prompt_tokens for request in requests}
+    seconds = sum(cost.prefill_time(tokens, tokens) for tokens in prompts.values()) / workers
+    outputs = np.array([request.output_tokens for request in requests])
+    lengths = np.array([request.prompt_tokens for request in requests])
+    for done in range(int(outputs.max())):
+        left = outputs > done
+        seconds += cost.decode_time(1, float(lengths[left].mean()) + done, max(1.0, float(left.sum()) / workers))
+    return seconds
+
+
+KINDS = {
+    "sessions": run_sessions,
+    "crowds": run_sessions,
+    "flood": run_flood,
+    "deadlines": run_deadlines,
+    "samples": run_samples,
+}

@@ -23,6 +23,7 @@ cdef class LiveRequest:
     cdef public int64_t follows           # number of the prefix end that it goes on from; -1: none is known
     cdef readonly int64_t max_tokens      # of the prompt and the longest output
     cdef readonly object claim            # of the request
+    cdef readonly bint yields             # batch work: what others compute goes before
     cdef readonly object namespace
     cdef int64_t prompt_tokens
     cdef bint planned

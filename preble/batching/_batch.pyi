@@ -26,6 +26,7 @@ class LiveRequest:
     follows: int
     max_tokens: int
     claim: Claim | None
+    yields: bool
     namespace: Hashable
     def __init__(self, request: LocalRequest, number: int, arrival_seconds: float) -> None: ...
     @property

@@ -14,7 +14,7 @@ from libc.string cimport memcpy
 import numpy as np
 
 from ..errors import InvalidInput
-from ..types import check_int
+from ..types import BATCH, check_int
 
 TOKEN_ID_MAX = 2**31 - 1
 NO_TOKENS = np.empty(0, np.int32)
@@ -60,6 +60,7 @@ cdef class LiveRequest:
         self.planned = request.planned_ids is not None
         self.stops = request.stop_token_ids or None
         self.claim = request.claim
+        self.yields = self.claim is not None and self.claim.priority == BATCH
         self.namespace = request.namespace
         self.slots_array = NO_TOKENS
         self.cached_version = self.place_version = self.follows = -1

@@ -20,6 +20,8 @@ cdef class IterationCore:
     cdef bint chunked, short_first
     # where it stands
     cdef int64_t arrived, step, decodes_till_look
+    cdef int64_t yielding        # requests that run and are batch work
+    cdef int64_t rested          # iterations in a row in which they decoded nothing
     cdef double begun_seconds    # when the batch in flight began
     cdef double step_seconds     # of the iterations that prefilled lately; 0 before the first
     # counters
@@ -29,10 +31,12 @@ cdef class IterationCore:
     cdef double time(self, object now) except? -1.0
     cdef Batch formed(self, double now)
     cdef int prefill_or_decode(self, Batch batch, double now) except -1
-    cdef int schedule_decodes(self, Batch batch, double now) except -1
+    cdef int form_by_class(self, Batch batch, double now) except -1
+    cdef bint rests(self)
+    cdef int schedule_decodes(self, Batch batch, double now, bint resting) except -1
     cdef int64_t admit_short(self, Batch batch, int64_t budget, list under_way, double now) except -1
     cdef int64_t schedule_prefills(self, Batch batch, int64_t budget, list under_way, double now) except? -1
-    cdef int admit(self, Batch batch, int64_t budget, double now) except -1
+    cdef int64_t admit(self, Batch batch, int64_t budget, double now, list behind) except? -1
     cdef bint is_being_computed(self, LiveRequest live) except -1
     cdef bint is_too_late(self, LiveRequest live, double now) except -1
     cdef bint start_running(self, LiveRequest live, double now, int64_t spared) except -1

@@ -24,9 +24,11 @@ from .retention import Retention
 cdef enum:
     DEFERRALS_PER_ROUND = 64
     SHORT_LOOKS = 8              # waiting requests that are passed over for shorter ones, an iteration
+    RESTS_MAX = 8                # iterations in a row in which batch work does not decode while others prefill
 
 cdef double STEP_KEPT = 0.8      # of how long iterations took, with each one more
 cdef tuple CUT_SHORT = ()        # how an answer ended that was cancelled
+cdef list NOBODY = []
 
 
 cdef class IterationCore:
@@ -110,6 +112,10 @@ cdef class IterationCore:
           5. Waiting requests are admitted in the queue's order while budget, places and memory last, each with its
              first chunk.
 
+        Batch work yields (`Claim.priority`): its prefills under way come after those of others, and after others that
+        wait, who leave them the memory that they need; and while others prefill it does not decode, for `RESTS_MAX`
+        iterations in a row. So what others wait for is hardly longer for it.
+
         Raises `InvalidInput` while an earlier batch is neither completed nor discarded, `InvalidTime`.
         """
         cdef double at = self.time(now)
@@ -121,14 +127,16 @@ cdef class IterationCore:
         cdef Batch batch = Batch(self.step)
         cdef int64_t budget
         cdef list under_way
-        if self.chunked:
-            self.schedule_decodes(batch, now)    # 1., 2.
+        if self.chunked and self.yielding:
+            self.form_by_class(batch, now)
+        elif self.chunked:
+            self.schedule_decodes(batch, now, False)                             # 1., 2.
             budget = self.token_budget - len(batch.lives)
             under_way = prefills_in(self._running)
             if under_way and self.short_first:
                 budget -= self.admit_short(batch, budget // 2, under_way, now)   # 3.
             budget = self.schedule_prefills(batch, budget, under_way, now)       # 4.
-            self.admit(batch, budget, now)       # 5.
+            self.admit(batch, budget, now, NOBODY)                               # 5.
         else:
             self.prefill_or_decode(batch, now)
         assert batch.lives or not self._live, "requests are live and none can run"
@@ -138,6 +146,38 @@ cdef class IterationCore:
             self.step += 1
         return batch
 
+    cdef int form_by_class(self, Batch batch, double now) except -1:
+        """As in 1. to 5., where batch work runs."""
+        cdef LiveRequest live
+        cdef int64_t budget
+        cdef list under_way, urgent, behind
+        cdef bint resting = self.rests()
+        self.rested = self.rested + 1 if resting else 0
+        self.schedule_decodes(batch, now, resting)
+        budget = self.token_budget - len(batch.lives)
+        under_way = prefills_in(self._running)
+        urgent = [live for live in under_way if not live.yields]
+        behind = [live for live in under_way if live.yields]
+        if urgent and self.short_first:
+            budget -= self.admit_short(batch, budget // 2, under_way, now)
+        budget = self.schedule_prefills(batch, budget, urgent, now)
+        if behind:
+            budget = self.admit(batch, budget, now, behind)
+            budget = self.schedule_prefills(batch, budget, behind, now)
+        self.admit(batch, budget, now, NOBODY)
+        if resting and not batch.lives:          # what rests has the memory that the others lack
+            self.schedule_decodes(batch, now, False)
+        return 0
+
+    cdef bint rests(self):
+        """Whether batch work decodes nothing in this iteration: others prefill, and it has not rested for long."""
+        cdef LiveRequest live
+        if self.rested < RESTS_MAX:
+            for live in self._running:
+                if live.computed < live.prefill_end and not live.yields:
+                    return True
+        return False
+
     cdef int prefill_or_decode(self, Batch batch, double now) except -1:
         """Without chunks: whole prompts if any can be admitted, else a decode iteration.
 
@@ -145,30 +185,33 @@ cdef class IterationCore:
         """
         self.schedule_prefills(batch, self.capacity, prefills_in(self._running), now)
         if not batch.lives and self.decodes_till_look == 0:
-            self.admit(batch, self.token_budget, now)
+            self.admit(batch, self.token_budget, now, NOBODY)
         if batch.lives:
             return 0
-        self.schedule_decodes(batch, now)
+        self.schedule_decodes(batch, now, False)
         self.decodes_till_look = (self.decodes_till_look or self.decodes_per_look) - 1
         if not batch.lives:                      # nothing decodes: nothing to wait for
             self.decodes_till_look = 0
-            self.admit(batch, self.token_budget, now)
+            self.admit(batch, self.token_budget, now, NOBODY)
         return 0
 
-    cdef int schedule_decodes(self, Batch batch, double now) except -1:
-        """A token for every decoding request, after preempting until each can have a slot.
+    cdef int schedule_decodes(self, Batch batch, double now, bint resting) except -1:
+        """A token for every decoding request, but for batch work that is `resting`, after preempting until each can have
+        a slot.
 
         The oldest alone always can: `add` saw to it. They fit the budget: each took at least a token of it to be
         admitted.
         """
-        cdef int64_t count = decodes_in(self._running)
+        cdef list decoding = awake_in(self._running) if resting else self._running
+        cdef int64_t count = decodes_in(decoding)
         while count > self._cache.pool.free_count:       # mostly false, and cheap
             if count <= self._cache.available():
                 break
             self.preempt(self._running[len(self._running) - 1], now)
-            count = decodes_in(self._running)
+            decoding = awake_in(self._running) if resting else self._running
+            count = decodes_in(decoding)
         if count:
-            batch.decode(self._running, self._cache.slots_for(count, now))
+            batch.decode(decoding, self._cache.slots_for(count, now))
         return 0
 
     cdef int64_t admit_short(self, Batch batch, int64_t budget, list under_way, double now) except -1:
@@ -212,16 +255,20 @@ cdef class IterationCore:
             budget -= count
         return budget
 
-    cdef int admit(self, Batch batch, int64_t budget, double now) except -1:
-        """Admit waiting requests. The first that does not fit ends the round, so that smaller ones do not starve it."""
+    cdef int64_t admit(self, Batch batch, int64_t budget, double now, list behind) except? -1:
+        """Admit waiting requests; returns the budget left. The first that does not fit ends the round, so that smaller
+        ones do not starve it. `behind`: prefills under way that others go before; who yields as they do ends the
+        round."""
         cdef LiveRequest live
-        cdef int64_t deferrals = 0, count
+        cdef int64_t deferrals = 0, spared = 0, count
         if budget <= 0 or len(self._running) >= self._places or not len(self._waiting.live):
-            return 0
+            return budget
+        for live in behind:
+            spared += live.prefill_end - live.computed
         self._waiting.begin()
         while budget > 0 and len(self._running) < self._places and deferrals < DEFERRALS_PER_ROUND:
             live = self._waiting.next_at(now)
-            if live is None:
+            if live is None or (spared and live.yields):
                 break
             if self.is_being_computed(live):
                 self._waiting.put_off(live)
@@ -233,7 +280,7 @@ cdef class IterationCore:
                 continue
             if not self.chunked and len(batch.lives) and uncached_of(live) > budget:
                 break                            # computed whole, in a later iteration; a longer one goes alone
-            if not self.start_running(live, now, 0):
+            if not self.start_running(live, now, spared):
                 break
             count = live.prefill_end - live.computed
             if self.chunked:
@@ -242,7 +289,7 @@ cdef class IterationCore:
             budget -= count
         self._waiting.end()
         self.deferred += deferrals
-        return 0
+        return budget
 
     cdef bint is_being_computed(self, LiveRequest live) except -1:
         """True if a running request is prefilling tokens that this one shares and would otherwise compute as well.
@@ -298,6 +345,7 @@ cdef class IterationCore:
         live.make_room()
         self._cache.tree.copy_slots(hold, live.slot_data)
         run_in_order(self._running, live)
+        self.yielding += live.yields
         if live.cached_tokens is None:
             live.cached_tokens = live.computed
             self.prompt_tokens += live.known_tokens
@@ -437,6 +485,7 @@ cdef class IterationCore:
             run_steps(self._running, steps, self._cache.slots_for(count, self.begun_seconds))
         self.computed_tokens += count
         self.step += steps
+        self.rested = 0
         if not self.chunked:
             look = (self.decodes_till_look - steps) % self.decodes_per_look
             self.decodes_till_look = look + self.decodes_per_look if look < 0 else look
@@ -461,6 +510,7 @@ cdef class IterationCore:
         live.hold = None
         live.drop_slots()
         self._running.remove(live)
+        self.yielding -= live.yields
         return 0
 
     cdef int drop_in_flight(self, LiveRequest live) except -1:
@@ -515,6 +565,12 @@ cdef class IterationCore:
         if not isfinite(seconds):
             raise InvalidTime(f"now must be finite, got {seconds!r}")
         return seconds
+
+
+cdef list awake_in(list running):
+    """Those that are no batch work."""
+    cdef LiveRequest live
+    return [live for live in running if not live.yields]
 
 
 cdef tuple ending_of(LiveRequest live):

@@ -59,6 +59,7 @@ logger = logging.getLogger("preble.router")
 SOCKETS_MAX = 16_384  # four of each link; ZeroMQ's own bound of 1,023 would end a router's fleet at 255 workers
 CLOSE_SECONDS = 5.0  # for the last frames of all sockets
 _CLOSE_STEP_SECONDS = 0.005
+YIELDING_ENGINES = ("torch", "simulated")
 _CANCEL_SECONDS, _CANCELS_MAX = 2.0, 5
 
 STATES = ("connecting", "ready", "suspect", "draining", "lost", "refused")
@@ -284,6 +285,10 @@ class Fleet:
     def worker_ids(self) -> Collection[str]:
         """Workers that the scheduler knows, usable or not; do not keep it."""
         return self._by_id.keys()
+
+    def workers_yield(self) -> bool:
+        """Whether all engines are driven by a `LocalScheduler`, so that batch work yields also once it runs."""
+        return all(one.welcome is not None and one.welcome.engine in YIELDING_ENGINES for one in self._by_id.values())
 
     def unable(self, needs: Sequence[str], *, resumed: bool) -> frozenset[str]:
         """Workers whose engines lack one of these fields (`types.SAMPLING_FIELDS`) for a request that begins there, or

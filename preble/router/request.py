@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from ..errors import PrebleError, ProtocolError
 from ..transport.messages import Abort, GenerationRequest, OutputChunk
-from ..types import Claim, FinishReason, PairDecision, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
+from ..types import BATCH, Claim, FinishReason, PairDecision, SamplingParams, SessionHint, TokenLogprob, WorkerSpec
 
 if TYPE_CHECKING:
     from .._placement.decision import Decision
@@ -123,6 +123,7 @@ class PlacedRequest:
         self.request_id = request_id
         self.client = client
         self.claim = claim  # on whose account, and how soon; None where nothing was said of it
+        self.yields = False  # its tenant wants more than its share: its worker takes it as batch work
         self.session = session
         self.group = group  # of samples of one prompt, all of which are waited for
         self.first_token_seconds = first_token_seconds  # in which the first token is of use
@@ -141,6 +142,11 @@ class PlacedRequest:
         self.finish_reason: FinishReason | None = None
         self.error: PrebleError | None = None
         self.times: RequestTimes | None = None  # where requests are recorded
+
+    @property
+    def worker_claim(self) -> Claim | None:
+        """What its worker is given of it."""
+        return replace(self.claim, priority=BATCH) if self.claim is not None and self.yields else self.claim
 
     @property
     def output_tokens(self) -> int:
@@ -244,7 +250,7 @@ class RoutedRequest(PlacedRequest):
             sampling_of(self.sampling, attempt),
             self.namespace,
             output_offset=attempt.offset,
-            claim=self.claim,
+            claim=self.worker_claim,
             pull=fleet.pulls.asked_for(attempt, self),
         )
         try:

@@ -18,6 +18,7 @@ from ..scheduling.charges import Charges
 from ..scheduling.flow_control import FlowConfig, FlowControl, HeldRequest, Turn
 from ..scheduling.predicted_wait import PredictedWait
 from ..types import Claim
+from .fleet import Fleet
 from .request import PlacedRequest
 
 
@@ -25,6 +26,10 @@ class TurnOwner(Protocol):
     """What is asked of a router."""
 
     scheduler: GlobalScheduler
+
+    @property
+    def fleet(self) -> Fleet:
+        """Its workers."""
 
     def usable_workers(self) -> Collection[str]:
         """Those that take requests."""
@@ -90,9 +95,14 @@ class Turns:
         """Those that take requests."""
         return self._owner.usable_workers()
 
+    def workers_yield(self) -> bool:
+        """See `FlowOwner`."""
+        return self._owner.fleet.workers_yield()
+
     def try_turn(self, held: HeldRequest, closed: frozenset[str], anywhere: bool) -> Turn | None:
         """See `FlowOwner`."""
         live: PlacedRequest = held.owner[0]
+        live.yields = held.yields
         try:
             found = self._owner.try_worker(live, closed, anywhere)
         except PrebleError as error:

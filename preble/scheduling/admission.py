@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._placement.request_api import hashable
 from ..errors import CapacityExceeded, DuplicateRequest, NoWorkers, PrebleError
-from ..types import BATCH, Claim, Priority, claim_of
+from ..types import BATCH, INTERACTIVE, Claim, Priority, claim_of
 from .charges import Charges
 from .flow_control import FlowConfig, FlowControl, HeldRequest, Turn
 from .predicted_wait import PredictedWait
@@ -110,6 +110,8 @@ class AdmissionQueue:
 
     At most `FlowConfig.waiting_max` requests wait; beyond, the newest of the tenant with the most of them is refused.
     Requests that are scheduled past this queue are not seen here, and what waits is underestimated by them.
+    `workers_yield`: they are given each request's `priority`, and let others pass batch work as `LocalScheduler` does;
+    then more of a flood may run there.
     """
 
     def __init__(
@@ -119,12 +121,15 @@ class AdmissionQueue:
         on_refused: Callable[[Hashable, PrebleError], object],
         *,
         config: FlowConfig | None = None,
+        workers_yield: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self._workers_yield = workers_yield
         self._on_turn, self._on_refused = on_turn, on_refused
         self._waits = PredictedWait()
         self.control = FlowControl(config or FlowConfig(), self._waits, self)
         self._held: dict[Hashable, HeldRequest] = {}  # requests that wait
+        self._yielding: set[Hashable] = set()  # requests that run as batch work
         self._charges = Charges()
         self._numbers = itertools.count(1)  # of requests without a name
         self._news: deque[tuple[Callable[[Hashable, Any], object], Hashable, Any]] = deque()  # calls to be made
@@ -178,6 +183,11 @@ class AdmissionQueue:
             raise offered.failed
         return request_id
 
+    def priority(self, request_id: Hashable) -> Priority:
+        """The class in which its worker should take a request that had its turn: "batch" also where its tenant wanted
+        more than its share then. Changes nothing."""
+        return BATCH if request_id in self._yielding else INTERACTIVE
+
     # --- a request's life ---------------------------------------------------------------------------------------------
 
     def first_token(self, request_id: Hashable, *, cached_tokens: int | None = None) -> bool:
@@ -221,6 +231,7 @@ class AdmissionQueue:
         held = self._held.pop(request_id, None)
         if held is not None:
             self.control.withdraw(held)
+        self._yielding.discard(request_id)
         self._waits.left(request_id, self.scheduler.now())
         ended = self._charges.ended(request_id, self.scheduler.service_seconds, cached_tokens, output_tokens)
         if ended is not None:
@@ -239,6 +250,10 @@ class AdmissionQueue:
         known: Collection[str] = self.scheduler.workers.keys()
         return known
 
+    def workers_yield(self) -> bool:
+        """See `FlowOwner`."""
+        return self._workers_yield
+
     def try_turn(self, held: HeldRequest, closed: frozenset[str], anywhere: bool) -> Turn | None:
         """See `FlowOwner`."""
         offered: _Offered = held.owner
@@ -254,6 +269,8 @@ class AdmissionQueue:
         seconds = self.scheduler.booked_seconds(name)
         self._waits.placed(name, decision.worker, held.tenant, seconds, self.scheduler.now())
         self._charges.placed(name, offered.claim, decision.worker, decision.prompt_tokens, seconds)
+        if held.yields:
+            self._yielding.add(name)
         del self._held[name]
         self._news.append((self._on_turn, name, decision))
         return Turn(decision.worker, seconds, True)
@@ -278,3 +295,4 @@ class AdmissionQueue:
         waiting = {held.owner.request_id for held in self.control.held()}
         assert waiting == self._held.keys(), "others wait than are held"
         assert not self._held.keys() & set(self._charges.names()), "a request waits and runs"
+        assert self._yielding <= set(self._charges.names()), "a request yields and does not run"

@@ -25,7 +25,9 @@ at once, for the queues of workers know best which prefixes they have:
      than `OVER_SHARE` times the mean of the tenants that were here lately; but not while it is served less than their
      mean, or a backlog that it once had would keep it behind the others for good. Where others run at a worker it holds
      at most half as many places as they do (`PLACES_SHARE`), or its equal part where that is more, and `PLACES_MIN` in
-     any case: every request that decodes lengthens the iterations in which the others are prefilled.
+     any case: every request that decodes lengthens the iterations in which the others are prefilled. What goes of it
+     goes as batch work (`HeldRequest.yields`): workers of ours let others pass, and there it holds more
+     (`YIELDING_SHARE`).
 
 What a request would wait is the work that goes before it by these rules over the pace of the workers, as measured
 (`predicted_wait`).
@@ -52,6 +54,7 @@ PATIENCE_SECONDS = 30.0
 OVERDUE_EVERY = 8
 LOOK_AHEAD = 16  # requests that are looked at for one that can go
 PLACES_SHARE, PLACES_MIN = 0.5, 4  # that a flood holds beside others' requests
+YIELDING_SHARE = 2.0  # where workers let others pass it
 WORK_PATIENCE = 30.0  # seconds that a request stands further behind for each second of its work
 KEPT_SHARE = 0.98  # of what is known of requests placed before, with each one placed
 RECENT_SECONDS = 10.0
@@ -91,7 +94,9 @@ class FlowConfig:
 @dataclass(slots=True, eq=False)
 class HeldRequest:
     """A request that may wait here. `seconds`: of work, as estimated; `limit_seconds`: it is of no use to let it wait
-    longer; `has_deadline`: and its client said so, then it may be refused later on, too. `owner`: whose it is."""
+    longer; `has_deadline`: and its client said so, then it may be refused later on, too. `owner`: whose it is.
+    `yields`: its worker should take it as batch work, for it is that or its tenant wants more than its share; said
+    before each try."""
 
     tenant: str
     seconds: float
@@ -106,6 +111,7 @@ class HeldRequest:
     blocked_on: str = ""
     blocked_since: float = math.inf
     waits: bool = False
+    yields: bool = False
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -132,6 +138,9 @@ class FlowOwner(Protocol):
 
     def workers(self) -> Collection[str]:
         """Those that take requests."""
+
+    def workers_yield(self) -> bool:
+        """Whether all of them let others pass what they are given as batch work, also once it runs."""
 
     def try_turn(self, held: HeldRequest, closed: frozenset[str], anywhere: bool) -> Turn | None:
         """Place a request; where the scheduler chooses one of `closed`, leave it, or `anywhere`, choose among the
@@ -312,6 +321,7 @@ class FlowControl:
         held.number = self._numbers
         self._numbers += 1
         held.due = held.arrived + held.limit_seconds
+        held.yields = held.is_batch
         own = self._classes[held.is_batch]
         if not held.is_batch:
             self._note_tenant(held.tenant, now)
@@ -400,10 +410,12 @@ class FlowControl:
     def _try_class(self, one: _HeldClass, closed: frozenset[str], spare: frozenset[str] | None, now: float) -> bool:
         looked = 0
         for _, tenant in one.shares.lowest():
-            room = self._room_of(tenant, closed, spare)
+            is_over = self._is_over(tenant)
+            room = self._room_of(tenant, spare) if is_over else closed
             if room is None:
                 continue
             for _, held in one.lines[tenant].entries:
+                held.yields = is_over or held.is_batch
                 if self._try(held, room, now):
                     return True
                 looked += 1
@@ -411,14 +423,13 @@ class FlowControl:
                     return False
         return False
 
-    def _room_of(self, tenant: str, closed: frozenset[str], spare: frozenset[str] | None) -> frozenset[str] | None:
-        """The workers without room for a tenant; None if that is all."""
-        if not self._is_over(tenant):
-            return closed
+    def _room_of(self, tenant: str, spare: frozenset[str] | None) -> frozenset[str] | None:
+        """The workers without room for a tenant that wants more than its share; None if that is all."""
         if spare is None:
             return None
         workers = self._owner.workers()
-        share = max(PLACES_SHARE, self._weight(tenant) / max(len(self._recent) - 1, 1))  # its due is never less
+        share = YIELDING_SHARE if self._owner.workers_yield() else PLACES_SHARE
+        share = max(share, self._weight(tenant) / max(len(self._recent) - 1, 1))  # its due is never less
         full = spare | self._places.full(tenant, workers, share)
         return None if len(full) == len(workers) else full
 

@@ -27,7 +27,7 @@ from ..errors import CapacityExceeded, InvalidInput, PrebleError
 from ..local import StepOutput
 from ..scheduler import GlobalScheduler
 from ..scheduling.admission import AdmissionQueue
-from ..types import INTERACTIVE, CacheEvent, Claim, PairDecision, Priority, WorkerSpec
+from ..types import BATCH, INTERACTIVE, CacheEvent, Claim, PairDecision, Priority, WorkerSpec
 from ..workloads.types import Int32Array, PromptRequest, Workload
 from .config import Fault, SimConfig, WorkerDrain, WorkerJoin, WorkerSlowdown
 from .flight import Flight
@@ -103,7 +103,9 @@ class Simulation:
             self._add_worker(spec)
         if self._config.flow is not None:
             self._queues = [
-                AdmissionQueue(scheduler, self._take_turn, self._turn_away, config=self._config.flow)
+                AdmissionQueue(
+                    scheduler, self._take_turn, self._turn_away, config=self._config.flow, workers_yield=True
+                )
                 for scheduler in self.routers.schedulers
             ]
         for fault in self._config.faults:
@@ -221,7 +223,7 @@ class Simulation:
         flight, worker, token_ids, left = sent
         if flight.worker is not worker:
             return
-        claim = None if self._config.flow is None else _claim_of(flight.request)
+        claim = self._claim_at_worker(flight)
         if not worker.submit(flight.request.request_id, token_ids, left, claim):
             self.routers.schedulers[flight.router].cancel(flight.request.request_id)
             if self._queues:
@@ -234,6 +236,13 @@ class Simulation:
             peers = self._config.peer_delay_seconds
             delay = self._config.event_delay_seconds if peers is None else peers
             self._later(delay, self.routers.report_placed, placed)
+
+    def _claim_at_worker(self, flight: Flight) -> Claim | None:
+        """What its worker is given of a request's claim."""
+        claim = None if self._config.flow is None else _claim_of(flight.request)
+        if claim is None or self._queues[flight.router].priority(flight.request.request_id) == claim.priority:
+            return claim
+        return replace(claim, priority=BATCH)
 
     def _give_up(self, flight: Flight) -> None:
         """A request's deadline is over: without a first token it is given up, also at its worker, as by `Router`."""

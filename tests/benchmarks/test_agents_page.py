@@ -22,7 +22,13 @@ from preble.workloads import PromptRequest, Workload
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells of seconds, with few rules."""
-    for name, value in {"LIVE": 2, "WARM_SECONDS": 5.0, "END_SECONDS": 40.0, "GROUPS": 3, "SAMPLES": 4}.items():
+    for name, value in {
+        "LIVE_OF": {"sessions": 2},
+        "WARM_SECONDS": 5.0,
+        "END_SECONDS": 40.0,
+        "GROUPS": 3,
+        "SAMPLES": 4,
+    }.items():
         monkeypatch.setattr(agents_cells, name, value)
     monkeypatch.setattr(
         agents_cells,

@@ -83,6 +83,8 @@ async def test_what_a_worker_cannot_begin_soon_waits_at_the_router_and_other_ten
         assert tenants_at(worker).index("quiet") <= sent + 2
         door.let(1000)
         await asyncio.gather(*flood, quiet)
+        classes = {claim.tenant: claim.priority for r in worker.got(wire.GenerationRequest) if (claim := r.claim)}
+        assert classes["quiet"] == "interactive"
 
 
 @asynchronous

@@ -77,6 +77,20 @@ def test_a_quiet_tenant_passes_a_flood() -> None:
     assert served <= 3
 
 
+def test_its_worker_takes_what_a_flood_wants_as_batch_work() -> None:
+    app = Application()
+    app.offer("quiet", tenant="quiet")
+    for number in range(20):
+        app.offer(f"flood-{number}", tenant="flood")
+    for served in range(6):
+        app.serve(app.sent[served])
+    assert app.queue.priority("quiet") == "interactive"
+    assert app.sent[-1].startswith("flood") and app.queue.priority(app.sent[-1]) == "batch"
+    gone = app.sent[-1]
+    assert app.queue.cancel(gone) and app.queue.priority(gone) == "interactive"
+    app.queue.check()
+
+
 def test_who_would_come_too_late_is_refused_at_once() -> None:
     app = Application()
     for number in range(30):

@@ -14,6 +14,7 @@ from preble.scheduling.flow_control import (
     PLACES_MIN,
     PLACES_SHARE,
     WORK_PATIENCE,
+    YIELDING_SHARE,
     FlowConfig,
     FlowControl,
     HeldRequest,
@@ -30,6 +31,7 @@ class Fleet:
     def __init__(self, workers=("a",), **config):
         self.waits = PredictedWait()
         self.names = list(workers)
+        self.yielding = False
         self.control = FlowControl(FlowConfig(**config), self.waits, self)
         self.now = 100.0
         self.there = {name: [] for name in workers}
@@ -38,6 +40,9 @@ class Fleet:
 
     def workers(self):
         return self.names
+
+    def workers_yield(self):
+        return self.yielding
 
     def offer(self, tenant="t", *, seconds=0.1, limit=math.inf, deadline=False, batch=False, wants="", patience=0.0):
         held = HeldRequest(tenant, seconds, limit, deadline, batch, self.now, wants, patience)
@@ -122,8 +127,22 @@ def test_a_flood_gets_only_what_is_spare_and_the_others_go_at_once():
     assert quiet in fleet.placed
 
 
-def test_a_flood_holds_half_as_many_places_as_the_others_where_they_run():
+def test_what_goes_of_a_flood_yields_at_its_worker_and_what_others_ask_for_does_not():
+    fleet = Fleet(hold_seconds=1.0, spare_seconds=0.15, burst_seconds=0.5)
+    fleet.offer("quiet", seconds=0.001)
+    for _ in range(100):
+        fleet.offer("flood")
+    for _ in range(11):
+        fleet.start()
+    assert not fleet.placed[0].yields and fleet.placed[-1].tenant == "flood" and fleet.placed[-1].yields
+    assert not fleet.offer("quiet").yields
+    assert fleet.offer("jobs", batch=True).yields
+
+
+@pytest.mark.parametrize("yielding", [False, True])
+def test_a_flood_holds_half_as_many_places_as_the_others_where_they_run_and_more_where_it_yields(yielding):
     fleet = Fleet(("a", "b"), hold_seconds=1.0, spare_seconds=0.3)
+    fleet.yielding = yielding
     others = [fleet.offer(name, seconds=0.01, wants="a") for name in ("quiet", "still") for _ in range(6)]
     for _ in others:
         fleet.start("a", after=0.01, ends=False)
@@ -133,7 +152,7 @@ def test_a_flood_holds_half_as_many_places_as_the_others_where_they_run():
     while fleet.there["a"]:
         fleet.start("a", ends=False)
         held += 1
-    assert held == PLACES_SHARE * len(others)
+    assert held == (YIELDING_SHARE if yielding else PLACES_SHARE) * len(others)
     for one in others:
         fleet.end(one)
     fleet.control.pump(fleet.now)
