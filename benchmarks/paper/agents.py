@@ -63,7 +63,7 @@ FIRST_SEED = 20  # settings were chosen with 10 to 13 and 100 to 103, and 0 to 2
 GRID = {
     ("sessions", 4): (3, CACHES), ("sessions", 8): (2, CACHES), ("crowds", 4): (2, CACHES[:2]),
     ("flood", 2): (3, (FLOOD_LOAD,)),
-    ("flood", 4): (3, (FLOOD_LOAD, IDLE_LOAD)), ("flood", 8): (2, (FLOOD_LOAD,)), ("deadlines", 4): (3, LOADS),
+    ("flood", 4): (3, (FLOOD_LOAD, IDLE_LOAD)), ("flood", 8): (2, (FLOOD_LOAD,)), ("deadlines", 4): (12, LOADS),
     ("samples", SAMPLE_WORKERS): (6, (1.0,)), ("samples", 2): (6, (1.0,)),
 }  # fmt: skip
 RIVALS = ("cache_aware_spill", IDS, "session_hash", "kv_cost")  # of the bars: smg's new rule, affinity, Dynamo's

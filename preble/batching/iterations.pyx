@@ -196,8 +196,8 @@ cdef class IterationCore:
         return 0
 
     cdef int schedule_decodes(self, Batch batch, double now, bint resting) except -1:
-        """A token for every decoding request, but for batch work that is `resting`, after preempting until each can have
-        a slot.
+        """A token for every decoding request, but for batch work that is `resting`, after preempting until each can
+        have a slot.
 
         The oldest alone always can: `add` saw to it. They fit the budget: each took at least a token of it to be
         admitted.
