@@ -1,9 +1,9 @@
 """A request whose prompt one worker prefills and whose output another decodes: the terms of E2's price for either half,
 and how each half is booked. Owns no rule: which pair it is, `scheduling/pairs` says.
 
-Both halves are bookings like any other, by `DecisionCore.booked`. That of the prefill is a request for one token. That of
-the decode has its first token from the start, as far as its worker's queue goes: no prefill of it ever waits there. All
-of this runs as the tree's writer.
+Both halves are bookings like any other, by `DecisionCore.booked`. That of the prefill is a request for one token. That
+of the decode has its first token from the start, as far as its worker's queue goes: no prefill of it ever waits there.
+All of this runs as the tree's writer.
 """
 
 from libc.math cimport INFINITY, isinf
@@ -26,9 +26,9 @@ def half_terms(DecisionCore core not None, token_ids, object namespace, int64_t 
                double now, bint of_session) -> tuple[int, float, list[tuple]]:
     """Of a prompt to be placed: its tokens, for how long the oldest worker has been observed, and for each of these
     workers, by index, whatever requests it takes: its live requests, tokens of the prompt that it can use, and in
-    seconds L, P, loading, queue, eviction, balance, by how much it slows the decoding of others, and others its own, the
-    whole decode, and last the share of its time that prefills have had. Changes nothing; leaves the terms in the scratch
-    (`DecisionCore.view`). Raises InvalidTokens. O(tokens + workers)."""
+    seconds L, P, loading, queue, eviction, balance, by how much it slows the decoding of others, and others its own,
+    the whole decode, and last the share of its time that prefills have had. Changes nothing; leaves the terms in the
+    scratch (`DecisionCore.view`). Raises InvalidTokens. O(tokens + workers)."""
     cdef TokenView view
     cdef Placement request
     cdef Prices prices

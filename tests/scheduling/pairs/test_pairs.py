@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import preble
 from preble import GlobalScheduler, ManualClock, SchedulerConfig, WorkerSpec
 from preble.errors import DuplicateRequest, InvalidConfig, InvalidInput, InvalidTokens, NoWorkers, UnknownWorker
+from preble.types import PairDecision, Role
 
 COST = preble.CostModel([(1, 0.001), (1001, 1.001)])  # a millisecond a token, whatever else is computed
 
@@ -19,7 +20,8 @@ def prompt(number: int, tokens: int = 500) -> list[int]:
 
 def fleet(roles: dict[str, str], **options: Any) -> tuple[GlobalScheduler, ManualClock]:
     clock = ManualClock()
-    specs = [WorkerSpec(name, kv_capacity_tokens=1_000_000, role=role) for name, role in roles.items()]  # type: ignore[arg-type]
+    said: dict[str, Any] = {"kv_capacity_tokens": 1_000_000}
+    specs = [WorkerSpec(name, **said, role=cast("Role", role)) for name, role in roles.items()]
     return GlobalScheduler(specs, cost_model=COST, clock=clock, **options), clock
 
 
@@ -135,7 +137,7 @@ def test_another_policy_chooses_either_half(policy: str) -> None:
 # --- bookings ---------------------------------------------------------------------------------------------------------
 
 
-def separated(**config: Any) -> tuple[GlobalScheduler, ManualClock, preble.types.PairDecision]:  # type: ignore[name-defined]
+def separated(**config: Any) -> tuple[GlobalScheduler, ManualClock, PairDecision]:
     scheduler, clock = fleet({"p": "prefill", "d": "decode"}, config=SchedulerConfig(**config))
     return scheduler, clock, scheduler.schedule_pair(prompt(0), request_id="r", max_new_tokens=10)
 
