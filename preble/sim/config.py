@@ -233,9 +233,9 @@ class SimConfig:
         names = [spec.id for spec in specs]
         if len(set(names)) < len(names):
             raise DuplicateWorker(f"SimConfig.workers: a name occurs twice in {names}")
+        check_faults(names, self.faults)
         if self.has_roles and (self.kv_link is None or self.routers > 1 or self.flow is not None):
             raise InvalidConfig("SimConfig.workers: a worker with a role needs a kv_link, one router and no flow")
-        check_faults(names, self.faults)
         for spec in self._all_specs(specs):
             self.model_of(spec)
             self.engine_model_of(spec)

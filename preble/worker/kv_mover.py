@@ -167,7 +167,8 @@ class KvMover:
         set_usual_options(self._router, bind)
         self._router.router_mandatory = True
         self._router.maxmsgsize = _MESSAGE_BYTES_MAX
-        self._router.sndhwm = self.limits.parts_queued
+        # ZeroMQ learns what the other end has read in steps of half its mark, so only that half is sure to be there.
+        self._router.sndhwm = 2 * self.limits.parts_queued
         self._router.rcvhwm = self.limits.asks
         if self._keys is not None:
             apply_server_keys(self._router, self._keys)
