@@ -38,8 +38,9 @@ class KvLimits:
     `part_bytes` of one message, or one token; `parts_ahead` of a pull that are asked for and not yet taken over, so
     that their product is what it holds in memory; `pull_bytes` of one pull in all, which is cut there; `pulls` at a
     time, one more is not begun; `followers` that wait for those, one more does not. At the source: `asks` that wait for
-    the engine, one more is refused, and `parts_queued` that ZeroMQ keeps for one worker that does not read, beyond twice
-    as many they are dropped; that worker asks it for no more at a time, of all its pulls together.
+    the engine, one more is refused, and `parts_queued` that ZeroMQ keeps for one worker that does not read, and
+    twice as many at the most, what is beyond is dropped; that worker asks it for no more at a time, of all its pulls
+    together.
     """
 
     part_bytes: int = 4 << 20

@@ -262,8 +262,8 @@ async def test_a_pair_answers_as_the_model_and_a_kill_of_the_one_that_decodes_ch
 ) -> None:
     """KV that was really handed over; after the kill a third one goes on that does both."""
     prompts = [long_prompt(60 + number) for number in range(4)]
-    more = SamplingParams(max_new_tokens=70, ignore_eos=True)
-    expected, longer = answered(undisturbed, prompts, SHORT), answered(undisturbed, prompts, more)
+    more, shorter = SamplingParams(max_new_tokens=300, ignore_eos=True), [prompt(number) for number in range(4)]
+    expected, longer = answered(undisturbed, prompts, SHORT), answered(undisturbed, shorter, more)
     pair = [WorkerProcess(*torch_options(tiny_model_dir), "--id", one, "--role", one) for one in ("prefill", "decode")]
     try:
         async with Router([one.endpoint for one in pair], config=FAST, cost_model=DEAR_PREFILL) as router:
@@ -275,12 +275,13 @@ async def test_a_pair_answers_as_the_model_and_a_kill_of_the_one_that_decodes_ch
             assert (pulls["asked"], pulls["ended"]) == (4, 4)
             assert pulls["moved_tokens"] == sum(map(len, prompts)), "no token of them was computed twice"
             assert router.stats()["handed_over"] == 4
-            await router.add_worker(workers[1].endpoint)
-            running = [asyncio.ensure_future(collect(router.generate(one, more))) for one in prompts]
+            running = [asyncio.ensure_future(collect(router.generate(one, more))) for one in shorter]
             before = router.stats()["output_tokens"]
             await until(lambda: router.stats()["output_tokens"] > before + 20, "they are under way")
+            await router.add_worker(workers[1].endpoint)
             pair[1].kill()
             assert [tokens for tokens, _ in await asyncio.gather(*running)] == longer
+            assert router.stats()["resumed"] == 4, "who decoded them was killed"
             assert_bookings_are_even(router)
     finally:
         for one in pair:
