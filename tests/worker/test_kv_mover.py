@@ -330,6 +330,15 @@ def test_pulls_from_one_source_share_what_may_be_on_the_way_and_all_end(sides: S
     assert source.mover.counters.kv_parts_unsent == 0
 
 
+def test_what_may_be_on_the_way_stays_below_the_mark_at_which_zeromq_drops(sides: Sides) -> None:
+    """Regression: a socket learns what its other end has read in steps of half its mark, so a mark of `parts_queued`
+    looked full with fewer on the way, and the last part of a pull was dropped and waited for."""
+    source = sides(limits=KvLimits(parts_queued=5))
+    mark = source.mover._router.sndhwm
+    read_and_not_known = (mark + 1) // 2 - 1
+    assert mark - read_and_not_known >= 5
+
+
 def test_nonsense_is_counted_and_harms_nobody(sides: Sides) -> None:
     source, target = sides(full()), sides()
     stranger = zmq.Context.instance().socket(zmq.DEALER)
