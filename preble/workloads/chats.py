@@ -7,6 +7,7 @@ that a conversation's next prompt begins with all of the one before and its answ
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +32,7 @@ def read_chat(into: Collector) -> None:
 
     Output lengths are `output_tokens` of the line, the answer's, else the default, at most `max_completion_tokens`,
     `max_tokens` or `max_output_tokens`. Requests for what generates nothing (embeddings) are left out and counted.
-    Group: the system prompt.
+    Group: a hash of the system prompt.
     """
     for row in into.until_full(json_objects(into.path)):
         batched = "body" in row.values
@@ -66,9 +67,14 @@ def add_chat(into: Collector, row: Row, body: Row, name: str) -> None:
             parts += message_parts(into, role, text)
         parts.append(into.encode(f"{ANSWER}:"))
         role, text = messages[0]
-        group = f"{role}: {text}"[:200] if role in GROUP_ROLES else name
+        group = f"{role}-{digest_of(text)}" if role in GROUP_ROLES else name
         output = answered(into, row, answer, most_of(body))
     into.add(row, name, parts, output, group=group, arrival_seconds=into.arrival(row))
+
+
+def digest_of(text: str) -> str:
+    """A short name of a text, which shows nothing of it: groups stand in tables and files."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
 
 
 def answered(into: Collector, row: Row, answer: str | None, most: int | None = None) -> tuple[int, Int32Array | None]:

@@ -197,6 +197,17 @@ def test_the_last_message_of_a_line_is_its_answer_where_the_assistant_says_it() 
     assert asked.output_tokens == 128 and asked.group == answered.group
 
 
+def test_system_prompts_that_begin_alike_are_two_groups_and_no_group_shows_its_text(tmp_path: Path) -> None:
+    """They were one, and the whole text stood in the file of requests."""
+    long = "Follow the rules of the house. " * 20
+    told = [
+        {"messages": [{"role": "system", "content": long + end}, {"role": "user", "content": "Go."}]} for end in "ab"
+    ]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (*told, told[0])))
+    one, two, again = (request.group for request in read(tmp_path / "long.jsonl").requests)
+    assert one == again != two and "rules" not in one and len(one) < 32
+
+
 def test_conversations_are_sessions_whose_next_prompt_begins_with_all_that_was_said() -> None:
     found = read(DATA / "sharegpt.json")
     assert [request.request_id for request in found.requests] == [
