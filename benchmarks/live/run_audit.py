@@ -206,8 +206,8 @@ def told_of(seen: Found) -> str:
     """What came of the requests once E2 placed them."""
     return "\n".join(
         textwrap.wrap(
-            f"Then E2 placed the same requests: {seen['seen_computed_ratio']:.0%} as many prompt tokens were computed, and "
-            f"the mean time to first token was {seen['e2_ttft_seconds']:.2f} s by the client's clock, not "
+            f"Then E2 placed the same requests: {seen['seen_computed_ratio']:.0%} as many prompt tokens were computed, "
+            f"and the mean time to first token was {seen['e2_ttft_seconds']:.2f} s by the client's clock, not "
             f"{seen['round_robin_ttft_seconds']:.2f} s.",
             WIDTH,
         )
