@@ -207,6 +207,47 @@ ROWS: list[tuple[str, list[tuple[str, str, str, int, Lines]]]] = [
         ],
     ),
     (
+        "Discovery",
+        [
+            (
+                "timeseries", "Servers of each source", "none", 8,
+                [("{{source}} {{phase}}", "max by (source, phase) (preble_discovery_servers{@})")],
+            ),
+            (
+                "timeseries", "Since a source confirmed them", "s", 8,
+                [("{{source}}", "max by (source) (preble_discovery_age_seconds{@})")],
+            ),
+            (
+                "timeseries", "Left out, doubted, not to be asked", "short", 8,
+                [
+                    ("{{source}} left out", "max by (source) (preble_discovery_left_out{@})"),
+                    ("{{source}} doubted", "max by (source) (preble_discovery_doubted{@})"),
+                    ("{{source}} failures a second", rate("preble_discovery_failures_total", "source")),
+                ],
+            ),
+        ],
+    ),
+    (
+        "Gateways that report to each other",
+        [
+            (
+                "timeseries", "Others whose reports come, or do not", "none", 8,
+                [
+                    ("{{instance}} come", "min by (instance) (preble_siblings_connected{@})"),
+                    ("{{instance}} do not", "max by (instance) (preble_siblings_silent{@})"),
+                ],
+            ),
+            (
+                "timeseries", "Reports, and what went wrong with them", "ops", 8,
+                [("{{what}}", rate("preble_sibling_reports_total", "what"))],
+            ),
+            (
+                "timeseries", "Bookings of others", "none", 8,
+                [("{{instance}}", "sum by (instance) (preble_leases_of_peers{@})")],
+            ),
+        ],
+    ),
+    (
         "Health",
         [
             (

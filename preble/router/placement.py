@@ -176,7 +176,7 @@ class Placement(PlacedRequest):
         self._stop_timer()
         self._note_cached(cached_tokens)
         if self.attempt is not None:
-            self._link.expects_no_more(self.attempt.wire_id)
+            self._link.first_token_came(self.attempt.wire_id)
         self._router.first_token_of(self)
         self._streamed = self.is_streamed
         self._note_stream()
@@ -187,6 +187,8 @@ class Placement(PlacedRequest):
             return
         self._end()
         self._note_cached(cached_tokens)
+        if self.attempt is not None:
+            self._link.first_token_came(self.attempt.wire_id)
         self._output_tokens = max(output_tokens, self._output_tokens)
         self._router.end(self, reason)
 

@@ -376,14 +376,16 @@ class SiblingRouters:
             sibling.ask_if_behind()
 
     def stats(self) -> Mapping[str, Any]:
-        """Counters; siblings that are connected, and their bookings. Changes nothing."""
+        """Counters; siblings that are connected or silent, and their bookings. Changes nothing."""
         connected = sum(sibling.is_booked for sibling in self._siblings)
+        silent = sum(not sibling.is_connected for sibling in self._siblings)
         booked = sum(len(sibling.bookings) for sibling in self._siblings)
         return {
             **self.counters,
             "siblings": len(self._siblings),
             "peers_left_out": self._left_out,
             "connected": connected,
+            "silent": silent,
             "booked": booked,
             "shared": len(self.own),
         }

@@ -279,9 +279,11 @@ class LoadSampler:
         self._turn: deque[tuple[str, int]] = deque()  # who is looked at next
 
     def advice(self) -> dict[str, Any]:
-        """The advice as plain values, and as `drain_seconds` what each drain would cost that was looked at."""
+        """The advice as plain values; as `drain_seconds` what each drain would cost that was looked at; as
+        `worker_loads` how much of each worker's time is asked for."""
         costs = {name: drain.recompute_seconds for name, drain in self._drains.items()}
-        return {**advise(self._load, self._drains).as_dict(), "drain_seconds": costs}
+        loads = {name: rates.prefill_load + rates.decode_load for name, rates in self._rates.items()}
+        return {**advise(self._load, self._drains).as_dict(), "drain_seconds": costs, "worker_loads": loads}
 
     def tick(self, now: float) -> None:
         """Look at who waits, and at one worker's cache; once a second."""

@@ -113,6 +113,7 @@ class ScalingStats(TypedDict):
     desired_workers: int
     cheapest_drain: DrainStats | None
     drain_seconds: dict[str, float]
+    worker_loads: dict[str, float]
 
 
 class CostStats(TypedDict, total=False):

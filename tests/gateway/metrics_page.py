@@ -30,7 +30,7 @@ async def _found() -> list[Any]:
             *metrics._registry.collect(),
             *families._scheduler_families(stats),
             *families.scaling_families(stats["scaling"]),
-            families.replica_family(stats["scaling"], routers["workers"]),
+            *families.replica_families(stats["scaling"], routers["workers"], {}),
             *families.discovery_families([]),
             *families._worker_families(stats["workers"], routers["workers"]),
             *families._router_families(routers, gateway.stats()),

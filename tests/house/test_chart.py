@@ -13,7 +13,7 @@ import pytest
 from preble.cli.epp import PORT
 from preble.gateway.core.config import GatewayConfig, variable_of
 from preble.gateway.core.config_sources import load
-from preble.gateway.core.metric_families import replica_family
+from preble.gateway.core.metric_families import replica_families
 from preble.gateway.discovery.kubernetes_objects import OWN, PREFIX
 from preble.transport.security import create_keys, load_client_keys, load_server_keys
 from tests.support.paths import ROOT
@@ -262,7 +262,8 @@ def test_monitoring_is_what_the_project_has(charts: dict[str, Objects]) -> None:
 def test_the_autoscaler_asks_for_a_metric_that_there_is(kind: str) -> None:
     objects = rendered({**LEAST, "autoscaling": {"enabled": True, "kind": kind}})
     assert "replicas" not in objects["Deployment", "preble-servers"]["spec"], "they are the autoscaler's"
-    name = replica_family({"desired_workers": 1, "observed_seconds": 0.0}, {}).name
+    scaling = {"desired_workers": 1, "prefill_load": 0.0, "decode_load": 0.0, "observed_seconds": 0.0}
+    name = replica_families({**scaling, "worker_loads": {}}, {}, {})[0].name
     if kind == "hpa":
         spec = objects["HorizontalPodAutoscaler", "preble-servers"]["spec"]
         (metric,) = spec["metrics"]

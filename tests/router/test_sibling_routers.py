@@ -159,7 +159,7 @@ async def test_one_that_is_silent_has_nothing_until_it_speaks_again(tmp_path: Pa
         assert one.siblings._beating is not None
         one.siblings._beating.cancel()  # it hangs
         await known(lambda: two.booked() == 0)
-        assert two.count("connected") == 0 and two.count("given_back") == 1
+        assert (two.count("connected"), two.count("silent"), two.count("given_back")) == (0, 1, 1)
         one.siblings._beating = asyncio.ensure_future(one.siblings._beat())
         await known(lambda: two.booked() == 1)
         assert two.count("connected") == 1

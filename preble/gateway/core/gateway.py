@@ -250,7 +250,9 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """What the gateway itself holds now. Changes nothing. On the loop only."""
         tasks = len(asyncio.all_tasks())
-        found = {"discovery": [] if self.discovery is None else self.discovery.stats()}
+        found: dict[str, Any] = {"discovery": [] if self.discovery is None else self.discovery.stats()}
+        workers = self.router.fleet.workers.items()
+        found["models"] = {address: one.welcome.model for address, one in workers if one.welcome is not None}
         known = {"live_choices": self.live_choices, "draining": self.draining, "ready": self.ready, "tasks": tasks}
         return known | found
 

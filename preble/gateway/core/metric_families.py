@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingExtra
 from ...router.shared_bookings import COUNTED as SIBLING_REPORTS
+from ...scheduling.autoscaling import TARGET_UTILISATION
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest
@@ -34,7 +35,7 @@ def read_text(scheduler: GlobalScheduler, router: Mapping[str, Any], gateway: Ma
     registry.register(_Snapshot(_scheduler_families(stats)))
     registry.register(_Snapshot(scaling_families(stats["scaling"])))
     registry.register(_Snapshot(_worker_families(stats["workers"], router["workers"])))
-    registry.register(_Snapshot([replica_family(stats["scaling"], router["workers"])]))
+    registry.register(_Snapshot(replica_families(stats["scaling"], router["workers"], gateway.get("models", {}))))
     registry.register(_Snapshot(_router_families(router, gateway)))
     registry.register(_Snapshot(discovery_families(gateway.get("discovery", ()))))
     text: bytes = generate_latest(registry)
@@ -114,18 +115,45 @@ def scaling_families(scaling: Mapping[str, Any]) -> list[Family]:
 
 
 OBSERVED_SECONDS_MIN = 60.0  # of a fleet seen for less nobody is to take anything away
+ROUNDING = 1e-9
 
 
-def replica_family(scaling: Mapping[str, Any], workers: Mapping[str, Any]) -> Family:
-    """How many servers there should be, where `workers`, by address, are all ranks of those that there are. A gateway
-    that has just come has seen little work: it says that there are enough until it has looked on for a while."""
-    ready = [address for address, row in workers.items() if row.get("state") == "ready"]
-    servers = len({address.partition("#")[0] for address in ready})
-    ranks = len(ready) / servers if servers else 1.0
-    desired = max(1, math.ceil(scaling["desired_workers"] / ranks))
-    if scaling["observed_seconds"] < OBSERVED_SECONDS_MIN:
-        desired = max(desired, servers)
-    return _level("scaling_desired_replicas", "Servers, of all ranks, that would have the desired workers", desired)
+def replica_families(
+    scaling: Mapping[str, Any], workers: Mapping[str, Any], models: Mapping[str, str]
+) -> list[Family]:
+    """How many servers there should be, in all and of each model, where `workers`, by address, are all ranks of those
+    that there are, and `models` what they serve. A model's part is by the load of its workers; what workers asked for
+    that are gone is shared out in the same way."""
+    ready = {address: row.get("worker_id", "") for address, row in workers.items() if row.get("state") == "ready"}
+    of_models: defaultdict[str, list[str]] = defaultdict(list)
+    for address in ready:
+        of_models[models.get(address, "")].append(address)
+    loads, observed = scaling["worker_loads"], scaling["observed_seconds"]
+    known = sum(loads.values())
+    more = (scaling["prefill_load"] + scaling["decode_load"]) / known if known > 0.0 else 1.0
+
+    def replicas(model: str) -> int:
+        load = more * sum(loads.get(ready[address], 0.0) for address in of_models[model])
+        return _replicas(math.ceil(load / TARGET_UTILISATION - ROUNDING), of_models[model], observed)
+
+    named = sorted(model for model in of_models if model)[:WORKER_LABELS_MAX]
+    text = "Servers, of all ranks, that would have the desired workers"
+    return [
+        _level("scaling_desired_replicas", text, _replicas(scaling["desired_workers"], ready, observed)),
+        _labelled(
+            GaugeMetricFamily, "scaling_desired_replicas_of_model", "The same of the servers of one model", ("model",),
+            [((model,), replicas(model)) for model in named],
+        ),
+    ]  # fmt: skip
+
+
+def _replicas(desired_workers: int, addresses: Collection[str], observed_seconds: float) -> int:
+    """The servers, of as many ranks as those at these addresses have, with so many workers. A gateway that has just
+    come has seen little work: it says that there are enough until it has looked on for a while."""
+    servers = len({address.partition("#")[0] for address in addresses})
+    ranks = len(addresses) / servers if servers else 1.0
+    desired = max(1, math.ceil(desired_workers / ranks))
+    return max(desired, servers) if observed_seconds < OBSERVED_SECONDS_MIN else desired
 
 
 _DISCOVERY_COUNTS = {
@@ -255,4 +283,5 @@ def _sibling_families(siblings: Mapping[str, Any]) -> list[Family]:
     return [
         _labelled(CounterMetricFamily, "sibling_reports", text, ("what",), reports),
         _level("siblings_connected", "Other processes and peers whose reports come", siblings.get("connected", 0)),
+        _level("siblings_silent", "Other processes and peers whose reports do not come", siblings.get("silent", 0)),
     ]

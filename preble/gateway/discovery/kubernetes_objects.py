@@ -1,7 +1,7 @@
 """Servers in what Kubernetes says: from pods and EndpointSlices to addresses, readiness and options. Owns which fields,
 annotations and labels are read; asks nobody.
 
-Of a pod, an annotation, else a label, `preble/NAME` says what a table of `servers` would: `model`, `rank`,
+Of a pod, an annotation, else a label, `preble/NAME` says what a table of `servers` would: `model`, `rank`, `role`,
 `block-size`, `kv-capacity-tokens`, `events-topic`, `require-events`, and `cost-model`, which may name a preset but no
 file. `port`, `events-port` and `replay-port` are ports of the pod. None of them can name a secret. EndpointSlices have
 the labels of their Service; where pods are read, too, the pod's go first.
@@ -26,7 +26,7 @@ from .source import FoundServers
 
 PREFIX = "preble/"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-FIELDS = ("model", "rank", "block-size", "kv-capacity-tokens", "events-topic", "require-events", "cost-model")
+FIELDS = ("model", "rank", "role", "block-size", "kv-capacity-tokens", "events-topic", "require-events", "cost-model")
 PORTS = {"events-port": "events_endpoint", "replay-port": "replay_endpoint"}
 OWN = frozenset({*FIELDS, *PORTS, "port"})
 SERVERS_KEPT = 65_536  # whose tables are kept, not made anew for each report

@@ -15,7 +15,8 @@ OLD = (SGLANG, VLLM)
 VERSIONS = {SGLANG: "0.3.2", SMG: "1.13", VLLM: "as of November 2026"}
 
 RANKS = "data-parallel ranks are found, and are workers of their own"
-APART = "no prefill and decode workers apart"
+ROLES = "each with its `role`; a request of several prompts or choices needs a server that does both"
+NO_ENCODERS = "no encode workers apart"
 
 
 class Takes(enum.Enum):
@@ -113,8 +114,8 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
         Counterpart(
             "--discovery-check-interval-secs", "", "Kubernetes reports by itself; `look_seconds` of a file", (SMG,)
         ),
-        Counterpart("--prefill-selector* --decode-selector*", "", APART, refused=True),
-        Counterpart("--encode-selector*", "", APART, (SMG,), refused=True),
+        Counterpart("--prefill-selector* --decode-selector*", "discovery", ROLES),
+        Counterpart("--encode-selector*", "", NO_ENCODERS, (SMG,), refused=True),
         Counterpart("--router-selector*", "", "`peers` may name a headless Service of the gateways", (SMG,)),
         Counterpart(
             "--model-id-from --kv-connector-annotation --kv-engine-id-annotation",
@@ -128,8 +129,8 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
         Counterpart(
             "--policy",
             "policy",
-            "a policy that is named is kept; without one E2 places, the reason to come. `manual`, `passthrough`, "
-            "`prefix_hash` and `sticky_round_robin` have no counterpart",
+            "a policy that is named is kept; without one E2 places, the reason to come. `manual`, `bucket`, "
+            "`passthrough` and `sticky_round_robin` have no counterpart",
         ),
         Counterpart(
             "--cache-threshold --balance-abs-threshold --balance-rel-threshold",
@@ -188,23 +189,24 @@ SUBJECTS: dict[str, tuple[Counterpart, ...]] = {
         ),
     ),
     "Prefill and decode apart": (
-        Counterpart("--mini-lb!", "", APART, OLD, refused=True),
-        Counterpart("--pd-disaggregation!", "", APART, (SGLANG, SMG), refused=True),
+        Counterpart("--prefill* --decode", "servers", ROLES),
+        Counterpart("--prefill-policy --decode-policy", "", "one price chooses both servers, or one that does both"),
+        Counterpart("--pd-disaggregation!", "", "servers have a `role`", (SGLANG, SMG)),
+        Counterpart("--mini-lb!", "", "requests are placed as ever", OLD),
         Counterpart(
-            "--prefill* --decode --prefill-policy --decode-policy",
+            "--prefill-max-inflight-requests-per-worker --prefill-queue-size --prefill-queue-timeout-secs "
+            "--pd-admission-wait-secs",
             "",
-            APART,
-            refused=True,
-        ),
-        Counterpart(
-            "--epd-disaggregation! --encode* --encode-policy --prefill-max-inflight-requests-per-worker "
-            "--prefill-queue-size --prefill-queue-timeout-secs --pd-admission-wait-secs",
-            "",
-            APART,
+            "requests wait at workers; one that would wait longer than `refuse_wait_seconds` is refused at once",
             (SMG,),
-            refused=True,
         ),
-        Counterpart("--vllm-pd-disaggregation! --kv-connector", "", APART, (VLLM,), refused=True),
+        Counterpart("--epd-disaggregation! --encode* --encode-policy", "", NO_ENCODERS, (SMG,), refused=True),
+        Counterpart(
+            "--vllm-pd-disaggregation! --kv-connector",
+            "",
+            "servers have a `role`; they are sent `kv_transfer_params`, as vLLM's NixlConnector takes them",
+            (VLLM,),
+        ),
     ),
     "Bounds": (
         Counterpart("--max-payload-size", "max_body_bytes", "default 8 MiB, not 512 MiB"),

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import InvalidConfig
+from ...types import DECODE, PREFILL
 from .counterparts import OLD, SGLANG, SMG, VLLM, Counterpart, Takes, of_router
 
 Path = tuple[str, ...]
@@ -150,10 +151,13 @@ _EXACT = frozenset({"--host", "--port", "--worker-urls", "--max-payload-size", "
     "--cors-allowed-origins", "--worker-startup-timeout-secs", "--request-timeout-secs", "--model-path", "--model",
     "--tokenizer-path", "--tokenizer-cache-l1-max-memory", "--log-level", "--max-concurrent-requests",
 }  # fmt: skip
+_APART = {f"--{role}{what}": role for role in (PREFILL, DECODE) for what in ("", "-selector")}
 
 
 def _is_silent(row: Counterpart, option: str) -> bool:
     """Whether the value is the same here, or is spoken of where it is made."""
+    if option in _APART:
+        return False
     return option in _EXACT or row.key in ("policy", "servers", "keys", "admin_keys", "traces_endpoint", "model_names")
 
 
@@ -196,35 +200,56 @@ def _reach(found: Translation, router: str, words: Words) -> None:
     authorities = words.get("--ca-cert-paths", [])
     if len(authorities) > 1:
         raise InvalidConfig("--ca-cert-paths: a server has one ca_file; put the certificates into one file")
-    urls = found.values.get(("workers",), [])
-    if any(urlsplit(url).scheme in ("grpc", "zmq", "ipc") for url in urls):
+    more = ({"api_key": key} if key else {}) | ({"ca_file": authorities[0]} if authorities else {})
+    urls, apart = found.values.get(("workers",), []), _apart(words)
+    if any(urlsplit(url).scheme in ("grpc", "zmq", "ipc") for url in (*urls, *(one["url"] for one in apart))):
         raise InvalidConfig(
             "--worker-urls: servers are reached by http:// or https://, `preble worker` by tcp:// or ipc://"
         )
-    if key or authorities:
-        more = ({"api_key": key} if key else {}) | ({"ca_file": authorities[0]} if authorities else {})
-        found.values["servers",] = [{"url": url, **more} for url in found.values.pop(("workers",), [])]
+    if more:
+        apart = [{"url": url} for url in found.values.pop(("workers",), [])] + apart
+    if apart:
+        found.values["servers",] = [{**table, **more} for table in apart]
     if key:
         found.values["api_keys",] = [key]
         found.remarks.append("--api-key: clients need it, too, as before; in a file it is in no list of processes")
 
 
+def _apart(words: Words) -> list[dict[str, str]]:
+    """Servers that prefill or decode only. The port behind one is where its KV is asked for, which it says itself."""
+    return [
+        {"url": text, "role": role}
+        for role in (PREFILL, DECODE)
+        for text in words.get(f"--{role}", [])
+        if not text.isdecimal() and text.lower() != "none"
+    ]
+
+
 def _discover(found: Translation, router: str, words: Words) -> None:
     """Pods by their labels, or a file."""
-    table: dict[str, Any] = {}
+    tables: list[dict[str, Any]] = []
     if "--discovery-file" in words:
-        table = {"source": "file", "path": words["--discovery-file"][-1]}
+        tables = [{"source": "file", "path": words["--discovery-file"][-1]}]
     elif "--service-discovery" in words:
-        if not words.get("--selector"):
+        selectors = [(option, words[option]) for option in ("--selector", *_APART) if words.get(option)]
+        tables = [_pods(words, labels, _APART.get(option)) for option, labels in selectors if "selector" in option]
+        if not tables:
             raise InvalidConfig("--service-discovery needs --selector: labels of the servers' pods")
-        port = int(_converted("--service-discovery-port", words.get("--service-discovery-port", ["80"]), int))
-        table = {"source": "kubernetes", "selector": ",".join(words["--selector"]), "port": port}
-        if "--service-discovery-namespace" in words:
-            table["namespace"] = words["--service-discovery-namespace"][-1]
-    if table:
+    if tables:
         key = words.get("--api-key", [""])[-1]
-        found.values["discovery",] = [table | ({"server": {"api_key": key}} if key else {})]
+        for table in tables if key else ():
+            table["server"] = {**table.get("server", {}), "api_key": key}
+        found.values["discovery",] = tables
         found.values["min_workers",] = 0  # as there, it begins without any
+
+
+def _pods(words: Words, labels: list[str], role: str | None) -> dict[str, Any]:
+    """Where pods with these labels are looked for; `role`: what they do, where that is not all."""
+    port = int(_converted("--service-discovery-port", words.get("--service-discovery-port", ["80"]), int))
+    table: dict[str, Any] = {"source": "kubernetes", "selector": ",".join(labels), "port": port}
+    if "--service-discovery-namespace" in words:
+        table["namespace"] = words["--service-discovery-namespace"][-1]
+    return table if role is None else {**table, "server": {"role": role}}
 
 
 def _allow(found: Translation, router: str, words: Words) -> None:

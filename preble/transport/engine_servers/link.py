@@ -228,8 +228,12 @@ class ServerLink:
         `expects_no_more`."""
         self._watch.waits(name, seconds)
 
+    def first_token_came(self, name: str) -> None:
+        """It has its first token, or its whole answer. Again it does nothing."""
+        self._watch.had_first_token(name)
+
     def expects_no_more(self, name: str) -> None:
-        """It has its first token, or is over here. Again it does nothing."""
+        """It is over here. Again it does nothing."""
         self._watch.waits_no_more(name)
 
     def doubt(self) -> None:
@@ -299,7 +303,7 @@ class ServerLink:
                 self.saw_output()
                 if not has_begun:
                     has_begun = True
-                    self._watch.waits_no_more(submit.request_id)
+                    self._watch.had_first_token(submit.request_id)
                     self._watch.began()
                 self._listener.on_message(
                     wire.OutputChunk(

@@ -5,8 +5,8 @@ verdict; asks nothing, sends nothing, reads no clock.
     stalled    answers come, but streams that had begun got no token, and what the engine reports of its work stands
                still, for `hung_seconds`: the engine behind a living front
     unstarted  answers come, but nothing shows work while requests wait for their first token: no output of any, no
-               cache event, the same reports, for `DOUBT_TIMES` `hung_seconds`. Then it is asked for a token, and makes
-               none within `OVERDUE_TIMES` what the prefills of all that wait are expected to take, or `hung_seconds`
+               cache event, the same reports, for `hung_seconds`. After half of that it is asked for a token, and makes
+               none in the other half, nor within `OVERDUE_TIMES` what the prefills of all that wait are expected to take
     idle       requests are there and nothing came of any for `stalled_seconds`, whatever is reported: for servers that
                report nothing of their work
 
@@ -18,6 +18,10 @@ nothing is not stalled: its output waits at a client that does not read.
 
 Why a token is asked for: a long prefill shows in the reports (blocks are taken chunk by chunk), but what is done before
 it does not, such as a grammar that is compiled or a video that is fetched; and other requests are not held up by that.
+
+What is expected is worth little before it has proved right. It has where `ON_TIME_MIN` first tokens came on time, one of
+them of a prefill at least half as long as any that waits, and no engine was late since. Where it has not, a token is
+asked for after `DOUBT_TIMES` `hung_seconds`, and waited for `UNSURE_SECONDS` or longer.
 
 A server that stalled, began nothing or was idle is trusted again when it shows work: output, events, another report.
 Not thread-safe.
@@ -33,6 +37,9 @@ from .kv_event_codec import LoadReport
 USUAL_TIMES = 2.0
 DOUBT_TIMES = 4.0
 OVERDUE_TIMES = 4.0
+ON_TIME_MIN = 4
+LOOKED_AT_EVERY = 8  # of the first tokens that come at once, one is asked how long its prefill was expected to take
+UNSURE_SECONDS = 30.0
 BATCH_MAX = 64  # requests whose prefills are added up: when more have been computed, the first have begun
 STEP_SECONDS_MAX = 30.0  # a step is given at the most for them
 SIGNS_MIN = 64
@@ -73,6 +80,8 @@ class EngineWatch:
         self.silent_seconds = 0.0
         self.streams = 0  # that have begun and not ended
         self._hung_seconds = hung_seconds
+        self._half_seconds = hung_seconds / 2
+        self._doubt_seconds = DOUBT_TIMES * hung_seconds
         self._silent_seconds_max = silent_seconds_max
         self._stalled_seconds = stalled_seconds
         self._still_seconds = 0.0  # with streams there, and no sign of work
@@ -80,7 +89,11 @@ class EngineWatch:
         self._quiet_seconds = 0.0  # with requests there that wait for their first token, and no sign of work
         self._probe_seconds: float | None = None  # since a token was asked for; None: none is
         self._probe_limit = 0.0
-        self._waiting: dict[Hashable, Callable[[], float]] = {}  # the oldest first: what its prefill may take
+        self._waiting: dict[Hashable, tuple[Callable[[], float], float]] = {}  # what its prefill may take; since when
+        self._now_seconds = 0.0  # that have passed
+        self._paused_until_seconds = -1.0  # when the last quiet time ended that was long
+        self._on_time = 0  # first tokens since one was late
+        self._proven_seconds = 0.0  # the longest prefill of those
         self._silences, self._pauses, self._quiets = RecentPauses(), RecentPauses(), RecentPauses()
         self._signs = 0
         self._report: LoadReport | None = None
@@ -118,17 +131,34 @@ class EngineWatch:
     def waits(self, name: Hashable, expected_seconds: Callable[[], float]) -> None:
         """A request waits there for its first token, whose prefill is expected to take so long; asked only where it
         takes long."""
-        self._waiting[name] = expected_seconds
+        self._waiting[name] = expected_seconds, self._now_seconds
 
     def waits_no_more(self, name: Hashable) -> None:
-        """It has its first token, or is over. Again it does nothing."""
+        """It is over. Again it does nothing."""
         self._waiting.pop(name, None)
+
+    def had_first_token(self, name: Hashable) -> None:
+        """It has its first token, or its whole answer. Again, and of one that does not wait, it does nothing."""
+        found = self._waiting.pop(name, None)
+        if found is None:
+            return
+        waited = self._now_seconds - found[1]
+        if waited <= self._half_seconds and self._on_time % LOOKED_AT_EVERY:  # on time, whatever was expected
+            self._on_time += 1
+            return
+        expected = found[0]()
+        was_shown = self._paused_until_seconds < found[1]  # all the while something showed work
+        if was_shown or waited <= self._overdue_seconds(expected):
+            self._on_time += 1
+            self._proven_seconds = max(self._proven_seconds, expected)
 
     def asked(self, is_asked: bool) -> None:
         """A token is asked for from now on; or that was refused, which says nothing of the engine."""
         self._probe_seconds = 0.0 if is_asked else None
         if is_asked:
-            self._probe_limit = max(self._hung_seconds, OVERDUE_TIMES * self._expected_seconds())
+            expected = self._expected()
+            least = self._half_seconds if self._is_proven(expected) else UNSURE_SECONDS
+            self._probe_limit = max(least, OVERDUE_TIMES * sum(expected))
 
     def made_token(self) -> None:
         """That token has come: the engine works, and whatever waits there waits for something else."""
@@ -151,13 +181,22 @@ class EngineWatch:
             self._pauses.note(self._still_seconds)
             self._still_seconds = 0.0
         if self._quiet_seconds:
+            if self._quiet_seconds > self._half_seconds:
+                self._note_long_quiet()
             self._quiets.note(self._quiet_seconds)
             self._quiet_seconds = 0.0
+
+    def _note_long_quiet(self) -> None:
+        """What waits has been worked on, but nothing showed that for long; longer than was to be expected?"""
+        self._paused_until_seconds = self._now_seconds
+        if self._quiet_seconds > self._overdue_seconds(sum(self._expected())):
+            self._on_time, self._proven_seconds = 0, 0.0
 
     # --- what is made of it -------------------------------------------------------------------------------------------
 
     def pass_by(self, seconds: float, requests: int) -> None:
         """Time passes with so many requests there."""
+        self._now_seconds += seconds
         self._silences.pass_by(seconds)
         self._pauses.pass_by(seconds)
         self._quiets.pass_by(seconds)
@@ -181,19 +220,37 @@ class EngineWatch:
     @property
     def is_doubted(self) -> bool:
         """Whether nothing shows that it works on the requests that wait: a token is to be asked for."""
-        least = max(DOUBT_TIMES * self._hung_seconds, USUAL_TIMES * self._quiets.longest)
-        return self._quiet_seconds >= least and self._signs >= SIGNS_MIN and self._same_reports >= REPORTS_MIN
+        quiet = self._quiet_seconds
+        if quiet < self._half_seconds or self._signs < SIGNS_MIN or not self._same_reports:
+            return False
+        if self._probe_seconds is not None or quiet >= max(self._doubt_seconds, USUAL_TIMES * self._quiets.longest):
+            return True
+        return quiet >= self._quiets.longest and self._is_proven(self._expected())
 
     def _is_longer(self, seconds: float, limit: float) -> bool:
         """Whether a pause is longer than a limit and than one step more with the prefills of all that wait."""
-        return seconds >= limit and seconds >= limit + min(self._expected_seconds(), STEP_SECONDS_MAX)
+        return seconds >= limit and seconds >= limit + min(sum(self._expected()), STEP_SECONDS_MAX)
 
-    def _expected_seconds(self) -> float:
-        """What the prefills of the oldest that wait are expected to take together."""
-        return sum(seconds() for seconds in islice(self._waiting.values(), BATCH_MAX))
+    def _expected(self) -> list[float]:
+        """What each prefill of the oldest that wait is expected to take, in seconds."""
+        return [seconds() for seconds, _ in islice(self._waiting.values(), BATCH_MAX)]
+
+    def _is_proven(self, expected: list[float]) -> bool:
+        """Whether such prefills, by what was expected of them, were on time here."""
+        return self._on_time >= ON_TIME_MIN and max(expected, default=0.0) <= USUAL_TIMES * self._proven_seconds
+
+    def _overdue_seconds(self, expected: float) -> float:
+        """After which what was expected to take so long is late."""
+        return self._half_seconds + OVERDUE_TIMES * expected
 
     def _begins_nothing(self) -> bool:
-        return self._probe_seconds is not None and self._probe_seconds >= self._probe_limit and self.is_doubted
+        return (
+            self._probe_seconds is not None
+            and self._probe_seconds >= self._probe_limit
+            and self._quiet_seconds >= max(self._hung_seconds, USUAL_TIMES * self._quiets.longest)
+            and self._same_reports >= REPORTS_MIN
+            and self.is_doubted
+        )
 
     def _stands_still(self) -> bool:
         report = self._report

@@ -18,7 +18,7 @@ import pytest
 from preble import ManualClock, Router
 from preble.errors import MissingExtra, TransportError
 from preble.gateway.core.config_tables import DiscoveryTable
-from preble.gateway.core.metric_families import replica_family
+from preble.gateway.core.metric_families import replica_families
 from preble.gateway.discovery import discovery as discovery_module
 from preble.gateway.discovery.discovery import Discovery
 from preble.gateway.discovery.kept_servers import read_kept, write_kept
@@ -478,19 +478,36 @@ async def test_a_list_that_cannot_be_written_is_said_and_follows_all_the_same(tm
         await followed.discovery.close()
 
 
-def scaling(desired: int, observed: float) -> dict[str, Any]:
-    return {"desired_workers": desired, "observed_seconds": observed}
+def scaling(desired: int, observed: float, **loads: float) -> dict[str, Any]:
+    """The advice; of `loads`, by worker, a tenth more is asked for: of workers that are gone."""
+    asked = {"prefill_load": 1.1 * sum(loads.values()), "decode_load": 0.0, "worker_loads": loads}
+    return {"desired_workers": desired, "observed_seconds": observed, **asked}
 
 
 def test_desired_replicas_count_servers_and_a_gateway_that_has_just_come_takes_nobody_away() -> None:
     def replicas(desired: int, observed: float, *addresses: str) -> float:
         workers = {address: {"state": "ready"} for address in addresses} | {"http://z": {"state": "lost"}}
-        return float(replica_family(scaling(desired, observed), workers).samples[0].value)
+        return float(replica_families(scaling(desired, observed), workers, {})[0].samples[0].value)
 
     ranks = ["http://a", "http://a#rank=1", "http://b", "http://b#rank=1"]
     assert replicas(5, 100.0, *ranks) == 3 and replicas(1, 100.0, *ranks) == 1
     assert replicas(1, 59.0, *ranks) == 2, "as many as there are"
     assert replicas(9, 59.0, *ranks) == 5 and replicas(1, 0.0) == 1
+
+
+def test_desired_replicas_of_each_of_several_models_are_by_the_loads_of_its_servers() -> None:
+    models = {"http://a": "small", "http://b": "small", "http://c": "large", "http://c#rank=1": "large"}
+    workers = {address: {"state": "ready", "worker_id": address[7:]} for address in models}
+    workers["http://d"] = {"state": "ready", "worker_id": "d"}
+
+    def replicas(observed: float, **loads: float) -> dict[str, float]:
+        _, found = replica_families(scaling(5, observed, **loads), workers, models)
+        return {sample.labels["model"]: sample.value for sample in found.samples}
+
+    assert replicas(100.0, a=0.7, b=0.7, c=0.1) == {"small": 3.0, "large": 1.0}
+    assert replicas(100.0, **{"a": 0.1, "c": 1.4, "c#rank=1": 1.4}) == {"small": 1.0, "large": 3.0}
+    assert replicas(100.0) == {"small": 1.0, "large": 1.0}
+    assert replicas(59.0, a=0.1, c=0.1) == {"small": 2.0, "large": 1.0}, "as many as there are"
 
 
 def metric(text: str, name: str, **labels: str) -> float:

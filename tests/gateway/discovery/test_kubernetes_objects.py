@@ -64,6 +64,7 @@ def test_annotations_of_a_pod_say_what_a_table_would() -> None:
     said = {
         "preble/model": "m",
         "preble/rank": "2",
+        "preble/role": "prefill",
         "preble/block-size": "32",
         "preble/cost-model": "mistral-7b/a6000",
         "preble/events-port": "5557",
@@ -78,6 +79,7 @@ def test_annotations_of_a_pod_say_what_a_table_would() -> None:
     assert server.options == ServerOptions(
         api_key="the-key",
         model="m",
+        role="prefill",
         block_size=32,
         kv_capacity_tokens=1000,
         cost_model="mistral-7b/a6000",

@@ -46,6 +46,7 @@ def test_no_option_stands_in_two_rows(router: str) -> None:
 @pytest.mark.parametrize("router", ALL)
 def test_an_option_that_is_not_refused_is_translated_or_has_a_remark(router: str) -> None:
     samples = {"--control-plane-api-keys": "i:n:admin:longenough", "--tenant-api-key": "t:longenough"}
+    samples |= {"--prefill": "http://p:1 8998", "--decode": "http://d:1"}
     silent = {"--policy": "random", "--host": "h", "--model-alias": "a=b", "--ca-cert-paths": "c", "--api-key": "k" * 8}
     beside = {"--service-discovery": "--selector app=x"}
     plain = translate(router, URLS)
@@ -129,6 +130,29 @@ def test_pods_that_were_discovered_there_are_discovered_here() -> None:
     ]
 
 
+def test_servers_that_prefill_or_decode_only_keep_their_roles() -> None:
+    line = "--pd-disaggregation --prefill http://a:1 9000 --prefill http://b:1 none --decode http://c:1"
+    found = translate(SGLANG, f"{line} --prefill-policy cache_aware")
+    apart = [{"url": f"http://{name}:1", "role": "prefill"} for name in "ab"] + [{"url": "http://c:1", "role": "decode"}]
+    assert found.values["servers",] == apart
+    assert any(remark.startswith("--prefill: servers, each with its `role`") for remark in found.remarks)
+    config = load(None, {}, {("insecure",): "true"}, {SGLANG: f"{line} --worker-urls http://d:1"}).config
+    assert [(one.url, one.role) for one in config.servers] == [(one["url"], one["role"]) for one in apart]
+    assert config.workers == ["http://d:1"]
+    keyed = values(f"{line} --worker-urls http://d:1 --api-key abcdefgh")["servers"]
+    assert keyed == [{**one, "api_key": "abcdefgh"} for one in ({"url": "http://d:1"}, *apart)]
+    line = "--service-discovery --prefill-selector app=p zone=a --decode-selector app=d --vllm-pd-disaggregation"
+    tables = values(line, VLLM)["discovery"]
+    assert [(one["selector"], one["server"]) for one in tables] == [
+        ("app=p,zone=a", {"role": "prefill"}),
+        ("app=d", {"role": "decode"}),
+    ]
+    loaded = load(None, {}, {("insecure",): "true"}, {VLLM: line}).config.discovery
+    assert [table.server.role for table in loaded] == ["prefill", "decode"]
+    with pytest.raises(InvalidConfig, match="--encode: no encode workers apart"):
+        translate(SMG, f"{URLS} --encode http://e:1")
+
+
 def test_keys_of_operators_users_and_tenants() -> None:
     keys = "--control-plane-api-keys 'a:Ann:admin:adminkey1' 'b:Bob:user:user:key2'"
     found = values(f"{URLS} {keys} --tenant-api-key x:tenantkey --tenant-api-key y:other:key", SMG)
@@ -159,7 +183,7 @@ def test_traces_go_to_the_collectors_port_for_http(endpoint: str, ours: str) -> 
         ("--host 'a", "cannot be read: No closing quotation"),
         ("--worker-urls $URLS", r"'\$URLS' is for a shell to fill in"),
         ("--worker-urls grpc://a:1", "servers are reached by http:// or https://"),
-        ("--pd-disaggregation --prefill http://a:1 9000", "--prefill: no prefill and decode workers apart"),
+        ("--decode grpc://a:1", "servers are reached by http:// or https://"),
         ("--service-discovery", "--service-discovery needs --selector"),
         ("--ca-cert-paths a b", "put the certificates into one file"),
         ("--control-plane-api-keys a:b:root:c", "ID:NAME:ROLE:KEY"),

@@ -13,7 +13,7 @@ from preble.gateway.relay.body import read_body
 from preble.gateway.relay.endpoints import ENDPOINTS
 from preble.gateway.relay.resume import can_resume, emitted_by
 from preble.gateway.text.tokenizing import TextCodec
-from preble.transport.engine_servers.watch import SIGNS_MIN, STALLED, UNSTARTED
+from preble.transport.engine_servers.watch import ON_TIME_MIN, SIGNS_MIN, STALLED, UNSTARTED
 from tests.support.gateway import make_tokenizer
 from tests.support.relay import (
     Call,
@@ -145,6 +145,9 @@ async def test_a_request_that_an_engine_never_begins_is_asked_for_elsewhere(stre
         stuck = front.router.fleet.workers[bad.url]
         for _ in range(SIGNS_MIN):
             stuck.link.saw_output()  # it has worked before
+        for n in range(ON_TIME_MIN):
+            stuck.link.expects(f"before-{n}", lambda: 1.0)
+            stuck.link.first_token_came(f"before-{n}")
         status, _, body = await front.post(CHAT, {**ASKED, "stream": stream})
         assert status == 200 and b"one" in body
         assert (stuck.state, stuck.why) == ("suspect", UNSTARTED)

@@ -29,6 +29,7 @@ from preble.errors import (
 from preble.transport.engine_servers.http_client import EngineServer
 from preble.transport.engine_servers.kv_event_subscriber import FeedConfig
 from preble.transport.engine_servers.server_info import EventSource, ServerOptions, sglang_info
+from preble.transport.engine_servers.watch import ON_TIME_MIN
 from preble.transport.namespaces import keys_of, namespace_of, salt_of
 from preble.types import BlockKeys
 from tests.support.attach import BLOCK, FakePublisher, FakeServer
@@ -294,9 +295,9 @@ async def test_streams_that_stand_still_beside_a_living_front_go_on_elsewhere_un
 async def test_a_request_that_waits_for_long_at_a_server_that_works_is_waited_for() -> None:
     """A grammar is compiled for it, say: nothing shows, and others are not held up. A token is asked for, and comes."""
     servers = FakeServer("vllm", events=False), FakeServer("vllm", events=False)
-    async with attached(*servers, hung_after_seconds=0.2) as router:
+    async with attached(*servers, hung_after_seconds=1.0) as router:
         first, second = by_name(*servers)
-        for n in range(2):
+        for n in range(ON_TIME_MIN):
             await collect(router.generate([n, *PROMPT], LONG))
         held = asyncio.Event()
         first.before_prefill = lambda prompt: held.wait() if len(prompt) > 1 else None

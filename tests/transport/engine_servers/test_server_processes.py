@@ -6,7 +6,7 @@ import asyncio
 import signal
 
 from preble import Router, SamplingParams
-from preble.transport.engine_servers.watch import UNSTARTED
+from preble.transport.engine_servers.watch import ON_TIME_MIN, STALLED, UNSTARTED
 from tests.support.server_process import ServerProcess
 from tests.support.transport import (
     FirstByName,
@@ -58,18 +58,19 @@ async def test_a_stopped_server_is_left_and_taken_again_and_a_restarted_one_has_
 
 
 @asynchronous
-async def test_a_server_that_begins_nothing_is_left_and_one_that_is_merely_slow_is_not() -> None:
-    """No request has had a token when its engine hangs, and the front goes on to answer."""
+async def test_an_engine_that_hangs_behind_a_living_front_is_left_and_one_that_is_merely_slow_is_not() -> None:
+    """Once before a request has had a token, and once in the midst of streams; the front goes on to answer."""
     made = await asyncio.gather(*(asyncio.to_thread(ServerProcess, "vllm") for _ in range(2)))
     first, second = sorted(made, key=lambda server: f"127.0.0.1:{server.port}")
     names = [f"127.0.0.1:{server.port}" for server in (first, second)]
-    config = fast(heartbeat_seconds=0.1, hung_after_seconds=0.25, suspect_after_seconds=10.0, give_up_seconds=60.0)
+    config = fast(heartbeat_seconds=0.1, hung_after_seconds=0.5, suspect_after_seconds=10.0, give_up_seconds=60.0)
     router = Router.attach(first.url, second.url, policy=FirstByName(), config=config)
     await router.start()
     stuck = router.fleet.workers[first.url]
     try:
-        await asyncio.gather(*(collect(router.generate([n, *PROMPT], LONG)) for n in range(2)))  # it is known to work
-        first.signal(signal.SIGUSR2)  # prefills take twice as long as a token is waited for
+        known = (collect(router.generate([n, *PROMPT], LONG)) for n in range(ON_TIME_MIN))
+        await asyncio.gather(*known)  # it is known to work
+        first.signal(signal.SIGUSR2)  # prefills take much longer than a token is waited for
         _, chunks = await collect(router.generate(PROMPT, SHORT))
         assert chunks[-1].worker == names[0] and stuck.counters.suspect_spells == 0
         first.signal(signal.SIGUSR2)
@@ -77,6 +78,16 @@ async def test_a_server_that_begins_nothing_is_left_and_one_that_is_merely_slow_
         tokens, chunks = await collect(router.generate(PROMPT, SHORT))
         assert tokens == expected_tokens(PROMPT, 4) and {chunk.worker for chunk in chunks} == {names[1]}
         assert (stuck.state, stuck.why, stuck.counters.losses) == ("suspect", UNSTARTED, 0)
+        first.signal(signal.SIGUSR1)
+        await until(lambda: stuck.state == "ready", "it makes tokens again")
+
+        before = router.counters.output_tokens
+        streams = [asyncio.ensure_future(collect(router.generate([n, *PROMPT], LONG))) for n in range(3)]
+        await until(lambda: router.counters.output_tokens >= before + 10, "all are under way")
+        first.signal(signal.SIGUSR1)
+        for n, (tokens, chunks) in enumerate(await asyncio.gather(*streams)):
+            assert tokens == expected_tokens([n, *PROMPT], 60) and chunks[-1].worker == names[1]
+        assert (stuck.state, stuck.why, stuck.counters.losses) == ("suspect", STALLED, 0)
         first.signal(signal.SIGUSR1)
         await until(lambda: stuck.state == "ready", "it makes tokens again")
         await until(lambda: not router.stats()["live_requests"], "requests ended")
