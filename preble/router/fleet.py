@@ -51,6 +51,7 @@ from .pulls import Pulls
 
 if TYPE_CHECKING:
     from ..scheduler import GlobalScheduler
+    from .request import Attempt
     from .stats import RouterWorkerStats, WorkerState
 
 SGLANG = "sglang"  # the engine
@@ -317,12 +318,12 @@ class Fleet:
             raise TransportError(f"worker {worker_id} was never connected")
         worker.link.send(message)
 
-    def expect(self, worker_id: str, wire_id: str, request_id: Hashable) -> None:
-        """A request was given to a worker, by that name: a server is judged by when it begins. Raises
-        `UnknownWorker`."""
-        link = self.worker(worker_id).link
+    def expect(self, attempt: Attempt, seconds: float) -> None:
+        """A request was given to a worker, whose prefill is expected to take so long: a server is judged by when it
+        begins. Raises `UnknownWorker`."""
+        link = self.worker(attempt.worker_id).link
         if isinstance(link, ServerLink):
-            link.expects(wire_id, lambda: self._scheduler.booked_seconds(request_id))
+            link.expects(attempt.wire_id, seconds)
 
     def add(self, address: str, options: ServerOptions | None = None) -> FleetWorker:
         """Start to connect to an address. Raises `InvalidInput` if it is there already, or is no address."""

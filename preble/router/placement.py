@@ -280,7 +280,6 @@ class Placement(PlacedRequest):
         self._prefills, self._fleet = self._prefills_for(attempt.pair, fleet), fleet
         server.relayed += 1
         self._server, self._link = server, link
-        fleet.expect(attempt.worker_id, attempt.wire_id, self.request_id)
 
     def _prefills_for(self, pair: PairDecision | None, fleet: Fleet) -> FleetWorker | None:
         """Take a place at the other server of a pair. Raises as `hand_over`."""

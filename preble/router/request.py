@@ -258,7 +258,6 @@ class RoutedRequest(PlacedRequest):
         except PrebleError:
             fleet.pulls.forget(attempt.wire_id)
             raise
-        fleet.expect(attempt.worker_id, attempt.wire_id, self.request_id)
 
     def take_back(self, attempt: Attempt, fleet: Fleet, *, abort: bool) -> None:
         """With `abort`, send the worker one. Raises as `Fleet.send` does."""

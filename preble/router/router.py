@@ -704,13 +704,14 @@ class Router:
         live.attempt = attempt
         self._running[attempt.wire_id] = live
         self._recorder.sent(live, worker_id)
-        waits = waits_at(live, attempt) if live.is_streamed else None  # of others nobody knows how long they wait
+        waits = waits_at(live, attempt)
         if waits is not None:
             booked = self.scheduler.booked_seconds(waits[1])
-            self._predicted_wait.placed(attempt.wire_id, waits[0], live.client, booked, self._clock())
+            self.fleet.expect(attempt, booked)
+            if live.is_streamed:  # of others nobody knows how long they wait
+                self._predicted_wait.placed(attempt.wire_id, waits[0], live.client, booked, self._clock())
         if self.siblings is not None:
-            asked = live.tokens_so_far(), live.namespace, live.tokens_left
-            self.siblings.own.placed(attempt.wire_id, worker_id, *asked)
+            self.siblings.own.placed(attempt.wire_id, worker_id, live.tokens_so_far(), live.namespace, live.tokens_left)
         return True
 
     def _note_first_token(self, live: PlacedRequest, attempt: Attempt) -> None:

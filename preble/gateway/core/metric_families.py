@@ -118,9 +118,7 @@ OBSERVED_SECONDS_MIN = 60.0  # of a fleet seen for less nobody is to take anythi
 ROUNDING = 1e-9
 
 
-def replica_families(
-    scaling: Mapping[str, Any], workers: Mapping[str, Any], models: Mapping[str, str]
-) -> list[Family]:
+def replica_families(scaling: Mapping[str, Any], workers: Mapping[str, Any], models: Mapping[str, str]) -> list[Family]:
     """How many servers there should be, in all and of each model, where `workers`, by address, are all ranks of those
     that there are, and `models` what they serve. A model's part is by the load of its workers; what workers asked for
     that are gone is shared out in the same way."""

@@ -21,7 +21,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import urldefrag, urlsplit
@@ -223,7 +223,7 @@ class ServerLink:
         """It is over here, in whatever way."""
         self._watch.left()
 
-    def expects(self, name: str, seconds: Callable[[], float]) -> None:
+    def expects(self, name: str, seconds: float) -> None:
         """A request is there, or on its way, whose prefill is expected to take so long; until its first token here, or
         `expects_no_more`."""
         self._watch.waits(name, seconds)

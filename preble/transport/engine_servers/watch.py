@@ -6,21 +6,22 @@ verdict; asks nothing, sends nothing, reads no clock.
                still, for `hung_seconds`: the engine behind a living front
     unstarted  answers come, but nothing shows work while requests wait for their first token: no output of any, no
                cache event, the same reports, for `hung_seconds`. After half of that it is asked for a token, and makes
-               none in the other half, nor within `OVERDUE_TIMES` what the prefills of all that wait are expected to take
+               none in the other half, nor in `OVERDUE_TIMES` what the prefills of all that wait are expected to take
     idle       requests are there and nothing came of any for `stalled_seconds`, whatever is reported: for servers that
                report nothing of their work
 
 A step of the engine may take longer than `hung_seconds` and delays answers, too. So what was usual of late counts: the
 longest pause within a minute or so, times `USUAL_TIMES`, and on top of it what the prefills of those that wait are
-expected to take, since the next step may compute them all. None is called stalled before it has shown `SIGNS_MIN` signs
+expected to take, since the next step may compute them all; but for as much as has waited of late and was worked off,
+whose steps are among the pauses. None is called stalled before it has shown `SIGNS_MIN` signs
 of work, for an engine that has just started compiles as it goes. An engine that reports that it runs
 nothing is not stalled: its output waits at a client that does not read.
 
 Why a token is asked for: a long prefill shows in the reports (blocks are taken chunk by chunk), but what is done before
 it does not, such as a grammar that is compiled or a video that is fetched; and other requests are not held up by that.
 
-What is expected is worth little before it has proved right. It has where `ON_TIME_MIN` first tokens came on time, one of
-them of a prefill at least half as long as any that waits, and no engine was late since. Where it has not, a token is
+What is expected is worth little before it has proved right. It has where `ON_TIME_MIN` first tokens came on time, one
+of them of a prefill at least half as long as any that waits, and none was late since. Where it has not, a token is
 asked for after `DOUBT_TIMES` `hung_seconds`, and waited for `UNSURE_SECONDS` or longer.
 
 A server that stalled, began nothing or was idle is trusted again when it shows work: output, events, another report.
@@ -29,8 +30,9 @@ Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import islice
+from typing import NamedTuple
 
 from .kv_event_codec import LoadReport
 
@@ -38,7 +40,6 @@ USUAL_TIMES = 2.0
 DOUBT_TIMES = 4.0
 OVERDUE_TIMES = 4.0
 ON_TIME_MIN = 4
-LOOKED_AT_EVERY = 8  # of the first tokens that come at once, one is asked how long its prefill was expected to take
 UNSURE_SECONDS = 30.0
 BATCH_MAX = 64  # requests whose prefills are added up: when more have been computed, the first have begun
 STEP_SECONDS_MAX = 30.0  # a step is given at the most for them
@@ -50,8 +51,17 @@ SILENT, STALLED, IDLE = "silent for too long", "its engine stands still", "no ou
 UNSTARTED = "it begins no request"
 
 
+class _Waiting(NamedTuple):
+    """A request without a first token: what its prefill is expected to take, since when it waits, and what the prefills
+    of all were then expected to take together, its own included. In seconds."""
+
+    seconds: float
+    since: float
+    queue_seconds: float
+
+
 class RecentPauses:
-    """The longest pause of late."""
+    """The longest pause of late; or the most of anything else."""
 
     def __init__(self) -> None:
         self._now = self._before = 0.0
@@ -89,13 +99,16 @@ class EngineWatch:
         self._quiet_seconds = 0.0  # with requests there that wait for their first token, and no sign of work
         self._probe_seconds: float | None = None  # since a token was asked for; None: none is
         self._probe_limit = 0.0
-        self._waiting: dict[Hashable, tuple[Callable[[], float], float]] = {}  # what its prefill may take; since when
+        self._waiting: dict[Hashable, _Waiting] = {}  # the oldest first
+        self._waiting_seconds = 0.0  # that their prefills are expected to take
         self._now_seconds = 0.0  # that have passed
         self._paused_until_seconds = -1.0  # when the last quiet time ended that was long
         self._on_time = 0  # first tokens since one was late
         self._proven_seconds = 0.0  # the longest prefill of those
         self._silences, self._pauses, self._quiets = RecentPauses(), RecentPauses(), RecentPauses()
+        self._queues = RecentPauses()  # of work, behind which a first token has come
         self._signs = 0
+        self._is_current = False  # output has come since time passed, or since a report that was the same
         self._report: LoadReport | None = None
         self._same_reports = 0
         self._held_against = ""  # until it shows work
@@ -109,16 +122,22 @@ class EngineWatch:
             self.silent_seconds = 0.0
 
     def output(self) -> None:
-        """Tokens of any request have come."""
+        """Tokens of any request have come. Asked for each part of each answer: where no time has passed since the last
+        one there is nothing to do but count."""
+        if self._is_current:
+            self._signs += 1
+            return
         if self.silent_seconds:
             self.answered()
         self._idle_seconds = 0.0
         self._works()
+        self._is_current = True
 
     def reported(self, report: LoadReport) -> None:
         """What the engine says of its work."""
         if report == self._report:
             self._same_reports += 1
+            self._is_current = False
             return
         is_first, self._report, self._same_reports = self._report is None, report, 0
         if not is_first:
@@ -128,29 +147,29 @@ class EngineWatch:
         """Its cache has changed."""
         self._works()
 
-    def waits(self, name: Hashable, expected_seconds: Callable[[], float]) -> None:
-        """A request waits there for its first token, whose prefill is expected to take so long; asked only where it
-        takes long."""
-        self._waiting[name] = expected_seconds, self._now_seconds
+    def waits(self, name: Hashable, expected_seconds: float) -> None:
+        """A request waits there for its first token, whose prefill is expected to take so long."""
+        self.waits_no_more(name)
+        self._waiting_seconds += expected_seconds
+        self._waiting[name] = _Waiting(expected_seconds, self._now_seconds, self._waiting_seconds)
 
-    def waits_no_more(self, name: Hashable) -> None:
-        """It is over. Again it does nothing."""
-        self._waiting.pop(name, None)
+    def waits_no_more(self, name: Hashable) -> _Waiting | None:
+        """It is over. Returns what was known of it; None, and nothing happens, where it does not wait."""
+        found = self._waiting.pop(name, None)
+        if found is not None:
+            self._waiting_seconds = self._waiting_seconds - found.seconds if self._waiting else 0.0
+        return found
 
     def had_first_token(self, name: Hashable) -> None:
         """It has its first token, or its whole answer. Again, and of one that does not wait, it does nothing."""
-        found = self._waiting.pop(name, None)
+        found = self.waits_no_more(name)
         if found is None:
             return
-        waited = self._now_seconds - found[1]
-        if waited <= self._half_seconds and self._on_time % LOOKED_AT_EVERY:  # on time, whatever was expected
+        self._queues.note(found.queue_seconds)
+        was_shown = self._paused_until_seconds < found.since  # all the while something showed work
+        if was_shown or self._now_seconds - found.since <= self._overdue_seconds(found.seconds):
             self._on_time += 1
-            return
-        expected = found[0]()
-        was_shown = self._paused_until_seconds < found[1]  # all the while something showed work
-        if was_shown or waited <= self._overdue_seconds(expected):
-            self._on_time += 1
-            self._proven_seconds = max(self._proven_seconds, expected)
+            self._proven_seconds = max(self._proven_seconds, found.seconds)
 
     def asked(self, is_asked: bool) -> None:
         """A token is asked for from now on; or that was refused, which says nothing of the engine."""
@@ -197,9 +216,11 @@ class EngineWatch:
     def pass_by(self, seconds: float, requests: int) -> None:
         """Time passes with so many requests there."""
         self._now_seconds += seconds
+        self._is_current = False
         self._silences.pass_by(seconds)
         self._pauses.pass_by(seconds)
         self._quiets.pass_by(seconds)
+        self._queues.pass_by(seconds)
         self.silent_seconds += seconds
         self._quiet_seconds = self._quiet_seconds + seconds if self._waiting else 0.0
         if self._probe_seconds is not None:
@@ -228,12 +249,17 @@ class EngineWatch:
         return quiet >= self._quiets.longest and self._is_proven(self._expected())
 
     def _is_longer(self, seconds: float, limit: float) -> bool:
-        """Whether a pause is longer than a limit and than one step more with the prefills of all that wait."""
-        return seconds >= limit and seconds >= limit + min(sum(self._expected()), STEP_SECONDS_MAX)
+        """Whether a pause is longer than a limit and than one step more: of the longest prefill that waits, and of all
+        that is beyond what was worked off of late, for in that no step was longer than is usual."""
+        if seconds < limit or not self._waiting:
+            return seconds >= limit
+        expected = self._expected()
+        step = max(sum(expected) - self._queues.longest, max(expected))
+        return seconds >= limit + min(step, STEP_SECONDS_MAX)
 
     def _expected(self) -> list[float]:
         """What each prefill of the oldest that wait is expected to take, in seconds."""
-        return [seconds() for seconds, _ in islice(self._waiting.values(), BATCH_MAX)]
+        return [one.seconds for one in islice(self._waiting.values(), BATCH_MAX)]
 
     def _is_proven(self, expected: list[float]) -> bool:
         """Whether such prefills, by what was expected of them, were on time here."""

@@ -133,7 +133,8 @@ def test_pods_that_were_discovered_there_are_discovered_here() -> None:
 def test_servers_that_prefill_or_decode_only_keep_their_roles() -> None:
     line = "--pd-disaggregation --prefill http://a:1 9000 --prefill http://b:1 none --decode http://c:1"
     found = translate(SGLANG, f"{line} --prefill-policy cache_aware")
-    apart = [{"url": f"http://{name}:1", "role": "prefill"} for name in "ab"] + [{"url": "http://c:1", "role": "decode"}]
+    apart = [{"url": f"http://{name}:1", "role": "prefill"} for name in "ab"]
+    apart.append({"url": "http://c:1", "role": "decode"})
     assert found.values["servers",] == apart
     assert any(remark.startswith("--prefill: servers, each with its `role`") for remark in found.remarks)
     config = load(None, {}, {("insecure",): "true"}, {SGLANG: f"{line} --worker-urls http://d:1"}).config

@@ -146,7 +146,7 @@ async def test_a_request_that_an_engine_never_begins_is_asked_for_elsewhere(stre
         for _ in range(SIGNS_MIN):
             stuck.link.saw_output()  # it has worked before
         for n in range(ON_TIME_MIN):
-            stuck.link.expects(f"before-{n}", lambda: 1.0)
+            stuck.link.expects(f"before-{n}", 1.0)
             stuck.link.first_token_came(f"before-{n}")
         status, _, body = await front.post(CHAT, {**ASKED, "stream": stream})
         assert status == 200 and b"one" in body

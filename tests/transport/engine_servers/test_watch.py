@@ -52,7 +52,7 @@ class Story:
     def proves(self, seconds: float) -> None:
         """Prefills that are expected to take so long are on time."""
         for number in range(ON_TIME_MIN):
-            self.watch.waits(("proof", number), lambda: seconds)
+            self.watch.waits(("proof", number), seconds)
             self.watch.output()
             self.watch.had_first_token(("proof", number))
 
@@ -134,13 +134,35 @@ def test_a_step_that_may_compute_all_that_wait_is_given_that_time(
     """Live: ten prompts of 0.2 s were one step of 3.5 s, in which the server answered nothing, and all were moved."""
     story = busy()
     for name, expected in enumerate(prefills):
-        story.watch.waits(name, lambda expected=expected: expected)  # type: ignore[misc]
+        story.watch.waits(name, expected)
     found = story.seconds_until(STALLED if answers else SILENT, answers=answers)
     assert found == pytest.approx(HUNG + seconds, abs=2 * TURN)
     for name in range(len(prefills)):
         story.watch.waits_no_more(name)
     story.watch.output()
     assert story.turn() == ""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_behind_a_queue_as_long_as_was_worked_off_of_late_a_hang_is_seen_as_soon(answers: bool) -> None:
+    """Forty prompts of 0.2 s wait at any time. Only what is more than that may make the next step longer, or a prompt
+    that is long by itself."""
+    story = busy()
+    for name in range(40):
+        story.watch.waits(name, 0.2)
+    for name in range(200):
+        for _ in range(2):
+            story.turn()
+            story.report()
+            story.watch.output()
+        story.watch.waits(name + 40, 0.2)
+        story.watch.had_first_token(name)
+        assert story.watch.verdict() == ""
+    verdict = STALLED if answers else SILENT
+    assert story.seconds_until(verdict, answers=answers) <= 2.0
+    story.watch.output()
+    story.watch.waits("long", 5.0)
+    assert story.seconds_until(verdict, answers=answers) >= 5.0
 
 
 def test_silence_that_was_usual_counts_up_to_a_bound() -> None:
@@ -222,7 +244,7 @@ def test_a_server_that_begins_nothing_is_seen_within_two_seconds(phase: int) -> 
     for _ in range(phase):
         story.answered_turn()
     began = story.seconds
-    story.watch.waits("a", lambda: 0.1)
+    story.watch.waits("a", 0.1)
     story.done += 1
     until_doubted(story)
     story.watch.asked(True)
@@ -238,8 +260,8 @@ def test_a_server_that_begins_nothing_is_seen_within_two_seconds(phase: int) -> 
 
 def test_prefills_that_take_long_are_given_several_times_what_they_are_expected_to() -> None:
     story = worked()
-    story.watch.waits("a", lambda: 6.0)
-    story.watch.waits("b", lambda: 4.0)
+    story.watch.waits("a", 6.0)
+    story.watch.waits("b", 4.0)
     until_doubted(story)
     story.watch.asked(True)
     assert story.seconds_until(UNSTARTED, answers=True) == pytest.approx(OVERDUE_TIMES * 10.0, abs=TURN)
@@ -248,7 +270,7 @@ def test_prefills_that_take_long_are_given_several_times_what_they_are_expected_
 @pytest.mark.parametrize("sign", ["another report", "an event", "output of another", "a first token", "a token"])
 def test_any_sign_of_work_is_waited_from(sign: str) -> None:
     story = worked()
-    story.watch.waits("a", lambda: 0.1)
+    story.watch.waits("a", 0.1)
     until_doubted(story)
     story.watch.asked(True)
     story.turn()
@@ -279,7 +301,7 @@ def test_a_prefill_of_half_a_minute_at_a_slow_engine_is_no_hang(
 ) -> None:
     """A token that is asked for waits behind it. What its engine reports changes with each chunk."""
     story = worked(proven=proven)
-    story.watch.waits("a", lambda: expected)
+    story.watch.waits("a", expected)
     asked = False
     for turn in range(1, round(30.0 / TURN)):
         if story.watch.is_doubted and not asked:
@@ -299,13 +321,13 @@ def test_a_prefill_of_half_a_minute_at_a_slow_engine_is_no_hang(
 
 def test_an_engine_that_was_late_is_given_time_until_it_is_on_time_again() -> None:
     story = worked()
-    story.watch.waits("a", lambda: 0.1)
+    story.watch.waits("a", 0.1)
     for _ in range(round(2.0 / TURN)):
         story.answered_turn()
     story.watch.output()
     story.watch.had_first_token("a")
     story.works(3 * RECENT_SECONDS)
-    story.watch.waits("b", lambda: 0.1)
+    story.watch.waits("b", 0.1)
     assert until_doubted(story) == pytest.approx(DOUBT_TIMES * HUNG, abs=TURN)
     story.watch.asked(True)
     assert story.seconds_until(UNSTARTED, answers=True) == pytest.approx(UNSURE_SECONDS, abs=TURN)
@@ -313,23 +335,23 @@ def test_an_engine_that_was_late_is_given_time_until_it_is_on_time_again() -> No
     story.watch.had_first_token("b")
     story.works(3 * RECENT_SECONDS)
     story.proves(0.1)
-    story.watch.waits("c", lambda: 0.1)
+    story.watch.waits("c", 0.1)
     assert until_doubted(story) <= 1.0
 
 
 def test_an_answer_that_does_not_stream_counts_as_on_time_where_reports_showed_work_all_the_while() -> None:
     story = worked(proven=None)
     for name in range(ON_TIME_MIN):
-        story.watch.waits(name, lambda: 0.1)
+        story.watch.waits(name, 0.1)
         story.works(10.0, step_seconds=0.5)
         story.watch.had_first_token(name)
-    story.watch.waits("a", lambda: 0.1)
+    story.watch.waits("a", 0.1)
     assert until_doubted(story) <= 1.0
 
 
 def test_a_question_for_a_token_that_is_refused_says_nothing() -> None:
     story = worked()
-    story.watch.waits("a", lambda: 0.1)
+    story.watch.waits("a", 0.1)
     until_doubted(story)
     for turn in range(200):
         story.watch.asked(turn % 4 != 3)
@@ -339,23 +361,23 @@ def test_a_question_for_a_token_that_is_refused_says_nothing() -> None:
 
 def test_a_quiet_time_that_was_usual_of_late_is_waited_for() -> None:
     story = worked()
-    story.watch.waits("a", lambda: 0.1)
+    story.watch.waits("a", 0.1)
     for _ in range(round(4.0 / TURN)):
         story.answered_turn()
     story.watch.output()
     assert until_doubted(story) == pytest.approx(2 * 4.0, abs=TURN)
     story.watch.waits_no_more("a")
     story.proves(0.1)
-    story.watch.waits("b", lambda: 0.1)
+    story.watch.waits("b", 0.1)
     asked_after = until_doubted(story)
     story.watch.asked(True)
-    assert asked_after == pytest.approx(4.0, abs=TURN), "as long as it was usual"
-    assert asked_after + story.seconds_until(UNSTARTED, answers=True) == pytest.approx(2 * 4.0, abs=TURN)
+    assert asked_after == pytest.approx(8.0, abs=TURN), "as long as it was usual"
+    assert asked_after + story.seconds_until(UNSTARTED, answers=True) == pytest.approx(2 * 8.0, abs=TURN)
 
 
 def test_a_server_that_reports_nothing_is_idle_only_after_long() -> None:
     story = worked(report=False)
-    story.watch.waits("a", lambda: 0.1)
+    story.watch.waits("a", 0.1)
     for _ in range(round(60.0 / TURN)):
         assert story.answered_turn() == "" and not story.watch.is_doubted
     while not (verdict := story.answered_turn()):
@@ -391,7 +413,7 @@ class Engine:
         one |= {"prepares": self.rng.uniform(0.0, 30.0) * waits, "output": self.rng.randrange(1, 60)}
         self.queue.append(one)
         if tokens > 1:
-            self.story.watch.waits(self.names, lambda: seconds)
+            self.story.watch.waits(self.names, seconds)
         return one
 
     def turn(self) -> str:
@@ -471,7 +493,7 @@ def test_requests_that_come_to_a_server_that_hangs_do_not_hide_that() -> None:
     """As much work comes as there is time: what came before a token was asked for counts, and no more."""
     story = worked()
     for number in range(round(28.0 / TURN)):
-        story.watch.waits(number, lambda: TURN)
+        story.watch.waits(number, TURN)
         if story.watch.is_doubted and story.watch._probe_seconds is None:
             story.watch.asked(True)
         story.turn()
