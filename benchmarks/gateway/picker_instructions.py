@@ -5,7 +5,7 @@ picker's without sockets, and its answers are taken off it. A busy machine does 
     python -m benchmarks.gateway.picker_instructions --profile 30  the functions that take the most time instead
 
 The requests are `bench_picker`'s: chats of about 2,000 characters, placed by their text, between two mock servers.
-What the picker's process does beside (sockets, health checks) is not in it. Needs valgrind, unless it profiles.
+What the picker's process does beside (sockets, questions to servers) is not in it. Needs valgrind, unless it profiles.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ from preble.gateway.listeners import GatewayListener
 from preble.gateway.picker.pick import Picker
 from preble.gateway.picker.server import PickerServer
 from preble.gateway.program import COLLECT_AFTER_OBJECTS
-from preble.router.router import Router
+from preble.router.fleet import FleetConfig
+from preble.router.router import Router, RouterConfig
+from preble.transport.client import LinkConfig
 
 EVENTS = (0, 16)  # of an answer; 0: it is whole
 WARM, TURNS = 500, 200
+NEVER = 3600.0  # seconds: what is done by the clock is not a request's, and is the more the slower the machine
 
 
 class Wire:
@@ -75,7 +78,10 @@ async def picking() -> AsyncIterator[tuple[Any, Wire, Gateway]]:
     mock = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert mock.stdout is not None
     ready = mock.stdout.readline().split()[1:]
-    router = Router([one if one.startswith("http") else f"http://{one}" for one in ready])
+    servers = [one if one.startswith("http") else f"http://{one}" for one in ready]
+    router = Router(
+        servers, config=RouterConfig(fleet=FleetConfig(link=LinkConfig(heartbeat_seconds=NEVER)), tick_seconds=NEVER)
+    )
     await router.start(min_workers=len(ready))
     gateway = Gateway(router, None, GatewayConfig(), Metrics(time.monotonic))
     listener = GatewayListener(socket.create_server(("127.0.0.1", 0)), NETWORK)
