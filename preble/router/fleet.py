@@ -51,7 +51,6 @@ from .pulls import Pulls
 
 if TYPE_CHECKING:
     from ..scheduler import GlobalScheduler
-    from .request import Attempt
     from .stats import RouterWorkerStats, WorkerState
 
 SGLANG = "sglang"  # the engine
@@ -318,12 +317,12 @@ class Fleet:
             raise TransportError(f"worker {worker_id} was never connected")
         worker.link.send(message)
 
-    def expect(self, attempt: Attempt, seconds: float) -> None:
-        """A request was given to a worker, whose prefill is expected to take so long: a server is judged by when it
-        begins. Raises `UnknownWorker`."""
-        link = self.worker(attempt.worker_id).link
+    def expect(self, worker_id: str, wire_id: str, seconds: float) -> None:
+        """A request was given to a worker, by that name, whose prefill is expected to take so long: a server is judged
+        by when it begins. Raises `UnknownWorker`."""
+        link = self.worker(worker_id).link
         if isinstance(link, ServerLink):
-            link.expects(attempt.wire_id, seconds)
+            link.expects(wire_id, seconds)
 
     def add(self, address: str, options: ServerOptions | None = None) -> FleetWorker:
         """Start to connect to an address. Raises `InvalidInput` if it is there already, or is no address."""

@@ -707,7 +707,7 @@ class Router:
         waits = waits_at(live, attempt)
         if waits is not None:
             booked = self.scheduler.booked_seconds(waits[1])
-            self.fleet.expect(attempt, booked)
+            self.fleet.expect(worker_id, attempt.wire_id, booked)
             if live.is_streamed:  # of others nobody knows how long they wait
                 self._predicted_wait.placed(attempt.wire_id, waits[0], live.client, booked, self._clock())
         if self.siblings is not None:

@@ -51,7 +51,7 @@ SILENT, STALLED, IDLE = "silent for too long", "its engine stands still", "no ou
 UNSTARTED = "it begins no request"
 
 
-class _Waiting(NamedTuple):
+class _UnbegunRequest(NamedTuple):
     """A request without a first token: what its prefill is expected to take, since when it waits, and what the prefills
     of all were then expected to take together, its own included. In seconds."""
 
@@ -99,7 +99,7 @@ class EngineWatch:
         self._quiet_seconds = 0.0  # with requests there that wait for their first token, and no sign of work
         self._probe_seconds: float | None = None  # since a token was asked for; None: none is
         self._probe_limit = 0.0
-        self._waiting: dict[Hashable, _Waiting] = {}  # the oldest first
+        self._waiting: dict[Hashable, _UnbegunRequest] = {}  # the oldest first
         self._waiting_seconds = 0.0  # that their prefills are expected to take
         self._now_seconds = 0.0  # that have passed
         self._paused_until_seconds = -1.0  # when the last quiet time ended that was long
@@ -151,9 +151,9 @@ class EngineWatch:
         """A request waits there for its first token, whose prefill is expected to take so long."""
         self.waits_no_more(name)
         self._waiting_seconds += expected_seconds
-        self._waiting[name] = _Waiting(expected_seconds, self._now_seconds, self._waiting_seconds)
+        self._waiting[name] = _UnbegunRequest(expected_seconds, self._now_seconds, self._waiting_seconds)
 
-    def waits_no_more(self, name: Hashable) -> _Waiting | None:
+    def waits_no_more(self, name: Hashable) -> _UnbegunRequest | None:
         """It is over. Returns what was known of it; None, and nothing happens, where it does not wait."""
         found = self._waiting.pop(name, None)
         if found is not None:
